@@ -83,8 +83,8 @@ class ModuleTracker:
     A scope is the path of a module's call ("layer1.0.conv1"; "" is the root; see `module_paths`) or one of LOSS,
     AUTOGRAD, OPTIMIZER.
 
-    root: the module whose scopes have no prefix; None: the first that is called.
-        root: the module to name others from; None: the first that is called.
+    Args:
+        root: the module whose scopes have no prefix; None: the first that is called.
         inside: follow modules as they run. Compiled code calls none of these hooks: `observe` then reports its inputs
             and outputs.
 

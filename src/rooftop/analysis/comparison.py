@@ -44,8 +44,8 @@ class Change:
 class Comparison:
     """The changes from one report to the other.
 
-    speedup: wall time before divided by wall time after.
-        speedup: wall time before over wall time after.
+    Attributes:
+        speedup: wall time before divided by wall time after.
         noise: relative; a smaller change of the wall time means nothing.
         figures: figures of the step, in the order of the report. operators, modules: by falling size of their change.
         differences: other differences (device, inputs, versions, mode), each as a sentence.

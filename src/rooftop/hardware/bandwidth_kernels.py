@@ -1,7 +1,8 @@
 """Triton kernels that only move memory: read, write, copy, triad; and two kernels that do nothing.
 
-torch alone can neither read without also reducing well, nor guarantee 16-byte accesses everywhere; a ceiling is the
-better of both. `copy` from one dtype to another is a cast, and within one tensor an update in place.
+With torch alone, a read is only as fast as a reduction, and 16-byte accesses are not guaranteed. A ceiling is the
+better of torch's rate and that of these kernels. `copy` from one dtype to another is a cast, and within one tensor an
+update in place.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Blocks:
 LARGE = Blocks(4096, 8)  # 16 KiB of float32 a program: four 16-byte accesses in flight for each of 256 threads
 SMALL = Blocks(1024, 4)  # two for each of 128 threads: a working set of 1 MiB still has a program for each processor
 
-_ORDER = ["first", "step"]  # they differ from launch to launch and do not affect compilation
+_ORDER = ["first", "step"]  # arguments that differ from launch to launch and do not affect compilation
 
 
 @triton.jit(do_not_specialize=_ORDER)
@@ -62,7 +63,7 @@ def _empty():
 
 @triton.jit
 def rooftop_marker():
-    """Does nothing: its launches mark positions among the kernels of a trace."""
+    """Do nothing: launches of this kernel mark positions among the kernels of a trace."""
 
 
 def programs(tensor: Tensor, blocks: Blocks = LARGE) -> int:
@@ -107,5 +108,5 @@ def empty() -> None:
 
 
 def marker() -> None:
-    """Another, whose name marks the beginning and end of a call (see `kernel_times`)."""
+    """Another empty kernel, whose name marks the beginning and end of a call (see `kernel_times`)."""
     rooftop_marker[(1,)](num_warps=1)

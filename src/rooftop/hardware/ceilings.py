@@ -22,7 +22,7 @@ from rooftop.errors import CeilingsFileError, did_you_mean
 from rooftop.hardware.figures import PRECISIONS, Raise, memory_figure, part_in_words
 
 FORMAT = 2
-FORMATS = (1, 2)  # the first had neither casts nor updates, neither sustained rates nor the causes of raised ceilings
+FORMATS = (1, 2)  # the first format had no casts, updates, sustained rates or causes of raised ceilings
 Progress = Callable[[str, float], None]
 
 
@@ -46,7 +46,7 @@ class MemoryPoint:
     raised_in_place: float = 0.0
 
     def measured(self, in_place: bool = False) -> bool:
-        """Whether there is a figure here besides those of a program's operators."""
+        """Whether any figure was measured, besides those that a program's operators raised."""
         return any((self.read, self.write, self.copy, self.triad, self.cast, in_place and self.update))
 
     @property
@@ -85,7 +85,7 @@ class Ceilings:
         transfers: bytes/s between host and device, pageable and pinned. links: between GPUs, copies and the bus
             bandwidth of collectives. Empty until they are requested.
         spread: by figure, the relative distance of the best two samples. disturbed: in words, the figures whose best
-            was not reproduced within 10%, or that were measured while others used the machine.
+            was not reproduced within 10%, or that were measured while other programs used the machine.
         sustained: for each precision, the matrix rate of a product that runs continuously, under the power limit.
         pulse: for a CPU, its speed over time (see `pulse`).
         conditions: conditions of the last measurement (see `conditions`). raises: figures that a program's operators
@@ -116,20 +116,20 @@ class Ceilings:
     def rate(self, working_set_bytes: int, in_place: bool = False) -> float:
         """Upper bound of the bandwidth for work of this size, bytes/s.
 
-        It is the fastest pattern at the largest measured working set that is not larger than this one, or at any larger
-        one. So it is never pessimistic, and never rises with the working set. A rate that an operator reached also
-        counts for smaller working sets, down to the next measured one.
+        Start at the largest measured working set that is not larger than this one. The bound is the fastest rate of any
+        pattern there or at any larger working set. So it is never pessimistic, and never rises with the working set. A
+        rate that an operator reached also counts for smaller working sets, down to the next measured one.
 
         Args:
-            in_place: the work overwrites its input.
+            in_place: whether the work overwrites its input.
         """
         sizes, rates = self._rates[in_place]
         return rates[bisect_right(sizes, working_set_bytes)]
 
     @cached_property
     def _rates(self) -> tuple[tuple[list[int], list[float]], tuple[list[int], list[float]]]:
-        """Measured working sets; the best rate of any pattern, then of any pattern from each working set on. The same
-        in place.
+        """The measured working sets, and for each the best rate of any pattern there or at a larger one. Then the same
+        for work in place.
         """
         found = []
         for in_place in (False, True):
@@ -160,7 +160,7 @@ class Ceilings:
         return tuple(name for name in self.disturbed if part_in_words(name) in parts)
 
     def raised(self, precision: str, flops_per_s: float, by: str) -> Ceilings:
-        """Ceilings under which an operator with this matrix rate is not above its roof.
+        """Ceilings raised so that an operator with this matrix rate is not above its roof.
 
         Args:
             by: the operator in words, for the history ("aten::mm (8192, 4096) x (4096, 1024) bf16").
@@ -173,7 +173,7 @@ class Ceilings:
         return self._with(f"flops {precision}", before, flops[precision], by, flops=flops)
 
     def raised_memory(self, working_set_bytes: int, rate: float, by: str, in_place: bool = False) -> Ceilings:
-        """Ceilings under which an operator with this working set and bandwidth, bytes/s, is not above its roof.
+        """Ceilings raised so that an operator with this working set and bandwidth, bytes/s, is not above its roof.
 
         Raises:
             ValueError: the rate is not a positive number.
@@ -190,7 +190,7 @@ class Ceilings:
         return self._with(memory_figure(working_set_bytes, pattern), before, rate, by, memory=memory, levels=levels)
 
     def lowered_floor(self, ms: float, by: str) -> Ceilings:
-        """Ceilings under which a kernel of this duration is not above its roof.
+        """Ceilings changed so that a kernel of this duration is not above its roof.
 
         Raises:
             ValueError: the duration is not a positive number.
@@ -209,7 +209,7 @@ class Ceilings:
         """Check that a step on this kind of device can be compared with these ceilings.
 
         Raises:
-            CeilingsFileError: the ceilings are for the other kind.
+            CeilingsFileError: the ceilings are for the other kind of device.
         """
         if kind != self.kind:
             raise CeilingsFileError(
@@ -228,7 +228,7 @@ class Ceilings:
         """Read the result of `to_dict`, also in an earlier format.
 
         Raises:
-            ValueError: not ceilings, or of another format version.
+            ValueError: the data are not ceilings, or have another format version.
         """
         if isinstance(plain, Mapping) and "ops" in plain and "ceilings" in plain:
             raise ValueError("it holds a report; ceilings are what `rooftop ceilings -o FILE` writes")
@@ -273,8 +273,8 @@ class Ceilings:
 
 
 def levels_of(memory: Sequence[MemoryPoint], caches: Mapping[str, int]) -> tuple[MemoryLevel, ...]:
-    """The fastest rate among the working sets that fit each cache but no smaller one, and among those beyond all
-    caches."""
+    """For each cache, the fastest rate among the working sets that fit this cache but no smaller one. Also the fastest
+    rate among those beyond all caches."""
     levels, floor = [], 0
     for name, capacity in caches.items():
         inside = [point.best for point in memory if floor < point.working_set_bytes <= capacity and point.best > 0]
@@ -287,7 +287,7 @@ def levels_of(memory: Sequence[MemoryPoint], caches: Mapping[str, int]) -> tuple
     return (*levels, MemoryLevel("DRAM", None, max(beyond)))
 
 
-BEYOND = 8  # times the largest cache: less than an eighth of the bytes touched can be in it
+BEYOND = 8  # times the largest cache, which then holds less than an eighth of the bytes touched
 
 
 def _positive(value: float) -> float:
@@ -298,7 +298,7 @@ def _positive(value: float) -> float:
 
 def write_whole(target: Path, text: str) -> None:
     """Write a file completely or not at all."""
-    if target.exists() and not target.is_file():  # a device or a pipe: renaming would replace it by a file
+    if target.exists() and not target.is_file():  # a device or a pipe, which renaming would replace by a file
         target.write_text(text, encoding="utf-8")
         return
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -314,7 +314,7 @@ def require_ceilings(given: object, caller: str) -> Ceilings:
     """Return `given`, the ceilings passed to `caller`, if they are Ceilings.
 
     Raises:
-        TypeError: it is not Ceilings (a machine's name, for example).
+        TypeError: `given` is not Ceilings (but a machine's name, for example).
     """
     if not isinstance(given, Ceilings):
         raise TypeError(
@@ -334,8 +334,8 @@ def known_machines() -> list[str]:
 def ceilings_of(machine: str | os.PathLike[str]) -> Ceilings:
     """Ceilings of a machine, which may be another one: a known name ("h200"), or a file that `Ceilings.save` wrote.
 
-    ValueError: neither a known machine nor a file.
-        ValueError: neither a known machine nor a file.
+    Raises:
+        ValueError: `machine` is neither a known machine nor a file.
         CeilingsFileError: the file does not hold ceilings.
     """
     if str(machine) in known_machines():

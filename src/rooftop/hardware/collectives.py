@@ -1,8 +1,8 @@
 """Rates of collectives between the devices of this machine, as bus bandwidth.
 
-Bus bandwidth makes figures of different collectives and numbers of devices comparable with the links: the least bytes
-that each link must carry, divided by the time. An all-reduce of S bytes over n devices counts 2 (n - 1) / n S, an
-all-gather to S bytes (n - 1) / n S (the convention of nccl-tests).
+Bus bandwidth is the least number of bytes that each link must carry, divided by the time. It makes different
+collectives and numbers of devices comparable with the rate of the links. An all-reduce of S bytes over n devices counts
+2 (n - 1) / n S, an all-gather to S bytes (n - 1) / n S (the convention of nccl-tests).
 
 Each device gets its own process, started with spawn, so that a script without a `__main__` guard can measure too, and a
 collective that hangs can be ended.
@@ -44,7 +44,7 @@ def collective_rates(
         Name of the collective -> size in bytes -> bytes/s.
 
     Raises:
-        ValueError: fewer than two devices, or of different kinds, or sizes that cannot be divided among them.
+        ValueError: there are fewer than two devices, their kinds differ, or a size cannot be divided among them.
         MeasurementError: a process failed, or some did not finish in time.
     """
     where = [torch.device(device) for device in devices]
@@ -95,7 +95,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], ti
 
 
 def _measure(rank: int, devices: Sequence[torch.device], sizes: Sequence[int], folder: Path) -> None:
-    """Join the others, and measure each collective at each size; the first process writes the results."""
+    """Join the other processes, and measure each collective at each size; the first process writes the results."""
     device, count = devices[rank], len(devices)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -1,8 +1,8 @@
 """Conditions during a measurement: other processes, clocks, temperature, power.
 
-    others_cores, threads, cores     cores that other programs kept busy, those that the measurement used, all there are
-    others_on_gpu_percent    utilization of the GPU by other processes when the measurement began
-    sm_clock_mhz, max_sm_clock_mhz, temperature_c, power_w, power_limit_w     of the GPU, at the end
+    others_cores, threads, cores cores that other programs kept busy, cores that the measurement used, cores in total
+    others_on_gpu_percent utilization of the GPU by other processes when the measurement began sm_clock_mhz,
+    max_sm_clock_mhz, temperature_c, power_w, power_limit_w of the GPU, at the end
 
 Values that the driver does not report are omitted.
 """
@@ -33,7 +33,7 @@ def busy(conditions: Conditions, kind: str) -> bool:
 
 
 def missing_cores(conditions: Conditions) -> float:
-    """How many cores others and the measurement needed beyond the existing ones."""
+    """The number of cores that other programs and the measurement needed beyond the existing ones."""
     wanted = conditions.get("others_cores", 0.0) + conditions.get("threads", 1.0)
     return max(0.0, wanted - conditions.get("cores", wanted))
 
@@ -63,7 +63,8 @@ class Watch:
             self._ask_for_state()
 
     def _ask_for_others(self) -> None:
-        """The GPU's utilization if another process uses it; otherwise it would be this process's own work."""
+        """The GPU's utilization if another process uses the GPU. Otherwise the utilization would be this process's own
+        work."""
         uuid = gpu_uuid(self._device.index or 0)
         with nvml_session() as nvml:
             users = nvml.gpu(uuid, lambda m, h: len(m.nvmlDeviceGetComputeRunningProcesses(h)))

@@ -32,7 +32,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 PARTS = ("launches", "memory", *DTYPES)
 
 ROUNDS = 3
-BURST_S = 0.015  # for each candidate in each round; there are about 150 candidates
+BURST_S = 0.015  # seconds for each candidate in each round; there are about 150 candidates
 SAMPLE_S = 1e-3
 SLOW_S = 0.05  # a slower call has no fast path in its dtype: it runs once in a round, and larger shapes are skipped
 
@@ -65,7 +65,7 @@ _IN_WORDS = {"launches": "launches", "memory": "memory bandwidth"}
 
 
 def _launches(samples: Samples) -> None:
-    """The cheapest operator, which on a CPU takes the place of a launch; and the machine's pulse."""
+    """Measure the cheapest operator, which on a CPU takes the place of a launch, and the machine's pulse."""
     times = [1e3 * seconds for seconds in _cheapest_operator_s()]
     for name in LAUNCHES:
         samples.add(name, times)
@@ -81,7 +81,8 @@ def _cheapest_operator_s() -> list[float]:
 
 
 def _bandwidths(samples: Samples) -> None:
-    """The time of an empty call is subtracted: it would hide the cache's rate for small working sets."""
+    """Measure bandwidths. The time of an empty call is subtracted, because it would hide the cache's rate for small
+    working sets."""
     launch_s = min(_cheapest_operator_s())
     whole = torch.rand(WORKING_SETS[-1] // 4)
     for size in WORKING_SETS:
@@ -91,7 +92,8 @@ def _bandwidths(samples: Samples) -> None:
 
 
 def _without_launch(seconds: float, launch_s: float) -> float:
-    """The time in excess of the cheapest call, at least half of the whole time: below that the difference is noise."""
+    """The time beyond that of the cheapest call, but at least half of the whole time, because a smaller difference is
+    noise."""
     return max(seconds - launch_s, seconds / 2)
 
 
@@ -113,7 +115,7 @@ def _patterns(whole: Tensor) -> Iterator[Candidate]:
 
 
 def _race(samples: Samples, candidates: Iterator[Candidate]) -> None:
-    """The candidates of one figure, with rising work; none after the first slow one."""
+    """Try the candidates of one figure, with rising work, up to the first slow one."""
     for figure, flops, call in candidates:
         times = _burst(call, BURST_S)
         samples.add(figure, (flops / seconds for seconds in times))
@@ -132,7 +134,7 @@ def _products(precision: str, dtype: torch.dtype) -> Iterator[Candidate]:
 
 
 def _convolutions(precision: str, dtype: torch.dtype) -> Iterator[Candidate]:
-    """Convolutions come from another library than products: on some CPUs they are up to twice as fast."""
+    """Convolutions. They come from another library than products, and on some CPUs they are up to twice as fast."""
     for batch, channels, side, kernel in CONVOLUTIONS:
         x = torch.randn(batch, channels, side, side).to(dtype)
         weight = torch.randn(channels, channels, kernel, kernel).to(dtype)
@@ -141,9 +143,8 @@ def _convolutions(precision: str, dtype: torch.dtype) -> Iterator[Candidate]:
 
 
 def _burst(call: Call, seconds: float) -> list[float]:
-    """Seconds a call, from samples that together take about `seconds`, after a first call; one sample for slow
-    calls.
-    """
+    """Seconds per call, from samples that together take about `seconds`, after a first call. A slow call gets one
+    sample."""
     began = time.perf_counter()
     call()
     first = time.perf_counter() - began

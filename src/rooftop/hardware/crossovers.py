@@ -1,4 +1,4 @@
-"""From which size on the GPU beats the CPU: one operation over sizes, with and without the transfers.
+"""Find the size from which on the GPU beats the CPU, for one operation, with and without transfers.
 
 It times three variants of the same eager call on the same random values, as they occur in programs:
 
@@ -6,15 +6,15 @@ It times three variants of the same eager call on the same random values, as the
 - GPU: operands are already on the device, the result stays there, and the host does not wait (a step in the middle of a
   model).
 - GPU with transfers: the inputs come from pinned host memory, the result goes back into it, and the host waits for it
-  (one operation handed to the GPU). Parameters (the weights of linear, layer_norm) are on the device before.
+  (one operation handed to the GPU). Parameters (the weights of linear and layer_norm) are already on the device.
 
 Operands are in the caches on both sides, as if the program had just written them. Each call allocates its result, as
 eager code does. torch keeps freed device and pinned memory for the next call. The CPU's memory goes back to the system
 if it is large (over 32 MiB with glibc), and the next call pays for fresh pages: a real jump in the CPU's time.
 
-The break-even size is where the times cross. Times are close to power laws of the size. So between two measured sizes
-the logarithm of their ratio is taken as linear in the logarithm of the size. It predicts nothing beyond the measured
-sizes.
+The break-even size is where the times cross. Times are close to power laws of the size. So between two measured sizes,
+the logarithm of the ratio of the times is taken as linear in the logarithm of the size. It predicts nothing beyond the
+measured sizes.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ from rooftop.hardware.timing import MEASURE_S, Timing, compare, measure
 
 FORMAT = 1
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-FEATURES = 1024  # of linear and layer_norm: the width of a small transformer
-LONG_MS = 100.0  # default sizes end after the first CPU call that takes longer: larger ones take seconds a call
+FEATURES = 1024  # width for linear and layer_norm: that of a small transformer
+# default sizes end after the first CPU call that takes longer, because larger sizes take seconds per call
+LONG_MS = 100.0
 NEEDS_GPU = (
     "a crossover needs an NVIDIA GPU, and torch can use none on this machine: run it on a machine with one, or check "
     "the driver (nvidia-smi) and that torch is a CUDA build (rooftop device)"
@@ -53,11 +54,11 @@ Shape = tuple[int, ...]
 class Operation:
     """The operation at a size n.
 
-    unit: the unit of n.
-        unit: what n counts.
+    Attributes:
+        unit: the unit of n.
         sizes: the default sizes, ascending.
-        inputs: shapes of the tensors that are transferred at each call. parameters: shapes of those that are on the
-            device before.
+        inputs: shapes of the tensors that are transferred at each call. parameters: shapes of those that are already on
+            the device.
         call: takes inputs and parameters, returns one tensor.
     """
 
@@ -112,11 +113,11 @@ class CrossoverPoint:
 
 @dataclass(frozen=True)
 class BreakEven:
-    """Whether, and from which size on, the GPU beats the CPU, among the sizes measured.
+    """Whether the GPU beats the CPU among the sizes measured, and from which size on.
 
     Attributes:
-        verdict: "always": at every size. "never": at none. "from": at all sizes from `size` on, and not at the next
-            smaller one measured. "mixed": at some sizes, but not at the largest.
+        verdict: "always" (at every size), "never" (at none), "from" (at all sizes from `size` on, but not at the next
+            smaller one measured), or "mixed" (at some sizes, but not at the largest).
         size: interpolated; None unless the verdict is "from".
     """
 
@@ -157,7 +158,7 @@ class Crossover:
 
     @property
     def unsteady(self) -> tuple[int, ...]:
-        """Sizes at which a variant varied by more than 10%."""
+        """The sizes at which a variant's time varied by more than 10%."""
         return tuple(
             p.size
             for p in self.points
@@ -207,12 +208,12 @@ def measure_crossover(
         operation: one of `OPERATIONS`.
         sizes: the sizes to measure; None takes the operation's own, up to the first slow CPU call.
         dtype: one of `DTYPES`.
-        device: the GPU. "cpu" is accepted and compares the CPU with itself, which tests this function.
+        device: the GPU. "cpu" is also accepted: it compares the CPU with itself, as a test of this function.
         progress: called with (what is being measured, fraction done).
         seconds: about how long to time each variant at each size.
 
     Raises:
-        ValueError: no such operation, dtype or device, or sizes that are not positive integers.
+        ValueError: the operation, dtype or device does not exist, or a size is not a positive integer.
         MeasurementError: there is no GPU, or it lacks the memory.
     """
     if operation not in OPERATIONS:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 __all__ = ["detach", "others_in_calls", "stays_for"]
 
-PATIENCE_S = 0.05  # time for other threads to finish their calls
+PATIENCE_S = 0.05  # seconds for other threads to finish their calls
 
 _MAPS = Path("/proc/self/maps")  # the libraries loaded into this process, with paths
 _WITHOUT_CUDA = {"debugpy", "execnet", "ipykernel", "rich", "tornado", "tqdm", "zmq"}
@@ -44,8 +44,8 @@ stays_for = ""
 def detach() -> bool:
     """Detach CUPTI from this process until a profiler begins again. Returns True if it was attached and now is not.
 
-    No profiler may be active. CUPTI requires a wait for all work on the devices first. CUPTI stays attached if another
-    thread may be in a call of the CUDA runtime.
+    No profiler may be active. This waits for all work on the devices first, as CUPTI requires. CUPTI stays attached if
+    another thread may be in a call of the CUDA runtime.
     """
     global _library, stays_for
     stays_for = ""
@@ -87,7 +87,7 @@ def others_in_calls() -> str:
 
 @contextmanager
 def _keeping_the_gil() -> Iterator[None]:
-    """Keeps other Python threads from running, unless the code inside releases the GIL."""
+    """Keep other Python threads from running, unless the code inside releases the GIL."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(60.0)
     try:
@@ -97,7 +97,7 @@ def _keeping_the_gil() -> Iterator[None]:
 
 
 def _loaded(name: str) -> str | None:
-    """The path of a library that this process has loaded; None if it has not, or the system does not say."""
+    """The path of a library that this process has loaded. None if it is not loaded or the system does not tell."""
     if not _MAPS.exists():
         return None
     for line in _MAPS.read_text().splitlines():

@@ -24,7 +24,8 @@ from rooftop.hardware.topology import NvLink, Peer, nv_links, peers
 class Gpu:
     """A GPU. Memory, caches and registers in bytes (registers: count), clocks in MHz, power in W.
 
-    `links` are its active NVLink links (None: the driver does not say), `topology` its connection to each other GPU.
+    `links` are its active NVLink links (None: the driver does not tell). `topology` is its connection to each other
+    GPU.
     """
 
     index: int

@@ -1,11 +1,9 @@
 """Figures of a machine by name: the results of a ceilings measurement, and which of two figures is better.
 
     memory 25165824 copy              bytes/s of a pattern at a working set in bytes
-    flops bf16, sustained bf16        flop/s: in a short burst at full clocks, and for as long as one likes
-    transfers device_to_host_pinned   bytes/s between host and device
-    links all_reduce_8_gpus           bytes/s between GPUs
-    pulse product                     how fast a CPU is at the moment (see `pulse`), no ceiling of anything
-    kernel_floor_ms, launch_eager_ms, launch_graph_ms
+    flops bf16, sustained bf16 flop/s: in a short burst at full clocks, and in continuous work transfers
+    device_to_host_pinned bytes/s between host and device links all_reduce_8_gpus bytes/s between GPUs pulse product how
+    fast a CPU is at the moment (see `pulse`), no ceiling of anything kernel_floor_ms, launch_eager_ms, launch_graph_ms
 
 A figure is the best of its samples. It is reproduced if the second best is close.
 """
@@ -18,7 +16,7 @@ from dataclasses import dataclass
 
 MIB = 1 << 20
 DISTURBED_SPREAD = 0.10
-"""Samples that differ by more than this do not confirm each other."""
+"""Two samples that differ by more than this share do not confirm each other."""
 
 PRECISIONS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8")
 LAUNCHES = ("kernel_floor_ms", "launch_eager_ms", "launch_graph_ms")
@@ -111,7 +109,7 @@ class Samples:
 
 
 def distance(one: float, other: float) -> float:
-    """Relative to the larger of two positive figures."""
+    """The distance of two positive figures, relative to the larger one."""
     return abs(one - other) / max(one, other)
 
 

@@ -1,7 +1,8 @@
-"""Bandwidth of a GPU over the working set, as an operator in the middle of a program may find it.
+"""Bandwidth of a GPU over the working set, as seen by an operator in the middle of a program.
 
-The previous operator has just written the input of this one, so part of it is still in L2. The output of this one may
-stay in L2 after its last kernel has ended. So each pattern is timed after each of several preparations, which run
+The previous operator has just written this operator's input, so part of the input is still in L2. This operator's
+output may stay in L2 after its last kernel has ended. So each pattern is timed after each of several preparations,
+which run
 backwards: they leave the beginning of the input in the cache, where the timed kernel begins.
 """
 
@@ -24,7 +25,7 @@ AROUND_L2 = (0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.15, 1.3, 1.5,
 """Working sets over the size of L2. Between half of it and four times it the rate falls by half."""
 LARGE_SETS = (512 * MIB, 1 * GIB, 4 * GIB)
 
-COLD_ABOVE = 8  # times L2: for a larger working set, the part that is found in L2 makes no visible difference
+COLD_ABOVE = 8  # times L2; for a larger working set, the part that is in L2 makes no visible difference
 ALIGNED = 32  # elements: kernels use 16-byte accesses, also for two-byte elements
 REPEATS, REPEATS_COLD = 4, 3
 

@@ -30,7 +30,7 @@ DTYPES = {
     "fp8": torch.float8_e4m3fn,
 }
 
-PILOT = 2048  # a product of this side shows about how fast a precision is; on an H100 it takes longer than its launch
+PILOT = 2048  # a product of this size shows roughly how fast a precision is; on an H100 it takes longer than its launch
 LONGEST_CALL_S = 8e-3  # shapes beyond this limit are no faster
 BURST_S, PAUSE_S = 1e-3, 1e-3  # for each candidate in the first round
 FINALISTS, FINAL_REPEATS, FINAL_PAUSE_S = 12, 8, 0.02
@@ -52,7 +52,7 @@ CONVOLUTIONS = ((256, 64, 56, 3), (256, 128, 28, 3), (256, 256, 14, 3), (256, 51
 """Batch, channels in and out, side, kernel."""
 CONVOLVED = ("tf32", "fp16", "bf16")
 """Not float32: cuDNN's Winograd algorithm needs fewer operations than are counted. On an H100 it reaches twice the rate
-of any product, and all products would show half of their roof."""
+of any product, so all products would seem to reach half of their roof."""
 
 Call = Callable[[], object]
 
@@ -244,7 +244,7 @@ def _convolution(x: Tensor, weight: Tensor, allow_tf32: bool) -> Call:
 
 
 def sustained_rates(call: Call, flops: int, device: torch.device) -> list[float]:
-    """Flop/s of a call that runs without a pause, in the second half of `SUSTAINED_S`: by then the chip is hot."""
+    """Flop/s of a call that runs without a pause, in the second half of `SUSTAINED_S`, when the chip is hot."""
     count = max(8, math.ceil(SUSTAINED_S / _seconds(call, 3)))
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(5)]
     for _ in range(count // 2):
@@ -260,7 +260,7 @@ def sustained_rates(call: Call, flops: int, device: torch.device) -> list[float]
 
 
 def _seconds(call: Call, calls: int) -> float:
-    """The approximate time of a call, after a first one."""
+    """The approximate time of a call, measured after a first call."""
     call()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()

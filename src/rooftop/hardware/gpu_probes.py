@@ -62,9 +62,10 @@ def probe_gpu(
 
 
 def _launches(samples: Samples, device: torch.device) -> None:
-    """Time for each of many tiny kernels, and the shortest duration of any kernel.
+    """Measure the time for each of many tiny kernels, launched eagerly and from a graph, and the shortest duration of
+    any kernel.
 
-    The first two are times in a sequence, measured between events. The last is a kernel's own duration, as the profiler
+    The first two are times in a sequence, measured between events. The last is a kernel's own duration as the profiler
     sees it, in an eager launch or in a graph.
     """
     from rooftop.hardware import bandwidth_kernels as kernels
@@ -95,7 +96,7 @@ def _launches(samples: Samples, device: torch.device) -> None:
 
 
 def _sequence_ms(fn: Callable[[], object], device: torch.device, calls: int = 1, samples: int = 12) -> list[float]:
-    """ms per call, between events, for `fn`, which makes `calls` calls; after two warm-up runs."""
+    """ms per call of `fn`, which makes `calls` calls. The time is taken between events, after two warm-up runs."""
     times = []
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(2 + samples):

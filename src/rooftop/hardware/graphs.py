@@ -52,10 +52,10 @@ def captured_into(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: 
         except BaseException as error:
             if within is None or error is within:
                 raise
-        if within is not None:  # outside: inside, it would be held by the consequence's frames
+        if within is not None:  # raised outside the block, because inside it the consequence's frames would hold it
             raise within
     finally:
-        within = None  # the error refers to this frame: a cycle, which would keep the memory of the capture
+        within = None  # the error refers to this frame; that cycle would keep the capture's memory
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def collection_paused() -> Iterator[None]:
 
 
 def waits_for_gpu(fn: Callable[[], object]) -> bool:
-    """Whether the host waits for the GPU in the call, so that no graph can capture it. It makes the call."""
+    """Whether the host waits for the GPU in the call, so that no graph can capture it. This makes the call once."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

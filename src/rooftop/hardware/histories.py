@@ -29,9 +29,9 @@ from rooftop.hardware.figures import (
 )
 
 MOST_MEASUREMENTS = 20
-"""The number of measurements kept for a machine, besides those with the best of a figure."""
+"""The number of measurements that are kept for a machine, in addition to those that have the best of a figure."""
 
-KINDS = ("flops", "sustained", "pulse", "transfers", "links")  # figures with names of two words
+KINDS = ("flops", "sustained", "pulse", "transfers", "links")  # parts whose figures have names of two words
 LOWER_BY = 0.03
 """A figure that is lower by less than this counts as unchanged."""
 
@@ -52,9 +52,10 @@ class Machine:
 class Measurement:
     """Figures by name (see `figures`) that were measured together.
 
-    at: UTC, ISO 8601. spread: by figure, the relative distance of its best two samples. conditions: see
-    `rooftop.hardware.conditions`.
-        at: UTC, ISO 8601. spread: by figure, the relative distance of its best two samples. conditions: see there.
+    Attributes:
+        at: UTC, ISO 8601.
+        spread: by figure, the relative distance of its best two samples.
+        conditions: see `rooftop.hardware.conditions`.
         disturbed: the disturbed figures, if known; None: spread and conditions decide.
     """
 
@@ -142,14 +143,14 @@ class History:
             raises=tuple(
                 each
                 for each in self.raises
-                if figures[each.figure] == each.after != measured.get(each.figure)  # those in force
+                if figures[each.figure] == each.after != measured.get(each.figure)  # the raises that are in force
             ),
         )
 
     def lower(self) -> list[Lower]:
         """Figures of the last measurement that are lower than the best of the history, which stays.
 
-        For memory, only figures that set the rate of a working set count; the largest differences come first.
+        For memory, only figures that determine the rate of a working set count. The largest differences come first.
         """
         last, best = self.measurements[-1], best_of(measurement.figures for measurement in self.measurements)
         deciding = {name for names in _by_working_set(best).values() for name in _deciding(names, best)}
@@ -180,7 +181,7 @@ class History:
         return not any(alone or not busy(m.conditions, kind) for m in reproduced)
 
     def _disturbed_in_words(self, measured: Mapping[str, float]) -> tuple[str, ...]:
-        """For memory only the pattern that sets the rate of a working set counts; all working sets are called
+        """Keep, for memory, only the patterns that determine the rate of a working set. All working sets are called
         "memory"."""
         others = sorted(name for name in measured if part_of(name) != "memory" and not name.startswith("pulse"))
         names = [name for name in others if self._disturbed(name)]
@@ -204,7 +205,8 @@ class History:
         """Read the result of `to_dict`, or of `Ceilings.to_dict` as one measurement.
 
         Raises:
-            ValueError: other data, or ceilings in the first format, which came from another instrument.
+            ValueError: the data are something else, or ceilings in the first format, whose figures came from another
+                instrument.
         """
         ceilings = Ceilings.from_dict(plain)
         if plain["format"] != FORMAT:
@@ -277,7 +279,7 @@ def _by_working_set(figures: Mapping[str, float]) -> dict[int, list[str]]:
 
 
 def _deciding(names: list[str], figures: Mapping[str, float]) -> list[str]:
-    """Of the figures of one working set, the best one that is not in place and the best one that is."""
+    """Two of the figures of one working set: the best one that is not in place, and the best one that is."""
     in_place = [name for name in names if name.endswith(("update", "in_place"))]
     others = [name for name in names if name not in in_place]
     return [max(group, key=lambda name: figures[name]) for group in (others, in_place) if group]
@@ -303,7 +305,7 @@ def _union(some: Iterable[Entry], others: Iterable[Entry]) -> tuple[Entry, ...]:
 
 
 def _kept(measurements: tuple[Measurement, ...]) -> tuple[Measurement, ...]:
-    """The last ones, and those with the best of a figure."""
+    """The last measurements, and those with the best of a figure."""
     holders: dict[str, int] = {}
     for number, measurement in enumerate(measurements):
         for name, value in measurement.figures.items():

@@ -13,7 +13,7 @@ from typing import Any
 
 
 def pass_on(error: BaseException) -> None:
-    """Raise an error again if a signal handler of the program raised it; do nothing with any other."""
+    """Raise an error again if a signal handler of the program raised it; ignore any other error."""
     handlers = _handlers()
     trace = error.__traceback__
     while trace is not None and handlers:

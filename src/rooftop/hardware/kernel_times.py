@@ -26,7 +26,7 @@ Kernels = tuple[float, ...]
 
 
 def nothing() -> None:
-    """Does nothing, as preparation."""
+    """A preparation that does nothing."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import psutil
 
 DISTURBING_SHARE = 0.05
-"""If others took more than this share of the cores that a measurement needed, they may have slowed it down."""
+"""If other programs took more than this share of the cores that a measurement needed, they may have slowed it down."""
 LEAST_S = 0.2  # the kernel counts in ticks of 10 ms: a shorter time is too short for a figure
 
 
@@ -20,7 +20,7 @@ class OtherLoad:
     """The CPU use of other processes during the `with` block of `other_load`.
 
     Attributes:
-        cores: how many cores they kept busy on average.
+        cores: the number of cores that other processes kept busy on average.
         seconds: length of the block.
     """
 
@@ -28,7 +28,7 @@ class OtherLoad:
     seconds: float = 0.0
 
     def disturbs(self, threads: int) -> bool:
-        """Whether they took cores from a measurement that needed `threads` cores."""
+        """Whether other processes took cores from a measurement that needed `threads` cores."""
         missing = self.cores + threads - (os.cpu_count() or 1)
         return self.seconds >= LEAST_S and missing > DISTURBING_SHARE * threads
 
@@ -47,8 +47,8 @@ def other_load() -> Iterator[OtherLoad]:
 
 
 def _busy_s() -> float:
-    """Seconds for which cores worked since the machine started; time taken by other virtual machines on the host
-    counts.
+    """Seconds for which cores worked since the machine started, including time taken by other virtual machines on the
+    host.
     """
     times = psutil.cpu_times()
     fields = ("user", "nice", "system", "irq", "softirq", "steal")
@@ -56,7 +56,7 @@ def _busy_s() -> float:
 
 
 def _own_s() -> float:
-    """CPU seconds of all threads of this process. Processes that this one started take cores from it, like any other
-    program."""
+    """CPU seconds of all threads of this process. Its child processes do not count: they take cores from it like any
+    other program."""
     own = psutil.Process().cpu_times()
     return float(own.user + own.system)

@@ -1,4 +1,4 @@
-"""Ceilings are measured once for each device, driver and set of versions, and kept with their history in a cache.
+"""Measure ceilings once for each device, driver and set of versions, and keep them with their history in a cache.
 
 Only the requested parts are measured. Missing parts are added to the cache when they are needed.
 """
@@ -37,15 +37,15 @@ def measure_ceilings(
 
     Args:
         device: "cpu", "cuda", "cuda:1"; None is the GPU if there is one.
-        refresh: measure again (under 30 s on a GPU, under 20 s on a CPU). The best of all measurements stays: see
-            `ceilings_history` for the figures that came out lower, and `forget_ceilings`.
+        refresh: measure again (under 30 s on a GPU, under 20 s on a CPU). The best of all measurements stays.
+            `ceilings_history` has the figures that came out lower; `forget_ceilings` starts anew.
         progress: called with (what is being measured, fraction done).
         precisions: the matrix rates that are needed ("bf16"); None for all. Precisions that the device lacks are
             omitted.
         transfers: whether rates between host and device are needed. links: whether those between GPUs are.
 
     Raises:
-        ValueError: no such device here, or an unknown precision.
+        ValueError: the device is not on this machine, or the precision is unknown.
         CeilingsFileError: the cached file is corrupt; `refresh=True` replaces it.
     """
     where = _device(device)
@@ -72,7 +72,7 @@ def keep(ceilings: Ceilings, device: torch.device | str | None = None) -> Ceilin
     Two processes may do so at once: neither loses the other's values.
 
     Raises:
-        ValueError: no such device here, or the ceilings are those of another device.
+        ValueError: the device is not on this machine, or the ceilings are those of another device.
         CeilingsFileError: the cached file is corrupt.
     """
     where = _device(device)
@@ -94,7 +94,7 @@ def ceilings_history(device: torch.device | str | None = None) -> History | None
     """All measurements of a device under the present driver and versions; None if there are none.
 
     Raises:
-        ValueError: no such device here.
+        ValueError: the device is not on this machine.
         CeilingsFileError: the cached file is corrupt.
     """
     return _read(cache_path(identity(_device(device))))
@@ -104,7 +104,7 @@ def forget_ceilings(device: torch.device | str | None = None) -> bool:
     """Delete the cached ceilings of a device; return whether there were any.
 
     Raises:
-        ValueError: no such device here.
+        ValueError: the device is not on this machine.
     """
     path = cache_path(identity(_device(device)))
     there = path.exists()
@@ -133,7 +133,8 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 
 def _read(path: Path) -> History | None:
-    """The history in a file; None if there is none, or one in the first format, which is measured again."""
+    """The history in a file. None if there is no file, or it has the first format: then everything is measured
+    again."""
     try:
         text = path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
@@ -181,7 +182,8 @@ def _add(path: Path, found: History, replace_corrupt: bool) -> History:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process at a time changes the file. The lock ends with the process, however the process ends."""
+    """A lock, with which only one process at a time changes the file. It ends with the process, however the process
+    ends."""
     with open(path.with_suffix(".lock"), "a", encoding="utf-8") as lock:
         try:
             import fcntl  # not on Windows: there the last of two simultaneous writers wins

@@ -23,13 +23,13 @@ from rooftop.hardware.observing import ObservingMode
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The memory of one device in bytes; None: not known.
+    """The memory of one device in bytes; None means unknown.
 
     Attributes:
         device: "cuda:0", ..., or "cpu".
         allocated_bytes: held by live tensors of this process.
-        reserved_bytes: taken from the device by PyTorch's caching allocator, which keeps the part that no tensor holds
-            for later.
+        reserved_bytes: taken from the device by PyTorch's caching allocator. It keeps the part that no tensor holds for
+            later.
         peak_bytes: most allocated since the start or the last reset (`track` resets it).
         free_bytes: free memory on the device.
         total_bytes: of the device.
@@ -67,8 +67,8 @@ class Released:
 class TrackedMemory:
     """Memory of a block of code in bytes; complete when the block has ended.
 
-    device: the device.
-        device: whose memory.
+    Attributes:
+        device: the device.
         before_bytes, after_bytes: allocated at the start and at the end.
         peak_bytes: most allocated at any time in the block.
     """
@@ -80,7 +80,7 @@ class TrackedMemory:
 
     @property
     def peak_increase_bytes(self) -> int:
-        """How far the peak rose above the start."""
+        """The rise of the peak above the start."""
         return self.peak_bytes - self.before_bytes
 
 
@@ -139,7 +139,7 @@ def track(device: torch.device | str | None = None) -> Iterator[TrackedMemory]:
         device: by default the current GPU, or the CPU if there is none.
 
     Raises:
-        ValueError: no such device here.
+        ValueError: the device is not on this machine.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     gpus = torch.cuda.device_count()
@@ -150,7 +150,7 @@ def track(device: torch.device | str | None = None) -> Iterator[TrackedMemory]:
 
 
 _open_blocks: list[TrackedMemory] = []
-"""Blocks on GPUs that have not ended: before each reset of the peak counter they must get its value."""
+"""The blocks on GPUs that have not ended. Each must get the value of the peak counter before a reset."""
 
 
 @contextmanager

@@ -1,8 +1,8 @@
-"""The name of a module's call: how its caller reaches it ("blocks.3.norm").
+"""The name of a module's call, which is the path from its caller to the module ("blocks.3.norm").
 
-A module with several parents runs under each of them, so its name depends on the call and not on the object. It is the
-name of the innermost running module that contains it, plus the path from there. If no running module contains it, it
-has the path under which the model contains it first.
+A module with several parents runs under each of them, so its name depends on the call and not on the object. The name
+is that of the innermost running module that contains the module, plus the path from there. If no running module
+contains it, the name is the path under which the model contains it first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ OUTSIDE = None
 
 
 class ModulePaths:
-    """Scopes of modules and the owners of parameters. Keeps neither of them alive.
+    """Scopes of modules, and the owners of parameters. Neither modules nor parameters are kept alive.
 
     The first module called from outside any module is the root; later ones have their class name as a prefix.
     """
@@ -29,7 +29,7 @@ class ModulePaths:
         self._roots = WeakIdKeyDictionary()  # module -> the scope of that root
         self._called = WeakIdKeyDictionary()  # module -> caller's scope -> its scope
         self._running: WeakValueDictionary[str, nn.Module] = WeakValueDictionary()  # scope -> last module called
-        self._taken: set[str] = set()  # scopes, also of modules that no longer exist
+        self._taken: set[str] = set()  # scopes, including those of modules that no longer exist
         self._owners = WeakIdKeyDictionary()  # parameter -> the first scope that owns it
 
     def adopt(self, root: nn.Module) -> str:

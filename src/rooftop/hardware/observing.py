@@ -1,10 +1,10 @@
 """Dispatch modes that watch the operators of a program, without ending or changing the program.
 
-PyTorch compiles nothing under a dispatch mode, and remembers for good that it did not. So a function would never be
-compiled afterwards, and `torch.cond`, which must be compiled, would raise. So these modes disable compilation.
+Under a dispatch mode PyTorch refuses to compile, and remembers that for good. A function would never be compiled
+afterwards, and `torch.cond`, which must be compiled, would raise. So these modes disable compilation.
 
 Operators that take functions (`torch.cond`, `while_loop`, `map`, `scan`, `flex_attention`) rely on the compiler to turn
-all tensors that these functions use into arguments. Without it their own gradients would fail. So autograd
+all tensors that their functions use into arguments. Without it their own gradients would fail. So autograd
 differentiates the operators inside their functions. Control flow runs eagerly, so that the mode sees its operators.
 """
 
@@ -65,7 +65,7 @@ class ObservingMode(TorchDispatchMode):
     def observe(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator and return its result; each subclass has its own.
 
-        An operator that takes functions has no schema. Control flow operators do not come here.
+        An operator that takes functions has no schema. Control flow operators never reach this method.
         """
         raise NotImplementedError(f"{type(self).__name__} must define observe")
 
@@ -78,7 +78,7 @@ _changed = ExitStack()
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Within the block, nothing is compiled, also in other threads. A stance that the program sets meanwhile stays.
+    """Disable compilation in the block, in all threads. A stance that the program sets in the meantime stays.
 
     The compiler takes seconds to import. If the program has not imported it, this waits until the program does.
     """
@@ -102,7 +102,7 @@ def uncompiled() -> Iterator[None]:
 
 
 class _TakesItWhenLoaded(MetaPathFinder):
-    """Sets the eager stance when the program imports the compiler, under any of the compiler's names."""
+    """Set the eager stance when the program imports the compiler, under any of the compiler's names."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
@@ -139,7 +139,7 @@ def _take_eager_stance(stack: ExitStack, compiler: Any) -> None:
     before, ours = compiler._stance, compiler.DynamoStance("force_eager")
     try:
         compiler._set_stance(ours)
-    except RuntimeError:  # inside code that is being compiled, which ends at our mode
+    except RuntimeError:  # inside code that is being compiled; compilation stops at our mode
         return
 
     def end() -> None:
@@ -168,7 +168,7 @@ def _run_control_flow(stack: ExitStack) -> None:
 
 
 def _entry(place: str) -> types.CodeType:
-    """Code that calls `run_control_flow` from any module."""
+    """Make a function that calls `run_control_flow` and works in any module."""
     text = (
         "def entry(*arguments, **options):\n"
         f"    from {__name__} import run_control_flow\n"

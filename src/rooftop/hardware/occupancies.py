@@ -7,11 +7,11 @@ Registers are allocated per warp, in units. Each warp stays in one of four sub-p
 registers. Shared memory is allocated per block, in units, and since 8.0 the driver reserves 1 KiB more per block.
 
 Sources: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; the occupancy calculator of the
-CUDA toolkit 13.0 (cuda_occupancy.h), with which the tests compare. The shared memory is assumed to grow as needed, at
-the cost of L1 (the default carve-out).
+CUDA toolkit 13.0 (cuda_occupancy.h), with which the tests compare. Shared memory is assumed to grow as needed, at the
+cost of L1 (the default carve-out).
 
 Not counted: named barriers (a kernel with more than one or two per block may have less), thread block clusters,
-`setmaxnreg`. Occupancy hides latency; once the latency is hidden, more of it is no faster.
+`setmaxnreg`. Occupancy hides latency. Once the latency is hidden, more occupancy is not faster.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Multiprocessor:
     """The resources of one multiprocessor, and their allocation units.
 
     Attributes:
-        max_warps, max_blocks: resident at a time.
+        max_warps, max_blocks: the maximum number of warps and blocks that are resident at a time.
         shared_carveouts: possible sizes of shared memory in bytes, ascending; the rest of the store is L1.
         shared_unit: allocation unit of a block's shared memory, in bytes.
         reserved_shared_bytes: bytes that the driver adds to each block.
@@ -115,7 +115,7 @@ class Occupancy:
         capability: compute capability.
         threads_per_block, registers_per_thread, shared_bytes_per_block: of the launch; shared memory is static plus
             dynamic.
-        limits: the number of blocks that "warps", "blocks", "registers" and "shared memory" each have room for. None:
+        limits: the number of blocks for which "warps", "blocks", "registers" and "shared memory" each have room. None:
             the kernel does not use the resource. 0: the launch fails.
     """
 
@@ -131,7 +131,7 @@ class Occupancy:
 
     @property
     def blocks_per_multiprocessor(self) -> int:
-        """Resident blocks; 0 if the registers of one block do not fit: such a launch fails."""
+        """Resident blocks; 0 if the registers of one block do not fit, so that a launch fails."""
         return min(limit for limit in self.limits.values() if limit is not None)
 
     @property
@@ -146,7 +146,7 @@ class Occupancy:
 
     @property
     def limiters(self) -> tuple[str, ...]:
-        """Every resource with the lowest limit; if there are several, raising only one changes nothing."""
+        """All resources with the lowest limit. If there are several, raising only one of them changes nothing."""
         return tuple(name for name, limit in self.limits.items() if limit == self.blocks_per_multiprocessor)
 
     @property
@@ -235,9 +235,10 @@ def occupancy(
         capability: compute capability of the GPU, e.g. (9, 0).
 
     Raises:
-        TypeError: arguments that are not integers and a tuple.
-        ValueError: a compute capability that is not in `MULTIPROCESSORS`, or a value that no launch can have. A block
-            whose registers do not fit has occupancy 0 instead, so that `nearest_change` says what would fit.
+        TypeError: an argument has a wrong type.
+        ValueError: a compute capability that is not in `MULTIPROCESSORS`, or a value that no launch can have. If the
+            registers of a block do not fit, the occupancy is 0 instead, so that `nearest_change` can say what would
+            fit.
     """
     counts = (threads_per_block, registers_per_thread, shared_bytes_per_block)
     if not all(isinstance(count, int) for count in counts) or not isinstance(capability, tuple):
@@ -273,7 +274,7 @@ def occupancy(
 
 
 def _limits(launch: Occupancy) -> dict[str, int | None]:
-    """The number of blocks that each resource has room for."""
+    """For each resource, the number of blocks for which it has room."""
     sm, warps = launch.multiprocessor, _warps(launch.threads_per_block)
     shared = _shared_allocated(sm, launch.shared_bytes_per_block)
     return {

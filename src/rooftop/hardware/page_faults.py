@@ -3,7 +3,7 @@
 The C library's `malloc` returns large pieces to the system when they are freed. A step on a CPU that allocates and
 frees its activations then requests the same pages each time, and the system first fills each page with zeros. This
 makes a convolutional network slower. Whether malloc returns memory depends on the rest of the heap. So a step is in one
-of two states, and an analysis's records can move it to the other.
+of two states, and the memory that an analysis uses can move it to the other state.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class PageFaults:
     def step_ms(self, threads: int) -> float:
         """The time that page faults add to a step of `threads` threads.
 
-        The system serves one thread at a time, and it is unknown whether the other threads wait meanwhile. This is the
-        mean of each thread's share and the whole.
+        The system serves one thread at a time, and it is unknown whether the other threads wait meanwhile. So this is
+        the mean of two bounds: one thread's share of the time, and all of it.
         """
         return self.system_ms * (1 + 1 / threads) / 2
 
     def is_like(self, other: PageFaults) -> bool:
-        """Whether steps with these faults are in the same state: few pages in both, or about as many."""
+        """Whether steps with these faults are in the same state: both have few faults, or about equally many."""
         least, most = sorted((self.count, other.count))
         return most < MANY or most < 2 * least
 

@@ -52,7 +52,7 @@ def machine_of(device: torch.device) -> Machine:
 def probe(device: torch.device, parts: Collection[str], progress: Progress) -> History:
     """One measurement of some parts, as a separate history.
 
-    Leaves clocks, flags, memory and random numbers unchanged.
+    It leaves clocks, flags, memory and random numbers unchanged.
     """
     machine = machine_of(device)
     wanted = [part for part in parts_of(device) if part in parts]
@@ -81,5 +81,5 @@ def _full_precision() -> Iterator[None]:
 
 
 def now() -> str:
-    """UTC, ISO 8601."""
+    """The current time in UTC, ISO 8601."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,9 +1,9 @@
 """The CPU's current speed, compared with its best so far.
 
 Other virtual machines on the same host slow a machine down unnoticed; a warm laptop lowers its clocks. All steps then
-take longer, so that their times agree. So two fixed pieces of work are timed with the ceilings, and again with the
-steps that are compared with the ceilings. Each is timed for about as long as a step takes: a host may repeatedly take a
-core away for some milliseconds, which the shortest calls do not see.
+take longer, and since their times agree, nothing looks wrong. So two fixed pieces of work are timed with the ceilings,
+and again with the steps that are compared with the ceilings. Each is timed for about as long as a step takes: a host
+may repeatedly take a core away for some milliseconds, and the shortest calls would miss that.
 
     product    a matrix product of 1024 x 1024 x 1024 in float32, flop/s
     read       a sum over 64 MiB, bytes/s
@@ -47,7 +47,7 @@ class Pulse:
 
     @property
     def rates(self) -> dict[str, float]:
-        """By name, the median of the samples: the best one may come from a moment without a step. Empty before
+        """By name, the median of the samples. (The best one may come from a moment without a step.) Empty before
         `take`."""
         return {name: median(rates) for name, rates in self._taken.items()}
 

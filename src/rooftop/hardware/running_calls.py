@@ -1,8 +1,8 @@
 """The running calls of modules and optimizers, as their hooks report them.
 
-PyTorch calls no hook if a module ends with an exception that is no `Exception` (KeyboardInterrupt, SystemExit,
-asyncio.CancelledError), or an optimizer with any exception. A program that catches the exception continues, and a call
-that seems to run forever would give its name to all later ones. So each call is identified by the frame that runs it.
+PyTorch calls no hook if a module raises something other than an `Exception` (KeyboardInterrupt, SystemExit,
+asyncio.CancelledError), or if an optimizer raises anything. If the program catches it and continues, that call seems to
+run forever and would give its name to all later calls. So each call is identified by the frame that runs it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class _Call:
 class RunningCalls:
     """The calls that hooks have reported, the outermost first. Keeps no frame alive.
 
-    A frame of one call may get the memory address of an earlier one. Then it enters here, and all calls above its
-    caller have ended.
+    A frame of one call may get the memory address of an earlier frame. When its call enters here, all calls above its
+    caller are known to have ended.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class RunningCalls:
 
     @property
     def names(self) -> list[str]:
-        """Names of the calls whose end no hook has reported; `settle` removes those that have ended."""
+        """Names of the calls whose end no hook has reported. `settle` removes those that have ended."""
         return [call.name for call in self._calls]
 
     @property
@@ -49,7 +49,8 @@ class RunningCalls:
         """Forget the calls of this thread that neither this frame nor any of its callers runs; return whether there
         were any.
 
-        Calls that began in another thread wait for this one: autograd runs backward passes in its own threads.
+        Calls that began in another thread stay, because they wait for this one: autograd runs backward passes in its
+        own threads.
         """
         if not self._calls or self._calls[-1].thread != threading.get_ident():
             return False
@@ -76,9 +77,9 @@ class RunningCalls:
         self._calls.append(_Call(name, threading.get_ident(), id(frame), frame.f_code, within))
 
     def leave(self, frame: FrameType) -> str | None:
-        """Record the end of a call that this frame or its caller runs, and of all calls above it. Returns its name.
+        """Record the end of a call that this frame or its caller runs, and of all calls above it. Return its name.
 
-        None: it began before the hooks were there.
+        The name is None if the call began before the hooks existed.
         """
         thread, frames = threading.get_ident(), (id(frame), id(frame.f_back))
         for place in reversed(range(len(self._calls))):
@@ -95,6 +96,7 @@ class RunningCalls:
 def caller_of_hook(frame: FrameType) -> FrameType:
     """The frame that runs a module's call, given the frame that calls its first hook.
 
-    PyTorch runs the module and its hooks in a function inside that of the call; only the outer one sees it fail.
+    PyTorch runs the module and its hooks in a function inside the call's own function. Only the outer function sees the
+    call fail.
     """
     return frame.f_back if frame.f_back is not None else frame

@@ -1,11 +1,11 @@
-"""Choosing GPUs, and working on several of them at a time from one process.
+"""Choose GPUs, and work on several of them at a time from one process.
 
 `select_devices` chooses by free memory, compute capability and NVLink; `on_each` gives jobs to devices as they become
 free; `Ensemble` runs one model on each device.
 
 The host starts the work of each device from a separate thread, in the grad mode, inference mode and autocast of the
 calling thread. Other thread state is not carried over: a TorchDispatchMode (such as a counting mode) of the calling
-thread does not see what these threads run. Threads are enough for two to eight devices if each piece of work takes some
+thread does not see what these threads run. Threads suffice for two to eight devices if each piece of work takes some
 milliseconds. A training loop needs a process for each device (torchrun).
 """
 
@@ -29,7 +29,7 @@ from rooftop.hardware.threads import Modes, caller_stream, current, noted, place
 Result = TypeVar("Result")
 
 NVLINK_PATHS = ("NVLink", "NVLink switch")
-"""The path kinds of `rooftop.hardware.topology.Peer`."""
+"""The kinds of path in `rooftop.hardware.topology.Peer`."""
 
 
 class DeviceSelectionError(RooftopError, ValueError):
@@ -44,16 +44,16 @@ def select_devices(
 ) -> list[torch.device]:
     """GPUs that qualify, those with the most free memory first.
 
-    count: the number of GPUs.
-        count: how many.
+    Args:
+        count: the number of GPUs.
         min_free_bytes: free bytes on each. The driver counts memory that torch caches in this process as used.
         min_capability: least compute capability, e.g. (9, 0).
         near: a GPU that the others will work with; it is not chosen itself. GPUs connected to it by NVLink come first,
             then those whose memory it can access directly, then the rest; each group by free memory.
 
     Raises:
-        DeviceSelectionError: fewer than `count` qualify.
-        ValueError: `count` below 1, `min_capability` that is not a pair of integers, `near` that is not a GPU of this
+        DeviceSelectionError: fewer than `count` GPUs qualify.
+        ValueError: `count` is below 1, `min_capability` is not a pair of integers, or `near` is not a GPU of this
             machine.
     """
     if not isinstance(count, int) or count < 1:
@@ -133,11 +133,11 @@ def _dotted(capability: tuple[int, int]) -> str:
 def on_each(
     jobs: Sequence[Callable[[torch.device], Result]], devices: Sequence[torch.device | str] | None = None
 ) -> list[Result]:
-    """Run jobs on several devices at a time: a queue, from which each device takes the next job when it is free.
+    """Run jobs on several devices at a time. Each device takes the next job from a queue when it is free.
 
     Each device has a thread and, on a GPU, its own stream; device and stream are current in the thread. The stream
-    begins after the work that the calling thread has launched on its current streams of all the devices. A job ends
-    when its work on the stream has ended.
+    first waits for the work that the calling thread has launched on its current streams of all devices. A job ends when
+    its work on the stream has ended.
 
     Args:
         jobs: each is called with its device; its result may be on that device.
@@ -196,8 +196,8 @@ class Ensemble(nn.Module):
         combine: makes one result from the list of outputs, all of them on the first device. Default: `torch.stack`.
 
     Raises:
-        ValueError: no modules, another number of devices than of modules, or a parameter that two of them share.
-        DeviceSelectionError: there are fewer GPUs than modules, and no devices are named.
+        ValueError: there are no modules, the numbers of devices and modules differ, or two modules share a parameter.
+        DeviceSelectionError: no devices are named, and there are fewer GPUs than modules.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class Ensemble(nn.Module):
             (models, *shape of an output) on the first device, or the result of `combine`.
 
         Raises:
-            TypeError: outputs that are not tensors, and no `combine`.
+            TypeError: an output is not a tensor, and `combine` is not given.
             BaseException: the first exception of a model, with its number and device as a note, when all have ended.
         """
         modes = Modes.of_this_thread()
@@ -290,12 +290,13 @@ def _stacked(outputs: list[Any]) -> Tensor:
 
 
 def _copied(values: Any, device: torch.device, from_gpu: bool | None) -> Any:
-    """The values with their tensors on the device. from_gpu: only those on a GPU, only the others, or (None) all."""
+    """The values with their tensors moved to the device. from_gpu: move only the tensors on a GPU (True), only the
+    others (False), or all (None)."""
 
     def copy(tensor: Tensor) -> Tensor:
         if from_gpu is not None and tensor.is_cuda != from_gpu:
             return tensor
-        # Towards the host only a blocking copy is safe: the reader could not know when another would be done.
+        # Only a blocking copy to the host is safe, because the reader could not know when another copy is done.
         return tensor.to(device, non_blocking=device.type == "cuda")
 
     return tree_map_only(Tensor, copy, values)
@@ -303,5 +304,5 @@ def _copied(values: Any, device: torch.device, from_gpu: bool | None) -> Any:
 
 @cache
 def _own_stream(device: torch.device, worker: int) -> torch.cuda.Stream | None:
-    """Cached: libraries keep a workspace for every stream that they have seen."""
+    """A stream of the device, cached because libraries keep a workspace for every stream that they have seen."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -4,15 +4,15 @@ In a loop the host prepares the next step while the device works on this one. So
 the two: its **wall** time. One step from an idle device also waits for the host's first launches: this **latency** is
 the waiting time of a single request. The two are measured separately and never mixed.
 
-- A *block* is a run of steps without a synchronization by this module between them. The first steps of a block fill the
-  queue and bring the device to its sustained clocks; they are not counted.
+- A *block* is a run of steps between which this module does not synchronize. The first steps of a block fill the queue
+  and bring the device to its sustained clocks; they are not counted.
 - On a GPU an event is recorded between steps; on a CPU the host's clock is read there.
-- Blocks run at several moments of an analysis, since a host's speed varies over time. On a CPU the records of an
-  analysis can make steps faster (see `page_faults`). Blocks whose page faults differ from those of the first block are
-  excluded.
+- Blocks run at several moments of an analysis, since a host's speed varies over time. On a CPU the memory that an
+  analysis uses can make steps faster (see `page_faults`). Blocks whose page faults differ from those of the first block
+  are excluded.
 - Ten steps in a row are a *window*, and the time is the lower tenth of all windows. Other work of a host only adds to a
   step: on a shared H100 host the median of the same program varied by 40% between processes, the fastest windows by 6%.
-  The interval reaches from the fastest window to the median, so it shows the effect of the other work.
+  The interval ranges from the fastest window to the median, so it shows the effect of the other work.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ import torch
 from rooftop.hardware.page_faults import NO_FAULTS, PageFaults, page_faults
 
 LEAD_STEPS, LEAD_S = 2, 0.15
-"""Steps before the counted ones: at least this many, and for at least this time. An idle H100 then runs matrix products
-for some 50 ms above the clocks that its power limit sustains. A CPU needs one."""
+"""Uncounted first steps: at least this many, and for at least this time. An idle H100 then runs matrix products for
+some 50 ms above the clocks that its power limit sustains. A CPU needs one."""
 REST_S = 0.1
-"""A GPU's rest, after which it is idle enough for the latency of single steps."""
+"""Pause of a GPU before the latency of single steps is measured."""
 LEAST_STEPS, MOST_STEPS = 3, 2000  # of a block
 WINDOW_STEPS, LEAST_WINDOWS = 10, 10
 LOWER_TENTH = 0.1
@@ -64,7 +64,8 @@ class StepTime:
 
     @classmethod
     def of(cls, blocks: Sequence[Sequence[float]]) -> StepTime:
-        """For a step that does the same each time, from the ms of each step of each block (at least one in total)."""
+        """The time of a step that always does the same, from the ms of each step of each block (at least one in
+        total)."""
         windows, steps = _windows(blocks)
         ms = windows[int(LOWER_TENTH * (len(windows) - 1))]
         medians = [statistics.median(block) for block in blocks]
@@ -73,8 +74,8 @@ class StepTime:
 
     @classmethod
     def of_loop(cls, durations_ms: Sequence[float]) -> StepTime:
-        """For the steps of a program's own loop, which differ: the mean, because work in only every tenth step (a
-        printed value) counts for all of them. The interval holds the middle half of the windows."""
+        """The time of the steps of a program's own loop, which differ. It is the mean, because work in only every tenth
+        step (a printed value) counts for all steps. The interval holds the middle half of the windows."""
         windows, steps = _windows([durations_ms])
         mean, quarter = statistics.fmean(durations_ms), len(windows) // 4
         low_ms, high_ms = windows[quarter], windows[len(windows) - 1 - quarter]
@@ -98,7 +99,7 @@ def _windows(blocks: Sequence[Sequence[float]]) -> tuple[list[float], int]:
 
 @dataclass(frozen=True)
 class OtherState:
-    """Page faults and wall time of a step in the other state of the heap (see `page_faults`)."""
+    """Page faults and wall time of a step while the heap is in its other state (see `page_faults`)."""
 
     faults: PageFaults
     wall: StepTime
@@ -107,8 +108,8 @@ class OtherState:
 class StepClock:
     """Times one step repeatedly, whenever its methods are called.
 
-    step: runs one step; it may synchronize by itself.
-        step: runs once; it may synchronize by itself.
+    Args:
+        step: runs one step; it may synchronize by itself.
         device: the device of the step.
         beside: a function to call after each block.
     """
@@ -160,9 +161,9 @@ class StepClock:
 
     @property
     def launching_ms(self) -> float | None:
-        """The least time from the call of a single step until it returned; None on a CPU.
+        """The shortest time from the call of a single step until it returned; None on a CPU.
 
-        Other work of the host only adds to it: the least of several is the program's own time.
+        Other work of the host only adds to this time, so the shortest of several is the program's own.
         """
         return min(self._launching_ms, default=None) if self._device.type == "cuda" else None
 
@@ -190,7 +191,8 @@ class StepClock:
     def run_alone(self, times: int) -> None:
         """Time single steps, each from an idle device to the end of its work.
 
-        A GPU rests before: one that has just worked at its power limit is slower than one that waits for a request.
+        A GPU pauses first, because a GPU that has just worked at its power limit is slower than one that waits for a
+        request.
         """
         synchronize(self._device)
         if times and self._device.type == "cuda":

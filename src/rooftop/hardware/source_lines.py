@@ -24,7 +24,7 @@ class SourceLine:
 
 
 def user_line(frames: Iterable[tuple[str, int]]) -> SourceLine | None:
-    """The first (file, line), innermost first, outside of torch and Rooftop; None if there is none."""
+    """The innermost of these (file, line) pairs that is outside of torch and Rooftop; None if there is none."""
     for file, line in frames:
         if not file.startswith((*LIBRARIES, "<frozen ")) and line > 0:
             return SourceLine(file, line)
@@ -32,7 +32,7 @@ def user_line(frames: Iterable[tuple[str, int]]) -> SourceLine | None:
 
 
 def current_user_line() -> SourceLine | None:
-    """The line that is running now."""
+    """The program's line that is running now."""
     return user_line(_frames())
 
 

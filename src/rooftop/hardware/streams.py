@@ -6,8 +6,8 @@
     g()                          # runs at the same time as f
     join(side, y)                # the current stream waits for side, and y lives until it is done with it
 
-A kernel on one stream does not wait for those on another: without the wait it reads data that are not yet written. And
-the caching allocator reuses freed memory at once for the stream that allocated it: without `record_stream` it does so
+A kernel on one stream does not wait for those on another. Without the wait, it reads data that are not yet written. And
+the caching allocator reuses freed memory at once for the stream that allocated it. Without `record_stream`, it does so
 while the other stream still reads. `rooftop.debugging.stream_races.check_streams` finds both mistakes.
 
 Without CUDA there are no streams: `side_stream` is None, and the code runs as if the other calls were absent.

@@ -1,4 +1,4 @@
-"""Work that a process starts on several devices: a thread for each, in the state of the calling thread."""
+"""Start work on several devices from one process, with a thread for each device, in the state of the calling thread."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Modes:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Turns them on in this thread."""
+        """Turn these modes on in this thread."""
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self.inference))  # sets the grad mode too: the next line corrects
             stack.enter_context(torch.set_grad_enabled(self.grad))
@@ -70,7 +70,7 @@ def caller_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 @contextmanager
 def current(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Makes the stream, its device and its context current in this thread."""
+    """Make the stream, its device and its context current in this thread."""
     if stream is None:
         yield
         return
@@ -81,7 +81,7 @@ def current(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 @contextmanager
 def noted(note: str) -> Iterator[None]:
-    """Adds a note to an exception within, which says where it came from."""
+    """Add a note to an exception raised inside, which says where it came from."""
     try:
         yield
     except BaseException as error:
@@ -118,4 +118,4 @@ def run_together(
         if failures:
             raise failures[0]
     finally:
-        failures.clear()  # they hold this frame, and it would hold them
+        failures.clear()  # exceptions hold this frame, and it would hold them: a cycle

@@ -3,10 +3,11 @@
 - Warm up for a given time, so that clocks, caches, allocators and autotuners have settled.
 - On a GPU measure between device events, on a CPU with the host's clock; short calls are timed many at a time, so that
   the resolution of the events does not matter.
-- Report the median and the spread (interquartile range over median): a disturbed sample changes neither much.
+- Report the median and the spread (interquartile range divided by median), because a disturbed sample changes neither
+  much.
 - Compare variants interleaved in one process, in orders in which each variant follows each other equally often. So
-  drift affects all alike, and so does the state that the previous variant left (clocks, caches).
-- Rotate the inputs if a repeated call would find them in L2 and a real program would not.
+  drift affects all variants alike, and so does the state that the previous variant left (clocks, caches).
+- Rotate the inputs if a repeated call would find them in L2 but a real program would not.
 - Replay small GPU work from a CUDA graph to see the device's time without the host's.
 """
 
@@ -82,7 +83,7 @@ def compare(
 ) -> dict[str, Timing]:
     """Time several callables in turns. `seconds` and the other arguments hold for each callable (see `measure`).
 
-    Rounds use the orders of `balanced_orders`: the previous call decides the clocks with which a GPU begins.
+    Rounds use the orders of `balanced_orders`, because the previous call determines the clocks with which a GPU begins.
     """
     device = torch.device(device)
     if graph and device.type != "cuda":
@@ -139,7 +140,7 @@ def rotated(fn: Callable[..., object], argument_sets: Sequence[Sequence[Tensor]]
 
 
 def rotated_copies(tensors: Sequence[Tensor], cache_bytes: int) -> list[list[Tensor]]:
-    """The tensors and enough copies of them that together they are at least twice the cache."""
+    """The tensors and copies of them, which together are at least twice the size of the cache."""
     size = max(1, sum(t.numel() * t.element_size() for t in tensors))
     count = max(1, math.ceil(2 * cache_bytes / size))
     return [list(tensors)] + [
@@ -148,7 +149,7 @@ def rotated_copies(tensors: Sequence[Tensor], cache_bytes: int) -> list[list[Ten
 
 
 def _sampler(fn: Callable[[], object], device: torch.device, warm_up_seconds: float) -> Callable[[], float]:
-    """Warms `fn` up, then returns a function that times it once: ms a call, over as many calls as a sample needs."""
+    """Warm `fn` up, then return a function that takes one sample: ms per call, over as many calls as a sample needs."""
     if device.type != "cuda":
         calls = _warm_up(fn, warm_up_seconds, lambda: None)
 
@@ -175,7 +176,7 @@ def _sampler(fn: Callable[[], object], device: torch.device, warm_up_seconds: fl
 
 
 def _warm_up(fn: Callable[[], object], seconds: float, synchronize: Callable[[], None]) -> int:
-    """Call for at least `seconds`; return the number of calls of a sample."""
+    """Call `fn` for at least `seconds`; return the number of calls in a sample."""
     fn()
     synchronize()
     began, calls = time.perf_counter(), 0
@@ -189,7 +190,7 @@ def _warm_up(fn: Callable[[], object], seconds: float, synchronize: Callable[[],
 
 
 def timing_of(samples: Sequence[float]) -> Timing:
-    """The timing from samples in ms of one call, taken with any clock."""
+    """The timing from samples in ms per call, taken with any clock."""
     median = statistics.median(samples)
     quarters = statistics.quantiles(samples, n=4, method="inclusive")
     return Timing(median, min(samples), (quarters[2] - quarters[0]) / median if median > 0 else 0.0, len(samples))
@@ -198,8 +199,8 @@ def timing_of(samples: Sequence[float]) -> Timing:
 def is_sure(gains: Sequence[float]) -> bool:
     """Whether the gains of several rounds, as shares of a time, are more than noise.
 
-    There must be at least `SURE_ROUNDS` of them, all but one in six above 0, and their median above half the distance
-    between the quartiles.
+    There must be at least `SURE_ROUNDS` gains. At most one in six may be 0 or less, and the median must exceed half the
+    distance between the quartiles.
     """
     if len(gains) < SURE_ROUNDS:
         return False

@@ -49,10 +49,10 @@ class NvLink:
 
 @dataclass(frozen=True)
 class Peer:
-    """How one GPU reaches another.
+    """The path from one GPU to another.
 
     Attributes:
-        path: "NVLink", "NVLink switch", or the point on PCIe where the two meet; None if the driver does not say.
+        path: "NVLink", "NVLink switch", or the point on PCIe where the two meet; None if the driver does not tell.
         links: NVLink links that serve the path.
         peer_access: whether it can read and write the other's memory without the host.
     """
@@ -67,13 +67,13 @@ class Peer:
 
 
 def nv_links(nvml: Nvml, uuid: str | None) -> tuple[NvLink, ...] | None:
-    """The active links of a GPU, none on a GPU without NVLink; None if the driver does not say."""
+    """The active links of a GPU; empty on a GPU without NVLink. None if the driver does not tell."""
     numbers = nvml.gpu(uuid, _links_up)
     return None if numbers is None else tuple(_link(nvml, uuid, number) for number in numbers)
 
 
 def _links_up(module: Any, handle: Any) -> list[int]:
-    """Numbers of the active links. A link that this GPU does not have gives its own kind of error."""
+    """Numbers of the active links. For a link that this GPU does not have, NVML raises a separate kind of error."""
     up = []
     for number in range(module.NVML_NVLINK_MAX_LINKS):
         try:
@@ -99,7 +99,7 @@ def _link(nvml: Nvml, uuid: str | None, number: int) -> NvLink:
 
 
 def _field(module: Any, handle: Any, field: int, scope: int) -> int | None:
-    """One unsigned field of NVML; None if this GPU has none."""
+    """One unsigned field of NVML; None if this GPU does not have it."""
     (found,) = module.nvmlDeviceGetFieldValues(handle, [(field, scope)])
     return int(found.value.uiVal) if found.nvmlReturn == 0 else None
 
@@ -155,7 +155,8 @@ def _path(
 
 
 def _to_switches(here: tuple[NvLink, ...], there: tuple[NvLink, ...]) -> int:
-    """Links of `here` to switches that `there` is also on; a virtual machine may hide which switches these are."""
+    """Links of `here` to switches that `there` is also connected to. A virtual machine may hide which switches these
+    are."""
     known = {link.remote_pci for link in there if link.remote == "switch"}
     mine = [link.remote_pci for link in here if link.remote == "switch"]
     return sum(pci in known or (bool(known) and (pci is None or None in known)) for pci in mine)

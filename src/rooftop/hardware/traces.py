@@ -28,10 +28,10 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def let_profiler_say_its_word() -> None:
-    """Suppress, once in this process, a message of PyTorch's profiler. It prints it at the first memory block that is
-    released but was not allocated under the profiler, and then at each thousandth.
+    """Suppress, once in this process, a message of PyTorch's profiler. PyTorch prints it when the first memory block is
+    released that was not allocated under the profiler, and then at each thousandth such block.
 
-    For a watched program that has not begun: output to stderr during this call (0.1 ms) is lost.
+    Call this before a watched program begins, because output to stderr during this call (0.1 ms) is lost.
     """
     block = torch.empty(1, device="cpu")
     try:
@@ -52,7 +52,7 @@ def let_profiler_say_its_word() -> None:
 class Label:
     """A label for the profiler around a `with` block, as `torch.profiler.record_function`.
 
-    A label begins and ends with operators: no dispatch mode of the program sees these.
+    A label begins and ends with operators, which are hidden from the program's dispatch modes.
     """
 
     def __init__(self, name: str) -> None:
@@ -83,7 +83,7 @@ class Trace:
     Attributes:
         events: all events, of host and device, in no order; after the block.
         found: what `read` returned.
-        beginning: whether a profiler is beginning now: that one is ours.
+        beginning: whether a profiler is starting now, which is then this one.
         switching: returns a context around each start and each end of a profiler.
     """
 

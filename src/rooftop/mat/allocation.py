@@ -1,9 +1,9 @@
-"""The memory below a Mat: blocks that headers share, and where blocks come from.
+"""The memory of Mats: blocks that headers share, and the allocators that make blocks.
 
-A block (`MatData`) lives as long as a header, a tensor or an array that refers to it. Python's reference count is the
-count of headers; `data.headers` gives the number of Mats among them. An allocator (`MatAllocator`) makes the blocks of
-one device: pageable or pinned host memory, a GPU's through torch's caching allocator, or any function that returns
-bytes.
+A block (`MatData`) lives as long as any header, tensor or array refers to it. Python counts these references;
+`data.headers` is the number of Mats among them. An allocator (`MatAllocator`) makes the blocks of
+one device: pageable or pinned host memory, a GPU's memory through torch's caching allocator, or any function that
+returns bytes.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import torch
 from torch import Tensor
 
 DeviceLike = str | torch.device
-_ALIGNMENT_BYTES = 8  # of the widest depths
+_ALIGNMENT_BYTES = 8  # bytes of a number of the widest depths
 
 
 class MatDataFlag(Flag):
     """Special properties of a block."""
 
     NONE = 0
-    USER_GIVEN = auto()  # another owner's memory, such as an array: never grown in place
+    USER_GIVEN = auto()  # another owner's memory, such as an array's; it is never grown in place
     READ_ONLY = auto()  # a read-only array
     PINNED = auto()  # host memory that a GPU copies from without waiting
 
 
 class _Share:
-    """An object that only the Mats of a block share, so that its references can be counted."""
+    """An object that only the Mats of a block refer to, so that its reference count is their number."""
 
     __slots__ = ()
 
@@ -47,10 +47,10 @@ class MatData:
         size_bytes: its size from there.
         device: its device.
         flags: `MatDataFlag`s.
-        mapping: which side may access it now. "host" for host memory; "device" for a GPU's, except within
-            `Mat.mapped()`, where it is also "host": then the block on the device is out of date.
-        used_bytes: the end of the rows of all headers in the storage. A header grows in place only from there, so that
-            two headers of one block never push different rows to the same position (OpenCV's do).
+        mapping: which side may access the block now. "host" for host memory; "device" for a GPU's memory. Within
+            `Mat.mapped()` it is "host" for a GPU's memory too, and the block on the device is out of date.
+        used_bytes: the end of the rows of all headers in the storage. A header grows in place only from there. So two
+            headers of one block never push different rows to the same position, as they can in OpenCV.
     """
 
     __slots__ = ("__weakref__", "_bases", "allocator", "device", "flags", "mapping", "share", "size_bytes",
@@ -105,7 +105,8 @@ class MatData:
         self.check_mapping()
         base = self._bases.get(dtype)
         if base is None:
-            with torch.inference_mode(False):  # a tensor made in inference mode could never be written to outside
+            # a tensor created in inference mode could never be written outside of that mode
+            with torch.inference_mode(False):
                 base = torch.empty(0, dtype=dtype, device=self.device)
                 base.set_(self.storage, 0, (0,), (1,))
             self._bases[dtype] = base
@@ -140,7 +141,7 @@ class MatAllocator:
         """A block with undefined content.
 
         Raises:
-            ValueError: `get_bytes` returned something else.
+            ValueError: `get_bytes` returned something else than such a tensor.
         """
         given = self.get_bytes(size_bytes)
         fits = (
@@ -165,10 +166,11 @@ class MatAllocator:
 
 
 def getStdAllocator(device: DeviceLike = "cpu", *, pinned: bool = False) -> MatAllocator:
-    """The allocator of a device: pageable or pinned host memory, or a GPU's through torch's caching allocator.
+    """The allocator of a device: for pageable or pinned host memory, or for a GPU's memory through torch's caching
+    allocator.
 
     Raises:
-        ValueError: pinned memory of a GPU.
+        ValueError: `pinned` was requested for a GPU.
     """
     where = torch.device(device)
     if (found := _STANDARD.get((where, pinned))) is not None:  # querying for a GPU takes longer than an allocation
@@ -190,13 +192,13 @@ def getDefaultAllocator() -> MatAllocator:
 
 
 def setDefaultAllocator(allocator: MatAllocator | None) -> None:
-    """Set it for the whole program; None restores pageable host memory."""
+    """Set the default allocator for the whole program; None restores pageable host memory."""
     _DEFAULT[0] = _checked(allocator) if allocator is not None else getStdAllocator()
 
 
 @contextmanager
 def using_allocator(allocator: MatAllocator) -> Iterator[MatAllocator]:
-    """The default within a `with` block, only for this thread or task."""
+    """Set the default allocator within a `with` block, only for this thread or task."""
     token = _WITHIN.set(_checked(allocator))
     try:
         yield allocator
@@ -205,7 +207,7 @@ def using_allocator(allocator: MatAllocator) -> Iterator[MatAllocator]:
 
 
 def allocator_for(device: DeviceLike | None, allocator: MatAllocator | None) -> MatAllocator:
-    """The allocator of a new Mat: the given one, else the default one if it belongs to that device, else the device's
+    """The allocator of a new Mat: the given one; else the default one, if it belongs to that device; else the device's
     own."""
     if allocator is not None:
         _checked(allocator)
@@ -261,7 +263,7 @@ def _described(given: object) -> str:
 
 
 _REFERENCES_OF_ITS_OWN = 0
-_REFERENCES_OF_ITS_OWN = MatData(torch.UntypedStorage(0), 0).headers  # its count for a block without Mats
+_REFERENCES_OF_ITS_OWN = MatData(torch.UntypedStorage(0), 0).headers  # the reference count for a block without Mats
 _STANDARD: dict[tuple[torch.device, bool], MatAllocator] = {}
 _DEFAULT = [getStdAllocator()]
 _WITHIN: ContextVar[MatAllocator | None] = ContextVar("rooftop_mat_allocator", default=None)

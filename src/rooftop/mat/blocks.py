@@ -1,4 +1,4 @@
-"""Headers that allocate their own memory: a `Mat` without its operators and copies."""
+"""Headers that allocate their own memory: everything of a `Mat` except its operators and copies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rooftop.mat.views import Header, is_integer
 
 
 class Block(ExportedHeader):
-    """A header that can get memory: new, from another header, or from another library's array."""
+    """A header that can get memory: new memory, that of another header, or that of another library's array."""
 
     __slots__ = ()
 
@@ -28,7 +28,7 @@ class Block(ExportedHeader):
         """Make this a Mat of the given sizes and type: `create(rows, cols, type)` or `create(sizes, type)`.
 
         Nothing is allocated if sizes, type and device stay the same, so results can be written into regions. Otherwise
-        it leaves its memory to other headers and gets new, uninitialized memory from its allocator.
+        this Mat leaves its memory to other headers and gets new, uninitialized memory from its allocator.
         """
         sizes, type, _ = shape_arguments(shape, type, None)
         where = self._device if device is None and allocator is None else allocator_for(device, allocator).device
@@ -40,10 +40,10 @@ class Block(ExportedHeader):
         return self
 
     def prepare_for(self, source: Header, type: int) -> None:
-        """`create` for a result of `source`: with its sizes, on its device.
+        """`create` for a result with the sizes and the device of `source`.
 
         Raises:
-            ValueError: this has elements on another device, where they would stay.
+            ValueError: this Mat has elements on another device; `create` would keep it there.
         """
         fits = same_device(self._device, source._device)
         if not fits and not self.empty():
@@ -73,7 +73,7 @@ class Block(ExportedHeader):
         self._submatrix = False
 
     def _finish(self) -> None:
-        """The end of the whole memory, for a header that was not cut from another."""
+        """The end of the whole memory, if this header was not cut from another."""
         self._end = self._offset + headers.span_bytes(self._sizes, self._steps)
         self._limit = self._offset + self._sizes[0] * self._steps[0] if self._data is not None else self._offset
 

@@ -1,4 +1,4 @@
-"""Channels combined and separated: merge, split, extractChannel, insertChannel, mixChannels.
+"""Combine and separate channels: merge, split, extractChannel, insertChannel, mixChannels.
 
 Results go to `dst` if given, also into regions of larger Mats.
 """
@@ -17,10 +17,11 @@ from rooftop.mat.type_codes import CV_CN_MAX, CV_MAKETYPE, typeToString
 
 
 def merge(mv: Sequence[Mat | MatExpr], dst: Mat | None = None) -> Mat:
-    """One Mat with the channels of all, in order. Each may have several.
+    """One Mat with the channels of all Mats, in order. Each Mat may have several channels.
 
-    ValueError: no Mats, or different sizes, depths or devices; more than 512 channels together.
-        ValueError: none, or of different sizes, depths or devices; more than 512 channels together.
+    Raises:
+        ValueError: there are no Mats; their sizes, depths or devices differ; or they have more than 512 channels
+            together.
     """
     if not mv:
         raise ValueError("merge needs at least one Mat")
@@ -45,7 +46,7 @@ def merge(mv: Sequence[Mat | MatExpr], dst: Mat | None = None) -> Mat:
 
 
 def split(m: Mat | MatExpr, mv: Sequence[Mat] | None = None) -> list[Mat]:
-    """One Mat for each channel; written into the Mats of `mv`, one for each channel, if given."""
+    """One Mat for each channel. If `mv` is given, the channels are written into its Mats."""
     m = as_mat(m)
     if mv is not None and len(mv) != m.channels():
         raise ValueError(f"split of {m} writes {m.channels()} Mats, got {len(mv)}")

@@ -2,18 +2,19 @@
 
     stored = saturate(round(alpha * x + beta))          rounding half to even; no rounding into floating depths
 
-alpha, beta and x are float32, and `alpha * x + beta` is rounded to float32 once (a fused multiply-add). All of it is
+alpha, beta and x are float32, and `alpha * x + beta` is rounded to float32 once (a fused multiply-add). Everything is
 float64 if float32 cannot represent either side: into 64F, 64S and 64U, and between 32- or 64-bit integers, 64F and 32F.
 Saturation: values beyond an integer depth become its nearest limit; NaN becomes its least value; Bool is `x != 0`, so
 NaN is true.
 
-OpenCV on x86 differs, although its documentation of saturate_cast promises this behaviour: floating values of 2^31 and
-more become the *least* value there (1e10 as CV_8U is 0), and CV_32U from 2^31 on wraps into CV_8S and CV_16S. In
-float64 OpenCV fuses product and sum if the processor can; here they are rounded one after the other, on every device.
+OpenCV on x86 behaves differently, although its documentation of saturate_cast promises the above. There, floating
+values of 2^31 and more become the *least* value (1e10 as CV_8U is 0), and values of CV_32U from 2^31 on wrap when
+converted to CV_8S and CV_16S. In float64, OpenCV fuses product and sum if the processor can. Here, both are rounded, on
+every device.
 
 Most depths are converted by one loop on a CPU, and by one kernel on a GPU (`converting.py`). For others, and for small
-Mats on a CPU, these steps run one after another, on blocks of rows that stay in its cache; on a GPU they run on the
-whole Mat.
+Mats on a CPU, the steps run one after another: on a CPU on blocks of rows that stay in its cache, on a GPU on the whole
+Mat.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from rooftop.mat.type_codes import (
     CV_Bool,
 )
 
-_BLOCK_ELEMENTS = 1 << 17  # fits in an L2 of 2 MB; smaller blocks cost more in calls than they save
+_BLOCK_ELEMENTS = 1 << 17  # fits in an L2 of 2 MB; smaller blocks cost more by additional calls than they save
 WITHOUT_PROGRAMS = (CV_64S, CV_64U, CV_16F, CV_16BF)
 """Depths that neither loops nor kernels convert."""
 _WIDE = (CV_32S, CV_32U, CV_64S, CV_64U, CV_64F)
@@ -48,8 +49,8 @@ _MOST_SCALE = 2.0**128  # beyond this, any number except 0 exceeds every limit
 
 
 def scales_wholes(depth: int, new_depth: int, alpha: float, beta: float) -> bool:
-    """Whether 64-bit integers are converted from or to others by an integer scale and shift: then all numbers are
-    exact, as in an expression."""
+    """Whether integers of 64 bits are converted to or from other integers by an integer scale and shift. All numbers
+    are then exact, as in an expression."""
     integers = DEPTHS[depth].limits is not None and DEPTHS[new_depth].limits is not None
     if not integers or not {depth, new_depth} & {CV_64S, CV_64U} or (alpha, beta) == (1, 0):
         return False
@@ -60,7 +61,8 @@ def convert_blocks(source: Tensor, target: Tensor, depth: int, new_depth: int, s
     """Write a tensor of one depth into a tensor of another, of the same shape and on the same device, step by step with
     torch operations.
 
-    They have the depths' own dtypes and do not overlap, or are the same elements of the same depth.
+    The tensors have the depths' own dtypes. Either they do not overlap, or they are the same elements of the same
+    depth.
     """
     for some, into in row_blocks(source, target):
         if scaling is None:
@@ -70,9 +72,7 @@ def convert_blocks(source: Tensor, target: Tensor, depth: int, new_depth: int, s
 
 
 def row_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same rows of several tensors with one first dimension: a block at a time on the CPU, all at once on other
-    devices.
-    """
+    """Corresponding rows of several tensors: a block at a time on the CPU, all at once on other devices."""
     rows = tensors[0].shape[0]
     per_row = max(tensor.numel() for tensor in tensors) // max(rows, 1)
     if not per_row:
@@ -102,7 +102,7 @@ class Scaling:
     """`alpha * x + beta` in the precision of a pair of depths.
 
     Attributes:
-        dtype: float32, in which alpha and beta are then represented, or float64.
+        dtype: float32 (alpha and beta are then rounded to float32) or float64.
     """
 
     dtype: torch.dtype
@@ -117,13 +117,14 @@ class Scaling:
             return _unscaled(x, torch.float32).mul_(self.alpha)
         if self.alpha == 1:
             return _unscaled(x, torch.float32).add_(self.beta)
-        # Products of two float32 are exact in float64. Rounding their sum to float64 changes one of 2^29 results.
+        # Products of two float32 numbers are exact in float64. The intermediate rounding of the sum to float64 changes
+        # one of 2^29 results.
         wide = _unscaled(x if x.dtype.itemsize <= 2 else x.float(), torch.float64)
         return wide.mul_(self.alpha).add_(self.beta).float()
 
 
 def scaling_of(depth: int, new_depth: int, alpha: float, beta: float) -> Scaling:
-    """How numbers of one depth are scaled on conversion to another."""
+    """The scaling of numbers of one depth on conversion to another."""
     if new_depth in (CV_64F, CV_64S, CV_64U) or (depth in _WIDE and new_depth in (*_WIDE, CV_32F)):
         return Scaling(torch.float64, alpha, beta)
     with np.errstate(over="ignore"):
@@ -153,8 +154,9 @@ def _store(y: Tensor, into: Tensor, depth: int) -> None:
 
 
 def store_64(rounded: Tensor, into: Tensor, depth: int) -> None:
-    """float64 cannot represent 2^63 - 1 and 2^64 - 1, so values beyond the limit are handled separately."""
-    top, greatest = float(_TOP), float(_TOP - 1024)  # the greatest is the float64 before 2^63
+    """Write integers of 64 bits. float64 cannot represent 2^63 - 1 and 2^64 - 1, so values beyond the limit are handled
+    separately."""
+    top, greatest = float(_TOP), float(_TOP - 1024)  # the greatest float64 below 2^63
     least = -top if depth == CV_64S else 0.0
     bits = rounded.clamp(least, greatest).nan_to_num_(nan=least).long()
     if depth == CV_64S:

@@ -1,4 +1,4 @@
-"""Conversions in the fastest way: one kernel on a GPU, one loop on a CPU, or step by step."""
+"""Convert elements in the fastest way: one kernel on a GPU, one loop on a CPU, or step by step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _EPSILON = 2.0**-52  # a scale within this of 1 and a shift within this of 0 are
 def convert(source: Tensor, target: Tensor, depth: int, new_depth: int, alpha: float, beta: float) -> None:
     """Write a tensor of one depth into a tensor of another, of the same shape and on the same device.
 
-    They have the depths' own dtypes and do not overlap, or are the same elements of the same depth.
+    The tensors have the depths' own dtypes. Either they do not overlap, or they are the same elements of the same
+    depth.
     """
     alpha, beta = float(alpha), float(beta)
     plain = abs(alpha - 1) < _EPSILON and abs(beta) < _EPSILON

@@ -1,4 +1,4 @@
-"""Copy elements as bits: where a mask says so, or one element to all positions.
+"""Copy elements as bits: those that a mask selects, or one element to all positions.
 
 Tensors here have a depth's carrier dtype, (..., channels). Copies do not interpret values, so NaN keep their bits, and
 unsigned types need no special operators.
@@ -23,7 +23,8 @@ def fill(target: Tensor, value: Tensor) -> None:
     if all(number == numbers[0] for number in numbers):
         target.fill_(numbers[0])
         return
-    # One row is written channel by channel, and the others are copied from it: copies move many bytes at a time.
+    # One row is written channel by channel, and the others are copied from it, because copies move many bytes at a
+    # time.
     row = target
     while row.dim() > 2:
         row = row[0]
@@ -67,9 +68,9 @@ def copy_masked(source: Tensor, target: Tensor, mask: Tensor) -> None:
 
 
 def _spread(chosen: Tensor, channels: int) -> Tensor:
-    """A mask of elements as a mask of numbers. A mask broadcast over channels would make torch loop over single
-    numbers: 337 ms for a 4K image of CV_8UC3. Spreading it for a block of rows at a time takes 15 ms; NumPy does that
-    fastest."""
+    """Expand a mask of elements to a mask of numbers. A mask broadcast over channels would make torch loop over single
+    numbers: 337 ms for a 4K image of CV_8UC3. Expanding it for a block of rows at a time takes 15 ms. NumPy is the
+    fastest at that."""
     if chosen.shape[-1] == channels:
         return chosen
     return torch.from_numpy(np.repeat(chosen.numpy(), channels, axis=-1))
@@ -88,7 +89,8 @@ def apart(source: Tensor, target: Tensor) -> Tensor:
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether writing to one may change the other; exactly the same elements do not count."""
+    """Whether writing to one tensor may change the other before it is read. Tensors of exactly the same elements do not
+    count."""
     if one.device != other.device or not (one.numel() and other.numel()) or same_elements(one, other):
         return False
     return one.data_ptr() < end_of(other) and other.data_ptr() < end_of(one)

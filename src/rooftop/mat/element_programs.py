@@ -1,4 +1,5 @@
-"""An expression of Mats as one of `rooftop.kernels`: the operations on each element between its loads and its store.
+"""Translate an expression of Mats to one of `rooftop.kernels`: the operations on each element between its loads and its
+store.
 
 The CPU's loops (`loop_programs.py`) and a GPU's kernel (`kernel_programs.py`) are generated from it.
 """
@@ -23,7 +24,8 @@ from rooftop.mat.expressions import BITWISE, COMPARISONS, MatExpr, is_one, same_
 from rooftop.mat.remembered import remember
 from rooftop.mat.type_codes import CV_16U, CV_32U, CV_64S, CV_64U, DEPTHS, CV_Bool
 
-_UNSIGNED = {CV_16U: ("int32", 0xFFFF), CV_32U: ("int64", 0xFFFFFFFF)}  # read as signed numbers, and masked
+# depths that are read as signed numbers and masked
+_UNSIGNED = {CV_16U: ("int32", 0xFFFF), CV_32U: ("int64", 0xFFFFFFFF)}
 _TOP = 1 << 63
 _NEAREST_IN_FLOAT32 = 1 << 22
 _LESS_THAN_HALF = Fraction(1, 4)
@@ -38,14 +40,14 @@ def signed(x: Tensor) -> Tensor:
 
 
 class Numbers:
-    """Values in one dtype: loaded elements of Mats, numbers, and the store. Arguments are first the Mats, then rows of
-    numbers, then numbers.
+    """Values in one dtype: loaded elements of Mats, numbers, and the store. The arguments of the program are first the
+    Mats, then rows of numbers, then numbers.
 
     Args:
         dtype: the dtype of the computation.
         for_kernel: whether a kernel computes it instead of a loop. Kernels take float64 numbers as integers of the same
-            bits. 32-bit numbers become float64 and back without conversion instructions, which on a GPU are a quarter
-            as fast as sums.
+            bits. They convert 32-bit numbers to float64 and back without conversion instructions, which on a GPU are a
+            quarter as fast as sums.
 
     Attributes:
         result: the expression to store.
@@ -84,7 +86,7 @@ class Numbers:
         return apply(self.name, x)
 
     def plain(self, number: int | float) -> Expression:
-        """A number that belongs to the form of the expression."""
+        """A number that is part of the expression's form."""
         return constant(float(number) if self.floating else int(number))
 
     def given(self, number: int | float, dtype: torch.dtype) -> Expression:
@@ -105,7 +107,7 @@ class Numbers:
         if depth in _UNSIGNED:
             name, ones = _UNSIGNED[depth]
             x = apply("bitwise_and", apply(name, x), ones)
-        elif depth == CV_64U:  # its upper and its lower half are exact in float64, and their sum is rounded once
+        elif depth == CV_64U:  # its upper and lower halves are exact in float64, and their sum is rounded once
             low = apply("bitwise_and", x, 0xFFFFFFFF)
             high = apply("float64", apply("sub", x, low))
             high = apply("where", apply("lt", high, 0.0), apply("add", high, 2.0**64), high)
@@ -142,7 +144,7 @@ class Numbers:
             if self.about.high > limits.high + _LESS_THAN_HALF:
                 rounded = apply("minimum", rounded, int(limits.high))
             return rounded
-        low, high = self.plain(int(limits.low)), self.plain(int(limits.high))  # limits stay when rounded
+        low, high = self.plain(int(limits.low)), self.plain(int(limits.high))  # rounding does not change the limits
         below = apply("where", apply("lt", x, high), x, high)
         return apply("nearest", apply("where", apply("gt", x, low), below, low))
 
@@ -243,7 +245,7 @@ class ElementProgram(Numbers):
             if not self.floating:
                 return apply("minimum" if operation == "min" else "maximum", a, b)
             if any(map(is_one, each._operands)):
-                kept = apply("le" if operation == "min" else "ge", a, b)  # for two zeros a, as in torch.clamp
+                kept = apply("le" if operation == "min" else "ge", a, b)  # if both are zeros, a, as in torch.clamp
                 return apply("where", kept, a, apply("where", apply("ne", a, a), a, b))  # NaN if either is
             chosen = apply("lt" if operation == "min" else "gt", a, b)
             return apply("where", apply("bitwise_or", chosen, apply("ne", a, a)), a, b)  # NaN if either is
@@ -315,8 +317,9 @@ def _narrowest(numbers: Sequence[int | float], dtype: torch.dtype) -> torch.dtyp
 
 
 def _stored_64(x: Expression, depth: int) -> Expression:
-    """float64 cannot represent 2^63 - 1 and 2^64 - 1, so values beyond the limit are handled separately."""
-    top, greatest = float(_TOP), float(_TOP - 1024)  # the greatest is the float64 before 2^63
+    """A number of 64 bits to store. float64 cannot represent 2^63 - 1 and 2^64 - 1, so values beyond the limit are
+    handled separately."""
+    top, greatest = float(_TOP), float(_TOP - 1024)  # the greatest float64 below 2^63
 
     def converted(y: Expression, least: float) -> Expression:
         inside = apply("where", apply("lt", y, greatest), y, greatest)

@@ -100,7 +100,7 @@ def _store_large(plan: ExpressionPlan, root: MatExpr, tensors: Sequence[Tensor],
 
 
 def _launched(nodes: Sequence[MatExpr], target: Tensor, depth: int) -> bool:
-    """Whether a kernel for these Mats was launched before, and is launched again."""
+    """Launch the kernel again if it was launched for such Mats before; return whether it was."""
     from rooftop.mat.kernel_programs import Evaluation
 
     return Evaluation(nodes, target, depth).again()
@@ -129,7 +129,7 @@ def _without_matrices(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr |
 
 
 def _multiplied(root: MatExpr, target: Tensor, depth: int) -> bool:
-    """Write the value of a product, with factor and term, or of an inverse; return False for anything else."""
+    """Write the value of an inverse, or of a product with its factor and term; return False for anything else."""
     if depth != root.depth():
         return False
     into = target[..., 0]  # (rows, columns): one channel

@@ -1,11 +1,11 @@
 """Choose a dtype for an expression in which only the store rounds, from the bounds of every value in it.
 
-The rule is that of float64: each operation is rounded to float64, and the last value is rounded once to the target's
+The rule is that of float64: each operation is rounded to float64, and the final value is rounded once to the target's
 depth. If every value is known to be an integer (a multiple of 2^unit) that a narrower dtype holds exactly, computing in
 that dtype gives exactly the same numbers. So 8-bit images are added in int16, and `a * 0.5` in float32.
 
 Floating elements have no bounds. In float32 an expression of them has the bits of float64 if no value is rounded twice
-before it is stored as float32. min, max, abs, negation and comparisons round nothing. One sum, difference, product or
+before it is stored as float32. min, max, abs, negation and comparisons do not round. One sum, difference, product or
 quotient of float32 numbers, rounded to float32, equals the float64 result rounded to float32, since 53 >= 2 * 24 + 2
 (Figueroa 1995, "When is double rounding innocuous?"). The same applies to half precision computed in float32.
 """
@@ -25,7 +25,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32)
 _FLOAT32_BITS = 24
 _SMALL = 1 << 29  # twice as much has 2^-23 as half of float64's unit
 _ROUNDED = Fraction(1, 1 << 23)
-_SMALL_QUOTIENT = 1 << 11  # quotients of smaller integers are never closer to a half in float32 than they are exactly
+_SMALL_QUOTIENT = 1 << 11  # the float32 quotient of smaller integers is never closer to a half than the exact quotient
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Bounds:
         return max(abs(self.low), abs(self.high))
 
     def contain(self, other: Bounds) -> bool:
-        """Whether every value within the other bounds is an integer within these."""
+        """Whether every value within the other bounds is an integer within these bounds."""
         return other.unit == 0 and self.low <= other.low and other.high <= self.high
 
     def within(self, dtype: torch.dtype) -> bool:
@@ -75,7 +75,7 @@ def rounded_bounds(root: MatExpr, bounds: BoundsOf) -> Bounds | None:
 
     None if they are unknown, or beyond 32 bits.
     """
-    beyond: dict[int, Fraction] = {}  # how far outside of its bounds each value may be
+    beyond: dict[int, Fraction] = {}  # the distance by which each value may exceed its bounds
     for each in topological(root):
         known = bounds[id(each)]
         if known is None or known.largest > _SMALL:
@@ -99,7 +99,7 @@ def rounded_bounds(root: MatExpr, bounds: BoundsOf) -> Bounds | None:
 
 
 def limits_in(dtype: torch.dtype, depth: int) -> tuple[int, int]:
-    """The limits of an integer depth, as far as values in an integer dtype can exceed them."""
+    """The limits of an integer depth that values in an integer dtype can exceed."""
     low, high = DEPTHS[depth].limits or (0, 1)
     if dtype.is_floating_point:
         return low, high
@@ -174,10 +174,10 @@ def _bounds_of_numbers(numbers: tuple[int | float, ...]) -> Bounds | None:
 
 
 def _float32_is_enough(root: MatExpr, nodes: list[MatExpr], bounds: BoundsOf, depth: int) -> bool:
-    """Whether no path has more than one rounding in float32, and a rounded value is stored without another one."""
+    """Whether no path rounds more than once in float32, and a rounded value is stored without another rounding."""
     narrow = {CV_32F: (CV_32F,), CV_16F: (CV_16F,), CV_16BF: (CV_16BF,)}.get(depth, ())
     rounded: dict[int, bool] = {}
-    leaves_allow = True  # a rounded value is stored the same after a conversion to float64
+    leaves_allow = True  # a rounded value is stored alike, even after a conversion to float64
     for each in nodes:
         operands = [rounded[id(operand)] for operand in each._operands]
         known = bounds[id(each)]

@@ -18,13 +18,14 @@ class ExportedHeader(Header):
     __slots__ = ()
 
     def tensor(self, layout: Literal["hwc", "chw"] = "hwc") -> Tensor:
-        """The elements as a tensor on the same memory: (H, W, C), or all sizes before C; also with one channel.
+        """The elements as a tensor on the same memory: (H, W, C), or all sizes before C. One channel is a dimension,
+        too.
 
         Args:
             layout: "chw" returns the same memory as (C, H, W).
 
         Raises:
-            ValueError: a Mat on a read-only array, since a tensor could not refuse writes.
+            ValueError: the Mat is on a read-only array; a tensor could not refuse writes.
         """
         if layout not in ("hwc", "chw"):
             raise ValueError(f"layout must be 'hwc' or 'chw', got {layout!r}")
@@ -37,7 +38,7 @@ class ExportedHeader(Header):
         C).
 
         Raises:
-            ValueError: on a GPU; `cpu().numpy()` copies.
+            ValueError: the Mat is on a GPU; `cpu().numpy()` copies it.
             TypeError: CV_16BF, which NumPy lacks.
         """
         if self._device.type != "cpu":

@@ -37,7 +37,7 @@ from rooftop.mat.type_codes import (
 from rooftop.mat.views import Header, Shaped
 
 if TYPE_CHECKING:
-    from rooftop.mat.matrix import Mat  # defined above this file; its methods supply them
+    from rooftop.mat.matrix import Mat  # defined in a module above this one, whose methods provide these
 
 ELEMENTWISE = ("add", "sub", "mul", "div", "min", "max", "abs", "neg")
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
@@ -66,8 +66,8 @@ class Arithmetic:
         return _binary("sub", other, self)
 
     def __mul__(self, other: Operand) -> MatExpr:
-        """With numbers, element by element; of two Mats the matrix product, as in OpenCV. `mul` multiplies two Mats
-        element by element.
+        """The product. With numbers it is element by element; of two Mats it is the matrix product, as in OpenCV. `mul`
+        multiplies two Mats element by element.
         """
         return _binary("mul" if _are_numbers(other) else "product", self, other)
 
@@ -82,7 +82,8 @@ class Arithmetic:
         return NotImplemented if _are_numbers(other) else _binary("product", other, self)
 
     def __truediv__(self, other: Operand) -> MatExpr:
-        """Element by element. In integer depths, division by 0 gives 0; floating ones follow IEEE 754."""
+        """The quotient, element by element. In integer depths, division by 0 gives 0; floating depths follow IEEE
+        754."""
         return _binary("div", self, other)
 
     def __rtruediv__(self, other: Operand) -> MatExpr:
@@ -147,7 +148,7 @@ class Arithmetic:
         """The transpose.
 
         Raises:
-            ValueError: not of two dimensions.
+            ValueError: there are not two dimensions.
         """
         return _transposed(as_expression(self), {})
 
@@ -163,7 +164,7 @@ class Arithmetic:
 class MatExpr(Arithmetic, Shaped):
     """An expression to be computed, with its type and size. Operators of Mats create it; users do not.
 
-    Each use evaluates it again, from the present contents of its Mats. Numbers in it are held by value.
+    Each use evaluates the expression again, from the present contents of its Mats. Its numbers are held by value.
     """
 
     __slots__ = ("_device", "_operands", "_operation", "_sizes", "_type", "_value")
@@ -172,14 +173,14 @@ class MatExpr(Arithmetic, Shaped):
     _operands: tuple[MatExpr, ...]
     _value: Any  # for "mat" (header, transposed), for "numbers" one for each channel, for "inverse" the method
     _device: device
-    _value_as_mat: ClassVar[Callable[..., Mat]]  # `matrix.py`, which defines Mat, supplies it
+    _value_as_mat: ClassVar[Callable[..., Mat]]  # set by `matrix.py`, which defines Mat
 
     @property
     def device(self) -> device:
         return self._device
 
     def to_mat(self, rtype: int | None = None) -> Mat:
-        """The value, in new memory; as numbers of another depth if given."""
+        """The value in new memory, as numbers of another depth if one is given."""
         return self._value_as_mat(rtype)
 
     def clone(self) -> Mat:
@@ -187,19 +188,19 @@ class MatExpr(Arithmetic, Shaped):
         return self.to_mat()
 
     def dot(self, other: Operand) -> float:
-        """`Mat.dot` of its value."""
+        """`Mat.dot` of the value."""
         return self.to_mat().dot(other)
 
     def cross(self, other: Operand) -> Mat:
-        """`Mat.cross` of its value."""
+        """`Mat.cross` of the value."""
         return self.to_mat().cross(other)
 
     def copyTo(self, dst: Mat | None = None, mask: Any = None) -> Mat:
-        """Evaluate it into `dst`, as `Mat.copyTo`; with a mask through new memory."""
+        """Evaluate into `dst`, like `Mat.copyTo`. With a mask, the value is first computed in new memory."""
         return self.to_mat().copyTo(dst, mask) if dst is None or mask is not None else dst.assign(self)
 
     def convertTo(self, rtype: Any = None, alpha: float = 1, beta: float = 0, dst: Mat | None = None) -> Mat:
-        """`Mat.convertTo` of its value."""
+        """`Mat.convertTo` of the value."""
         return self.to_mat().convertTo(rtype, alpha, beta, dst)
 
     def numpy(self) -> np.ndarray[Any, Any]:
@@ -216,7 +217,7 @@ class MatExpr(Arithmetic, Shaped):
         return np.asarray(self.to_mat().numpy(), dtype)
 
     def __getitem__(self, index: Any) -> Any:
-        """An element or a view of its value. This evaluates the whole expression."""
+        """An element or a view of the value. This evaluates the whole expression."""
         return self.to_mat()[index]
 
     def __bool__(self) -> bool:
@@ -275,7 +276,8 @@ _OPERANDS: Callable[[MatExpr], tuple[MatExpr, ...]] = attrgetter("_operands")
 
 
 def rebuilt(root: MatExpr, change: Callable[[MatExpr, tuple[MatExpr, ...]], MatExpr | None]) -> MatExpr:
-    """The tree with replaced nodes: `change` gets each node with its new operands and returns another node, or None."""
+    """The tree with some nodes replaced. `change` gets each node with its new operands, and returns its replacement or
+    None."""
     new: dict[int, MatExpr] = {}
     for each in topological(root):
         operands = tuple(new[id(operand)] for operand in each._operands)
@@ -306,7 +308,8 @@ def with_operands(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr:
 
 
 def _are_numbers(value: Any) -> bool:
-    """Whether they are numbers to be held by value: one, a tuple or a Scalar; arrays of at most one dimension."""
+    """Whether an object counts as numbers, held by value: a number, a tuple, a Scalar, or an array of at most one
+    dimension."""
     if isinstance(value, (bool, int, float, np.generic, tuple, list)):
         return True
     return isinstance(value, (np.ndarray, Tensor)) and value.ndim <= 1
@@ -395,8 +398,8 @@ def _check_bits(operand: MatExpr) -> None:
 def check_matrix(operand: Shaped, what: str, hint: str) -> None:
     """
     Raises:
-        TypeError: more than one channel, or no floating numbers.
-        ValueError: not of two dimensions.
+        TypeError: there is more than one channel, or the numbers are not floating point.
+        ValueError: there are not two dimensions.
     """
     if operand.depth() not in FLOATING or operand.channels() != 1:
         raise TypeError(

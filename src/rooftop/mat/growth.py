@@ -1,7 +1,7 @@
-"""Adding and removing rows at the end of a Mat, as in a std::vector: it reserves room for more rows than requested.
+"""Add and remove rows at the end of a Mat, like a std::vector: this reserves room for more rows than requested.
 
-A header grows in place only into room without rows of another header of the block. OpenCV lets two headers push
-different rows to the same position.
+A header grows in place only into room that holds no rows of another header of the block. (OpenCV lets two headers push
+different rows to the same position.)
 
 Source of the policy: Mat::reserve and Mat::push_back of OpenCV (half as many rows again, at least 64 bytes).
 """
@@ -28,7 +28,7 @@ def push_back(m: Mat, value: Mat | MatLike | ScalarLike) -> None:
     """Append rows, or one element to a single column.
 
     Raises:
-        ValueError: rows of another length or type.
+        ValueError: the rows have another length or type.
     """
     rows = _as_rows(m, value)
     if rows.empty():
@@ -49,7 +49,7 @@ def pop_back(m: Mat, nelems: int) -> None:
     """Remove `nelems` rows from the end; their memory stays reserved.
 
     Raises:
-        ValueError: more rows than exist.
+        ValueError: there are fewer rows.
     """
     if not 0 <= nelems <= len(m):
         raise ValueError(f"{nelems} rows cannot be removed from {m}")
@@ -63,7 +63,7 @@ def reserve(m: Mat, nelems: int) -> None:
     """Reserve memory for `nelems` rows in total, so that pushing up to that many does not move the Mat.
 
     Raises:
-        ValueError: an empty Mat, whose rows have no length yet.
+        ValueError: the Mat is empty, so its rows have no length yet.
     """
     if nelems < 0:
         raise ValueError(f"reserve takes a number of rows, got {nelems}")
@@ -74,11 +74,11 @@ def reserve(m: Mat, nelems: int) -> None:
 
 
 def resize(m: Mat, nelems: int, value: ScalarLike | None) -> None:
-    """Set the number of rows: the last ones are removed, or new ones are added, set to the value or, with None, not
-    initialized.
+    """Set the number of rows. The last rows are removed, or new rows are added. New rows are set to the value; with
+    None, they are not initialized.
 
     Raises:
-        ValueError: a negative number.
+        ValueError: the number is negative.
     """
     if nelems < 0:
         raise ValueError(f"resize takes a number of rows, got {nelems}")
@@ -103,7 +103,7 @@ def _as_rows(m: Mat, value: Mat | MatLike | ScalarLike) -> Mat:
 
 
 def _grows_in_place(m: Mat, rows: int) -> bool:
-    """Whether there is room without rows of another header."""
+    """Whether there is room that holds no rows of another header."""
     data = m._data
     if data is None or m._submatrix or data.user_given or m._offset + rows * m._steps[0] > m._limit:
         return False

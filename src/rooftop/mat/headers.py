@@ -1,5 +1,6 @@
 """The arithmetic of headers: sizes and steps, whether the elements are contiguous, and the position of a header in the
-whole Mat from which it was cut. It uses plain numbers and no tensors: making a view costs less than slicing a tensor.
+whole Mat from which it was cut. It uses plain numbers and no tensors, so that making a view costs less than slicing a
+tensor.
 
 Steps are the bytes from one index to the next, for each dimension; the last is the size of an element. An element with
 all its channels is always contiguous.
@@ -16,7 +17,7 @@ Sizes = tuple[int, ...]
 
 
 def natural_steps(sizes: Sizes, elem_bytes: int) -> Sizes:
-    """Steps without gaps."""
+    """The steps of elements without gaps."""
     steps = [elem_bytes] * len(sizes)
     for axis in range(len(sizes) - 2, -1, -1):
         steps[axis] = steps[axis + 1] * sizes[axis + 1]
@@ -62,8 +63,7 @@ def locate(rows: int, cols: int, step: int, elem_bytes: int, offset: int, start:
 
 
 def adjusted(place: Place, rows: int, cols: int, top: int, bottom: int, left: int, right: int) -> tuple[int, ...]:
-    """First row, end of rows, first column, end of columns after the edges moved outward, at most to those of the whole
-    Mat."""
+    """First row, end of rows, first column and end of columns, after the edges moved outward within the whole Mat."""
     row1, row2 = _moved(place.row, rows, top, bottom, place.whole_rows)
     col1, col2 = _moved(place.col, cols, left, right, place.whole_cols)
     return row1, row2, col1, col2
@@ -79,7 +79,7 @@ def reshaped_2d(rows: int, cols: int, cn: int, new_cn: int, new_rows: int, conti
     """(rows, cols, channels) of a reshaped 2-D header; 0 keeps a value. Changing rows needs elements without gaps.
 
     Raises:
-        ValueError: the numbers do not divide, or the Mat has gaps.
+        ValueError: the sizes are not divisible, or the Mat has gaps.
     """
     new_cn = new_cn or cn
     width = cols * cn  # numbers in a row

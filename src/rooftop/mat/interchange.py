@@ -1,4 +1,4 @@
-"""Other libraries' arrays as headers, without a copy, or with an error that names the call that copies.
+"""Make headers on other libraries' arrays without a copy. If that is impossible, the error names the call that copies.
 
 A Mat can be a header on memory whose elements are contiguous along the last dimension with all their channels. The
 other steps must be positive, must not overlap, and must grow toward the first dimension. Slices of rows and columns of
@@ -39,7 +39,7 @@ class Parts(NamedTuple):
 
 
 def is_foreign(thing: object) -> bool:
-    """Whether `parts_of` may accept it."""
+    """Whether `parts_of` may accept an object."""
     if isinstance(thing, np.generic):  # a number, such as rows
         return False
     return isinstance(thing, (np.ndarray, Tensor)) or any(
@@ -51,12 +51,12 @@ def parts_of(thing: Any, type: int | None, layout: str) -> Parts:
     """A header on a NumPy array, a tensor, or an object with DLPack or one of the array interfaces.
 
     Args:
-        type: If neither is given: three dimensions, the last of at most 512, are an image with channels; anything else
-            has one channel. With a type, the last dimension is its channels if it has more than one.
+        type: If given with more than one channel, the last dimension is the channels. Without type and layout, three
+            dimensions, the last of at most 512, are an image with channels; anything else has one channel.
         layout: "hwc", or "chw" if the channels are the third dimension from the end in shape (not in memory).
 
     Raises:
-        TypeError, ValueError: memory that no header can describe.
+        TypeError, ValueError: no header can describe the memory.
     """
     if isinstance(thing, np.ndarray):
         return _of_array(thing, type, layout)
@@ -66,8 +66,8 @@ def parts_of(thing: Any, type: int | None, layout: str) -> Parts:
         return _of_tensor(from_dlpack(thing), type, layout)
     if hasattr(thing, "__cuda_array_interface__"):
         return _of_tensor(torch.as_tensor(thing, device="cuda"), type, layout)
-    if not isinstance(thing.__array_interface__.get("data"), tuple):  # for example of Pillow's images
-        raise TypeError(f"{thing.__class__.__name__} returns a copy of its memory: pass np.array(...) of it")
+    if not isinstance(thing.__array_interface__.get("data"), tuple):  # for example the interface of Pillow's images
+        raise TypeError(f"{thing.__class__.__name__} gives a copy of its memory: pass np.array(...) of it")
     return _of_array(np.asarray(thing), type, layout)
 
 
@@ -149,7 +149,7 @@ def _header(shape: Sizes, strides: Sizes, code: int, type: int | None, copied: s
 
 
 def _steps(sizes: Sizes, strides: Sizes, elem_bytes: int, copied: str) -> Sizes:
-    """The relevant strides, checked; others as if there were no gaps."""
+    """The strides, of which the relevant ones are checked. Irrelevant ones are set as if there were no gaps."""
     steps: list[int] = []
     least = elem_bytes
     for axis in range(len(sizes) - 1, -1, -1):
@@ -171,7 +171,7 @@ def _steps(sizes: Sizes, strides: Sizes, elem_bytes: int, copied: str) -> Sizes:
 
 
 class _WritableAlias:
-    """The memory of a read-only array as a writable array; holds the original array."""
+    """The memory of a read-only array as a writable array, which keeps the original array alive."""
 
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
         self.array = array

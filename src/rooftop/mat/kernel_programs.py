@@ -1,7 +1,7 @@
 """Expressions and conversions on a GPU: one kernel, through `rooftop.kernels`.
 
 Every Mat is read once, with any strides, and the result is written once; intermediate values stay in registers. The
-kernel depends on the expression's form: other Mats with the same layout and other numbers use the same kernel.
+kernel depends on the expression's form. The same kernel serves other Mats of the same layout, and other numbers.
 
 Between two evaluations of one form, on Mats of the same layout, only addresses differ. So the launch is cached and
 reused: for small images the host would otherwise take several times as long as the GPU.

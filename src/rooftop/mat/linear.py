@@ -20,12 +20,12 @@ SOLUTIONS = ("lu", "cholesky", "qr", "svd")
 
 
 def determinant(m: MatLike) -> float:
-    """Determinant of a square floating-point matrix with one channel; 1.0 for one without rows. It uses LU, in the
-    matrix's own precision.
+    """Determinant of a square floating-point matrix with one channel; 1.0 for a matrix without rows. It is computed by
+    LU, in the matrix's own precision.
 
     Raises:
-        TypeError: integers, or several channels.
-        ValueError: not square.
+        TypeError: the numbers are integers, or there are several channels.
+        ValueError: the matrix is not square.
     """
     x = _matrix(m, "a determinant")
     if x.rows != x.cols:
@@ -34,8 +34,9 @@ def determinant(m: MatLike) -> float:
 
 
 def solve(a: MatLike, b: MatLike, method: Literal["lu", "cholesky", "qr", "svd"] = "lu") -> Mat:
-    """Solve a x = b. For a square `a`, exactly by "lu" or, if it is positive definite, by "cholesky". In the
-    least-squares sense by "qr", for linearly independent columns, or by "svd", which gives the shortest solution.
+    """Solve a x = b. "lu" solves it exactly for a square `a`, and so does "cholesky" if `a` is positive definite. "qr"
+    (for linearly independent columns) and "svd" (which gives the shortest solution) solve it in the least-squares
+    sense.
 
     Args:
         a: (rows, cols), one channel of floating numbers.
@@ -45,8 +46,8 @@ def solve(a: MatLike, b: MatLike, method: Literal["lu", "cholesky", "qr", "svd"]
         (cols, columns).
 
     Raises:
-        TypeError: other types, or integers.
-        ValueError: another number of rows, a matrix that is not square, an unknown method.
+        TypeError: the types differ, or are integers.
+        ValueError: the numbers of rows differ, the method needs a square matrix, or the method is unknown.
         numpy.linalg.LinAlgError: this method finds no solution. OpenCV returns false there.
     """
     if method not in SOLUTIONS:

@@ -1,11 +1,12 @@
-"""Expressions and conversions on the CPU as one loop, compiled by Numba: every Mat is read once.
+"""Expressions and conversions on the CPU as one loop that Numba compiles and that reads every Mat once.
 
-The loop depends on the expression's form: other Mats with the same layout and other numbers use the same loop.
+The loop depends on the expression's form. The same loop serves other Mats of the same layout, and other numbers.
 Compiling takes some tenths of a second. So a form is compiled once the blocks of `row_programs.py` have spent as long
 on it: the total is at most twice the optimum.
 
-Not compiled: Mats whose neighbours along a row are apart (transposed ones), half precision, which Numba lacks on CPUs,
-more Mats than the compiler checks for overlaps, hundreds of operations, small Mats.
+Some expressions are not compiled: those of transposed Mats (whose neighbours along a row are apart), of half precision
+(which Numba lacks on CPUs), of more Mats than the compiler checks for overlaps, with hundreds of operations, or of
+small Mats.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MOST_OPERATIONS = 200
 MOST_LOOPS = 512
 """Limit of a process: each loop takes about a megabyte."""
 _MOST_ARRAYS = 7
-_ROW = 1 << 14  # approximate elements of a row if all elements form one: the rows of channel numbers are as long
+_ROW = 1 << 14  # approximate elements of a row if all elements form one; rows of channel numbers get that length, too
 _LEAST_PER_THREAD = 1 << 18
 _KNOWN = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64)
 
@@ -45,8 +46,8 @@ Loop = Callable[..., None]
 Form = tuple[Expression, tuple[Kind, ...], tuple[int, ...]]
 """The stored result of a loop, the kinds of its arguments, and the array of each Mat and, last, of the target."""
 _MOST_FORMS = 1024
-_spent: dict[Form, float] = {}  # seconds, of forms that have no loop yet
-_loops: dict[Form, Loop] = {}  # none is ever removed, because Numba frees none
+_spent: dict[Form, float] = {}  # seconds spent on forms that have no loop yet
+_loops: dict[Form, Loop] = {}  # never removed, because Numba does not free loops
 
 
 def run(plan: ExpressionPlan, tensors: Sequence[Tensor], target: Tensor) -> None:
@@ -104,7 +105,7 @@ def _run(
 
 
 def _distinct(views: Sequence[Tensor]) -> tuple[list[Tensor], tuple[int, ...]]:
-    """The tensors without duplicates, and the index of each original among them."""
+    """The distinct tensors, and for each given tensor its index among them."""
     found: dict[Any, int] = {}
     arrays: list[Tensor] = []
     places = []
@@ -120,10 +121,10 @@ def _distinct(views: Sequence[Tensor]) -> tuple[list[Tensor], tuple[int, ...]]:
 def run_loop(
     loop: Loop, views: Sequence[Tensor], rows: Sequence[np.ndarray], numbers: Sequence[float], channels: int
 ) -> None:
-    """Run it over all elements of Mats with the expected layout, in several threads.
+    """Run the loop over all elements of Mats with the expected layout, in several threads.
 
     Args:
-        views: a tensor for each of its arrays, of one shape, contiguous along the last dimension.
+        views: a tensor for each array of the loop, of one shape, contiguous along the last dimension.
         rows: numbers for the channels.
         channels: the group size in the last dimension.
     """

@@ -1,7 +1,7 @@
-"""Copies under a mask on a GPU: one kernel, which reads the mask and the chosen elements, and writes only these.
+"""Copies under a mask on a GPU, by one kernel that reads the mask and the chosen elements, and writes only these.
 
 Bound by memory if the mask has areas, as most masks do. At their edges, and everywhere if neighbours differ at random,
-numbers are stored one by one: for bytes that takes several times as long.
+numbers are stored one by one, which for bytes takes several times as long.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rooftop.launch.triton_launch import Repeated, require_triton
 from rooftop.mat.remembered import remember
 
 _NUMBERS = (
-    2048  # per program: for bytes two words a thread; for wider numbers more, because fewer programs start sooner
+    2048  # per program: two words per thread for bytes; more for wider numbers, because fewer programs start sooner
 )
 _WARPS = 2
 _launches: dict[Any, list[Repeated]] = {}
@@ -60,11 +60,12 @@ def copy_by_kernel(source: Tensor, target: Tensor, mask: Tensor) -> None:
 
 
 def _launches_of(source: Tensor, target: Tensor, mask: Tensor, leads: Sequence[int], odd: int) -> Iterator[Repeated]:
-    """One launch if at most three dimensions cannot be merged; otherwise one for each index of the other dimensions.
+    """One launch if at most three dimensions remain after merging; otherwise one launch for each index of the other
+    dimensions.
 
     Args:
         leads: distance, in numbers or marks, from the pointers of source, target and mask to the first element.
-        odd: how far the mask's pointer is beyond a multiple of 16 bytes.
+        odd: the distance of the mask's pointer from the multiple of 16 bytes before it.
     """
     require_triton()
     from rooftop.mat.masked_copy_kernels import masked_copy
@@ -101,8 +102,9 @@ def _launches_of(source: Tensor, target: Tensor, mask: Tensor, leads: Sequence[i
 
 
 def _dims(source: Tensor | None, target: Tensor, mask: Tensor) -> tuple[Dims, int]:
-    """The dimensions of elements, outermost first, with the steps of source, target and mask; dimensions that all step
-    through as one are merged. Also the count of contiguous numbers in the last one, which is omitted."""
+    """The dimensions of elements, outermost first, with the steps of source, target and mask; dimensions are merged if
+    all tensors step through them with one stride. The last dimension is omitted; its count of contiguous numbers is the
+    second result."""
     nowhere = (0,) * target.dim()
     strides = [nowhere if source is None else source.stride(), target.stride(), mask.stride()]
     dims = merged(target.shape[:-1], *(each[:-1] for each in strides))

@@ -1,9 +1,8 @@
 """Triton kernel that copies numbers under a mask; `masked_copies.py` launches it.
 
-The target is never read. A thread has a group of marks (bytes of the mask) and their numbers, which are as many wide
-words. For a mask of pixels of three bytes, these are 16 marks and three words of 16 bytes. A fully chosen group, as
-most are, is stored word by word; of an unchosen group nothing is even loaded. A partly chosen group is stored number by
-number.
+The target is never read. A thread has a group of marks (bytes of the mask) and the numbers that belong to them, as wide
+words. For a mask of pixels of three bytes, these are 16 marks and three words of 16 bytes. Most groups are fully chosen
+and are stored word by word. An unchosen group is not even loaded. A partly chosen group is stored number by number.
 """
 
 from __future__ import annotations

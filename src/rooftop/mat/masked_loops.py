@@ -1,7 +1,7 @@
 """Copies under a mask on the CPU, in loops that Numba compiles: one pass over memory, without a branch at each element.
 
-A block of a row whose mask is 0 everywhere is skipped; one whose mask is 0 nowhere is copied. For other blocks the mask
-is spread over channels as 0 or all ones, and `target ^ ((source ^ target) & mask)` is computed in the processor's
+A block of a row whose mask is 0 everywhere is skipped. A block whose mask is nowhere 0 is copied. For other blocks the
+mask is spread over channels as 0 or all ones, and `target ^ ((source ^ target) & mask)` is computed in the processor's
 vector units. The loops are compiled once for each width of numbers and cached next to this file, for later processes.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from rooftop.launch.numba_loops import in_threads, kept_loop, memory_of, run_part
 
 _LEAST_PER_THREAD = 1 << 18
-_BLOCK = 2048  # numbers of a row at a time: their spread mask stays in the first cache
+_BLOCK = 2048  # numbers of a row at a time; their expanded mask stays in the first-level cache
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -76,7 +76,7 @@ def _copy(
     first: int, last: int, target: np.ndarray, target_step: int, mask: np.ndarray, mask_step: int,
     source: np.ndarray, source_step: int, is_value: bool, columns: int, channels: int, block: int,
 ) -> None:  # fmt: skip
-    """Copy blocks from the first to the last: those of a row, then those of the next one."""
+    """Copy the blocks from the first to the last, row by row."""
     parts = (columns + block - 1) // block
     room = np.empty(block * channels, target.dtype)
     zero, ones = room.dtype.type(0), ~room.dtype.type(0)

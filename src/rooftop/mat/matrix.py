@@ -73,9 +73,9 @@ class Mat(Block, Arithmetic):
             layout: "chw" for an array (C, H, W) whose channels are interleaved in memory (channels_last).
 
         Raises:
-            TypeError: other kinds of arguments; a dtype that no depth holds.
-            ValueError: negative sizes; memory that cannot be a Mat without a copy (the message names the call that
-                copies).
+            TypeError: an argument has a wrong type, or no depth has this dtype.
+            ValueError: a size is negative, or the memory cannot be a Mat without a copy (the message names the call
+                that copies).
         """
         if given and (isinstance(given[0], Arithmetic) or is_foreign(given[0])):
             self._init_from(given, type, value, device, allocator, layout)
@@ -129,7 +129,8 @@ class Mat(Block, Arithmetic):
 
     @classmethod
     def ones(cls, *shape: Any, device: DeviceLike | None = None, allocator: MatAllocator | None = None) -> Mat:
-        """Like `zeros`, with ones: only in the first channel, as in OpenCV. `Mat(..., value=1)` sets all."""
+        """Like `zeros`, but with ones. They are only in the first channel, as in OpenCV; `Mat(..., value=1)` sets all
+        channels."""
         m = cls(*shape, device=device, allocator=allocator)
         return m.setTo(m._first_channel(1))
 
@@ -146,7 +147,7 @@ class Mat(Block, Arithmetic):
     # Copies.
 
     def __setitem__(self, index: Range | tuple[Range, ...], value: Any) -> None:
-        """Write an element, or a region: from a Scalar, or a Mat or array with the region's sizes and type.
+        """Write an element or a region from a Scalar, or from a Mat or array with the region's sizes and type.
 
         The value of an expression is stored as numbers of the region's depth.
         """
@@ -174,7 +175,7 @@ class Mat(Block, Arithmetic):
     def assign(self, expression: Mat | MatExpr) -> Self:
         """`m = expression` of C++: evaluate it into this Mat's memory if that has its size and type, as by `create`.
 
-        A Mat is shared, as by `Mat(other)`.
+        A Mat is shared instead, as by `Mat(other)`.
         """
         if isinstance(expression, Mat):
             self._become(expression)
@@ -182,7 +183,8 @@ class Mat(Block, Arithmetic):
         store(expression, self)
         return self
 
-    # In place: into this Mat's memory, as numbers of its depth. For two Mats `*=` is the matrix product, as `*` is.
+    # In-place operators write into this Mat's memory, as numbers of its depth. For two Mats, `*=` is the matrix
+    # product, like `*`.
 
     def __iadd__(self, other: Operand) -> Self:  # type: ignore[override]
         return self._stored(self.__add__(other))
@@ -228,8 +230,8 @@ class Mat(Block, Arithmetic):
 
         Args:
             dst: gets this Mat's sizes and type by `create`; its device stays. A new Mat if None.
-            mask: 8 bits or Bool, with the same sizes; one channel, or one for each. Elements of new memory that the
-                mask excludes are 0.
+            mask: 8 bits or Bool, with the same sizes, and with one channel or as many as this Mat. Elements of new
+                memory that the mask excludes are 0.
 
         Returns:
             dst.
@@ -264,10 +266,10 @@ class Mat(Block, Arithmetic):
         beta: float = 0,
         dst: Mat | None = None,
     ) -> Mat:
-        """saturate(alpha * x + beta) as numbers of another depth: rounded half to even, NaN as the least integer.
+        """saturate(alpha * x + beta) as numbers of another depth: rounded half to even, with NaN as the least integer.
 
-        rtype: a depth, a type (its channels are ignored), or a dtype; None keeps the depth.
-            rtype: the depth, or a type, whose channels are not looked at, or a dtype; None keeps it.
+        Args:
+            rtype: a depth, a type (its channels are ignored), or a dtype; None keeps the depth.
             dst: gets sizes and type by `create`; a new Mat if None. It may be this one.
 
         Returns:
@@ -345,11 +347,11 @@ class Mat(Block, Arithmetic):
     # Devices.
 
     def to(self, device: DeviceLike, *, non_blocking: bool = False, allocator: MatAllocator | None = None) -> Mat:
-        """A copy on another device; a header on the same memory if it is already there.
+        """A copy on another device, or a header on the same memory if the Mat is already there.
 
         Args:
-            non_blocking: from pinned memory to a GPU, does not wait for the copy. To the host it waits, except into
-                memory of a pinned allocator, which may be read once the GPU's stream is synchronized.
+            non_blocking: do not wait for a copy from pinned memory to a GPU. A copy to the host still waits, unless it
+                goes into memory of a pinned allocator, which may be read once the GPU's stream is synchronized.
         """
         where = torch.device(device)
         if same_device(where, self._device) and allocator is None:
@@ -410,7 +412,7 @@ class Mat(Block, Arithmetic):
     # Internal.
 
     def _mask(self, mask: MatLike, device: torch.device) -> Tensor:
-        """The bits of a mask for these elements, for a target on a device."""
+        """The bits of a mask for these elements, on the device of the target."""
         if isinstance(mask, (list, tuple)):
             raise TypeError(
                 "a mask must be a Mat, an expression, an array or a tensor, got a list: convert it to an array"

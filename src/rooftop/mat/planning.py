@@ -71,7 +71,7 @@ class ExpressionPlan:
 
     @cached_property
     def rows(self) -> RowProgram:
-        """Its steps on the CPU."""
+        """The steps of the plan on the CPU."""
         return row_program(self.root, self.bounds, self.dtype, self.depth)
 
     @cached_property
@@ -81,7 +81,7 @@ class ExpressionPlan:
 
     @cached_property
     def elements_in_registers(self) -> ElementProgram:
-        """For a GPU, whose registers have 32 bits."""
+        """The program for a GPU, whose registers have 32 bits."""
         narrow = self.dtype in (torch.uint8, torch.int8, torch.int16)
         return self._elements(torch.int32 if narrow else self.dtype, for_kernel=True)
 
@@ -129,7 +129,7 @@ def of(each: MatExpr) -> tuple[int, tuple[int, ...], torch.device]:
 
 
 def simpler(root: MatExpr) -> MatExpr:
-    """Quotients by powers of two become products: these are exact, so their bounds are known."""
+    """Turn quotients by powers of two into products, which are exact, so that their bounds are known."""
 
     def change(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr | None:
         if each._operation != "div" or operands[1]._operation != "numbers":
@@ -153,7 +153,7 @@ def _is_power_of_two(number: float) -> bool:
 
 
 def _is_of_bits(root: MatExpr, depth: int) -> bool:
-    """Whether it only has bitwise operations, so that any 64-bit dtype can compute it."""
+    """Whether an expression has only bitwise operations, so that any 64-bit dtype can compute it."""
     inner = [each for each in topological(root) if each._operation not in ("mat", "numbers")]
     return bool(inner) and root.depth() == depth and all(each._operation in BITWISE for each in inner)
 

@@ -26,9 +26,9 @@ class Gemm(NamedTuple):
 
 
 def gemm_of(root: MatExpr) -> Gemm | None:
-    """The one call that computes the root's value; None for other expressions.
+    """The single call that computes the root's value; None for other expressions.
 
-    Sums, differences and factors above a product are included if the other operand is not a product.
+    Sums, differences and factors above a product are part of the call if the other operand is not a product.
     """
     factor, each = _scaled(root)
     if each._operation == "product":
@@ -94,7 +94,7 @@ def inverse_of(x: Tensor, method: str, depth: int) -> Tensor:
     """The inverse of (rows, columns), in float32 or float64.
 
     Raises:
-        numpy.linalg.LinAlgError: there is none, or with "cholesky" x is not positive definite.
+        numpy.linalg.LinAlgError: there is no inverse, or with "cholesky" x is not positive definite.
     """
     wide = x.float() if DEPTHS[depth].size_bytes == 2 else x
     if not wide.numel():

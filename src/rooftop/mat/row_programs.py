@@ -1,8 +1,8 @@
 """Expressions on the CPU: a list of torch operations, run over one block of rows after another.
 
-A block's intermediate values stay in the cache. So the expression only reads the Mats from memory and writes the
-result, however many operations there are. Blocks are so small that torch runs each operation in the calling thread;
-large Mats are divided among as many threads as torch would use.
+A block's intermediate values stay in the cache. So memory is only accessed to read the Mats and to write the result,
+however many operations there are. Blocks are so small that torch runs each operation in the calling thread; large Mats
+are divided among as many threads as torch would use.
 
 Every operation writes into a register: a tensor with a block's size that is allocated once. Operations that return new
 tensors take 1.3 times as long (geometric mean over the operations of `benchmarks/mat.py` in uint8 and float32, whole
@@ -28,8 +28,8 @@ from rooftop.mat.exactness import Bounds, BoundsOf, depth_bounds, limits_in, tru
 from rooftop.mat.expressions import BITWISE, COMPARISONS, MatExpr, is_one, topological
 from rooftop.mat.type_codes import DEPTHS, CV_Bool
 
-BLOCK = 1 << 15  # elements: the most that torch computes in one thread. 16 KB to 256 KB an operand: fits in an L2
-_LEAST_PER_THREAD = 1 << 18  # below, a thread costs as much as it saves
+BLOCK = 1 << 15  # elements: the most that torch computes in one thread. 16 KB to 256 KB per operand fit in an L2
+_LEAST_PER_THREAD = 1 << 18  # with fewer, a thread costs as much as it saves
 _TILE_COLUMNS = 256  # columns of a block if an operand is transposed: both sides then use whole cache lines
 Block = tuple[slice, ...]
 Step = tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...], int | None]
@@ -92,12 +92,12 @@ def _parts(views: list[Tensor], share: list[Block]) -> Iterator[list[Tensor]]:
     first, width = share[0][0].start, share[0][0].stop - share[0][0].start
     length = min(share[-1][0].stop, views[0].shape[0]) - first
     for parts in zip(*(view.narrow(0, first, length).split(width) for view in views), strict=True):
-        yield list(parts)  # one call for all blocks: slicing each took a third of the time
+        yield list(parts)  # one call for all blocks, because slicing each block took a third of the time
 
 
 def _along(numbers: Tensor, shape: torch.Size) -> Tensor:
-    """The channels' numbers repeated along the last dimension of a block, which begins at the first channel; a single
-    number unchanged."""
+    """Repeat the channels' numbers along the last dimension of a block, which begins at the first channel. A single
+    number stays unchanged."""
     return numbers.repeat(shape[-1] // len(numbers)).expand(shape).contiguous() if numbers.dim() else numbers
 
 
@@ -105,7 +105,7 @@ def _along(numbers: Tensor, shape: torch.Size) -> Tensor:
 
 
 def in_few_dims(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors with dimensions merged where all step through them as one; at least one remains."""
+    """Merge the dimensions that all tensors step through with one stride; at least one dimension remains."""
     dims = merged(tensors[0].shape, *(each.stride() for each in tensors)) or [(1, (1,) * len(tensors))]
     sizes = [size for size, _ in dims]
     return [
@@ -123,7 +123,7 @@ def blocks_of(views: Sequence[Tensor], channels: int) -> Iterator[Block]:
     width = max(columns // channels * channels, channels)
     if last == channels and outer:  # channels that merge with nothing stay together
         most, width = max(columns // channels, 1), channels
-    # Chunks of each dimension: as many indices as fit together with all later chunks.
+    # A chunk of a dimension has as many indices as fit together with the chunks of all later dimensions.
     chunks = [min(width, last)]
     room = max(BLOCK // chunks[0], 1)
     for size in reversed(outer):
@@ -166,7 +166,7 @@ class _Writer:
         self.uses = Counter(id(operand) for each in self.nodes for operand in each._operands)
 
     def _numbers(self, each: MatExpr, as_bits: bool) -> tuple[int | float, ...]:
-        """Numbers in the tensor's dtype; numbers used as bits, as their depth stores them."""
+        """Write numbers in the tensor's dtype. Numbers that are used as bits are written as their depth stores them."""
         if not as_bits:
             return tuple(float(value) if self.dtype.is_floating_point else int(value) for value in each._value)
         if each.depth() == CV_Bool:
@@ -244,8 +244,7 @@ class _Writer:
             self.step(_FUNCTIONS[each._operation], *places, out=self._result(each, target))
 
     def _result(self, each: MatExpr, target: int | None) -> int:
-        """The register of the next node. Where to put a result: memory of operands that are not needed later is
-        reused."""
+        """The register for a result. It reuses the memory of operands that are not needed later."""
         for operand in each._operands:
             self.uses[id(operand)] -= 1
             if not self.uses[id(operand)]:
@@ -285,7 +284,7 @@ class _Writer:
                 made.append(places[n])
         out = self._result(each, target)
         bits = out if integers == self.dtype else self.room(integers)
-        if each._operation == "not":  # also if the dtype is wider than the depth
+        if each._operation == "not":  # even if the dtype is wider than the depth
             self.step(torch.bitwise_xor, *places, numbers=(-1 if limits.low < 0 else int(limits.high),), out=bits)
         else:
             self.step(_FUNCTIONS[each._operation], *places, out=bits)

@@ -1,4 +1,5 @@
-"""Values written to every element: one number for all channels, a number for each, or OpenCV's Scalar of four.
+"""Values that are written to every element: one number for all channels, a number for each channel, or OpenCV's Scalar
+of four numbers.
 
 Numbers are converted to a depth as everywhere here: rounded half to even, limited to the depth's range, NaN as the
 least integer.
@@ -40,15 +41,15 @@ class Scalar(tuple[float, float, float, float]):
 
 
 def element(value: ScalarLike, type: int) -> Tensor:
-    """The bytes of one element of a type from a value: (channels,) of its dtype, on the CPU.
+    """One element of a type, from a value: (channels,) of the type's dtype, on the CPU.
 
     Args:
         value: one number, for every channel; as many numbers as channels; or, for up to four channels, 2 to 4 numbers
             as a Scalar: missing ones are 0, and surplus ones are ignored.
 
-    TypeError: not numbers.
-        TypeError: not numbers.
-        ValueError: another count of numbers.
+    Raises:
+        TypeError: `value` does not consist of numbers.
+        ValueError: the count of numbers is wrong.
     """
     depth = depth_of(type)
     return torch.tensor([_stored(number, depth) for number in numbers_of(value, type)], dtype=depth.dtype, device="cpu")

@@ -45,7 +45,7 @@ class Depth:
         dtype: of torch.
         carrier: a torch dtype of the same width that every operator on every device supports. torch has few operators
             for uint16, uint32 and uint64, and copies need none of them.
-        numpy: its dtype, None if NumPy has none.
+        numpy: NumPy's dtype; None if NumPy has none.
         limits: least and greatest value, for integers.
     """
 
@@ -168,8 +168,8 @@ def type_code(
         opencv: 5 for this package's codes, 4 for OpenCV 4's codes of the same types.
 
     Raises:
-        TypeError: a dtype that no depth holds, such as complex or float128.
-        ValueError: with OpenCV 4, a newer depth; a type that is not one.
+        TypeError: no depth has this dtype, such as complex or float128.
+        ValueError: OpenCV 4 does not have the depth, or `of` is not a type.
     """
     if isinstance(of, int) and not isinstance(of, bool):
         depth_of(of)
@@ -229,7 +229,7 @@ def _depth_of_dtype(dtype: object) -> int:
     return _BY_NUMPY[found]
 
 
-# OpenCV's constants. Written out, so that editors and type checkers see names, not loops.
+# OpenCV's constants, written out so that editors and type checkers see their names.
 CV_8UC1: Final = CV_8U
 CV_8UC2: Final = CV_8U | 1 << CV_CN_SHIFT
 CV_8UC3: Final = CV_8U | 2 << CV_CN_SHIFT

@@ -1,4 +1,4 @@
-"""A header: type, sizes and steps on a block of memory, its properties, and views of the same memory.
+"""Headers (type, sizes and steps on a block of memory), their properties, and views of the same memory.
 
 Making a view takes a few numbers and no tensor operation; its tensor is created when something is computed.
 """
@@ -23,8 +23,8 @@ Range = slice | int
 
 
 class MatSize(tuple[int, ...]):
-    """The sizes of a Mat, rows first, as cv::MatSize: `m.size[0]` is rows. Called, `m.size()`, it is cv::Size: (width,
-    height), columns first."""
+    """The sizes of a Mat, rows first, as cv::MatSize: `m.size[0]` is rows. The call `m.size()` returns cv::Size:
+    (width, height), columns first."""
 
     __slots__ = ()
 
@@ -69,7 +69,7 @@ class Shaped:
 
     @property
     def size(self) -> MatSize:
-        """(rows, columns), or all sizes. Called, `m.size()`, it is (width, height)."""
+        """(rows, columns), or all sizes. The call `m.size()` returns (width, height)."""
         return MatSize(self._sizes)
 
     def total(self) -> int:
@@ -82,7 +82,7 @@ class Shaped:
 
 
 class Header(Shaped):
-    """A `Mat` without its copies: nothing here changes the elements."""
+    """The part of a `Mat` that never changes elements."""
 
     __slots__ = (
         "__weakref__", "_cached", "_data", "_device", "_end", "_limit", "_offset", "_share", "_sizes", "_start",
@@ -112,11 +112,11 @@ class Header(Shaped):
 
     @property
     def step(self) -> Sizes:
-        """Bytes from one index to the next, of each dimension."""
+        """For each dimension, the bytes from one index to the next."""
         return self._steps
 
     def step1(self, i: int = 0) -> int:
-        """As `step`, in numbers (channels) instead of bytes."""
+        """Like `step`, in numbers (channels) instead of bytes."""
         if not 0 <= i < self.dims:
             raise IndexError(f"step1({i}) of {self.dims} dimensions: 0 to {self.dims - 1}")
         return self._steps[i] // self.elemSize1()
@@ -198,10 +198,11 @@ class Header(Shaped):
 
         Args:
             cn: channels; 0 keeps them.
-            rows: their number, 0 keeps it; or all sizes: 0 keeps one, and one -1 is computed.
+            rows: the number of rows, where 0 keeps it; or all sizes, where 0 keeps a size and one -1 is computed.
 
         Raises:
-            ValueError: the numbers do not divide; other rows or sizes of a Mat with gaps (`clone()` first).
+            ValueError: the sizes are not divisible, or a Mat with gaps cannot get these rows or sizes (`clone()` it
+                first).
         """
         if cn:
             CV_MAKETYPE(self.depth(), cn)
@@ -216,7 +217,7 @@ class Header(Shaped):
             if cn and numbers % cn:
                 raise ValueError(f"the last dimension of {numbers} numbers cannot be elements of {cn} channels")
             return self._seen(cn or self.channels(), self._sizes[:-1], numbers, self._steps[:-1])
-        if not rows and self.dims == 2:  # the usual request: other channels in the same rows
+        if not rows and self.dims == 2:  # the usual request: another number of channels in the same rows
             numbers = self._sizes[1] * self.channels()
             count = cn or self.channels()
             if count <= numbers and numbers % count == 0:
@@ -250,7 +251,7 @@ class Header(Shaped):
         return (place.whole_cols, place.whole_rows), (place.col, place.row)
 
     def adjustROI(self, dtop: int, dbottom: int, dleft: int, dright: int) -> Self:
-        """Move the edges of this header outward (inward if negative), within the whole Mat. Returns itself."""
+        """Move the edges of this header outward (inward if negative), within the whole Mat. Return this header."""
         place = self._place("adjustROI")
         row1, row2, col1, col2 = headers.adjusted(place, self.rows, self.cols, dtop, dbottom, dleft, dright)
         self._offset += (row1 - place.row) * self._steps[0] + (col1 - place.col) * self._steps[1]
@@ -401,7 +402,7 @@ class Header(Shaped):
 
 
 def is_integer(value: object) -> bool:
-    """Whether it is a Python or NumPy integer; booleans are excluded, since they are no indices."""
+    """Whether a value is a Python or NumPy integer. Booleans are excluded, since they are not indices."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 

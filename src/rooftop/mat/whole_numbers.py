@@ -1,8 +1,8 @@
 """Exact evaluation of integer expressions whose intermediate values may exceed 64 bits, on any device.
 
 A number is a list of int64 tensors: its digits in base 2^30, lowest first. All digits but the last are from 0 to
-2^30 - 1; the last one carries the sign. The bounds of a value determine the number of digits. No carry is lost: a sum
-of digits has 34 bits to spare, and the product of two digits is split in two before it is added.
+2^30 - 1; the last one carries the sign. The bounds of a value determine the number of digits. No carry is lost: int64
+has 34 more bits than a digit, and the product of two digits is split in two before it is added.
 
 Expressions whose values all fit in int64 are evaluated elsewhere, in int64.
 """
@@ -51,7 +51,7 @@ def store_whole_numbers(
 
 
 def _blocks(target: Tensor) -> list[Any]:
-    """Rows of the first dimension, if there are others than the channels."""
+    """Blocks of rows of the first dimension, if there is a dimension besides the channels."""
     if target.dim() < 2 or not target.numel():
         return [...]
     rows = max(1, _BLOCK.get(target.device.type, 1 << 22) * target.shape[0] // target.numel())
@@ -124,7 +124,7 @@ def _count(largest: int | Fraction) -> int:
 
 
 def _fitted(digits: Digits, known: Bounds) -> Digits:
-    """The digits within their limits, as many as the value's bounds need."""
+    """Bring the digits within their limits; keep as many as the value's bounds need."""
     count = _count(known.largest)
     digits = list(digits)
     while len(digits) < count:
@@ -132,14 +132,14 @@ def _fitted(digits: Digits, known: Bounds) -> Digits:
     for place in range(len(digits) - 1):
         digits[place + 1] = digits[place + 1] + (digits[place] >> _BITS)
         digits[place] = digits[place] & _MASK
-    for place in range(count, len(digits)):  # these only hold its sign: shifting them out loses nothing
+    for place in range(count, len(digits)):  # these bits only repeat the sign, so shifting them out loses nothing
         if _BITS * (place - count + 1) < 64:
             digits[count - 1] = digits[count - 1] + (digits[place] << _BITS * (place - count + 1))
     return digits[:count]
 
 
 def _alike(a: Digits, b: Digits) -> tuple[Digits, Digits]:
-    """Both with the same number of digits."""
+    """Extend both to the same number of digits."""
     count = max(len(a), len(b))
     return _extended(a, count), _extended(b, count)
 
@@ -212,7 +212,7 @@ def _of_bits(each: MatExpr, of: list[Digits], known: Sequence[Bounds | None]) ->
 
 
 def _saturated(digits: Digits, known: Bounds | None, depth: int) -> Tensor:
-    """Limited to an integer depth: int64 numbers, for CV_64U their bits."""
+    """The value limited to an integer depth, as int64 numbers (for CV_64U, their bits)."""
     assert known is not None
     limits = depth_bounds(depth)
     assert limits is not None

@@ -1,4 +1,4 @@
-"""Work that threads do ahead of its consumer, with results in the order of the items."""
+"""Work that threads do ahead of the consumer, with results in the order of the items."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rooftop.errors import InputError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-MOST_THREADS = 8  # by default: each may hold a whole photograph
+MOST_THREADS = 8  # by default, because each may hold a whole photograph
 
 
 def usual_threads() -> int:
@@ -25,7 +25,7 @@ def usual_threads() -> int:
 def in_order(
     function: Callable[[Item], Result], items: Iterable[Item], threads: int | None = None, ahead: int | None = None
 ) -> Iterator[Result]:
-    """`function` of each item, computed by a pool of threads; results come in the order of the items.
+    """Apply `function` to each item in a pool of threads, and return the results in the order of the items.
 
     An exception is raised at its item's position. After it, or when the iterator is closed, no more items are begun.
     The function should avoid torch's operators if possible: each thread that uses them starts its own team of threads.
@@ -34,10 +34,10 @@ def in_order(
         function: releases the GIL for most of its time; otherwise threads do not help.
         items: taken one by one, when there is room.
         threads: None: `usual_threads()`.
-        ahead: the maximum number of items that are begun or done but not yet requested; None: two for each thread.
+        ahead: the maximum number of items that are started but not yet requested; None: two for each thread.
 
     Raises:
-        InputError: numbers below 1.
+        InputError: a number is below 1.
     """
     threads = usual_threads() if threads is None else threads
     ahead = 2 * threads if ahead is None else ahead

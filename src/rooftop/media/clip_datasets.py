@@ -1,10 +1,10 @@
 """Clips of many videos for training, decoded ahead of the step that needs them.
 
     ClipDataset    all clips of some files, by number
-    ClipLoader     batches of them, in an order drawn from a seed; threads decode, each on a stream of its own
+    ClipLoader batches of them, in an order drawn from a seed; each decoding thread has its own stream
 
-A thread of the loader has its own decoder and CUDA stream. The result is passed on with an event: the stream that takes
-a batch waits for it on the GPU, and the host waits only for the decoding itself.
+A thread of the loader has its own decoder and CUDA stream. Each clip comes with an event. The stream that takes a batch
+waits for these events on the GPU, and the host only waits for the decoding itself.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ClipDataset(Dataset[Clip]):
         paths: video files; each is read once, without decoding, to count its frames.
         frames: number of frames of a clip.
         step: from one frame of a clip to its next.
-        stride: from the start of a clip to the start of the next; if not given, clips share no frames.
+        stride: frames from the start of a clip to the start of the next; by default, clips share no frames.
         resize: (height, width), upright; required if the videos differ in size.
         dtype, normalize, device: as in `VideoReader`.
         on_error: "raise"; or "skip" files that cannot be read, and in a `ClipLoader` clips that cannot be decoded, with
@@ -72,7 +72,7 @@ class ClipDataset(Dataset[Clip]):
         skipped: (path, problem) for each skipped file.
 
     Raises:
-        InputError: as in `VideoReader`; no clip in any file; videos of several sizes without `resize`.
+        InputError: as in `VideoReader`; also if no file has a clip, or videos differ in size and `resize` is not given.
         DamagedVideoError: no frame of a file can be decoded.
     """
 
@@ -181,7 +181,7 @@ class ClipLoader:
     Args:
         dataset: the clips.
         batch: clips of a batch; the last batch has the remaining ones.
-        shuffle: whether clips come in a random order, or in that of the files.
+        shuffle: whether clips come in random order; otherwise in the order of the files.
         seed: seed of the order; pass number n draws from (seed, n).
         threads: number of decoding threads. On the CPU each decoder uses several threads already; a GPU gets as many as
             it has NVDEC engines.
@@ -236,8 +236,8 @@ class ClipLoader:
     def __iter__(self) -> Iterator[ClipBatch]:
         """
         Raises:
-            DamagedVideoError: at the batch with a clip that cannot be decoded. If the dataset skips such clips, batches
-                are smaller, also with `drop_last`, and an empty one is skipped.
+            DamagedVideoError: a clip cannot be decoded; raised at its batch. If the dataset skips such clips, their
+                batches are smaller, even with `drop_last`, and empty batches are skipped.
         """
         order, self.epoch = self.order(self.epoch), self.epoch + 1
         groups = [order[start : start + self.batch] for start in range(0, len(order), self.batch)][: len(self)]

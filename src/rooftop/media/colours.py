@@ -7,9 +7,9 @@ With the weights Kr and Kb of a matrix, and Y in 0..1, Cb and Cr in -0.5..0.5:
 Sources: ITU-R BT.601-7, BT.709-6, BT.2020-2 (non-constant luminance); their numbers in files: ITU-T H.273, table 4.
 Limited range has Y in 16..235 and chroma in 16..240 for 8 bits, and the same times 2^(bits-8) for more bits.
 
-A chroma sample applies to all pixels that it covers; in the other direction it is their mean. The formula is ours, not
-swscale's. swscale is off by up to 3 of 255 on its fast paths, and (version 9.5) leaves the last columns of odd widths
-unwritten when it converts 4:2:0 to planes.
+A chroma sample applies to all pixels that it covers. In the other direction, it is the mean over these pixels. The
+formula is ours, not swscale's. swscale is off by up to 3 of 255 on its fast paths, and (version 9.5) leaves the last
+columns of odd widths unwritten when it converts 4:2:0 to planes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CODES = {"bt709": 1, "fcc": 4, "bt601": 6, "smpte240m": 7, "bt2020": 9}
 
 @dataclass(frozen=True)
 class Colours:
-    """How the numbers of a video encode colours.
+    """The encoding of colours in a video's numbers.
 
     Attributes:
         matrix: bt601, bt709, bt2020, fcc or smpte240m.
@@ -72,7 +72,7 @@ def yuv_to_rgb(y: Tensor, u: Tensor, v: Tensor, colours: Colours, bits: int, dty
     black, luma_scale, chroma_scale = extents(colours.full_range, bits)
     if height % down:
         u, v, down = u.repeat_interleave(down, 0)[:height], v.repeat_interleave(down, 0)[:height], 1
-    if across > 1:  # while they are small; the addition below repeats rows
+    if across > 1:  # before rows are repeated, by the addition below, while the planes are small
         u, v = (each.repeat_interleave(across, 1)[:, :width] for each in (u, v))
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     luma = y.to(exact).sub_(black).mul_(white / luma_scale).view(-1, down, width)
@@ -100,7 +100,7 @@ def rgb_to_yuv(
 
     Args:
         rgb: (3, H, W) floating, in 0..1.
-        bits: bits of the result, in `dtype`. down, across: pixels per sample of chroma, of which H and W are multiples.
+        bits: bits of the result, in `dtype`. down, across: pixels per sample of chroma; they divide H and W.
 
     Returns: (H, W), (H / down, W / across), (H / down, W / across).
     """

@@ -1,4 +1,4 @@
-"""A video file, decoded by FFmpeg on the CPU or by a GPU's NVDEC: packets, frames, and the index of both.
+"""Decode a video file with FFmpeg on the CPU or with a GPU's NVDEC: packets, frames, and the index of both.
 
 A file is read while it is decoded, never as a whole.
 """
@@ -27,7 +27,7 @@ from rooftop.media.suspicions import Suspicions
 if TYPE_CHECKING:
     from rooftop.media.pyav import av
 
-MAX_PIXELS = 1 << 27  # of one frame: 16K (15360 x 8640) fits. A header of a few bytes may claim any size
+MAX_PIXELS = 1 << 27  # pixels of one frame; 16K (15360 x 8640) fits. A header of a few bytes may claim any size
 
 KEY_FRAMES_ONLY = frozenset(
     ["mjpeg", "png", "ffv1", "prores", "dnxhd", "huffyuv", "ffvhuff", "utvideo", "rawvideo", "v210", "jpeg2000"]
@@ -36,7 +36,7 @@ KEY_FRAMES_ONLY = frozenset(
 position.
 """
 
-ONE_WAITS = ("mpeg1video", "mpeg2video", "mpeg4")  # at most one frame waits for frames shown before it
+ONE_WAITS = ("mpeg1video", "mpeg2video", "mpeg4")  # at most one frame waits for frames that are shown earlier
 UNMARKED = ("gif",)  # codecs whose first packet some containers do not mark as a key frame
 
 WHOLE_PICTURES = (0, 1, 5)  # AVPictureType: unknown, I, SI
@@ -46,7 +46,7 @@ NO_TIMESTAMPS = 0x80  # AVFMT_NOTIMESTAMPS, for formats that contain only the co
 
 
 class Broken(Exception):
-    """Internal: a position that cannot be decoded; `pts` if it is known.
+    """Internal: a position cannot be decoded; `pts` is its tick, if known.
 
     `damaged_frame`: the damaged frame itself, decoded after all frames that are shown before it.
     """
@@ -58,18 +58,18 @@ class Broken(Exception):
 
 
 class Misled(Broken):
-    """Internal: a seek that led to a key frame too late."""
+    """Internal: a seek led to a key frame that is too late."""
 
 
 class Unclean(Broken):
-    """Internal: a key frame that is incomplete by itself, as in streams that refresh the picture gradually."""
+    """Internal: a key frame is incomplete by itself, as in streams that refresh the picture gradually."""
 
 
 class Decoder:
     """One pass over the first video of a source. It returns FFmpeg's frames; `to_tensor` converts them to tensors.
 
-    source: the source to read.
-        source: what is read.
+    Args:
+        source: the source to read.
         device: the GPU whose NVDEC decodes; None: the CPU.
         threads: whether the CPU decodes several frames at once.
 
@@ -115,7 +115,7 @@ class Decoder:
             others = ", ".join(f"{each.type}" for each in self.container.streams) or "nothing"
             self.container.close()
             raise InputError(f"{self.source.name} has no video, only {others}: expected a file with a video stream")
-        # An AVIF sequence has its cover as a separate stream.
+        # In an AVIF sequence, the cover is a separate stream.
         sequence = self.container.metadata.get("major_brand") == "avis"
         self.stream: av.video.stream.VideoStream = max(videos, key=lambda each: each.frames) if sequence else videos[0]
         context = self.stream.codec_context
@@ -138,7 +138,7 @@ class Decoder:
                 self.container.close()
                 raise
         self.time_base: Fraction = self.stream.time_base or Fraction(1, 90000)
-        # FFmpeg guesses it from memory that is freed with the container, and PyAV does not check that.
+        # FFmpeg guesses this rate from memory that is freed with the container, and PyAV does not check that.
         rate = self.stream.average_rate or self.stream.guessed_rate or self.stream.base_rate
         self._rate: Fraction | None = rate if rate and rate > 0 else None
         form = self.container.format
@@ -157,13 +157,13 @@ class Decoder:
         self._whole = True  # no seek yet: packets can be counted
         self._keys: list[int] = []  # ticks of key frames that were sent to the decoder
         self._went_back = False  # the clock; ticks of packets are then not those of the frames
-        self._missing = False  # whether, at the end, packets have given no frame
+        self._missing = False  # whether packets at the end have given no frame
 
     def _end_of_track(self) -> int | None:
-        """The tick at which the last frame ends, as stated in an MP4 or a Matroska file. None if it does not, or if the
-        track would end after the file."""
+        """The tick at which the last frame ends, as an MP4 or Matroska file states it. None if the file does not state
+        it, or if the track would end after the file."""
         name, stream = self.container.format.name, self.stream
-        if "mp4" in name:  # whose packets have the durations of decoding
+        if "mp4" in name:  # whose packet durations are those between decoding times
             return None if not stream.duration or stream.start_time is None else stream.start_time + stream.duration
         if "matroska" not in name or not self.container.duration:
             return None
@@ -193,7 +193,7 @@ class Decoder:
         return self._rate
 
     def last_duration(self, pts: int, given: int | None, damaged: bool) -> int:
-        """The display time of the last frame in ticks: from its packet, or until the end that the file states.
+        """The duration of the last frame in ticks: that of its packet, or the time until the end that the file states.
 
         It also works after close.
         """
@@ -201,11 +201,12 @@ class Decoder:
         return ticks if damaged or self._end is None else max(ticks, self._end - pts)
 
     def seconds(self, ticks: int) -> float:
-        """On the clock of the file, which starts with the first of its streams."""
+        """Convert a tick to seconds on the clock of the file, which starts with the file's first stream."""
         return float((ticks - self.start_ticks) * self.time_base)
 
     def packets(self) -> Iterator[av.Packet[av.VideoStream]]:
-        """Packets of the video from here on, in file order; then `Broken` if the file ends too early."""
+        """The packets of the video from here on, in file order. If the file ends too early, `Broken` is raised at the
+        end."""
         count, end, places = 0, None, 0
         is_avi, usual = "avi" in self.container.format.name, usual_duration(self)
         demuxed = self.container.demux(self.stream)
@@ -220,7 +221,8 @@ class Decoder:
                 break
             count += 1
             if is_avi and packet.dts is not None:
-                # The position of its chunk. Chunks without bytes repeat a frame, and are not packets.
+                # A tick is the position of the packet's chunk. Chunks without bytes repeat a frame, and are not
+                # packets.
                 places = max(places, packet.dts // usual + 1)
             if packet.pts is not None:
                 end = max(end or packet.pts, packet.pts + (packet.duration or 0))
@@ -257,12 +259,12 @@ class Decoder:
     def frames(self, start: int | None = None) -> Iterator[tuple[int, av.VideoFrame]]:
         """Frames in display order, from the next key frame on, each with its tick.
 
-        If packets have no times, frames get those of the frame rate (raw streams), or of their positions in the file
-        (AVI with frames out of order).
+        If packets have no times, frames get times from the frame rate (raw streams), or from their positions in the
+        file (AVI with frames out of order).
 
         Args:
             start: after a seek, the tick of the requested key frame. Frames shown before the key frame of the seek are
-                skipped: they depend on frames before it.
+                skipped, because they depend on frames before it.
 
         Raises:
             Misled: the seek led to a later key frame.
@@ -278,15 +280,15 @@ class Decoder:
             raise
         except Broken:
             if self.threads and self.clocked:
-                with suppress(Broken):  # the same once more
+                with suppress(Broken):  # the same frame again
                     yield from self._once_more(start, last)
             raise
         if self.threads and self.clocked and self._missing:
             yield from self._once_more(start, last)
 
     def _once_more(self, start: int | None, last: int | None) -> Iterator[tuple[int, av.VideoFrame]]:
-        """Before damage: frames after tick `last` that several threads had begun and then dropped silently, at the end
-        of a file. A single thread, which decodes them again from a key frame on, loses none.
+        """The frames after tick `last` and before the damage. At the end of a file, several threads silently drop
+        frames that they had begun. A single thread, which decodes them again from a key frame on, loses none.
 
         Raises:
             Broken: as in `frames`.
@@ -316,8 +318,8 @@ class Decoder:
             pts = frame.pts
             if self._by_places and frame.dts is not None:
                 # In an AVI file this is the position of the packet with which a frame came out. It is later than the
-                # frame's own position by the number of frames that wait in the decoder, as many as before the first
-                # frame.
+                # frame's own position by the number of frames that wait in the decoder. That number is the same as
+                # before the first frame.
                 first_place = frame.dts if first_place is None else first_place
                 place = self.start_ticks + frame.dts - first_place
                 if last is None or place > last:
@@ -335,7 +337,8 @@ class Decoder:
     def _decoded(self, start: int | None) -> Iterator[av.VideoFrame]:
         first: int | None = None
         started, sought = False, start is not None
-        pending: set[int] = set()  # ticks of packets whose frames have not come out: decoding runs in several threads
+        # ticks of packets whose frames have not come out yet, since decoding runs in several threads
+        pending: set[int] = set()
         try:
             for packet, damage in self.suspicions.checked(self.packets()):
                 if not started:
@@ -400,9 +403,10 @@ class Decoder:
         yield from _good(rest, first, sought)
 
     def _before_damage(self, pending: set[int], first: int | None, sought: bool) -> Iterator[av.VideoFrame]:
-        """Of these frames, those shown before the first missing one: the error comes some packets after its cause.
+        """Of these frames, return those shown before the first missing one, because the error comes some packets after
+        its cause.
 
-        If packets have no times, frames are counted: a frame that waits for lost ones would get one of their times.
+        If packets have no times, frames are counted, because a frame after lost ones would get a lost frame's time.
         """
         held: list[av.VideoFrame] = []
         with suppress(Broken):
@@ -423,7 +427,7 @@ os.register_at_fork(after_in_child=gc.freeze)
 
 
 def _good(frames: list[av.VideoFrame], first: int | None, sought: bool) -> Iterator[av.VideoFrame]:
-    """The frames without those that are shown before the first key frame and lack the frames that they depend on."""
+    """Drop the frames that are shown before the first key frame and lack the frames on which they depend."""
     for frame in frames:
         early = first is not None and frame.pts is not None and frame.pts < first
         if early and (sought or frame.is_corrupt):

@@ -1,4 +1,4 @@
-"""The errors of `rooftop.media`; a file that is missing or no video is an `InputError`."""
+"""The errors of `rooftop.media`. A file that is missing, or is not a video, raises an `InputError`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DamagedSoundError(DamagedVideoError):
 
 
 class NoVideoDecoderError(RooftopError, NotImplementedError):
-    """The requested device cannot decode video here; the message says which devices can."""
+    """The requested device cannot decode video here. The message says which devices can."""
 
 
 class VideoWriteError(RooftopError, RuntimeError):
@@ -45,7 +45,7 @@ class VideoWriteError(RooftopError, RuntimeError):
 
 
 class FFmpegBuildError(RooftopError, RuntimeError):
-    """FFmpeg cannot be built here, or not yet; the installed files are unchanged.
+    """FFmpeg cannot be built here, or a part is still missing. Installed files are unchanged.
 
     Attributes:
         details: lines to show: all missing parts, each with its install command, or the end of the log.

@@ -28,8 +28,8 @@ from rooftop.media.ffmpeg_checks import identity
 from rooftop.media.ffmpeg_requirements import Requirements, build_environment, find_requirements, lines
 from rooftop.media.ffmpeg_trials import Trials
 
-MARK = ".rooftop-ffmpeg.json"  # in PREFIX: marks it as ours to replace, and names its source
-PLAIN_PATH = re.compile(r"[\w./@+-]+")  # characters at which neither FFmpeg's configure nor make splits
+MARK = ".rooftop-ffmpeg.json"  # a file in PREFIX that marks it as ours to replace, and names its source
+PLAIN_PATH = re.compile(r"[\w./@+-]+")  # characters that are safe in paths for FFmpeg's configure and for make
 SHOWN_LINES = 15  # lines of the log shown if a build fails
 UNSURE_S = 60.0  # files written this shortly before a power failure may be incomplete
 PRESENT = {"decoders": ("h264_cuvid", "hevc_cuvid"), "encoders": ("h264_nvenc", "hevc_nvenc"), "devices": ("cuda",)}
@@ -83,19 +83,19 @@ def build_ffmpeg(
     """Configure, build, check and install FFmpeg, with cuvid, nvdec, nvenc, and every optional library that is
     installed.
 
-    source: FFmpeg's source, unpacked; nothing is written there.
-        source: FFmpeg's, unpacked; nothing is written there.
+    Args:
+        source: FFmpeg's source, unpacked; nothing is written there.
         prefix: the install folder: new, empty, or from an earlier call. PREFIX.build next to it keeps the objects and
             the log; it may be deleted afterwards.
-        headers: nv-codec-headers, unpacked or installed; None for those that pkg-config finds.
+        headers: nv-codec-headers, unpacked or installed; None uses those that pkg-config finds.
         jobs: parallel processes; None for one per core.
         minimal: only video, from files and pipes: some minutes of one core instead of half an hour.
         report: called with (the current activity, fraction done).
 
     Raises:
         InputError: a folder is not of the expected kind, or its path has spaces or other special characters.
-        FFmpegBuildError: something is missing (`details` has all of it), or a step fails (`details` has the end of the
-            log). An earlier installation is unchanged.
+        FFmpegBuildError: something is missing (`details` lists everything), or a step fails (`details` has the end of
+            the log). An earlier installation is unchanged.
     """
     source, prefix = _checked_source(Path(source)), _checked_prefix(Path(prefix))
     folder = prefix.with_name(f"{prefix.name}.build")
@@ -120,7 +120,7 @@ def build_ffmpeg(
 
 
 class _Workshop:
-    """The folder in which one FFmpeg is built, by one process at a time, and its state on disk."""
+    """The folder in which one FFmpeg is built, by one process at a time, and the state of the build on disk."""
 
     def __init__(self, folder: Path, source: Path, prefix: Path, headers: Path | None) -> None:
         self.folder, self.source, self.prefix = folder, source, prefix
@@ -236,8 +236,8 @@ class _Workshop:
         return len(re.findall(r'^(?:@|\s)*printf "[A-Z0-9]+\\t', done.stdout, re.MULTILINE))
 
     def _drop_unsure(self) -> None:
-        """After a sudden end (power failure, kill -9), delete files that were being written: `make` would take them as
-        complete."""
+        """After a sudden end (power failure, kill -9), delete files that were being written, because `make` would take
+        them as complete."""
         since = float(self.state.get("making", 0.0))
         if since == 0.0:
             return
@@ -324,7 +324,7 @@ def _key(source: Path, arguments: Sequence[str], needs: Requirements) -> str:
 
 
 def _plain(path: Path, what: str) -> Path:
-    """The full path, if a shell and make treat it as one word."""
+    """The full path, if a shell and make read it as one word."""
     path = path.expanduser().resolve()
     if not PLAIN_PATH.fullmatch(str(path)):
         raise InputError(

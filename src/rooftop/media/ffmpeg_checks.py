@@ -26,7 +26,8 @@ from rooftop.media.ffmpeg_trials import CODECS, FILTERS, Codec, FFmpegAbility, T
 
 DRIVER_LIBRARIES = ("libcuda.so.1", "libnvcuvid.so.1", "libnvidia-encode.so.1")
 DEVICES = ("cuda", "vaapi", "vdpau", "qsv", "drm", "opencl", "vulkan")
-DECODING_DEVICES = ("vaapi", "vdpau", "qsv", "vulkan")  # besides cuda, which is tried even if it does not open
+# in addition to cuda, which is tried even if the device does not open
+DECODING_DEVICES = ("vaapi", "vdpau", "qsv", "vulkan")
 NVENC = (("h264_nvenc", 8), ("hevc_nvenc", 8), ("hevc_nvenc", 10), ("av1_nvenc", 8), ("av1_nvenc", 10))
 PARTS = ("library", "device", "decode", "encode", "filter")
 PROC_MAPS = Path("/proc/self/maps")
@@ -70,7 +71,7 @@ def ffmpeg_abilities(
 
     Raises:
         MissingExtraError: there is no FFmpeg; the message has its install command.
-        InputError: `ffmpeg` is not one, or does not run; an unknown codec.
+        InputError: `ffmpeg` is not an FFmpeg program or does not run, or a codec is unknown.
     """
     path = find_ffmpeg(ffmpeg)
     version, configuration = identity(path, timeout_s)
@@ -178,7 +179,7 @@ def _codec(trials: Trials, codec: Codec, others: Sequence[str]) -> Iterator[FFmp
 
 
 def _untried(trials: Trials) -> list[FFmpegAbility]:
-    """Features for NVIDIA's GPUs whose correct result is unknown here."""
+    """Features for NVIDIA's GPUs that are listed but not tried, because their correct result is unknown here."""
     known = {*(trial.name for trial in FILTERS), *(name for name, _ in NVENC), *(codec.cuvid for codec in CODECS)}
     lists: tuple[tuple[Literal["decode", "encode", "filter"], tuple[str, ...]], ...] = (
         ("decode", tuple(name for name in trials.decoders if name.endswith("_cuvid"))),
@@ -238,7 +239,7 @@ def _file_version(name: str) -> str:
 
 
 def _interface_version(name: str, library: ctypes.CDLL) -> str:
-    """The driver's newest CUDA or NVENC interface; other libraries cannot be queried."""
+    """The newest CUDA or NVENC interface that the driver supports; other libraries cannot be queried."""
     functions = {"libcuda.so.1": "cuDriverGetVersion", "libnvidia-encode.so.1": "NvEncodeAPIGetMaxSupportedVersion"}
     if name not in functions:
         return ""

@@ -21,7 +21,7 @@ from rooftop.errors import InputError
 from rooftop.media.ffmpeg_packages import install_command
 
 X86 = ("x86_64", "amd64", "i386", "i686")
-LIBRARIES = {  # name in FFmpeg's options -> its use in the build, the licence that it requires
+LIBRARIES = {  # name in FFmpeg's options -> its use in the build, and the licence that it requires
     "libx264": ("a software encoder of H.264", "gpl"),
     "libx265": ("a software encoder of HEVC", "gpl"),
     "libvpx": ("software encoders of VP8 and VP9", ""),
@@ -36,7 +36,8 @@ NO_HEADERS = "NVIDIA's interfaces for video: nv-codec-headers, with ffnvcodec.pc
 
 
 class Lacking(NamedTuple):
-    """A missing part, or the feature it would give; its name in `ffmpeg_packages`, "" if no package provides it."""
+    """A missing part or the feature that it would give, and its name in `ffmpeg_packages` ("" if no package provides
+    it)."""
 
     what: str
     thing: str
@@ -51,7 +52,7 @@ class Lacking(NamedTuple):
 
 
 def lines(lacking: Sequence[Lacking]) -> list[str]:
-    """A line for each, and the command that installs all of them at once."""
+    """A line for each missing part, and the command that installs all of them at once."""
     things = [each.thing for each in lacking if each.thing]
     together = install_command(*things) if len(things) > 1 else ""
     return [*(each.line for each in lacking), *([f"all at once: {together}"] if together else [])]
@@ -79,7 +80,7 @@ def find_requirements(source: Path, headers: Path | None) -> Requirements:
 
     Args:
         source: FFmpeg's source.
-        headers: a folder with nv-codec-headers, as source or installed; None for those of the system.
+        headers: a folder with nv-codec-headers, as source or installed; None uses those of the system.
 
     Raises:
         InputError: `headers` contains none.
@@ -108,8 +109,8 @@ def find_requirements(source: Path, headers: Path | None) -> Requirements:
     with tempfile.TemporaryDirectory(prefix="rooftop-ffmpeg-") as folder:
         environment = build_environment(headers, Path(folder))
         if not _said("pkg-config", "--version"):
-            missing.append(Lacking("pkg-config, which finds libraries", "pkg-config"))
-            if headers is None:  # it may be installed, and is checked next time; otherwise the error names it
+            missing.append(Lacking("pkg-config, by which libraries are found", "pkg-config"))
+            if headers is None:  # it may be installed later, and is checked next time; otherwise the error names it
                 missing.append(Lacking(NO_HEADERS, "ffnvcodec"))
         else:
             wanted = _asked("ffnvcodec", script) or ("ffnvcodec",)

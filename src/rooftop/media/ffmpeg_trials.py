@@ -1,4 +1,4 @@
-"""One trial of FFmpeg at a time: it processes a small picture, and the resulting frames are checked.
+"""Single trials of FFmpeg: it processes a small picture, and the resulting frames are checked.
 
 The picture is smooth and moves. So a codec at high quality hardly changes it, while a missing, stale, shifted or
 reordered frame differs strongly. Hardware is judged against the software of the same FFmpeg. From H.264 on a codec's
@@ -28,7 +28,8 @@ WIDTH, HEIGHT, FRAMES = 320, 240, 10  # above the smallest sizes of NVDEC (144 x
 SAME_LEVELS = 2.0  # of 255, between decoders
 LIKE_LEVELS = 4.0  # of 255, on average, after encoding, or after another scaling
 RAW = ("-f", "rawvideo")
-NO_DEVICE_FRAMES = "Impossible to convert between the formats"  # frames in memory reach a filter that accepts none
+# FFmpeg's message if frames in memory reach a filter that accepts none
+NO_DEVICE_FRAMES = "Impossible to convert between the formats"
 
 Status = Literal["works", "fails", "not built in", "not tried"]
 
@@ -42,7 +43,7 @@ class FFmpegAbility:
         what: the codec, filter, library or kind of device.
         way: the decoder, encoder or option that was tried; "" if there is only one.
         status: "works" only if the frames were correct; libraries are loaded, not tried.
-        note: why it fails, in FFmpeg's words; or what was found.
+        note: why it fails, in FFmpeg's words; otherwise what was found.
     """
 
     part: Literal["library", "device", "decode", "encode", "filter"]
@@ -123,7 +124,7 @@ FILTERS = (
     FilterTrial("colorspace_cuda", "cuda", "colorspace_cuda=range=pc", _FULL, "setparams=range=tv,hwupload"),
     FilterTrial("scale_npp", "cuda", "scale_npp=160:120", "scale=160:120", size=_HALF),
     FilterTrial("transpose_npp", "cuda", "transpose_npp=clock", "transpose=clock", size=_TURNED),
-    FilterTrial("sharpen_npp", "cuda", "sharpen_npp", "null"),  # a smooth picture does not change
+    FilterTrial("sharpen_npp", "cuda", "sharpen_npp", "null"),  # does not change a smooth picture
     FilterTrial("scale_vaapi", "vaapi", "scale_vaapi=160:120", "scale=160:120", size=_HALF, download="nv12"),
     FilterTrial("scale_qsv", "qsv", "scale_qsv=160:120", "scale=160:120", size=_HALF, download="nv12"),
     FilterTrial("scale_vulkan", "vulkan", "scale_vulkan=160:120", "scale=160:120", size=_HALF),
@@ -150,7 +151,7 @@ class Trials:
         self.ffmpeg, self.timeout_s = ffmpeg, timeout_s
         release = re.match(r"n?(\d+)\.(\d+)", version)
         old = release is not None and (int(release[1]), int(release[2])) < (5, 1)
-        self._every_frame = ("-vsync" if old else "-fps_mode", "passthrough")  # as they come, without invented ones
+        self._every_frame = ("-vsync" if old else "-fps_mode", "passthrough")  # frames as they come, without duplicates
         self._folder = tempfile.TemporaryDirectory(prefix="rooftop-ffmpeg-")
         self.folder = Path(self._folder.name)
         for bits in (8, 10):
@@ -196,8 +197,8 @@ class Trials:
     # ---- clips and their decoders -----------------------------------------------------------------------------------
 
     def make_clip(self, codec: Codec) -> tuple[Path | None, FFmpegAbility]:
-        """A clip from the codec's first software encoder in this FFmpeg, and how that went. If there is none, PyAV's
-        own FFmpeg encodes it, so that decoders can still be tested."""
+        """A clip from the codec's first software encoder in this FFmpeg, and the result of that trial. If there is
+        none, PyAV's own FFmpeg encodes it, so that decoders can still be tested."""
         there = [each for each in codec.encoders if each[0] in self.encoders]
         if there:
             name, options = there[0]
@@ -208,7 +209,7 @@ class Trials:
         return clip, FFmpegAbility("encode", codec.title, "software", "not built in", f"{names}; {note}")
 
     def _clip_by_pyav(self, codec: Codec) -> tuple[Path | None, str]:
-        """A clip by PyAV, or none; and how that went."""
+        """A clip that PyAV encodes, or None; and the result of that trial."""
         try:
             av = load_av()
         except MissingExtraError:
@@ -232,8 +233,8 @@ class Trials:
     def encode(
         self, encoder: str, options: Mapping[str, str], bits: int, pixels: str = "", full_range: bool = False
     ) -> tuple[Path | None, str]:
-        """The picture from an encoder, first converted to another pixel format if one is given; or the reason why
-        not.
+        """The picture from an encoder, or the reason why it failed. If a pixel format is given, the picture is first
+        converted to it.
         """
         clip = self.folder / f"{encoder}-{bits}.mkv"
         convert = ("-pix_fmt", pixels) if pixels else ()
@@ -243,7 +244,7 @@ class Trials:
         return (None, failure) if failure else (clip, "")
 
     def decode(self, clip: Path, words: Sequence[str], pixels: str, graph: str = "") -> tuple[np.ndarray | None, str]:
-        """Frames (T, N) of a clip in levels of 255, from a decoder with these arguments; or the reason why not.
+        """Frames (T, N) of a clip in levels of 255, from a decoder with these arguments, or the reason why it failed.
 
         `pixels` is the output format of the decoder or the graph: no conversion is allowed.
         """
@@ -253,7 +254,7 @@ class Trials:
         return (None, ran.failure) if ran.failure else (levels(ran.output, pixels), "")
 
     def decode_by_software(self, codec: Codec, clip: Path) -> tuple[np.ndarray | None, FFmpegAbility]:
-        """Frames from the first available software decoder: correct if they resemble the encoded picture."""
+        """Frames from the first available software decoder. They are correct if they resemble the encoded picture."""
         there = [name for name in codec.decoders if name in self.decoders]
         if not there:
             frames = _decoded_by_pyav(clip)
@@ -315,7 +316,7 @@ class Trials:
         if device not in self.devices:
             return FFmpegAbility("device", title, "", "not built in")
         opened = ("-init_hw_device", f"{device}=d" + ("" if number is None else f":{number}"))
-        if device == "drm":  # it passes on frames of other devices and accepts none
+        if device == "drm":  # this filter passes on frames of other devices, and does not accept frames in memory
             node = next(iter(sorted(Path("/dev/dri").glob("renderD*"))), None)
             if node is None:
                 return FFmpegAbility("device", title, "", "fails", "there is no /dev/dri/renderD*")
@@ -358,7 +359,8 @@ class Trials:
 
 @contextmanager
 def _quiet_svt() -> Iterator[None]:
-    """SVT-AV1 writes to stderr, whatever FFmpeg's log level, unless this variable is set."""
+    """The environment for FFmpeg. SVT-AV1 writes to stderr, whatever FFmpeg's log level, unless this variable is
+    set."""
     before = os.environ.get("SVT_LOG")
     os.environ["SVT_LOG"] = "0"
     try:
@@ -430,7 +432,8 @@ def levels(data: bytes, pixels: str, size: tuple[int, int] = (WIDTH, HEIGHT)) ->
 
 
 def unlike(got: np.ndarray | None, right: np.ndarray, limit: float, on_average: bool = False) -> str:
-    """How frames differ from the correct ones, "" if by no more than `limit` levels (of any sample, or on average)."""
+    """The difference of frames from the correct ones, in words. "" if they differ by at most `limit` levels (in any
+    sample, or on average)."""
     if got is None or got.shape != right.shape:
         count = 0 if got is None else len(got)
         return f"{count} frames come out, not {len(right)}"
@@ -448,8 +451,8 @@ ONLY_A_NUMBER = re.compile(r"Device creation failed: -?\d+$")
 
 
 def reason_in(log: str, status: int) -> str:
-    """Why FFmpeg failed, from its log with levels: the first error, since it causes the later ones. A device that does
-    not open comes before all others, since a decoder may have complained earlier that it has none."""
+    """Why FFmpeg failed, from its log with levels: the first error, since it causes the later ones. An error that a
+    device does not open takes precedence, since a decoder may have complained earlier that it has none."""
     errors: list[str] = []
     of_devices: list[str] = []
     before = last = ""

@@ -1,4 +1,4 @@
-"""Find where a file must end by its own structure. That shows whether it was cut off; durations and counts in its
+"""Find where a file must end by its own structure. That shows whether the file was cut off. Durations and counts in its
 header do not, since writers get them wrong."""
 
 from __future__ import annotations
@@ -6,12 +6,12 @@ from __future__ import annotations
 import struct
 from typing import BinaryIO
 
-_SEGMENT, _CLUSTER = 0x18538067, 0x1F43B675  # of https://www.rfc-editor.org/rfc/rfc9559
+_SEGMENT, _CLUSTER = 0x18538067, 0x1F43B675  # names of elements in https://www.rfc-editor.org/rfc/rfc9559
 _OPEN_RIFF = (0, 0xFFFFFFFF)  # sizes in a file whose writer did not finish
 
 
 def declared_end(file: BinaryIO, container: str, size_bytes: int) -> int | None:
-    """The size that a file states for itself, in bytes; None if it does not.
+    """The size that a file states for itself, in bytes; None if it states none.
 
     Args:
         file: read from its present position, which is restored.
@@ -28,7 +28,7 @@ def declared_end(file: BinaryIO, container: str, size_bytes: int) -> int | None:
 
 
 def _end_of_riff(file: BinaryIO, size_bytes: int) -> int | None:
-    """The end of the last RIFF chunk: AVI files above 1 GB have several."""
+    """The end of the last RIFF chunk. (AVI files above 1 GB have several.)"""
     end = 0
     while end + 8 <= size_bytes:
         file.seek(end)

@@ -48,7 +48,7 @@ class Form:
 def form_of(output: str, dtype: torch.dtype, resize: Any, normalize: Any) -> Form:
     """
     Raises:
-        InputError: an invalid value, or values that do not go together.
+        InputError: a value is invalid, or values contradict each other.
     """
     if output not in OUTPUTS:
         raise InputError(f'output {output!r} is not known: expected "rgb" or "nv12"')

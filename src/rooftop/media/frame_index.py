@@ -41,11 +41,12 @@ class FrameIndex:
         return at if at < len(self.pts) and self.pts[at] == pts else None
 
     def shown_at(self, ticks: Fraction) -> int:
-        """The position of the last frame whose tick is not later; -1 before the first."""
+        """The position of the last frame whose tick is not later; -1 if the tick is before the first frame."""
         return bisect_right(self.pts, ticks) - 1
 
     def start_before(self, position: int) -> int:
-        """Number of the last start that is not later than the frame at this position; -1 if all are later."""
+        """The number of the last start that is not later than the frame at this position; -1 if all starts are
+        later."""
         return bisect_right(self.starts, self.pts[position]) - 1
 
     def duration(self, position: int) -> int:
@@ -55,8 +56,8 @@ class FrameIndex:
         return self.last_duration
 
     def constant_rate(self, time_base: Fraction, stated: Fraction | None) -> Fraction | None:
-        """Frames a second, if the k-th frame is shown k / rate after the first, as exactly as the clock can express.
-        None if there is no such rate.
+        """Frames per second, if the k-th frame is shown k / rate after the first, to the precision of the clock. None
+        if there is no such rate.
 
         Args:
             time_base: seconds of a tick. stated: the rate in the file.

@@ -1,7 +1,8 @@
 """Triton kernels that convert luma and chroma to red, green and blue; `surfaces.py` launches them.
 
-One read of the planes and one write of the tensor include the matrix, resizing, rounding or normalization, and rotation
-to upright. The rotation is in the strides of the result. A sample of chroma is at `(row // DOWN) * chroma_row + (column
+The planes are read once and the tensor is written once. In between are the matrix, resizing, rounding or normalization,
+and rotation to upright. The rotation is in the strides of the result. A sample of chroma is at `(row // DOWN) *
+chroma_row + (column
 // ACROSS) * chroma_step`, so separate planes and pairs (NV12) are handled alike.
 
 A launch takes up to eight pictures of one geometry, each with its own pointers. So a thread that reads a video launches
@@ -61,7 +62,7 @@ def store_colours(
     out, red, green, blue, there, plane, red_gain, green_gain, blue_gain, red_shift, green_shift, blue_shift,
     ROUND: tl.constexpr,
 ):  # fmt: skip
-    """Three planes: integers, or gain * value + shift."""
+    """Store three planes, as integers or as gain * value + shift."""
     if ROUND:
         red, green, blue = round_half_even(red), round_half_even(green), round_half_even(blue)
     else:
@@ -106,7 +107,7 @@ def frame_to_rgb(
 
 @triton.jit
 def weight_of(position, centre, narrowing):
-    """The bilinear weight of the pixel at `position` for a result with its middle at `centre`."""
+    """The bilinear weight of the pixel at `position` in a result centred at `centre`."""
     return tl.maximum(1.0 - tl.abs((position.to(tl.float32) - centre + 0.5) * narrowing), 0.0)
 
 

@@ -1,4 +1,4 @@
-"""A decoded frame as a tensor: orientation, colours, size and dtype.
+"""Convert a decoded frame to a tensor: orientation, colours, size and dtype.
 
 Frames in the host's memory are converted in loops that Numba compiles (`plane_loops.py`), or in plain PyTorch if Numba
 is not installed. One kernel converts NVDEC's frames (`frame_kernels.py`).
@@ -53,7 +53,7 @@ def colours_of(frame: av.VideoFrame) -> Colours:
     other formats.
 
     Raises:
-        InputError: an unsupported matrix (YCgCo, ICtCp, constant luminance).
+        InputError: the matrix is not supported (YCgCo, ICtCp, constant luminance).
     """
     assumed = []
     code, extent = int(frame.colorspace), int(frame.color_range)
@@ -73,7 +73,7 @@ def colours_of(frame: av.VideoFrame) -> Colours:
 def to_tensor(frame: av.VideoFrame, form: Form, device: torch.device | None = None, turned: Turned = UPRIGHT) -> Tensor:
     """A frame in the requested form: RGB (3, H, W), upright, or NV12 unchanged.
 
-    Resized with bilinear weights that shrink without aliasing (`resizing.py`).
+    It is resized with bilinear weights that shrink without aliasing (`resizing.py`).
 
     Args:
         frame: a frame in the host's memory, or NVDEC's.
@@ -82,7 +82,7 @@ def to_tensor(frame: av.VideoFrame, form: Form, device: torch.device | None = No
         turned: as in `orientation`, if the frame itself does not state it.
 
     Raises:
-        InputError: an unsupported colour matrix or pixel format, or one that NV12 cannot hold.
+        InputError: the colour matrix or pixel format is not supported, or NV12 cannot hold it.
     """
     if device is not None:
         return _on_gpu([frame], form, device, turned, None)[0]
@@ -129,7 +129,7 @@ def to_tensors(
     turned: Turned = UPRIGHT,
     into: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Several frames at once, which takes a GPU's host less time; each as in `to_tensor`.
+    """Convert several frames at once, each as in `to_tensor`. With a GPU, this takes the host less time.
 
     Args:
         into: contiguous tensors to write to, one for each frame; new ones if None.
@@ -154,8 +154,9 @@ def _by_torch(frame: av.VideoFrame, form: Form, size: tuple[int, int] | None) ->
 def _on_gpu(
     frames: Sequence[av.VideoFrame], form: Form, device: torch.device, turned: Turned, into: Sequence[Tensor] | None
 ) -> list[Tensor]:
-    """The decoder works on the device's default stream, and the tensors are created on the current one. Each waits for
-    the other, so that a frame is not read before it is ready, and its memory is not reused before it was read."""
+    """The decoder works on the device's default stream, and the tensors are created on the current one. Each stream
+    waits for the other, so that a frame is not read before it is ready, and its memory is not reused before it has been
+    read."""
     with torch.cuda.device(device):
         current, decoding = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
         surfaces = [surface_of(frame, colours_of(frame), device) for frame in frames]
@@ -215,8 +216,8 @@ def displayed_size(frame: av.VideoFrame, turned: Turned = UPRIGHT) -> tuple[int,
 def display_matrix(frame: av.VideoFrame) -> Any:
     """The rotation in the frame's own data; None if there is none.
 
-    `frame.side_data` would refer to the frame, and the frame to it: its memory, also a GPU's, would stay until Python
-    collects garbage.
+    This avoids `frame.side_data`, which would form a reference cycle with the frame: the frame's memory, on a GPU too,
+    would stay until Python collects garbage.
     """
     try:
         data = load_av().sidedata.sidedata.SideDataContainer(frame)
@@ -230,7 +231,8 @@ def orientation(frame: av.VideoFrame, otherwise: Turned = UPRIGHT) -> Turned:
 
     NVDEC frames carry no container metadata; `otherwise` supplies it.
 
-    FFmpeg's display matrix maps (x, y) to (a x + c y, b x + d y), y down; angles between quarters go to the nearest.
+    FFmpeg's display matrix maps (x, y) to (a x + c y, b x + d y), with y down. Other angles are rounded to the nearest
+    quarter.
     """
     data = display_matrix(frame)
     if data is None:  # or PyAV does not return it, and only this rotation is known
@@ -254,10 +256,10 @@ def _plain(frame: av.VideoFrame) -> av.VideoFrame:
 
 
 def _reformatted(frame: av.VideoFrame, name: str) -> av.VideoFrame:
-    """Conversion by swscale.
+    """Convert a frame with swscale.
 
     Raises:
-        InputError: swscale cannot convert it, or would crash the process, as for Bayer patterns of odd sizes.
+        InputError: swscale cannot convert the frame, or would crash the process, as for Bayer patterns of odd sizes.
     """
     own, (height, width) = frame.format.name, (frame.height, frame.width)
     if own.startswith("yaf") or (own.startswith("bayer") and (height % 2 or width % 2 or min(height, width) < 4)):
@@ -290,7 +292,7 @@ def _rgb(frame: av.VideoFrame, dtype: torch.dtype) -> Tensor:
         u, v = chroma
         return yuv_to_rgb(y, u, v, colours_of(frame), bits, dtype)
     deep = max((each.bits for each in frame.format.components), default=8) > 8
-    # Already red, green and blue, or a palette: only their order and depth change.
+    # The numbers are already red, green and blue, or a palette; only their order and depth change.
     pixels = _reformatted(frame, "rgb48le" if deep else "rgb24").to_ndarray()  # (H, W, 3), perhaps FFmpeg's own
     values = torch.from_numpy(pixels.astype(np.int32 if deep else np.uint8)).permute(2, 0, 1)
     if dtype == torch.uint8:

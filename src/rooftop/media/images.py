@@ -42,9 +42,9 @@ SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm"}
 MAX_PIXELS = 178_956_970  # 512 MiB of RGB, Pillow's own limit, which other libraries disable for the whole process
 ORIENTATION = 0x0112  # EXIF
 LAYOUTS = ("chw", "hwc")
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, RGB in 0..1
-GPU_BATCH = 8  # files that NVJPEG gets at once
-GPU_THREADS = 4  # at most, since each holds a batch
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean and deviation of ImageNet, RGB in 0..1
+GPU_BATCH = 8  # files that NVJPEG decodes at once
+GPU_THREADS = 4  # maximum number of threads with a GPU, since each holds a batch
 
 DAMAGE = (
     OSError, SyntaxError, ValueError, TypeError, LookupError, EOFError, ArithmeticError, RuntimeError, struct.error,
@@ -65,10 +65,10 @@ class NamedImage(NamedTuple):
 
 
 def find_images(paths: Sequence[ImagePath]) -> list[Path]:
-    """The photographs for the paths: files as given, and those directly in a folder sorted by name.
+    """The photographs for the paths: files as given, and the files directly in a folder, sorted by name.
 
     Raises:
-        InputError: a path that does not exist, or a folder without photographs.
+        InputError: a path does not exist, or a folder has no photographs.
     """
     found: list[Path] = []
     for path in map(Path, paths):
@@ -85,7 +85,7 @@ def find_images(paths: Sequence[ImagePath]) -> list[Path]:
 
 
 def check_images(paths: Sequence[ImagePath]) -> None:
-    """Read the beginning of each file, so that a file that is not an image is found before the work.
+    """Read the beginning of each file, in order to find files that are not images before the work starts.
 
     Raises:
         InputError: not an image.
@@ -103,7 +103,7 @@ def read_image(path_or_bytes: ImagePath | bytes, device: str | torch.device = "c
         device, layout: as in `ImageDecoder`.
 
     Raises:
-        InputError: no image, a damaged or truncated one, or one of more than `MAX_PIXELS`.
+        InputError: the file is not an image, is damaged or truncated, or has more than `MAX_PIXELS` pixels.
         NoImageDecoderError: as in `ImageDecoder`.
     """
     return ImageDecoder(device, layout, threads=1).decode(path_or_bytes)
@@ -132,12 +132,12 @@ def pillow_image(
 
     Args:
         path_or_bytes: a file, or the content of one.
-        reduction: gets width and height, upright, and says by which factor they may be smaller. A JPEG is then decoded
-            at 1/2, 1/4 or 1/8 of its size, by the largest of these factors that is not above it.
+        reduction: a function of width and height, upright, that returns the factor by which they may shrink. A JPEG is
+            then decoded at 1/2, 1/4 or 1/8 of its size, whichever is the strongest reduction within that factor.
         name: what errors call the photograph.
 
     Raises:
-        InputError: not an image, a damaged or truncated one, or one of more than `MAX_PIXELS`.
+        InputError: the file is not an image, is damaged or truncated, or has more than `MAX_PIXELS` pixels.
     """
     with _opened(path_or_bytes, name) as image:
         if reduction is not None:
@@ -151,11 +151,12 @@ def pillow_image(
 def normalized(image: Image.Image, mean: Sequence[float] = MEAN, std: Sequence[float] = STD) -> Tensor:
     """(3, H, W) float32 from an RGB image: (value / 255 - mean) / std.
 
-    By NumPy, bit by bit what torch gives: its operators would start a team of threads for each thread that prepares.
+    NumPy computes it, bit by bit like torch. torch's operators would start a team of threads for each thread that
+    prepares images.
     """
     pixels = np.asarray(image)  # (H, W, 3)
     values = np.empty((3, *pixels.shape[:2]), dtype=np.float32)
-    for channel, value in enumerate(values):  # each stays in the cache, and is written in place
+    for channel, value in enumerate(values):  # in chunks that stay in the cache, and in place
         np.divide(pixels[..., channel], np.float32(255), out=value)
         value -= np.float32(mean[channel])
         value /= np.float32(std[channel])
@@ -175,8 +176,8 @@ class ImageDecoder:
             least of all at colour edges with subsampled chroma.
         layout: "chw" for (3, H, W), or "hwc" for (H, W, 3), contiguous: `rooftop.mat.Mat` and OpenCV take the latter
             directly (OpenCV's own order is blue, green, red).
-        threads: number of decoding threads; None: one for each CPU, at most 8 (4 of them with a GPU). On the CPU at
-            most two photographs for each thread are in memory, with a GPU eight.
+        threads: number of decoding threads; None: one for each CPU, at most 8 (4 of them with a GPU). At most two
+            photographs per thread are in memory on the CPU, and eight with a GPU.
         on_error: "raise"; or "skip" unreadable files, with a warning for each.
 
     Attributes:
@@ -211,7 +212,7 @@ class ImageDecoder:
         self.skipped: list[tuple[Path, str]] = []
 
     def decode(self, path_or_bytes: ImagePath | bytes) -> Tensor:
-        """One photograph; raises `InputError` as `read_image`, also with `on_error` "skip"."""
+        """One photograph. This raises `InputError` like `read_image`, even with `on_error` "skip"."""
         (found,) = self._decoded([path_or_bytes])
         if isinstance(found, InputError):
             raise found
@@ -221,8 +222,8 @@ class ImageDecoder:
         """Photographs and folders of photographs in the order of `find_images`, decoded ahead.
 
         Raises:
-            InputError: at once, for a path that does not exist or a folder without photographs; at its position, for an
-                unreadable file, unless it is skipped.
+            InputError: a path does not exist, or a folder has no photographs (raised at once); or a file is unreadable
+                and not skipped (raised at its position).
         """
         return self._read(find_images(paths))
 
@@ -241,7 +242,7 @@ class ImageDecoder:
                 warnings.warn(f"skipped: {found}", stacklevel=2)
 
     def _decoded(self, group: Sequence[ImagePath | bytes]) -> list[Tensor | InputError]:
-        """For each file its tensor or its error; on a GPU the tensors are complete when this returns."""
+        """For each file, its tensor or its error. On a GPU the tensors are complete when this returns."""
         if self._stream is None:
             return [_or_error(self._on_cpu, each) for each in group]
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
@@ -255,10 +256,11 @@ class ImageDecoder:
     def _by_either(
         self, group: Sequence[ImagePath | bytes], decode: Callable[[Sequence[bytes]], list[Tensor]]
     ) -> list[Tensor | InputError]:
-        """Decodes JPEGs with `decode`, which returns (3, H, W) or refuses them all; Pillow decodes the other files."""
+        """Decode JPEGs with `decode`, which returns (3, H, W) for each or refuses them all. Pillow decodes the other
+        files."""
         files = [_or_error(_File.of, each) for each in group]
         jpegs = [file for file in files if isinstance(file, _File) and file.against is None]
-        with self._lock:  # one at a time: nothing else may be read when `decode` allocates memory
+        with self._lock:  # one batch at a time, because no memory may be in use by reads when `decode` allocates
             decoded = dict(zip(map(id, jpegs), self._by_nvjpeg(jpegs, decode), strict=True))
         found: list[Tensor | InputError] = []
         for file in files:
@@ -271,14 +273,15 @@ class ImageDecoder:
         return found
 
     def _by_nvjpeg(self, files: list[_File], decode: Callable[[Sequence[bytes]], list[Tensor]]) -> list[Tensor | None]:
-        """Upright and in the requested layout; None for files that it refuses, or whose size differs from Pillow's."""
+        """Images upright and in the requested layout; None for files that `decode` refuses, or whose size differs from
+        Pillow's."""
         if not files:
             return []
         try:
             decoded = decode([file.content for file in files])
         except torch.cuda.OutOfMemoryError:
             raise
-        except RuntimeError:  # without saying which file it was
+        except RuntimeError:  # it does not say which file it was
             if self._stream is not None:
                 torch.cuda.synchronize(self.device)  # the GPU may still write the other images
             return [None] if len(files) == 1 else [each for file in files for each in self._by_nvjpeg([file], decode)]
@@ -296,7 +299,8 @@ class ImageDecoder:
         return _tensor(upright, self.layout).to(self.device)
 
     def _handed_over(self, pixels: Tensor) -> Tensor:
-        """Pass the tensors to the caller's stream; its work with them must end before their memory is reused."""
+        """Pass the tensors to the caller's stream. Their memory is reused only after that stream's work with them has
+        ended."""
         if pixels.is_cuda:
             pixels.record_stream(torch.cuda.current_stream(pixels.device))
         return pixels
@@ -311,7 +315,7 @@ class _File:
         content: all of it.
         shape: (H, W) as stored.
         orientation: EXIF's number for the stored orientation.
-        against: why NVJPEG does not decode it, or None.
+        against: why NVJPEG must not decode it, or None.
     """
 
     name: str
@@ -353,7 +357,7 @@ def _name_of(path_or_bytes: ImagePath | bytes) -> str:
 
 @contextmanager
 def _errors_of(name: str) -> Iterator[None]:
-    """Turns Pillow's errors for files that are no images, damaged or huge into one that names the file."""
+    """Turn Pillow's errors for files that are not images, are damaged or are huge into an error that names the file."""
     try:
         yield
     except UnidentifiedImageError as error:
@@ -366,8 +370,8 @@ def _errors_of(name: str) -> Iterator[None]:
 
 def _upright_rgb(image: Image.Image) -> Image.Image:
     image.load()
-    # Pillow also copies an image that stays as it is. For a JPEG of 500 x 375 pixels, this takes as long as decoding.
-    # Only an image that is mapped from its file needs a copy, because the file is closed.
+    # Pillow also copies an image that it leaves unchanged. For a JPEG of 500 x 375 pixels, this takes as long as
+    # decoding. Only an image that is mapped from its file needs a copy, because the file is closed.
     turned = image.getexif().get(ORIENTATION, 1) != 1
     upright: Image.Image = ImageOps.exif_transpose(image) if turned else image.copy() if image.readonly else image
     if upright.mode.startswith("I"):  # 16-bit: Pillow would clip, not scale
@@ -397,7 +401,7 @@ def _or_error(function: Callable[[Given], Result], given: Given) -> Result | Inp
 
 
 def _device_of(device: str | torch.device) -> tuple[torch.device, str | None]:
-    """The device of the tensors, and why it is not a GPU if that was possible."""
+    """The device of the tensors, and with "auto" the reason if it is not a GPU."""
     wanted, may_be_cpu = gpu_of(device)
     if wanted is None:
         return torch.device("cpu"), None

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rooftop.media.pyav import av
 
 ONE_FRAME_A_PACKET = KEY_FRAMES_ONLY | {"h264", "hevc", "vvc", "vp9", "av1", "gif", "webp", "qtrle"}
-"""Codecs whose packets each contain one displayed frame. Others (VP8 has frames that are never shown, MPEG-4 two frames
-in one packet) are indexed by decoding them once."""
+"""Codecs whose packets each contain one displayed frame. Other codecs (VP8 has frames that are never shown, MPEG-4 two
+frames in one packet) are indexed by decoding the file once."""
 
 
 def build_index(source: Source) -> FrameIndex:
@@ -38,7 +38,7 @@ def build_index(source: Source) -> FrameIndex:
 
 
 def _goes_back(source: Source) -> bool:
-    """Whether the clock of a transport stream goes back anywhere, also after damage."""
+    """Whether the clock of a transport stream goes back anywhere, even after damage."""
     decoder = Decoder(source)
     clock = _Clock(decoder.is_stream)
     try:
@@ -69,7 +69,8 @@ class _Clock:
 
 
 def _index_by_packets(decoder: Decoder) -> FrameIndex | None:
-    """None if packets do not suffice: in some codecs a packet can hold no frame, or one field of a frame."""
+    """The index from packets alone. None if they do not suffice: in some codecs a packet can hold no frame, or one
+    field of a frame."""
     context = decoder.stream.codec_context
     interlaced = int(context.field_order) > 1  # 0 is unknown, 1 progressive
     if not decoder.clocked or context.codec.canonical_name not in ONE_FRAME_A_PACKET or interlaced:
@@ -96,7 +97,7 @@ def _index_by_packets(decoder: Decoder) -> FrameIndex | None:
     pts = array("q", sorted(shown))
     if any(a == b for a, b in pairwise(pts)):
         return None
-    if pts and pts[0] < starts[0]:  # shown before the first key frame: some need frames that do not exist
+    if pts and pts[0] < starts[0]:  # frames shown before the first key frame; some depend on frames that do not exist
         there = _shown_before(decoder.source, starts[0])
         pts = array("q", [tick for tick in pts if tick >= starts[0] or tick in there])
     return replace(_index(decoder, pts, last_duration, starts, True, damage), discontinuity=_breaks(decoder))

@@ -1,7 +1,7 @@
 """Decoding by a GPU's own engines (NVDEC): whether they are available, and the memory of a decoded frame.
 
-FFmpeg, which PyAV includes, reads the file and drives the engines. So the order of frames, damage and colours are found
-by the same code as on the CPU. It works in torch's context and on its default stream.
+FFmpeg, which PyAV includes, reads the file and drives the engines. So the same code as on the CPU handles the order of
+frames, damage and colours. It works in torch's context and on its default stream.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def gpu_of(device: str | torch.device) -> tuple[torch.device | None, bool]:
     """The GPU on which a reader should decode, None for the CPU; and whether the CPU may be used as well.
 
     Raises:
-        InputError: no such device.
+        InputError: there is no such device.
     """
     name = str(device)
     if name == "cpu":
@@ -81,7 +81,7 @@ def missing(device: torch.device) -> str | None:
 
 
 def too_small(height: int, width: int) -> str | None:
-    """Why the CPU decodes a video of this size if both are available; None if it does not."""
+    """Why the CPU decodes a video of this size although NVDEC is available; None if NVDEC decodes it."""
     if height * width >= WORTH_PIXELS:
         return None
     return f"{width} x {height} pixels are few: NVDEC is known to be faster from {WORTH_PIXELS:,} pixels on"
@@ -107,7 +107,7 @@ def surface_of(frame: av.VideoFrame, colours: Colours, device: torch.device) -> 
     """The memory of a frame decoded by NVDEC; it belongs to the frame, which lives as long as the tensors.
 
     Raises:
-        NoNvdecError: an unknown format.
+        NoNvdecError: the format is unknown.
     """
     form = frame.sw_format.name if frame.sw_format is not None else frame.format.name
     if form not in BITS:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rooftop.media.pyav import av
 
 KEPT = ("h264", "hevc", "vp8", "vp9", "av1")
-HEADED = ("h264", "hevc")  # whose headers are not in the key frames, but stated once for the whole file
+HEADED = ("h264", "hevc")  # codecs whose headers are stated once for the whole file instead of in the key frames
 MOST = 32  # maximum number of idle decoders
 MOST_PIXELS = 32 * 1920 * 1088
 """Memory limit of all idle decoders. A decoder holds some twenty frames: 32 of 1920 x 1080, or 8 of 3840 x 2160, some 2
@@ -33,7 +33,7 @@ PARAMETER_SETS = {"h264": (7, 8), "hevc": (32, 33, 34)}
 
 
 class Kind(NamedTuple):
-    """The settings with which a decoder is started: another video of the same kind can reuse it.
+    """The settings with which a decoder is started. A video with the same settings can reuse it.
 
     Attributes:
         headers: the codec's headers from the file.
@@ -51,7 +51,7 @@ class Kind(NamedTuple):
 COLOURS = ("colorspace", "color_range", "color_primaries", "color_trc")
 
 _idle: list[tuple[Kind, av.VideoCodecContext]] = []  # the first one has been idle longest
-_lock = threading.RLock()  # Python may collect garbage, and return a decoder, while it is held
+_lock = threading.RLock()  # reentrant, because garbage collection may return a decoder while the lock is held
 _inherited: list[object] = []
 
 
@@ -86,14 +86,15 @@ def taken(kind: Kind, options: dict[str, str]) -> av.VideoCodecContext:
     for name, value in zip(COLOURS, kind.colours, strict=True):
         setattr(decoder, name, value)
     decoder.thread_type, decoder.thread_count = "NONE", 1  # the CPU only reads the part before the pictures' data
-    # A container's own decoder knows how many frames wait for others, since FFmpeg has read into the file. This one
-    # does not. For H.264 whose headers do not state it, it assumes the maximum of its level.
+    # A container's own decoder knows how many frames wait for others, since FFmpeg has read into the file. This decoder
+    # does not know. If an H.264 header does not state the number, the decoder assumes the maximum of the level.
     decoder.options = {**options, "strict": "strict"} if kind.codec == "h264" else options
     return decoder
 
 
 def given_back(kind: Kind, decoder: av.VideoCodecContext, process: int) -> None:
-    """Return a decoder to the idle ones if it can be reused; if there are too many, the one idle for longest is ended.
+    """Add a decoder to the idle ones if it can be reused. If there are too many, end the one that has been idle
+    longest.
 
     Args:
         process: the process that started it.
@@ -115,7 +116,7 @@ def given_back(kind: Kind, decoder: av.VideoCodecContext, process: int) -> None:
 def release_decoders() -> int:
     """End NVDEC's idle decoders, and free their GPU memory.
 
-    Returns: their number.
+    Returns: the number of ended decoders.
     """
     with _lock:
         ended = _idle[:]
@@ -158,7 +159,7 @@ def _units(packet: bytes, kind: Kind) -> list[bytes] | None:
 
 
 def _forget() -> None:
-    """A forked process has none of its parent's decoders, and must not end them either."""
+    """Forget all decoders in a forked process. It cannot use its parent's decoders, and must not end them."""
     global _idle, _lock
     _inherited.append(_idle)
     _idle, _lock = [], threading.RLock()

@@ -32,7 +32,7 @@ class NoImageDecoderError(RooftopError, NotImplementedError):
 
 @cache
 def missing(device: torch.device) -> str | None:
-    """Why NVJPEG is not available on this GPU, found by decoding a small JPEG; None if it is."""
+    """Why NVJPEG is not available on this GPU, found by decoding a small JPEG; None if it is available."""
     if not torch.cuda.is_available():
         return "there is no NVJPEG, because torch finds no CUDA GPU here"
     if (device.index or 0) >= torch.cuda.device_count():
@@ -51,7 +51,7 @@ def missing(device: torch.device) -> str | None:
 
 
 def decode(contents: Sequence[bytes], device: torch.device) -> list[Tensor]:
-    """(3, H, W) uint8 RGB for each file, not rotated, in the order of the current stream.
+    """(3, H, W) uint8 RGB for each file, not rotated. Later work on the current stream may use them.
 
     torchvision writes from its own stream into memory of the current one, without waiting for it: the current stream
     must be idle during this call.
@@ -67,7 +67,7 @@ def decode(contents: Sequence[bytes], device: torch.device) -> list[Tensor]:
 
 
 def reason_against(image: Image.Image, content: bytes) -> str | None:
-    """Why NVJPEG does not get a file; None if it does.
+    """Why NVJPEG must not decode a file; None if it may.
 
     Args:
         image: the file as Pillow opens it; its header is enough.
@@ -110,7 +110,7 @@ def is_whole(content: bytes) -> bool:
 
 
 def turned(pixels: Tensor, orientation: int) -> Tensor:
-    """(3, H, W) upright, by its EXIF orientation number; a view."""
+    """Turn (3, H, W) upright by its EXIF orientation number; the result is a view."""
     if orientation in (5, 6, 7, 8):
         pixels = pixels.transpose(1, 2)
     flips = {2: (2,), 3: (1, 2), 4: (1,), 6: (2,), 7: (1, 2), 8: (1,)}.get(orientation, ())

@@ -1,6 +1,6 @@
 """Open sources with FFmpeg.
 
-Files that refer to others (playlists, SDP) cannot open them: only the given bytes are ever read.
+Files that refer to other files (playlists, SDP) cannot open those: only the given bytes are ever read.
 """
 
 from __future__ import annotations
@@ -75,5 +75,5 @@ def _refuse(url: str, flags: int, options: dict[str, str]) -> Any:
 
 
 def said(error: BaseException) -> str:
-    """The message of FFmpeg or of the system in an error."""
+    """The message of FFmpeg or of the system that an error contains."""
     return str(getattr(error, "strerror", None) or error or type(error).__name__)

@@ -2,8 +2,8 @@
 
 The contribution of chroma to red, green and blue is computed once per row of chroma and spread over the pixels that it
 covers. The rows of luma are added to it with the processor's vector units. The numbers equal those of
-`colours.yuv_to_rgb`, bit for bit. If a size is requested, rows are added to the result as they are computed: the whole
-frame is never in memory as RGB.
+`colours.yuv_to_rgb`, bit for bit. If a size is requested, rows are added to the result as they are computed, so the
+whole frame is never in memory as RGB.
 
 Compiled once for each depth and cached next to this file, for later processes.
 """
@@ -21,7 +21,7 @@ from rooftop.media.colours import WEIGHTS, Colours, extents, pixels_a_sample
 from rooftop.media.forms import Normalization
 from rooftop.media.resizing import taps
 
-_MOST_THREADS = 4  # more would take them from the decoder
+_MOST_THREADS = 4  # more threads would compete with the decoder
 _LEAST_PER_THREAD = 1 << 18  # pixels
 
 
@@ -60,7 +60,7 @@ def planes_to_rgb(
     Raises:
         ValueError: a plane whose memory ends before its last row.
     """
-    for plane in (y, u, v):  # loops check nothing
+    for plane in (y, u, v):  # the loops check nothing themselves
         if plane.memory.size < (plane.height - 1) * plane.step + plane.width:
             raise ValueError(
                 f"a plane of {plane.width} x {plane.height} has memory for only {plane.memory.size} numbers"
@@ -95,8 +95,8 @@ def planes_to_rgb(
 
 @kept_loop
 def _spread(samples: np.ndarray, across: int, found: np.ndarray) -> None:
-    """Each sample repeated for the pixels that it covers. A separate loop: with arithmetic in it, it takes twice as
-    long.
+    """Repeat each sample for the pixels that it covers. This is a separate loop, because a loop that also computes
+    takes twice as long.
     """
     width = len(found)
     if across == 2:
@@ -143,7 +143,7 @@ def _luma(y: np.ndarray, numbers: np.ndarray, found: np.ndarray) -> None:
 
 @kept_loop
 def _colour(luma: np.ndarray, difference: np.ndarray, white: np.float32, found: np.ndarray) -> None:
-    """One of red, green and blue of a row, within black and white."""
+    """Write one colour (red, green or blue) of a row, limited to black and white."""
     for j in range(len(luma)):
         value = luma[j] + difference[j]
         value = value if value < white else white
@@ -155,7 +155,7 @@ def _add_to_two(
     luma: np.ndarray, difference: np.ndarray, white: np.float32, one: np.float32, into: np.ndarray, other: np.float32,
     into_other: np.ndarray,
 ) -> None:  # fmt: skip
-    """`_colour`, added to two rows with a weight for each."""
+    """Like `_colour`, but add the values to two rows, with a weight for each."""
     for j in range(len(luma)):
         value = luma[j] + difference[j]
         value = value if value < white else white

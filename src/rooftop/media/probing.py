@@ -1,4 +1,4 @@
-"""The contents of a video file: its streams, its frames and its clock, from its header and its packets."""
+"""Find the contents of a video file (streams, frames, clock) from its header and its packets."""
 
 from __future__ import annotations
 
@@ -47,13 +47,15 @@ class VideoInfo:
         colours: matrix and range, and which of them are assumed; None if not supported.
         hdr: PQ or HLG, if the brightness follows one of these; else None. `VideoReader` does not map tones.
         fps: the mean, as the file says it.
-        variable_frame_rate: whether frames are not shown at k / rate for any rate. frames, key_frames: their numbers.
-        longest_gop: most frames from one key frame to the next: the most that one random access may have to decode.
+        variable_frame_rate: whether there is no rate for which frame k is shown at k / rate. frames, key_frames: their
+            numbers.
+        longest_gop: the largest number of frames from one key frame to the next, which one random access may have to
+            decode.
         start_s, duration_s: time of the first frame, and time from it to the end of the last.
         bit_rate_bps: bit rate of the whole file.
         seekable: whether decoding can start at key frames; otherwise it always starts at the beginning.
         audio: its streams of sound.
-        damage: the problem with the packets, None if there is none; not all frames were decoded for this.
+        damage: a problem with the packets, or None. Not all frames were decoded to find problems.
         discontinuity: where the clock of the file goes back, or parts of a transport stream do not follow each other,
             as in joined files; None if nowhere.
     """
@@ -93,7 +95,7 @@ def probe(path_or_bytes: str | os.PathLike[str] | bytes) -> VideoInfo:
     """Describe a video: one frame is decoded and all packets are read.
 
     Raises:
-        InputError: no such file, or no video in it.
+        InputError: there is no such file, or no video in it.
         DamagedVideoError: no frame can be decoded.
         MissingExtraError: PyAV is not installed.
     """

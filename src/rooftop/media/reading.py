@@ -1,6 +1,7 @@
 """`VideoReader`: the frames of a video as tensors, in order or at any position.
 
-Access is exact: the frame at a position or a time equals, bit by bit, the one from decoding from the beginning. It is
+Access is exact: the frame at a position or a time equals, bit by bit, the frame that decoding from the beginning
+returns. It is
 found through an index of all packets, built when it is first needed: one pass over the file without decoding (with
 decoding for the few codecs whose packets do not suffice). Reading a video from its beginning needs no index and holds a
 few frames.
@@ -38,8 +39,8 @@ from rooftop.media.surfaces import MOST_AT_ONCE
 if TYPE_CHECKING:
     from rooftop.media.pyav import av
 
-MOST_BYTES_AT_ONCE = 1 << 27  # bytes of frames that are converted together, before a caller requests them
-SEEKS = 3  # seeks that may lead too far, before a file is read from its beginning
+MOST_BYTES_AT_ONCE = 1 << 27  # maximum bytes of frames that are converted together, before a caller requests them
+SEEKS = 3  # after this many seeks that lead too far, a file is read from its beginning
 CLOCK_SLACK_S = Fraction(1, 2000)
 
 
@@ -84,7 +85,7 @@ class VideoReader:
         device: the device on which frames are decoded and stored.
         fallback_reason: why `device` is not a GPU, if "auto" was requested; else None. height, width: pixels of the
         returned frames.
-        fps: frames a second, the mean as the file says it.
+        fps: frames per second: the mean, as the file states it.
         time_base: seconds of a tick of the file's clock.
         colours: the colours of the file's numbers, and which properties are assumed.
 
@@ -111,9 +112,9 @@ class VideoReader:
         self._lock = threading.RLock()
         self._index: FrameIndex | None = None
         self._cursor: _Cursor | None = None
-        self._unclean: set[int] = set()  # numbers of starts from which frames do not come out complete
+        self._unclean: set[int] = set()  # numbers of the starts from which decoding does not give complete frames
         self._gpu: torch.device | None = None
-        self._begun: _Cursor | None = None  # from the beginning, if none was returned yet
+        self._begun: _Cursor | None = None  # a pass from the beginning, if it has not returned a frame yet
         decoder = Decoder(self.source)
         try:
             _, frame = next(decoder.frames())
@@ -144,7 +145,7 @@ class VideoReader:
     def _refused_by(self, device: torch.device) -> str | None:
         """Why NVDEC cannot decode this, found by decoding a frame; None if it can. The first pass continues from it."""
         reason = self._tried(device)
-        if reason is not None and release_decoders():  # which may have held the memory that it needs
+        if reason is not None and release_decoders():  # idle decoders may hold the memory that this one needs
             reason = self._tried(device)
         return reason
 
@@ -169,7 +170,7 @@ class VideoReader:
 
     @property
     def index(self) -> FrameIndex:
-        """Built when it is first needed: `len`, positions, times, key frames and the duration need it."""
+        """The index, built when it is first needed: for `len`, positions, times, key frames and the duration."""
         with self._lock:
             if self._index is None:
                 self._index = build_index(self.source)
@@ -186,7 +187,7 @@ class VideoReader:
 
     @property
     def durations(self) -> Tensor:
-        """(N,) float64: how long each frame is shown, in seconds, until the next one."""
+        """(N,) float64: the time in seconds for which each frame is shown, until the next one."""
         index = self.index
         ticks = [index.duration(position) for position in range(len(index))]
         return torch.tensor([float(each * self.time_base) for each in ticks], dtype=torch.float64, device="cpu")
@@ -242,7 +243,7 @@ class VideoReader:
 
         def needed() -> Iterator[tuple[int, av.VideoFrame, int]]:
             for number, (_, frame, ticks) in enumerate(self._stream(0)):
-                if number % stride < frames or stride <= frames:  # otherwise the frame is between clips
+                if number % stride < frames or stride <= frames:  # otherwise the frame lies between two clips
                     yield number, frame, ticks
 
         for number, pixels, _ in self._converted(needed()):
@@ -256,7 +257,7 @@ class VideoReader:
 
         Raises:
             IndexError: there is no such frame.
-            DamagedVideoError: it, or a frame from which it is made, cannot be decoded.
+            DamagedVideoError: the frame, or a frame on which it depends, cannot be decoded.
         """
         if isinstance(position, slice):
             return self.take(range(*position.indices(len(self))))
@@ -353,8 +354,8 @@ class VideoReader:
         return frame
 
     def _converted(self, stream: Iterator[tuple[int, av.VideoFrame, int]]) -> Iterator[tuple[int, Tensor, int]]:
-        """Frames as tensors. On a GPU it converts several together, which takes its host less time; their number grows,
-        so that the first is not late. An error is raised after the frames before it."""
+        """Frames as tensors. On a GPU, several frames are converted together, which takes the host less time. Their
+        number grows, so that the first frame is not late. An error is raised after all earlier frames."""
         count, failure = 1, None
         while failure is None:
             group: list[tuple[int, av.VideoFrame, int]] = []
@@ -433,7 +434,7 @@ class VideoReader:
         return self._cursor.last[1]
 
     def _cursor_at(self, position: int, spare: Decoder | None = None) -> _Cursor:
-        """A pass over the video that has just reached this frame; with an earlier decoder, if there is one."""
+        """A pass over the video that has just reached this frame. It reuses an earlier decoder if there is one."""
         index, last_good = self.index, None
         start = index.start_before(position) if index.seekable else -1
         misled = 0
@@ -493,7 +494,7 @@ class _Cursor:
         """Decode up to this frame.
 
         Raises:
-            Broken: it does not come out.
+            Broken: decoding does not give this frame.
         """
         for tick, frame in self.frames:
             at = index.position(tick) if index.seekable else self.position + 1
@@ -508,7 +509,7 @@ class _Cursor:
         raise Broken("the decoder ends before it")
 
     def release(self) -> Decoder | None:
-        """The decoder, for reuse from a key frame on, if it is NVDEC's: creating another takes long."""
+        """The decoder if it is NVDEC's, for reuse from a key frame on, because creating another takes long."""
         if self.decoder.device is not None:
             return self.decoder
         self.close()

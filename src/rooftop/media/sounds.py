@@ -29,9 +29,9 @@ numbers, and a p.
 """
 
 HEAD_BYTES = 1 << 16
-JITTERS_A_SECOND = 200  # packet times may be off the sample count by 5 ms: Matroska's are in ms
-MAX_SILENCE_BYTES = 1 << 27  # silence from jumping times: 6 minutes of two channels at 48 kHz
-BACK_S = 1  # by which a packet may overlap earlier sound
+JITTERS_A_SECOND = 200  # packet times may differ from the sample count by 5 ms, because Matroska's are in ms
+MAX_SILENCE_BYTES = 1 << 27  # maximum silence from a jump in time: 6 minutes of two channels at 48 kHz
+BACK_S = 1  # maximum overlap of a packet with earlier sound
 LOSSLESS = ("pcm_", "flac")
 TOLD_LENGTH = ("wav", "w64", "flac", "aiff", "caf", "au")  # formats whose header states the length of the sound
 
@@ -68,9 +68,9 @@ def read_sound(
         track: index of the sound stream, from 0 on.
 
     Raises:
-        InputError: no such file, no sound in it, no such track, or nothing between these times.
-        DamagedSoundError: a position that cannot be decoded, or a file that ends early; its `sound` is the sound before
-            it.
+        InputError: there is no such file, it has no sound or no such track, or there is nothing between these times.
+        DamagedSoundError: a position cannot be decoded, or the file ends early. The error's `sound` is the sound before
+            that position.
         MissingExtraError: PyAV is not installed.
     """
     if not 0 <= start_s < float("inf") or (end_s is not None and not start_s < end_s < float("inf")):
@@ -92,7 +92,7 @@ class _Broken(Exception):
 
 
 class _Part(NamedTuple):
-    """A part of a track: from one position to another, the last samples of the frame; silence without a frame."""
+    """A part of a track from one position to another: the last samples of a frame, or silence if there is no frame."""
 
     first: int
     end: int
@@ -154,7 +154,7 @@ class _Track:
         return torch.zeros(self.channels, count) if part.frame is None else _samples(part.frame)[:, -count:]
 
     def _parts(self) -> Iterator[_Part]:
-        """All parts, one after another; gaps are silent."""
+        """All parts, one after another, with silence in the gaps."""
         for frame in self._frames():
             if self.rate == 0:
                 self.rate, self.channels = frame.sample_rate, len(frame.layout.channels)
@@ -176,7 +176,7 @@ class _Track:
                 if gap > 0:
                     yield _Part(self.position, at, None)
                     self.position = at
-                count += min(gap, 0)  # heard already
+                count += min(gap, 0)  # overlaps sound that was returned already
             end = self.position + max(count, 0)
             first = max(self.position, 0)  # where the clock begins
             self.position = end
@@ -184,7 +184,7 @@ class _Track:
                 yield _Part(first, end, frame)
 
     def _position(self, frame: av.AudioFrame) -> int | None:
-        """The sample nearest to the frame's time, in integers: there are 47 AAC frames in a second."""
+        """The sample nearest to the frame's time, computed in integers. (There are 47 AAC frames in a second.)"""
         base = self.stream.time_base
         if frame.pts is None or base is None:
             return None
@@ -195,7 +195,7 @@ class _Track:
     def _frames(self) -> Iterator[av.AudioFrame]:
         """
         Raises:
-            _Broken: raised after all frames before it.
+            _Broken: a position cannot be decoded; raised after all frames before it.
         """
         error_of_ffmpeg = self.container.av.FFmpegError
         context, count, end, frame_samples = self.stream.codec_context, 0, None, 0

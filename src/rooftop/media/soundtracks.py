@@ -44,7 +44,7 @@ class CopiedSound:
         start_s: time on the file's clock that becomes 0. Packets that begin before it are dropped.
 
     Raises:
-        InputError: no such file, no sound in it, or a codec that the container cannot hold.
+        InputError: there is no such file or no sound in it, or the container cannot hold the codec.
     """
 
     def __init__(self, container: av.container.OutputContainer, path: str | os.PathLike[str], start_s: float) -> None:
@@ -77,7 +77,7 @@ class CopiedSound:
         self._next: Timed | None = None
 
     def _all(self, from_within: bool) -> Iterator[Timed]:
-        """In file order, on the clock of the video.
+        """The packets in file order, with times on the clock of the video.
 
         Raises:
             DamagedVideoError: the damaged part would not be the same in the copy.
@@ -105,7 +105,7 @@ class CopiedSound:
             yield Timed(packet.pts * base, packet)
 
     def until(self, seconds: Fraction | None) -> Iterator[av.Packet[av.AudioStream]]:
-        """Packets that have not been returned yet and begin before this; all of them if None."""
+        """Packets that have not been returned yet and begin before this time; all such packets if None."""
         while True:
             self._next = self._next or next(self._packets, None)
             if self._next is None or (seconds is not None and self._next.seconds >= seconds):
@@ -114,7 +114,7 @@ class CopiedSound:
             yield packet
 
     def finish(self) -> None:
-        """Nothing is waiting."""
+        """Finish: nothing is waiting here."""
 
     def close(self) -> None:
         self._input.close()
@@ -129,7 +129,7 @@ class EncodedSound:
         channels, rate_hz: of the samples.
 
     Raises:
-        InputError: an unknown encoder, one that the container cannot hold, or an unsupported rate.
+        InputError: the encoder is unknown, the container cannot hold its sound, or the rate is not supported.
     """
 
     def __init__(self, container: av.container.OutputContainer, codec: str, channels: int, rate_hz: int) -> None:
@@ -167,7 +167,7 @@ class EncodedSound:
             self._waiting.extend(self._stream.encode(frame))
 
     def until(self, seconds: Fraction | None) -> Iterator[av.Packet[av.AudioStream]]:
-        """Packets that have not been returned yet and begin before this; all of them if None."""
+        """Packets that have not been returned yet and begin before this time; all such packets if None."""
         while self._waiting:
             packet = self._waiting[0]
             late = seconds is not None and packet.pts is not None and packet.pts * packet.time_base >= seconds

@@ -21,12 +21,12 @@ from rooftop.media.colours import WEIGHTS, Colours, extents, pixels_a_sample
 from rooftop.media.forms import Form
 
 ROWS, COLUMNS = 4, 128  # pixels of a program
-MOST_AT_ONCE = 8  # pictures of a launch; the kernels have as many parameters
+MOST_AT_ONCE = 8  # pictures of a launch; the kernels have this many parameters for them
 
 
 class Plane:
-    """Numbers in a GPU's memory that does not belong to torch: it has the attributes of a tensor that kernels need, and
-    is faster to create.
+    """Numbers in GPU memory that does not belong to torch. A `Plane` has the attributes of a tensor that kernels need,
+    and is faster to create than a tensor.
 
     Args:
         pointer: address of the first number. shape, strides: (rows, columns), in numbers.
@@ -129,13 +129,13 @@ def all_to_rgb(
     mirrored: bool = False,
     into: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Convert each as `to_rgb` does; consecutive ones of one layout share a launch.
+    """Convert each surface as `to_rgb` does. Consecutive surfaces of one layout share a launch.
 
     Args:
         into: contiguous tensors to write to, one per surface, in the form's dtype; None: new ones.
 
     Raises:
-        ValueError: tensors of another shape, dtype or number.
+        ValueError: the shape, dtype or number of the tensors is wrong.
     """
     if into is not None and (
         len(into) != len(surfaces) or any(each.dtype != form.dtype or not each.is_contiguous() for each in into)
@@ -176,7 +176,7 @@ def _conversion(
 
     height, width = layout.size
     upright = form.resize or ((width, height) if turns % 2 else (height, width))
-    rows, columns = upright[::-1] if turns % 2 else upright  # as the surface lies
+    rows, columns = upright[::-1] if turns % 2 else upright  # in the orientation of the surface
     origin, *steps = _placed(rows, columns, turns, mirrored, upright[1])
     strides = (*layout.strides, origin, upright[0] * upright[1], *steps)
     numbers = (*_matrix(layout, form.white), *_gains(form))

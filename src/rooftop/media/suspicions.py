@@ -1,9 +1,10 @@
-"""Decides whether packets that a demuxer marks as corrupt are really damaged.
+"""Decide whether packets that a demuxer marks as corrupt are really damaged.
 
 A transport stream numbers its packets. A break in the numbers means lost data, or files that were joined without loss.
 To tell the two apart, the packets up to the second key frame after the break go through a separate decoder with strict
 error checks. It starts at the last key frame before the break, so the packets since then are kept. A picture that is
-lost entirely leaves no packet to check, but a gap in the decoding times before a picture that is not a key frame.
+lost entirely leaves no packet to check. It only leaves a gap in the decoding times, before a picture that is not a key
+frame.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
     Packet = av.Packet[av.VideoStream]
 
 DAMAGED = "a packet is damaged or incomplete"
-_MOST_KEPT = 1000  # packets; a key frame farther back is not reached
+_MOST_KEPT = 1000  # packets kept since the last key frame; if it is farther back, it is not available
 _MOST_AHEAD = 2000
-_KEY_FRAMES = 2  # this many packets must follow a suspicion
+_KEY_FRAMES = 2  # packets that must follow a suspicion
 
 
 class Suspicions:
@@ -43,9 +44,9 @@ class Suspicions:
         self._context, self._looked_into, self._step, self._options = context, looked_into, step, options
 
     def checked(self, packets: Iterator[Packet]) -> Iterator[tuple[Packet, str | None]]:
-        """Yields each packet with the reason why it is damaged, or None. An error of `packets` is raised after the
-        packets that came before it."""
-        kept: list[Packet] = []  # from the last key frame on; none if that is too far back
+        """Yield each packet with the reason why it is damaged, or None. An error of `packets` is raised after all
+        earlier packets."""
+        kept: list[Packet] = []  # packets from the last key frame on; empty if that is too far back
         for packet in packets:
             if not packet.is_corrupt or not self._looked_into:
                 self.places += packet.is_corrupt
@@ -68,7 +69,7 @@ class Suspicions:
                 raise failure
 
     def _read_ahead(self, ahead: list[Packet], packets: Iterator[Packet]) -> None:
-        """Reads until the second key frame after the last suspicion."""
+        """Read until the second key frame after the last suspicion."""
         keys = 0
         while keys < _KEY_FRAMES and len(ahead) < _MOST_AHEAD and (packet := next(packets, None)) is not None:
             ahead.append(packet)

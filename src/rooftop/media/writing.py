@@ -28,26 +28,26 @@ if TYPE_CHECKING:
     from rooftop.media.pyav import av
 
 TICKS = 120_000  # ticks a second, if frames have times: integers for 24, 25, 30 and 60 frames/s, and for NTSC's 1001
-AVI_SLACK_S = Fraction(1, 1000)  # by which a time may miss the position of a frame
-DURATIONS_OF_DECODING = (".mp4", ".mov", ".m4v")  # formats in which a packet lasts until the next is decoded
-TICKS_MPEG4 = 60_000  # for an encoder that stores ticks in 16 bits
+AVI_SLACK_S = Fraction(1, 1000)  # the distance by which a time may miss the position of a frame
+DURATIONS_OF_DECODING = (".mp4", ".mov", ".m4v")  # formats in which a packet lasts until the next one is decoded
+TICKS_MPEG4 = 60_000  # ticks per second for an encoder that stores ticks in 16 bits
 NARROWEST_X265 = 64  # with fewer pixels, x265 (in PyAV 18) writes beyond its memory in `Lookahead::cuTree`
 
 
 class VideoWriter:
-    """Writes frames as a video; the file appears under its name, complete, on close; after an error there is none.
+    """Write frames as a video. On close, the complete file appears under its name; after an error, there is no file.
 
         with VideoWriter("out.mp4", fps=30) as writer:
             writer.write(frames)            # (3, H, W) or (T, 3, H, W), any number of times
 
         with VideoWriter("out.mp4", fps=30, sound_from="in.mp4") as writer: ...  # its sound, bit by bit
 
-    Leaving the block by an error, or `discard()`, leaves no file and does not change an older one.
+    If the block ends with an error, or after `discard()`, there is no new file, and an older file is unchanged.
 
     Args:
         path: path of the file; its suffix names the format (.mp4, .mkv, .webm, .avi, .mov, ...).
-        fps: frames a second. Frames with times are shown at these instead; in an AVI file they must be multiples of 1 /
-            fps.
+        fps: frames a second. Frames with times are shown at those times instead; in an AVI file, times must be
+            multiples of 1 / fps.
         codec: the name of an FFmpeg encoder: libx264, libx265, libvpx-vp9, libsvtav1, mpeg4, ffv1, h264_nvenc, ...; or
             "auto": h264_nvenc if a GPU here has encoded a test clip, else libx264. It takes no `options`.
         pixel_format: FFmpeg's name; with more than 8 bits (yuv420p10le) it keeps more of floating frames. By default
@@ -60,17 +60,18 @@ class VideoWriter:
             and column. If not, such a size raises.
         sound_from: a file from which all sound streams are copied, packet for packet.
         sound_start_s: the time on that file's clock that becomes 0. Packets that begin before are dropped.
-        cut_sound: whether sound after the last frame is dropped, to a packet. If not, all of it is kept.
+        cut_sound: whether sound after the last frame is dropped, to the precision of a packet. If not, all sound is
+            kept.
 
     Attributes:
         size: (height, width) of the file, from the first frame on; before that None.
         encoder: the video's encoder, also if "auto" was requested.
-        fallback_reason: why that is not h264_nvenc, if "auto" was requested; else None. The size of the first frame may
-            still change both.
+        fallback_reason: why the encoder is not h264_nvenc, if "auto" was requested; else None. The size of the first
+            frame may still change both.
 
     Raises:
-        InputError: an unknown suffix, encoder, pixel format or argument, no such folder, missing sound, or sound that
-            the format cannot hold.
+        InputError: the suffix, encoder, pixel format or an argument is unknown, the folder does not exist, there is no
+            sound, or the format cannot hold the sound.
         MissingExtraError: PyAV is not installed.
     """
 
@@ -183,8 +184,8 @@ class VideoWriter:
                 `times`. The default is 1 / fps after the last time.
 
         Raises:
-            InputError: another shape, dtype or size than expected, values that are not finite, times that do not
-                increase, or a size that the pixel format cannot have.
+            InputError: a shape, dtype or size differs from what is expected, a value is not finite, times do not
+                increase, or the pixel format cannot have the size.
             VideoWriteError: the encoder refuses its settings. The writer is then closed, and leaves no file.
             DamagedVideoError: the copied sound cannot be read further; the writer is then closed too.
         """
@@ -243,8 +244,8 @@ class VideoWriter:
                 for the suffix of the file.
 
         Raises:
-            InputError: another shape, dtype, rate or codec than expected or than before, values that are not finite,
-                sound in addition to `sound_from`, or a video whose first frame is written already.
+            InputError: a shape, dtype, rate or codec differs from what is expected or from earlier calls, a value is
+                not finite, `sound_from` was given too, or the first frame is already written.
             VideoWriteError: the encoder refuses the settings or the samples. The writer is then closed, and leaves no
                 file.
         """
@@ -306,7 +307,7 @@ class VideoWriter:
             self.discard()
 
     def discard(self) -> None:
-        """Leave no file; does nothing after `close`."""
+        """Leave no file. After `close`, this does nothing."""
         self._closed = True
         if self._sound is not None:
             self._sound.close()
@@ -431,7 +432,7 @@ class VideoWriter:
         assert self._container is not None
         assert self._stream is not None
         packets = [*self._held, *self._stream.encode(frame)]
-        # The last packet is held back: it may not be that of the last frame, and a decoding clock ends with it.
+        # The last packet is held back. It may not be that of the last frame, but the decoding clock ends with it.
         self._held = packets[-1:] if frame is not None else []
         by_decoding = self.path.suffix.lower() in DURATIONS_OF_DECODING
         if packets and self._begin is None and packets[0].dts is not None:

@@ -95,8 +95,8 @@ class Packing:
             documents: documents of a batch's sequences.
             parts: equal parts that the positions of a rank must have, as with sequence parallelism.
 
-        ValueError: a length that cannot be split this way; documents of another length.
-            ValueError: a length that cannot be split so; documents of another length.
+        Raises:
+            ValueError: a length that cannot be split this way; documents of another length.
         """
         if length < 1 or ranks < 1 or parts < 1:
             raise ValueError(f"Packing: length, ranks and parts must be positive, got {length}, {ranks} and {parts}")

@@ -45,8 +45,8 @@ def read_materials(
         sections: sections of the file, offset and length by name.
         numbers: one more than the highest material number.
 
-    GeometryFileError: the table is invalid.
-        GeometryFileError: the table says what cannot be.
+    Raises:
+        GeometryFileError: the table is invalid.
     """
     start, length = sections[TABLE]
     try:

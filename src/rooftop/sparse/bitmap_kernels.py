@@ -3,7 +3,7 @@
 A cell is the row-major number of (batch, four coordinates); grids with fewer dimensions have leading ones of size 1.
 Bit cell % 32 of word cell // 32 is set if there is a site. `counts` are the set bits of all words up to and including
 each, so that a site's rank among all sites follows from its word alone. Offsets are numbered as in `rulebook.py`.
-`faults` are those of `Rulebook`.
+`faults` is that of `Rulebook`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def mark_sites(
     rows, batch_size, size_0, size_1, size_2, size_3,
     DIMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Sets the bit of each site; a fault for a site off the grid or a repeated one."""
+    """Set the bit of each site, and record a fault for a site off the grid or a repeated one."""
     row, there = _rows(rows, ROWS)
     batch, at_0, at_1, at_2, at_3 = _site(sites, row, there, DIMS)
     inside = _inside(batch, at_0, at_1, at_2, at_3, batch_size, size_0, size_1, size_2, size_3)
@@ -33,7 +33,7 @@ def mark_sites(
     repeated = tl.max((inside & ((before & bit) != 0)).to(tl.int32))
     tl.store(faults, 1, mask=repeated != 0)
     named = row < 0  # none yet
-    for column in tl.static_range(1 + DIMS):  # unchanged: `_site` turns values that are no int32 into -1
+    for column in tl.static_range(1 + DIMS):  # without a cast, because `_site` turns values that are not int32 into -1
         named |= tl.load(sites + row * (1 + DIMS) + column, mask=there, other=-1) != -1
     outside = tl.max((there & named & (inside == 0)).to(tl.int32))
     tl.store(faults + 1, 1, mask=outside != 0)
@@ -98,7 +98,7 @@ def pair_neighbours(
     known, rank = _look_up(words, counts, cell, near)
     other = tl.load(row_of + rank, mask=known, other=-1)
     is_centre = (tap == VOLUME // 2)[None, :] & inside[:, None]
-    other = tl.where(is_centre, row.to(tl.int32)[:, None], other)  # also for a repeated site
+    other = tl.where(is_centre, row.to(tl.int32)[:, None], other)  # this also holds for a repeated site
     tl.store(neighbours + row[:, None] * VOLUME + tap[None, :], other, mask=wanted)
 
 
@@ -128,7 +128,8 @@ def reach_outputs(
     cell = _cell(batch[:, None], to_0, to_1, to_2, to_3, out_0, out_1, out_2, out_3)
     bit = tl.full((ROWS, TAPS), 1, tl.int32) << (cell & 31)
     place = words + (cell >> 5)
-    new = (tl.load(place, mask=valid, other=0) & bit) == 0  # most are set already: an atomic costs more than a load
+    # most bits are set already, and an atomic costs more than a load
+    new = (tl.load(place, mask=valid, other=0) & bit) == 0
     tl.atomic_or(place, bit, mask=valid & new, sem="relaxed")
     tl.store(cells + row[:, None] * VOLUME + tap[None, :], tl.where(valid, cell, -1), mask=wanted)
 
@@ -139,8 +140,8 @@ def pair_outputs(
     rows, count, outputs,
     VOLUME: tl.constexpr, ROWS: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """Replaces cells by rows of outputs, in place, and writes each output's inputs and cell. More outputs than rows are
-    a fault, and give no outputs."""
+    """Replaces cells by rows of outputs, in place, and writes each output's inputs and cell. If there are more outputs
+    than rows, it records a fault and writes no outputs."""
     fits = tl.load(counts + (count - 1)) <= outputs
     tl.store(faults + 2, 1, mask=fits == 0)
     row, there = _rows(rows, ROWS)
@@ -162,7 +163,7 @@ def name_outputs(
     rows, size_0, size_1, size_2, size_3,
     DIMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The batch and the coordinates of cells; -1 throughout for none."""
+    """The batch and the coordinates of cells; all -1 for an absent cell."""
     row, there = _rows(rows, ROWS)
     cell = tl.load(out_cells + row, mask=there, other=-1)
     none, place = cell < 0, sites + row * (1 + DIMS)
@@ -186,14 +187,14 @@ def name_outputs(
 
 @triton.jit
 def _rows(rows, ROWS: tl.constexpr):
-    """(row, whether it exists) for this program's rows, 64 bits: tables of many rows exceed 2^31."""
+    """(row, whether it exists) for this program's rows. Rows are 64-bit, because large tables exceed 2^31 elements."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     return row, row < rows
 
 
 @triton.jit
 def _site(sites, row, there, DIMS: tl.constexpr):
-    """(batch, four coordinates) int32; -1, which is off every grid, for values that are no int32."""
+    """(batch, four coordinates) int32. A value that is not an int32 becomes -1, which is off every grid."""
     place = sites + row * (1 + DIMS)
     at_3 = _coordinate(place + DIMS, there)
     at_2 = _coordinate(place + (DIMS - 1), there) if DIMS > 1 else tl.zeros_like(at_3)

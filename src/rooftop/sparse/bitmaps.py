@@ -1,8 +1,8 @@
 """The rulebook by bitmaps, on a GPU: one bit for each cell of the grid says whether it has a site.
 
-A cell's number is its key, so the bits are the sites in sorted order. With the number of bits up to each word, reading
-one word tells whether a cell has a site and, from the bits below, its rank among all. No key is searched, and sorted
-outputs need no sort:
+A cell's number is its key, so the bits are the sites in sorted order. The number of bits up to each word is stored,
+too. So one word tells whether a cell has a site and, from the bits below, the site's rank among all. No key is
+searched, and sorted outputs need no sort:
 
     rank(cell) = bits of all words up to the cell's - bits of its word from the cell's on
 
@@ -27,7 +27,7 @@ from rooftop.sparse.hash_tables import Tables, no_faults
 from rooftop.sparse.sites import check_sites
 
 MAX_CELLS = 2**31 - 64  # cells are numbered as int32, and a read may go one word beyond
-MAX_STEP = 2**29  # from a site to another, for sums of coordinates that int32 holds
+MAX_STEP = 2**29  # limit for the distance between sites, so that sums of coordinates fit in int32
 MAX_STRIDE = 2**31 - 1  # as sites are int32
 MAX_VOLUME = 32 * 65535  # CUDA allows this many programs in a grid's second dimension; each takes 32 offsets
 CELLS_PER_SITE = 4096  # above this, clearing and counting the words takes longer than hashing (predicted)
@@ -91,7 +91,7 @@ def regular_by_bitmap(indices: Tensor, shape: Geometry, bound: int | None) -> Ta
 
     sites, faults = indices.contiguous(), no_faults(indices)
     in_sizes, out_sizes = (_four(grid, 1) for grid in (shape.in_shape, shape.out_shape))
-    _marked(sites, (shape.batch_size, *in_sizes), faults, shape)  # only for the faults
+    _marked(sites, (shape.batch_size, *in_sizes), faults, shape)  # only needed for the faults
     count, volume, device = len(sites), shape.kernel_volume, sites.device
     cells, words = faults.new_empty(count, volume), _words(_cells(shape, shape.out_shape), device)
     steps = (*_four(shape.padding, 0), *_four(shape.dilation, 1))
@@ -122,7 +122,7 @@ def regular_by_bitmap(indices: Tensor, shape: Geometry, bound: int | None) -> Ta
 
 
 def _marked(sites: Tensor, sizes: tuple[int, ...], faults: Tensor, shape: Geometry) -> Tensor:
-    """Words with the bits of the sites, on a grid of such sizes, the batch first; errors go to faults."""
+    """Words with the bits of the sites, on a grid of these sizes (the batch first). Errors go to `faults`."""
     from rooftop.sparse.bitmap_kernels import mark_sites
 
     words = _words(math.prod(sizes), sites.device)
@@ -160,7 +160,7 @@ def _cells(shape: Geometry, grid: tuple[int, ...]) -> int:
 
 
 def _four(values: tuple[int, ...], missing: int) -> tuple[int, ...]:
-    """Values for four dimensions: the first ones, which a grid with fewer lacks, are `missing`."""
+    """Extend values to four dimensions. A grid with fewer dimensions gets `missing` for the first ones."""
     return (missing,) * (MAX_DIMS - len(values)) + values
 
 

@@ -9,9 +9,9 @@
 | `RSCK` | (*kernel, in, out) | spconv 1 |
 
 Layouts are distinguished by shape, layer by layer. If a layer's shape fits several, for example with as many channels
-in as out, the other layers of the network decide. `load_state_dict` itself shows a layer only its own weight. So it
-converts a weight whose shape determines the layout. It refuses an ambiguous one (three channels out of a kernel of
-three), unless `OWN_VERSION` says that this library saved it.
+in as out, the other layers of the network decide. Under plain `load_state_dict`, a layer sees only its own weight. So
+the layer converts a weight whose shape determines the layout. It refuses an ambiguous weight (three output channels and
+a kernel of three), unless `OWN_VERSION` says that this library saved it.
 """
 
 from __future__ import annotations
@@ -79,16 +79,16 @@ def load_spconv_state_dict(
 def convert_state_dict(
     module: nn.Module, state_dict: Mapping[str, Tensor], layout: str | None = None
 ) -> tuple[OrderedDict[str, Tensor], LayoutReport]:
-    """A copy of the state dict with the weights of the module's sparse convolutions as (out, *kernel, in), and a note
-    of that for `load_state_dict`.
+    """A copy of the state dict with the weights of the module's sparse convolutions as (out, *kernel, in), marked as
+    converted for `load_state_dict`.
 
     Args:
         layout: as in `load_spconv_state_dict`.
 
     Raises:
-        TypeError: a weight that is not a tensor.
-        ValueError: an unknown layout, a weight that fits no layout, or weights that fit several layouts if nothing
-            decides between them.
+        TypeError: a weight is not a tensor.
+        ValueError: the layout is unknown, a weight fits no layout, or weights fit several layouts and nothing decides
+            between them.
     """
     if layout is not None and layout not in LAYOUTS:
         raise ValueError(
@@ -96,7 +96,7 @@ def convert_state_dict(
         )
     wanted = {
         f"{name}.weight" if name else "weight": tuple(each.weight.shape)
-        for name, each in module.named_modules(remove_duplicate=False)  # a module may have two names
+        for name, each in module.named_modules(remove_duplicate=False)  # a module may have several names
         if isinstance(each, SparseConvolution)
     }
     for key in wanted:

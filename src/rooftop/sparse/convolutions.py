@@ -9,7 +9,7 @@
 | `SparseConvTranspose1d` to `4d` | where some input reaches | as `torch.nn.ConvTranspose3d` |
 | `SparseInverseConv1d` to `4d` | the inputs of the layer of the same `indice_key` | with its kernel |
 
-Layers of the same geometry and the same sites that have an `indice_key` in common share one rulebook.
+Layers with the same `indice_key` share one rulebook. They must have the same geometry and the same sites.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ VOXEL_COUNT = "max_num_voxels_during_training"
 
 
 class ConvAlgo(Enum):
-    """spconv's algorithms for a convolution. Layers accept one and ignore it: the kernels are chosen by channels, sites
-    and dtype, and results are the same."""
+    """spconv's algorithms for a convolution. Layers accept an algorithm and ignore it. The kernels are chosen by
+    channels, sites and dtype, and results are the same."""
 
     Native = 0
     MaskImplicitGemm = 1
@@ -49,7 +49,7 @@ class ConvAlgo(Enum):
 
 
 class SparseConvolution(SparseModule):
-    """Base of all sparse convolutions: a convolution with stride; use one of the classes below.
+    """Base class of all sparse convolutions, by default with a stride. Use one of the classes below.
 
     Attributes:
         weight: (out_channels, *kernel_size, in_channels / groups).
@@ -100,7 +100,7 @@ class SparseConvolution(SparseModule):
             record_voxel_count: keep the largest number of outputs of a call in a buffer, `get_max_num_voxels()`.
             name: name in error messages.
             output_padding: for a transposed convolution, as in `torch.nn.ConvTranspose3d`.
-            num_out_act_bound: the outputs have exactly that many rows, of which the last are no sites, and nothing
+            num_out_act_bound: the exact number of output rows. The last of them are not sites. Nothing then
                 waits for the device. None: as many rows as sites.
             device, dtype: of weight and bias.
 
@@ -154,8 +154,8 @@ class SparseConvolution(SparseModule):
         """x with in_channels on a grid of `ndim` dimensions; returns the same batch, with out_channels.
 
         Raises:
-            TypeError, ValueError: x is not such a tensor; the rulebook under `indice_key` has another geometry or other
-                sites; errors of `build_rulebook`.
+            TypeError, ValueError: x is not such a tensor, or the rulebook under `indice_key` has another geometry or
+                other sites; also the errors of `build_rulebook`.
             MissingExtraError: Warp is not installed; on a GPU, Triton.
         """
         self._check_input(x)
@@ -199,9 +199,7 @@ class SparseConvolution(SparseModule):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
         unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
-        """Like any module's, but permutes a weight in another of spconv's layouts, if its shape determines the
-        layout.
-        """
+        """Load like any module, but permute a weight in another of spconv's layouts if its shape tells which."""
         key, shape = prefix + "weight", tuple(self.weight.shape)
         weight = state_dict.get(key)
         if isinstance(weight, Tensor) and (local_metadata or {}).get("version", 1) < OWN_VERSION:
@@ -236,7 +234,7 @@ class SparseConvolution(SparseModule):
 
 
 def check_submanifold(kernel_size: tuple[int, ...], stride: tuple[int, ...]) -> None:
-    """Raise `ValueError` for arguments that do not keep the sites."""
+    """Raise `ValueError` if the arguments do not keep the sites."""
     if max(stride) > 1:
         raise ValueError(f"a submanifold layer keeps its sites: stride must be 1, got {stride}")
     if any(size % 2 == 0 for size in kernel_size):
@@ -320,7 +318,7 @@ class _SparseInverseConv(SparseConvolution):
             others: as in `SparseConvolution`, with the same errors.
 
         Raises:
-            TypeError: no key.
+            TypeError: there is no key.
         """
         if not isinstance(indice_key, str):
             raise TypeError(
@@ -413,24 +411,24 @@ class SparseConvTranspose4d(_SparseConvTranspose):
 
 
 class SparseInverseConv1d(_SparseInverseConv):
-    """The convolution back to the sites of the layer with the same key, over grids of 1 dimension."""
+    """The inverse convolution, back to the input sites of the layer with the same key, over grids of 1 dimension."""
 
     ndim = 1
 
 
 class SparseInverseConv2d(_SparseInverseConv):
-    """The convolution back to the sites of the layer with the same key, over grids of 2 dimensions."""
+    """The inverse convolution, back to the input sites of the layer with the same key, over grids of 2 dimensions."""
 
     ndim = 2
 
 
 class SparseInverseConv3d(_SparseInverseConv):
-    """The convolution back to the sites of the layer with the same key, over grids of 3 dimensions."""
+    """The inverse convolution, back to the input sites of the layer with the same key, over grids of 3 dimensions."""
 
     ndim = 3
 
 
 class SparseInverseConv4d(_SparseInverseConv):
-    """The convolution back to the sites of the layer with the same key, over grids of 4 dimensions."""
+    """The inverse convolution, back to the input sites of the layer with the same key, over grids of 4 dimensions."""
 
     ndim = 4

@@ -41,7 +41,7 @@ __all__ = [
 def convolve(features: Tensor, weight: Tensor, bias: Tensor | None, rulebook: Rulebook, groups: int = 1) -> Tensor:
     """The convolution of a rulebook: (O, out) from features (N, in).
 
-    If gradients are needed, their data are computed once for all layers of the rulebook.
+    If gradients are needed, the data for them are computed once for all layers of the rulebook.
 
     Args:
         features: (N, in), bfloat16, float16, float32 or float64.
@@ -52,7 +52,7 @@ def convolve(features: Tensor, weight: Tensor, bias: Tensor | None, rulebook: Ru
 
     Raises:
         TypeError, ValueError, MissingExtraError, NotImplementedError: as `rooftop.kernels.sparse_conv`.
-        ValueError: groups that do not divide the channels; features of another number of rows.
+        ValueError: groups do not divide the channels, or the number of rows of features is wrong.
     """
     if features.shape[0] != rulebook.in_indices.shape[0]:
         raise ValueError(
@@ -92,7 +92,7 @@ def linear(features: Tensor, weight: Tensor, bias: Tensor | None, groups: int = 
     """`convolve` for a kernel of 1 that keeps its sites: a matrix product, without a rulebook.
 
     Raises:
-        TypeError: different dtypes, without autocast.
+        TypeError: the dtypes differ, without autocast.
     """
     if features.dtype != weight.dtype and not torch.is_autocast_enabled(features.device.type):
         raise TypeError(f"features is {features.dtype}, weight {weight.dtype}: cast one, or use autocast")
@@ -221,7 +221,7 @@ def indice_subm_conv(
     num_activate_out: int,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """`indice_conv` with outputs at the inputs.
+    """`indice_conv` whose output sites are the input sites.
 
     Raises:
         ValueError: num_activate_out is not N; otherwise as `indice_conv`.
@@ -249,7 +249,7 @@ def indice_inverse_conv(
 def _table(values: Tensor, rows: Tensor, count: int) -> Tensor:
     """(count, K) int32: at the rows (K, P) of each offset the values (K, P), otherwise -1."""
     offsets = len(rows)
-    table = values.new_full((count + 1, offsets), -1)  # one more row takes entries that are no pair
+    table = values.new_full((count + 1, offsets), -1)  # an additional row takes the entries that are not pairs
     at = torch.where(rows >= 0, rows, count).long()
     return table.scatter_(0, at.t(), values.t())[:count]
 
@@ -258,13 +258,14 @@ def _table(values: Tensor, rows: Tensor, count: int) -> Tensor:
 
 
 def sparse_add(*tensors: SparseConvTensor) -> SparseConvTensor:
-    """The sum, active where any of the tensors is. Sites are sorted; there are no rulebooks. Waits for the device.
+    """The sum, active where any of the tensors is. The result's sites are sorted, and it has no rulebooks. This waits
+    for the device.
 
     Tensors on the same sites are added faster as `x.replace_feature(x.features + y.features)`.
 
     Raises:
-        TypeError: an argument that is no `SparseConvTensor`.
-        ValueError: no tensors, or different grids, batch sizes or channels.
+        TypeError: an argument is not a `SparseConvTensor`.
+        ValueError: there are no tensors, or their grids, batch sizes or channels differ.
     """
     for each in tensors:
         if not isinstance(each, SparseConvTensor):

@@ -10,15 +10,15 @@ from typing import Any
 MAX_DIMS = 4
 MAX_ROWS = 2**31 - 1  # tables hold rows as int32
 NO_KEY = 2**63 - 1  # the largest int64, sorted after all keys
-EMPTY = -1  # in a hash table of keys
-NO_ROOM = 2  # one of the three faults of a rulebook
+EMPTY = -1  # marks a free slot in a hash table of keys
+NO_ROOM = 2  # the index of a rulebook's fault
 
 PerDimension = int | Sequence[int]
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """A convolution without its channels, from the sites of its inputs to those of its outputs.
+    """A convolution's geometry, without channels: it maps the sites of its inputs to those of its outputs.
 
     Attributes:
         batch_size: batch elements.
@@ -26,7 +26,7 @@ class Geometry:
         ksize, stride, padding, dilation: in each dimension. For a submanifold convolution, the padding keeps sites in
             place.
         subm: whether outputs are the inputs.
-        transpose: whether input and output are exchanged in the definition.
+        transpose: whether input and output change places in the definition.
     """
 
     batch_size: int
@@ -101,7 +101,7 @@ def _check_submanifold(ksize: tuple[int, ...], stride: tuple[int, ...], transpos
 
 
 def check_cells(what: str, shape: Sequence[int], batch_size: int) -> None:
-    """Raise `ValueError` for a grid with more cells than keys can number."""
+    """Raise `ValueError` if a grid has more cells than keys can number."""
     if batch_size * math.prod(shape) > NO_KEY:
         raise ValueError(
             f"{what} {tuple(shape)} times batch_size {batch_size} exceeds 2^63 cells, more than int64 keys can "
@@ -110,8 +110,8 @@ def check_cells(what: str, shape: Sequence[int], batch_size: int) -> None:
 
 
 def sizes_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """A `spatial_shape` as integers. Raises `TypeError` for other values, and `ValueError` unless it has 1 to 4
-    dimensions of at least 1."""
+    """A `spatial_shape` as integers. Raise `TypeError` for other values, and `ValueError` unless it has 1 to 4 sizes of
+    at least 1."""
     sizes = _sizes("spatial_shape", shape, None, 1)
     if not 1 <= len(sizes) <= MAX_DIMS:
         raise ValueError(f"spatial_shape must have 1 to {MAX_DIMS} dimensions, got {sizes}")
@@ -135,13 +135,13 @@ def whole_number(what: str, value: Any, where: str = "") -> int:
     """An integer, from Python, numpy or a tensor, or a float with an integer value; `where` follows in the message.
 
     Raises:
-        TypeError: a value that is not an integer, such as 2.5, or a bool.
+        TypeError: the value is not an integer (such as 2.5), or is a bool.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return int(value)
     try:
         found = int(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: not one element
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: it does not have exactly one element
         found = None
     if found is None or isinstance(value, (bool, str)) or found != value:
         raise TypeError(f"{what} must be an integer{where}, got {value!r}")

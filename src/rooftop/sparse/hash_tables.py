@@ -21,8 +21,8 @@ from rooftop.sparse.sites import check_sites
 Tables = tuple[Tensor, Tensor, Tensor, Tensor]  # out_indices, neighbours, reached, faults
 
 MAX_SLOTS = 2**30  # of a hash table: slot numbers are int32
-# The number of outputs per input for which a table has room at first; then it grows. A kernel of 3 makes a flat surface
-# 3 thick.
+# The number of outputs per input for which a table has room at first; it grows if needed. A kernel of 3 makes a flat
+# surface 3 cells thick.
 ROOM_PER_SITE = 4
 
 
@@ -56,8 +56,8 @@ def submanifold_by_hash(indices: Tensor, shape: Geometry) -> Tables:
 
 
 def regular_by_hash(indices: Tensor, shape: Geometry, bound: int | None) -> Tables:
-    """Tables of any other convolution; `bound`: rows of outputs, or None: as many as outputs, which waits for the
-    device.
+    """Tables of any other convolution. `bound` is the number of output rows. None: as many rows as outputs, which waits
+    for the device.
     """
     kernels, sites, faults = load_kernels(), _sites(indices), no_faults(indices)
     _insert_sites(sites, shape, faults)
@@ -121,7 +121,7 @@ def _insert_sites(sites: Tensor, shape: Geometry, faults: Tensor) -> tuple[Tenso
 
 
 def _table(keys: int, device: torch.device) -> Tensor:
-    """An empty table that `keys` keys fill at most by half."""
+    """An empty table that is at most half full with `keys` keys."""
     slots = 1 << (2 * max(keys, 1) - 1).bit_length()
     if slots > MAX_SLOTS:
         raise ValueError(f"a table of {keys} sites exceeds the limit of {MAX_SLOTS // 2}: split the batch")

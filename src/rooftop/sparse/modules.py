@@ -1,6 +1,6 @@
 """`SparseModule` and the modules without kernels of their own, named as in spconv.
 
-A plain module, such as `torch.nn.ReLU`, may be in a `SparseSequential` with sparse ones: it gets the features.
+A plain module, such as `torch.nn.ReLU`, may be in a `SparseSequential` with sparse modules. It then gets the features.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ def is_spconv_module(module: nn.Module) -> bool:
 
 
 class SparseSequential(SparseModule):
-    """Modules one after the other: positional, in one `OrderedDict`, or by keyword; `add` appends one.
+    """Run modules one after the other. They are given as positional arguments, in one `OrderedDict`, or by keyword;
+    `add` appends one.
 
     A `SparseModule` gets the sparse tensor, any other module its features (N, C). After `ToDense`, or any module that
     returns a dense tensor, modules get that tensor. Empty inputs also pass through all modules, so that results have
-    the right channels. A `torch.nn.BatchNorm1d` is computed as `SparseBatchNorm` is; a subclass with its own `forward`
-    uses that.
+    the right channels. A `torch.nn.BatchNorm1d` is computed like `SparseBatchNorm`; a subclass with its own `forward`
+    runs that.
     """
 
     def __init__(self, *modules: Any, **named: nn.Module) -> None:
@@ -50,7 +51,7 @@ class SparseSequential(SparseModule):
             self.add(module, str(name))
 
     def __getitem__(self, index: int | slice) -> nn.Module:
-        """A module, or those of a slice, under their names."""
+        """A module, or the modules of a slice under their names."""
         if isinstance(index, slice):
             return SparseSequential(OrderedDict(list(self._modules.items())[index]))
         if not -len(self) <= index < len(self):
@@ -61,7 +62,7 @@ class SparseSequential(SparseModule):
         return len(self._modules)
 
     def add(self, module: nn.Module, name: str | None = None) -> None:
-        """Append a module, under its number if no name is given.
+        """Append a module. Without a name, its number is its name.
 
         Raises:
             TypeError: not a module.
@@ -100,8 +101,8 @@ class SparseBatchNorm(nn.BatchNorm1d, SparseModule):
     """`torch.nn.BatchNorm1d` of the features, over the sites of all batch elements.
 
     With fewer than two sites there is no variance: the running statistics normalize them, and do not change. Rows that
-    are no sites do not count, if the tensor says that it may have some (`padded`). A dense tensor is normalized as by
-    `torch.nn.BatchNorm1d`.
+    are not sites do not count, if the tensor is marked as possibly having some (`padded`). A dense tensor is normalized
+    as by `torch.nn.BatchNorm1d`.
     """
 
     def __init__(self, num_features: int, *arguments: Any, name: str | None = None, **options: Any) -> None:
@@ -125,7 +126,7 @@ class SparseReLU(nn.ReLU, SparseModule):
 
 
 class SparseIdentity(SparseModule):
-    """Returns its input."""
+    """Return the input."""
 
     def forward(self, x: SparseConvTensor) -> SparseConvTensor:
         return x
@@ -139,7 +140,8 @@ class ToDense(SparseModule):
 
 
 class RemoveGrid(SparseModule):
-    """Returns its input. In spconv it frees a dense table, which does not exist here; networks use its name."""
+    """Return the input. In spconv this module frees a dense table, which does not exist here. It exists because
+    networks use its name."""
 
     def forward(self, x: SparseConvTensor) -> SparseConvTensor:
         return x
@@ -151,12 +153,13 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.SyncBatchNorm)
 
 
 def _is_plain(module: nn.Module | None) -> TypeGuard[nn.BatchNorm1d]:
-    """Whether it computes as `torch.nn.BatchNorm1d`: subclasses may have their own `forward`."""
+    """Whether the module computes what `torch.nn.BatchNorm1d` computes: subclasses may have their own `forward`."""
     return isinstance(module, nn.BatchNorm1d) and type(module).forward is nn.BatchNorm1d.forward
 
 
 def differs_from_torch(norm: nn.BatchNorm1d, x: SparseConvTensor) -> bool:
-    """Whether the statistics come from the batch, and some rows are no sites or are too few for a variance."""
+    """Whether the statistics come from the batch, and some rows are not sites or there are too few rows for a
+    variance."""
     return (norm.training or norm.running_mean is None) and (x.padded or x.features.shape[0] < 2)
 
 

@@ -5,10 +5,11 @@
 | | gives |
 |---|---|
 | `SparseMaxPool1d` to `4d` | the maximum of the sites in each window, where there is one |
-| `SparseAvgPool1d` to `4d` | their mean: the sum by how many there are, not by the size of the window |
-| `SparseGlobalMaxPool`, `SparseGlobalAvgPool` | those of all sites of a batch element, a dense tensor |
+| `SparseAvgPool1d` to `4d` | their mean: the sum divided by their number, not by the size of the window |
+| `SparseGlobalMaxPool`, `SparseGlobalAvgPool` | maximum or mean of all sites of a batch element, as a dense tensor |
 
-A pooling with an `indice_key` stores its rulebook there, and a `SparseInverseConv3d` leads back from it.
+A pooling with an `indice_key` stores its rulebook under that key, and a `SparseInverseConv3d` with the same key leads
+back.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from rooftop.sparse.tensor import SparseConvTensor
 
 
 class SparsePool(SparseModule):
-    """Base of all pooling in windows; use one of the classes below.
+    """Base class of all pooling in windows. Use one of the classes below.
 
     Attributes:
         ndim, subm, indice_key, algo, record_voxel_count, num_out_act_bound: as given.
@@ -61,7 +62,7 @@ class SparsePool(SparseModule):
             algo: ignored, see `ConvAlgo`.
             record_voxel_count: keep the largest number of outputs of a call in a buffer, `get_max_num_voxels()`.
             name: name in error messages.
-            num_out_act_bound: the outputs have exactly that many rows, of which the last are no sites, and nothing
+            num_out_act_bound: the exact number of output rows. The last of them are not sites. Nothing then
                 waits for the device. None: as many rows as sites.
 
         Raises:
@@ -87,8 +88,8 @@ class SparsePool(SparseModule):
         """x on a grid of `ndim` dimensions; returns the same batch and channels on the grid of the outputs.
 
         Raises:
-            TypeError, ValueError: x is not such a tensor; the rulebook under `indice_key` has another geometry or other
-                sites; errors of `build_rulebook`.
+            TypeError, ValueError: x is not such a tensor, or the rulebook under `indice_key` has another geometry or
+                other sites; also the errors of `build_rulebook`.
             MissingExtraError: Warp is not installed; on a GPU, Triton.
         """
         _check_input(self, x)
@@ -122,7 +123,7 @@ class SparsePool(SparseModule):
 class SparseMaxPool(SparsePool):
     """The maximum of the sites in each window. All sites that equal it get its gradient, as in spconv.
 
-    spconv 2.3 also takes the maximum with 0: after a ReLU that is the same.
+    spconv 2.3 also takes the maximum with 0. After a ReLU the results are the same.
     """
 
     average = False
@@ -209,7 +210,7 @@ class SparseAvgPool3d(_OfDimensions, SparseAvgPool):
 class SparseGlobalMaxPool(SparseModule):
     """The maximum of all sites of each batch element: (batch_size, C), 0 without sites.
 
-    Its gradient is shared equally by all sites that equal it.
+    All sites that equal the maximum share its gradient equally.
     """
 
     def forward(self, x: SparseConvTensor) -> Tensor:

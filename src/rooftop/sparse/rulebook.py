@@ -45,8 +45,8 @@ class Faults(NamedTuple):
     """Errors that building a rulebook found in its sites, and the data for their messages.
 
     Attributes:
-        flags: (3,) int32 on the device of the indices, 0 or 1: an input row repeats a site; one is out of range; there
-            were more outputs than `num_out_act_bound`, in which case there are no outputs.
+        flags: (3,) int32 on the device of the indices, 0 or 1: an input row repeats a site; an input row is out of
+            range; there were more outputs than `num_out_act_bound`, in which case there are no outputs.
         indices: (N, 1 + dims), the inputs.
         shape: the convolution.
         outputs: rows of the outputs.
@@ -70,8 +70,8 @@ class Faults(NamedTuple):
 class Rulebook:
     """All pairs of a convolution, in the forms that its computation needs. N inputs, O outputs, K offsets.
 
-    A row of indices that is -1 throughout is no site and has no pairs. With `num_out_act_bound` the outputs end in such
-    rows.
+    A row of indices that consists of -1 is not a site and has no pairs. With `num_out_act_bound`, the last rows of the
+    outputs are such rows.
 
     Attributes:
         shape: the convolution for which it was built; for an inverse one, the inverted convolution.
@@ -80,10 +80,10 @@ class Rulebook:
         table: `neighbours`, and the tables that convolutions derived from it, for all layers.
         reached: the same for `reverse`, or None for a submanifold convolution.
         faults: (3,) int32 on the device of the indices, `Faults.flags`. `check()` raises for them.
-        bounded: whether the number of output rows was given, so that some may be no sites.
-        inverse: whether it was built from the outputs to the inputs, and then swapped.
-        version: the version of in_indices, which grows with changes in place; None for a copy, and if PyTorch counts
-            none.
+        bounded: whether the number of output rows was given, so that some may not be sites.
+        inverse: whether it was built from the outputs to the inputs and then swapped.
+        version: the version of in_indices, which grows with changes in place. None for a copy, and if PyTorch does not
+            count versions.
     """
 
     shape: Geometry
@@ -97,7 +97,7 @@ class Rulebook:
     version: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies, whose tensors have their own versions."""
+        """The state for copies, whose tensors have their own versions."""
         return {name: value for name, value in self.__dict__.items() if name != "version"}
 
     @property
@@ -120,7 +120,7 @@ class Rulebook:
 
     @property
     def subm(self) -> bool:
-        """Whether outputs are the inputs. Then i has o at k if o has i at K - 1 - k."""
+        """Whether the outputs are the inputs. Input i then has output o at offset k if o has i at K - 1 - k."""
         return self.shape.subm
 
     @property
@@ -129,7 +129,7 @@ class Rulebook:
 
     @property
     def told_faults(self) -> Faults:
-        """The errors that building it found."""
+        """The errors found while building the rulebook."""
         inputs, outputs = self.in_indices, self.out_indices
         if self.inverse:
             inputs, outputs = outputs, inputs
@@ -141,7 +141,7 @@ class Rulebook:
 
     @property
     def num_outputs(self) -> Tensor:
-        """() int64 on the device: output rows that are sites."""
+        """() int64 on the device: the number of output rows that are sites."""
         return (self.out_indices[:, 0] >= 0).sum()
 
     @property
@@ -166,7 +166,8 @@ class Rulebook:
 
     @cached_property
     def indice_pairs(self) -> Tensor:
-        """(2, K, N) int32: input rows and output rows of the pairs of each offset, by input row, then -1."""
+        """(2, K, N) int32: input rows and output rows of the pairs of each offset, in the order of input rows, then
+        -1."""
         listed, counts = row_pairs(self.reverse, self.out_indices.shape[0])  # outputs, then inputs
         beyond = torch.arange(listed.shape[2], device=counts.device) >= counts[:, None]  # (K, min(N, O))
         pairs = listed.flip(0).masked_fill_(beyond, -1)
@@ -192,7 +193,7 @@ class Rulebook:
 
 
 def bit_masks(table: Tensor) -> Tensor:
-    """(rows, K) int32 with -1 for none, to (rows, ceil(K / 32)) int32 with a bit for each entry."""
+    """Convert (rows, K) int32, with -1 for none, to (rows, ceil(K / 32)) int32 with a bit for each entry."""
     kernels = load_kernels()
     masks = table.new_empty((table.shape[0], -(-table.shape[1] // WORD_BITS)))
     launch_warp(kernels.set_bits, tuple(masks.shape), table, masks)
@@ -205,7 +206,7 @@ def bit_masks(table: Tensor) -> Tensor:
 def rulebook_reference(indices: Tensor, shape: Geometry, num_out_act_bound: int | None = None) -> Rulebook:
     """The definition, in plain PyTorch, on any device: sort, unique and searchsorted on keys.
 
-    Arguments and errors are those of `build_rulebook`, but all errors are raised at once.
+    Arguments and errors are those of `build_rulebook`, but every error is raised immediately.
     """
     check_indices(indices, shape.dims)
     check_sites(indices, shape.batch_size, shape.in_shape)
@@ -264,15 +265,15 @@ def build_rulebook(indices: Tensor, shape: Geometry, num_out_act_bound: int | No
     Args:
         indices: (N, 1 + dims) int32 or int64, batch first, on a GPU or the CPU; rows of -1 are no sites.
         shape: the convolution.
-        num_out_act_bound: the exact number of output rows, of which the last are -1. Nothing waits for the device, so a
-            CUDA graph can capture the call, once a first call has loaded the kernels. A submanifold convolution has as
-            many outputs as inputs, and never waits; its bound must be at least N.
+        num_out_act_bound: the exact number of output rows; the last of them are -1. With it, nothing waits for the
+            device, so a CUDA graph can capture the call once a first call has loaded the kernels. A submanifold
+            convolution has as many outputs as inputs, and never waits; its bound must be at least N.
 
     Raises:
         MissingExtraError: Warp is not installed.
-        TypeError, ValueError: indices of another shape, dtype or device; an invalid bound.
-        ValueError: a site out of range, a repeated site, more outputs than the bound. The error is raised at once on
-            the CPU. On a GPU it is raised if the call waits for the GPU anyway, or with ROOFTOP_CHECK=1 in the
+        TypeError, ValueError: the shape, dtype or device of the indices is wrong, or the bound is invalid.
+        ValueError: a site is out of range or repeated, or there are more outputs than the bound. The error is raised at
+            once on the CPU. On a GPU it is raised if the call waits for the GPU anyway, or with ROOFTOP_CHECK=1 in the
             environment; otherwise by `Rulebook.check()`. Until then, a site out of range has no pairs, pairs of a
             repeated site may belong to either row, and with too small a bound there are no outputs at all.
     """
@@ -302,7 +303,8 @@ def build_rulebook(indices: Tensor, shape: Geometry, num_out_act_bound: int | No
 
 
 def version_of(indices: Tensor) -> int | None:
-    """How often a tensor was changed in place; None in compiled code and in inference mode, which do not count."""
+    """The number of times that a tensor was changed in place; None in compiled code and in inference mode, where
+    nothing counts it."""
     return None if torch.compiler.is_compiling() or indices.is_inference() else indices._version
 
 
@@ -351,7 +353,8 @@ class SparseRulebook(NamedTuple):
         )
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Sites read once, tables written once. The task does not need the other traffic of hash tables."""
+        """Sites are read once, and tables are written once. The task does not require the other traffic of hash
+        tables."""
         return Cost(distinct_bytes([self.indices]), distinct_bytes(made))
 
 
@@ -364,7 +367,7 @@ def _is_traced_by_dynamo() -> bool:
 
 @_disable_dynamo  # unlike torch.compiler.disable, this does not import the compiler before it is needed
 def without_num_out_act_bound(*arguments: Any) -> Tables:
-    """The operator, between two graphs of a compiled program: the second begins after the outputs are counted.
+    """Run the operator between two graphs of a compiled program. The second graph begins after the outputs are counted.
 
     If one whole graph is requested, the compiler's error shows the name of this function.
     """
@@ -410,8 +413,8 @@ def get_indice_pairs(
         int32.
 
     Raises:
-        MissingExtraError, TypeError, ValueError: as `build_rulebook`; sizes that are too small or too many, a kernel
-            that does not fit, a grid of 2^63 cells or more.
+        MissingExtraError, TypeError, ValueError: as in `build_rulebook`; also if a size is too small, there are too
+            many sizes, the kernel does not fit, or the grid has 2^63 cells or more.
     """
     shape = geometry(batch_size, spatial_shape, ksize, stride, padding, dilation, out_padding, subm, transpose)
     rulebook = build_rulebook(indices, shape, num_out_act_bound)

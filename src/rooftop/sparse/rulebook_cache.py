@@ -1,7 +1,8 @@
 """Choose the rulebook of a layer: the one that an earlier layer stored under its `indice_key`, or a new one.
 
 Layers also share the data derived from a rulebook (orders of rows, lists of pairs). A rulebook belongs to one geometry
-and one tensor of indices. A layer that asks for it with others gets an error, instead of wrong neighbours.
+and one tensor of indices. A layer that asks for it with another geometry or other indices gets an error instead of
+wrong neighbours.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ Sizes = tuple[int, ...]
 
 
 def per_dimension(what: str, value: PerDimension, dims: int, least: int) -> tuple[int, ...]:
-    """One integer for each dimension. Raises `TypeError` for other values, and `ValueError` for another number of them
-    or for one below `least`."""
+    """One integer for each dimension. Raise `TypeError` for other values, and `ValueError` if their number is wrong or
+    one is below `least`."""
     sizes = whole_numbers(what, value, dims)
     if len(sizes) != dims or min(sizes) < least:
         raise ValueError(f"{what} must be an integer of at least {least}, or {dims} of them, got {value}")
@@ -136,7 +137,7 @@ def on_outputs(
 ) -> SparseConvTensor:
     """The result of a layer on x: features (O, C) on the outputs of its rulebook, which is stored under `indice_key`.
 
-    As in spconv, only the new tensor and those derived from it have it; x does not change.
+    As in spconv, only the new tensor and tensors derived from it have that rulebook; x does not change.
     """
     new = x.derived(features, rulebook.out_indices, rulebook.out_shape, rulebook.bounded)
     if indice_key is None or indice_key not in x.indice_dict:
@@ -147,7 +148,7 @@ def on_outputs(
 
 
 def _same(one: Geometry, other: Geometry) -> bool:
-    """one == other, size by size, so that a compiler can compare sizes that it does not know yet."""
+    """one == other, compared size by size, so that it works for a compiler's symbolic sizes."""
     for name in NAMES:
         a, b = getattr(one, name), getattr(other, name)
         if isinstance(a, tuple):

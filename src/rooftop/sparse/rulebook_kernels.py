@@ -4,8 +4,8 @@ A table is (slots,) int64, slots a power of two, EMPTY in free slots; a second a
 into the first slot from its hash on that is empty or contains it: compare-and-swap decides between threads, and none
 waits for another. Tables are read in later launches than those that fill them.
 
-Sizes are passed as vectors of four; the first `dims` entries count. `faults` are those of `Rulebook`: a thread that
-finds one stores 1, and leaves its site out.
+Sizes are passed as vectors of four; the first `dims` entries count. `faults` is that of `Rulebook`. A thread that finds
+a fault stores 1 and skips its site.
 """
 
 import warp as wp
@@ -20,14 +20,15 @@ EMPTY = wp.constant(wp.int64(geometries.EMPTY))
 NO_KEY = wp.constant(wp.int64(geometries.NO_KEY))
 MIX = wp.constant(wp.uint64(0xFF51AFD7ED558CCD))  # of MurmurHash3's finalizer
 HALF = wp.constant(wp.uint64(33))
-# In a table that is half full, runs of n full slots are rarer than exp(-0.19 n): a run this long means no room.
+# In a table that is half full, runs of n full slots are rarer than exp(-0.19 n). So a run of this length means that the
+# table has no room.
 PROBES = wp.constant(256)
 REPEATED, OUTSIDE, NO_ROOM = wp.constant(0), wp.constant(1), wp.constant(geometries.NO_ROOM)
 
 
 @wp.func
 def first_slot(table: wp.array(dtype=wp.int64), key: wp.int64):
-    """The slot where the search for a key begins: its bits, mixed."""
+    """The slot where the search for a key begins: a hash of the key's bits."""
     mixed = wp.uint64(key)
     mixed = (mixed ^ (mixed >> HALF)) * MIX
     mixed = mixed ^ (mixed >> HALF)
@@ -92,8 +93,8 @@ def insert_sites(
     rows: wp.array(dtype=wp.int32),
     faults: wp.array(dtype=wp.int32),
 ):
-    """Stores the key of each site in the table and its row in `rows`; a fault for a site off the grid or a repeated
-    one.
+    """Store the key of each site in the table and its row in `rows`. Record a fault for a site off the grid or a
+    repeated one.
     """
     row = wp.tid()
     if is_inside(sites, row, dims, batch_size, shape):
@@ -210,8 +211,8 @@ def number_outputs(
     rows: wp.array(dtype=wp.int32),
     sites: wp.array2d(dtype=wp.int64),  # (O, 1 + dims)
 ):
-    """Each key's index in sorted order goes to its slot, its coordinates to the outputs; -1 for entries that are no
-    key.
+    """Write each key's index in sorted order to its slot, and its coordinates to the outputs. Entries that are not keys
+    get -1.
     """
     row = wp.tid()
     key = keys[row]

@@ -2,10 +2,10 @@
 
 Each program sums the rows of one part; parts have equal length. One program for each block of columns merges the parts,
 always in the same order. A part is a count, a mean and a sum of squares about that mean, merged as in Chan et al. 1983,
-"Algorithms for Computing the Sample Variance": nothing cancels if means are large.
+"Algorithms for Computing the Sample Variance". So nothing cancels if means are large.
 
-All values between loads and stores have the dtype of the statistics, which is float64 for float32 rows. A mean rounded
-to float32 shifts all sites alike, and far from zero by more than the rows' own rounding.
+All values between loads and stores have the dtype of the statistics, which is float64 for float32 rows. A mean that is
+rounded to float32 shifts all sites alike; if it is far from zero, by more than the rows' own rounding.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def merge_moments(
     parts, eps,
     CHANNELS: tl.constexpr, RUNNING: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Mean and variance of all sites, and the statistics that normalize rows: these or, with fewer than two sites, the
-    running ones if there are any."""
+    """Mean and variance of all sites, and the statistics that normalize rows. The latter are the former or, with fewer
+    than two sites, the running ones if they exist."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     wide: tl.constexpr = means.dtype.element_ty
     count = tl.zeros((), wide)
@@ -154,7 +154,8 @@ def site_gradient(
 def _tile(
     x, sites, part, start, length, rows, column, CHANNELS: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr
 ):  # fmt: skip
-    """(ROWS, COLUMNS) values in that dtype, 0 for rows that are no sites, and which rows are sites."""
+    """(ROWS, COLUMNS) values in the dtype of the statistics, with 0 for rows that are not sites; and which rows are
+    sites."""
     row = part.to(tl.int64) * length + start + tl.arange(0, ROWS)
     known = tl.load(sites + row, mask=row < rows, other=0) != 0
     place = row[:, None] * CHANNELS + column[None, :]

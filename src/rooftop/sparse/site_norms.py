@@ -1,9 +1,10 @@
 """Batch norm over the rows that are sites: y = (x - mean) * rate * weight + bias, rate = 1 / sqrt(var + eps).
 
 Mean and variance are over the rows (N, C) that `sites` (N,) marks; only the device knows their number. With fewer than
-two there is no variance, and the running statistics are used. Ioffe and Szegedy 2015, "Batch Normalization". Bound by
+two sites there is no variance, and the running statistics are used. Ioffe and Szegedy 2015, "Batch Normalization".
+Bound by
 memory: forward reads x twice and writes y; backward reads dy and x twice and writes dx. Rows that are no sites may hold
-any values: they are not read, and their results and gradients are 0.
+any values. They are not read, and their results and gradients are 0.
 
 Sums and statistics are float64, for half precision float32, in parts of equal length that are merged in order: the bits
 are the same each time.
@@ -23,7 +24,7 @@ from rooftop.launch.triton_launch import INTERPRETED, launch, processors, requir
 
 Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
-# Predicted, not measured: a tile of 16 elements a thread, and twice as many parts as multiprocessors.
+# Predicted, not measured: a tile has 16 elements per thread, and there are twice as many parts as multiprocessors.
 TILE, COLUMNS, PARTS_PER_SM, MERGED, WARPS = 2048, 64, 2, 64, 4
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -88,7 +89,7 @@ def _tile(x: Tensor) -> dict[str, int]:
 
 
 def _parts(x: Tensor, tile: dict[str, int]) -> tuple[int, int]:
-    """The number of parts in which the rows are summed, and their length."""
+    """The number of parts into which the rows are divided for their sums, and the length of a part."""
     tiles = -(-x.shape[0] // tile["ROWS"])
     each = -(-tiles // (PARTS_PER_SM * processors(x)))
     return -(-tiles // each), each * tile["ROWS"]

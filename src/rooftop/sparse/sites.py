@@ -1,4 +1,4 @@
-"""Sites (batch, coordinates) of a grid: as one int64 key each, and checks of their range.
+"""Sites (batch, coordinates) of a grid: conversion to and from int64 keys, and checks of their range.
 
 The key of a site is ((batch * Z + z) * Y + y) * X + x.
 """
@@ -17,7 +17,7 @@ from rooftop.sparse.geometries import MAX_ROWS
 
 
 def keys_of(sites: Tensor, shape: Sequence[int]) -> Tensor:
-    """(..., 1 + dims) int64, batch first, to one int64 key each."""
+    """Convert sites (..., 1 + dims) int64, batch first, to one int64 key each."""
     keys = sites[..., 0]
     for dim, size in enumerate(shape):
         keys = keys * size + sites[..., 1 + dim]
@@ -25,7 +25,7 @@ def keys_of(sites: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def sites_of(keys: Tensor, shape: Sequence[int]) -> Tensor:
-    """Keys to (..., 1 + dims) int64, batch first."""
+    """Convert keys to sites (..., 1 + dims) int64, batch first."""
     columns = []
     for size in reversed(shape):
         columns.append(keys % size)
@@ -39,7 +39,7 @@ def sites_of(keys: Tensor, shape: Sequence[int]) -> Tensor:
 def check_sites(indices: Tensor, batch_size: int, shape: Sequence[int]) -> None:
     """Raise `ValueError` for the first row that is out of range, and for the first that repeats another.
 
-    Rows of -1 are no sites and are skipped. Waits for the device.
+    Rows of -1 are not sites and are skipped. This waits for the device.
     """
     check_range(indices, batch_size, shape)
     sites = indices.long()
@@ -56,7 +56,7 @@ def check_sites(indices: Tensor, batch_size: int, shape: Sequence[int]) -> None:
 
 
 def check_range(indices: Tensor, batch_size: int, shape: Sequence[int]) -> None:
-    """The first half of `check_sites`."""
+    """Check only the range of the sites: the first half of `check_sites`."""
     sites = indices.long()
     outside = (sites != -1).any(1) & ~in_range(sites, batch_size, shape)
     if bool(outside.any()):
@@ -68,7 +68,7 @@ def check_range(indices: Tensor, batch_size: int, shape: Sequence[int]) -> None:
 
 
 def in_range(sites: Tensor, batch_size: int, shape: Sequence[int]) -> Tensor:
-    """(N, 1 + dims) int64 to (N,) bool."""
+    """Whether each row is in range: (N, 1 + dims) int64 to (N,) bool."""
     inside = (sites[:, 0] >= 0) & (sites[:, 0] < batch_size)
     for dim, size in enumerate(shape):
         inside &= (sites[:, 1 + dim] >= 0) & (sites[:, 1 + dim] < size)

@@ -1,8 +1,8 @@
 """A neighbour table as the kernels of sparse convolution need it: its rows in an order, and lists of its pairs.
 
-Each is computed once, for all layers that share a rulebook. A table stored in its order is not also stored by rows: for
-half a million sites and 27 offsets that saves 60 MB. Operators of `torch.library` compute all of it, so that compiled
-programs do so too.
+Each of these is computed once, for all layers that share a rulebook. A table that is stored in its order is not also
+stored by rows, which saves 60 MB for half a million sites and 27 offsets. Operators of `torch.library` compute
+everything, so that compiled programs can do so too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def by_kernels(table: Tensor) -> bool:
 
 
 def are_many(rows: int, least: int) -> bool:
-    """Whether there are at least that many rows; True if only the run of a compiled program can tell."""
+    """Whether there are at least that many rows. True if the number is only known when a compiled program runs."""
     if torch.compiler.is_compiling():
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -36,8 +36,8 @@ def are_many(rows: int, least: int) -> bool:
 
 
 def to_keep() -> AbstractContextManager[object]:
-    """A context for tensors that later calls use too: autograd cannot save tensors made in inference mode. Compiled
-    code is in that mode throughout or not at all."""
+    """A context for tensors that later calls also use, because autograd cannot save tensors made in inference mode.
+    Compiled code is in inference mode throughout or not at all."""
     return nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False)
 
 
@@ -58,7 +58,7 @@ class RowOrder(NamedTuple):
         return self.neighbours.new_empty(sparse_conv_launches.row_order_shape(rows, taps))
 
     def cost(self, made: Tensor) -> Cost:
-        """The table read once, the result written once."""
+        """The table is read once, and the result is written once."""
         return Cost(distinct_bytes(self), distinct_bytes([made]))
 
 
@@ -77,7 +77,7 @@ class RowPairs(NamedTuple):
         return pairs, self.neighbours.new_empty(taps)
 
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
-        """The table read once, the result written once."""
+        """The table is read once, and the result is written once."""
         return Cost(distinct_bytes([self.neighbours]), distinct_bytes(made))
 
 
@@ -96,7 +96,7 @@ class RowBlocks(NamedTuple):
         return order.new_empty(taps, -(-order.shape[1] // tables.BLOCK_ROWS)), order.new_empty(taps)
 
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
-        """The masks of the table's rows read once, the lists written once."""
+        """The masks of the table's rows are read once, and the lists are written once."""
         masks = self.order[1 : self.order.shape[0] - self.taps]
         return Cost(distinct_bytes([masks]), distinct_bytes(made))
 
@@ -134,12 +134,12 @@ class NeighbourTable:
         if self.by_row is not None:
             return self.by_row.shape[1]
         assert self.ordered is not None
-        lines = self.ordered.shape[0] - 1  # T and one for each 32 of them
+        lines = self.ordered.shape[0] - 1  # T, and one more for each 32 taps
         return lines - -(-lines // 33)
 
     @property
     def order(self) -> Tensor | None:
-        """The order for `sparse_conv`. None if it is as fast without."""
+        """The order for `sparse_conv`. None if `sparse_conv` is as fast without it."""
         if self.ordered is not None or self.by_row is None:
             return self.ordered
         if not by_kernels(self.by_row) or not are_many(self.by_row.shape[0], tables.SORTED_FROM):
@@ -152,7 +152,7 @@ class NeighbourTable:
 
     @property
     def pairs(self) -> tuple[Tensor, Tensor] | None:
-        """The pairs for `sparse_conv`. None if it is as fast without."""
+        """The pairs for `sparse_conv`. None if `sparse_conv` is as fast without them."""
         if self.lists is None:
             order = self.order
             if order is not None and sparse_conv_launches.has_table(order):

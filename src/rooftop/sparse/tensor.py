@@ -21,16 +21,16 @@ REDUCTIONS = ("sum", "mean", "max", "min")
 class SparseConvTensor:
     """Features on the active sites of a batch of grids.
 
-    A row of indices that is -1 throughout is no site: the outputs of convolutions with a fixed number of outputs end in
-    such rows.
+    A row of indices that consists of -1 is not a site. Convolutions with a fixed number of outputs may end in such
+    rows.
 
     Attributes:
-        features: (N, C). To change them, `replace_feature`.
+        features: (N, C). Use `replace_feature` to change them.
         indices: (N, 1 + dims) int32 or int64, batch first.
         spatial_shape: list of 1 to 4 sizes.
         batch_size: number of batch elements; some may have no sites.
-        indice_dict: the rulebooks of layers by their `indice_key`, those that led to this tensor.
-        padded: whether some rows of indices may be no sites. Outputs of a layer with a bound are padded; for inputs,
+        indice_dict: the rulebooks of the layers that led to this tensor, by their `indice_key`.
+        padded: whether some rows of indices may not be sites. Outputs of a layer with a bound are padded; for inputs,
             their creator sets this. Batch norms then count only sites.
         faults: errors that earlier layers found in their sites; `check()` raises for them.
     """
@@ -47,13 +47,14 @@ class SparseConvTensor:
         *,
         padded: bool = False,
     ) -> None:
-        """Uses the given tensors, without copies. Compiled code and fake tensors have no values to check.
+        """Use the given tensors without copies. In compiled code and for fake tensors, values are not checked.
 
         The order is spconv's; grid and voxel_num are accepted for networks that pass them, and ignored.
 
         Raises:
-            TypeError, ValueError: other shapes, dtypes or devices; a grid of 2^63 cells or more, the batch included; on
-                the CPU, and with ROOFTOP_CHECK=1 in the environment on a GPU, a site out of range. Repeated sites raise
+            TypeError, ValueError: a shape, dtype or device is wrong; the grid, the batch included, has 2^63 cells or
+                more; or a site is out of range (checked on the CPU, and on a GPU with ROOFTOP_CHECK=1 in the
+                environment). Repeated sites raise
                 where they matter: when a convolution looks for neighbours, and in `dense()`; `coalesce()` merges them.
         """
         self.spatial_shape = list(sizes_of(spatial_shape))
@@ -121,7 +122,7 @@ class SparseConvTensor:
         return self.replace_feature(-self.features)
 
     def select_by_index(self, valid_indices: Tensor) -> SparseConvTensor:
-        """Some of the sites: by their row numbers, int64, or by a bool for each row. The result has no rulebooks."""
+        """Some of the sites, selected by int64 row numbers or by a bool for each row. The result has no rulebooks."""
         new = self.derived(self.features[valid_indices], self.indices[valid_indices], self.spatial_shape)
         new.indice_dict = {}
         return new
@@ -130,7 +131,7 @@ class SparseConvTensor:
         """The sum with features (N, C), or with those of a tensor on the same sites.
 
         Raises:
-            ValueError: a tensor with another tensor of indices; `functional.sparse_add` adds those.
+            ValueError: the other tensor has another tensor of indices. `functional.sparse_add` adds such tensors.
         """
         if not isinstance(other, SparseConvTensor):
             return self.replace_feature(self.features + other)
@@ -155,8 +156,8 @@ class SparseConvTensor:
         return new
 
     def check(self) -> None:
-        """Raise `ValueError` for an error that earlier layers found: a site out of range or a repeated one, or too
-        small a bound. On a GPU layers do not wait to raise; this method waits for the device."""
+        """Raise `ValueError` if earlier layers found an error: a site out of range, a repeated site, or too small a
+        bound. On a GPU, layers do not wait for the device in order to raise; this method does."""
         for fault in self.faults:
             fault.check()
 
@@ -170,8 +171,8 @@ class SparseConvTensor:
         Differentiable.
 
         Raises:
-            ValueError: a repeated site or one out of range, under the conditions of the constructor. Otherwise one of
-                the repeated sites is used, and sites out of range are ignored.
+            ValueError: a site is repeated or out of range, where the constructor would check this. Otherwise one of the
+                repeated sites is used, and sites out of range are ignored.
         """
         if _has_values(self.indices) and checks_values(self.indices):
             check_sites(self.indices, self.batch_size, self.spatial_shape)
@@ -187,12 +188,12 @@ class SparseConvTensor:
     def coalesce(self, reduce: str = "sum") -> SparseConvTensor:
         """Each site once, sorted, with the "sum", "mean", "max" or "min" of its rows' features.
 
-        Differentiable, and deterministic: rows are reduced in order, and added up in float32 or wider. It waits for the
-        device. The result has no rulebooks.
+        This is differentiable and deterministic: rows are reduced in order, and added up in float32 or wider. It waits
+        for the device. The result has no rulebooks.
 
         Raises:
-            TypeError: integer features.
-            ValueError: another reduction, a site out of range.
+            TypeError: the features are integers.
+            ValueError: the reduction is unknown, or a site is out of range.
         """
         if reduce not in REDUCTIONS:
             raise ValueError(
@@ -215,7 +216,7 @@ class SparseConvTensor:
 
 
 def _has_values(tensor: Tensor) -> bool:
-    """Whether it holds data, instead of a compiler's description."""
+    """Whether the tensor holds data, and is not a compiler's description."""
     return not torch.compiler.is_compiling() and not isinstance(tensor, FakeTensor)
 
 

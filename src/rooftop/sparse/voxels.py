@@ -1,11 +1,11 @@
-"""From points to voxels: which points are in which cell of a grid, and the features of a cell.
+"""Voxelization: which points are in which cell of a grid, and the features of a cell.
 
 A point p is in the cell floor((p - low) / size) of each dimension, in float32 (float64 for points in float64), with
-IEEE 754 division. So a GPU and a CPU find the same cell, which is also spconv's. Points are sorted by the int64 key of
+IEEE 754 division. So a GPU and a CPU find the same cell, and so does spconv. Points are sorted by the int64 key of
 their cell, stably, so that nothing depends on the order in which threads run. A point outside of the grid, or with NaN,
 is in no voxel.
 
-There are two rules for the end of a grid. `voxelize` takes every point of its range, low <= p < high in the points'
+There are two rules for where a grid ends. `voxelize` takes every point of its range, low <= p < high in the points'
 dtype; if the cells do not divide the range, the last cell extends beyond it. `PointToVoxel` has spconv's rule: the
 number of whole cells that comes nearest to the range. So up to half a cell of the range is excluded, or up to half a
 cell beyond it is included.
@@ -25,7 +25,7 @@ from rooftop.sparse.geometries import MAX_DIMS, NO_KEY
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 REDUCTIONS = ("mean", "max", "sum", "first")
-MOST_CELLS = 2**31  # of a dimension: indices are int32
+MOST_CELLS = 2**31  # cells of a dimension: indices are int32
 
 # ---- the grid --------------------------------------------------------------------------------------------------
 
@@ -56,8 +56,9 @@ def grid_of(voxel_size: Sequence[float], coordinate_range: Sequence[float], as_s
         as_spconv: use the number of whole cells nearest to it, and the points in them.
 
     Raises:
-        TypeError: arguments that are not sequences of numbers.
-        ValueError: not 1 to 4 dimensions, invalid sizes, an empty range, 2^63 cells or more.
+        TypeError: an argument is not a sequence of numbers.
+        ValueError: there are not 1 to 4 dimensions, a size is invalid, the range is empty, or there are 2^63 cells or
+            more.
     """
     try:
         sizes, ends = tuple(map(float, voxel_size)), tuple(map(float, coordinate_range))
@@ -100,7 +101,7 @@ def _cells(points: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     """The cell (N, dims) int64 of each point, and whether it is in the grid, (N,)."""
     at = points[:, : len(grid.shape)]
     at = at if at.dtype == torch.float64 else at.float()
-    # Divided by a tensor: for a number, a GPU would multiply by its reciprocal, which is rounded.
+    # Divide by a tensor: instead of dividing by a number, a GPU would multiply by its rounded reciprocal.
     low, sizes = _on_device([grid.low, grid.sizes], at.dtype, at.device)
     cells = at.sub(low).div(sizes).floor().nan_to_num(-1.0).clamp(-1, MOST_CELLS).long()
     shape = _on_device(grid.shape, torch.int64, at.device)
@@ -150,7 +151,7 @@ def _by_voxel(keys: Tensor) -> _ByVoxel:
 
 
 class PointToVoxel:
-    """Points in slots of voxels, as spconv's class with this name: (V, P, F) for a batch of one.
+    """Assign points to slots of voxels, like spconv's class of this name: (V, P, F) for a batch of one.
 
     The grid has the number of whole cells that comes nearest to the range, which is spconv's rule; `voxelize` covers
     the range. Voxels are numbered in the order of their first points, and hold their points in order, until slots or
@@ -171,7 +172,7 @@ class PointToVoxel:
         max_num_points_per_voxel: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        """1 to 4 dimensions.
+        """Prepare a grid of 1 to 4 dimensions.
 
         Args:
             vsize_xyz: size of a voxel, in the points' units.
@@ -182,7 +183,8 @@ class PointToVoxel:
             device: the device of the points.
 
         Raises:
-            ValueError: an invalid grid, see `grid_of`; fewer features than coordinates, no voxels, no points.
+            ValueError: the grid is invalid (see `grid_of`), there are fewer features than coordinates, or a maximum is
+                0.
         """
         self._grid = grid_of(vsize_xyz, coors_range_xyz, as_spconv=True)
         dims = len(self._grid.shape)
@@ -230,14 +232,16 @@ class PointToVoxel:
             raise ValueError(f"PointToVoxel: made for points on {self.device}, got them on {pc.device}: pass device=")
         cells, inside = _cells(pc, self._grid)
         found = _by_voxel(_keys(cells, inside, self._grid.shape))
-        opens = torch.zeros_like(found.starts).scatter_(0, found.order, found.starts)  # a voxel; in the points' order
+        # the first point of each voxel, in the points' order
+        opens = torch.zeros_like(found.starts).scatter_(0, found.order, found.starts)
         openers = opens.nonzero().squeeze(1)[: self.max_num_voxels]
         count, slots = len(openers), self.max_num_points_per_voxel
         number = opens.cumsum(0)[found.order[found.first]] - 1  # (N,) the voxel of each sorted point
         number = number.where(found.real & (number < count), -1)
         slot = torch.arange(len(pc), device=pc.device) - found.first
         lies = (number >= 0) & (slot < slots)
-        place = (number * slots + slot).where(lies, count * slots)  # one more slot takes points in no voxel
+        # an additional slot takes the points that are in no voxel
+        place = (number * slots + slot).where(lies, count * slots)
         voxels = pc.new_zeros(count * slots + 1, pc.shape[1]).index_copy(0, place, pc.index_select(0, found.order))
         voxels = voxels[:-1].view(count, slots, pc.shape[1])
         numbers = torch.zeros(count + 1, dtype=torch.int32, device=pc.device)
@@ -263,7 +267,7 @@ def voxelize(
 
     Args:
         points: (N, F) float16, bfloat16, float32 or float64, the coordinates (x, y, z) first; N may be 0.
-        voxel_size: size in x, y, z, in the points' units; 1 to 4 dimensions.
+        voxel_size: size in x, y, z, in the points' units; Prepare a grid of 1 to 4 dimensions.
         coordinate_range: low ends, then high ends: all points from the low ends (included) to the high ends (excluded)
             are in a voxel. The grid is `voxel_grid(voxel_size, coordinate_range)`, whose last cells may extend beyond
             the range.

@@ -5,12 +5,14 @@ softmax(Q K^T scale + mask) V, and L = log(sum(exp(...))) of each row. The back 
 few hundred positions on. `attention_plan` says which back end computes a call, and why.
 
 The gradient with respect to L: with P the probabilities, dS = P (dO V^T - delta + dL), delta = rowsum(dO O). The back
-ends compute delta from dO and O, and use O for nothing else. So they get an O' with rowsum(dO O') = delta - dL:
+ends compute delta from dO and O, and use O for nothing else. So the call passes them an O' with rowsum(dO O') = delta -
+dL:
 
     O' = O - dL dO / |dO|^2
 
 If dO is negligible next to dL (or 0), one of its elements becomes dL / 2^40 and that element of O' becomes -2^40: only
-their product matters. Both need the range of bfloat16 or float32; in float16 the gradient with respect to L raises.
+their product matters. Both values need the range of bfloat16 or float32, so in float16 the gradient with respect to L
+raises.
 """
 
 from __future__ import annotations
@@ -87,7 +89,8 @@ def scores_of(
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """0 where the mask hides a key; exp(scores - lse) would lose accuracy by the rounding of lse."""
+    """The probabilities, 0 where the mask hides a key. They are not computed as exp(scores - lse), because the rounding
+    of lse would cost accuracy."""
     return scores.softmax(-1).masked_fill((lse == -math.inf)[..., None], 0.0)
 
 
@@ -105,11 +108,11 @@ def kv_of_groups(gradient: Tensor, like: Tensor) -> Tensor:
 # ---- implementations -------------------------------------------------------------------------------------------
 
 aten = torch.ops.aten
-ALIGNMENT = 16  # bytes of the back ends' loads: they rely on rows that are multiples of it
+ALIGNMENT = 16  # bytes of a back end's load; the back ends need rows of whole loads
 
 
 def _aligned_rows(x: Tensor) -> Tensor:
-    """The tensor with contiguous features in each row, and rows at distances that are a multiple of 16 bytes."""
+    """The tensor with contiguous features in each row, and a row stride that is a multiple of 16 bytes."""
     x, size = unit_features(x), x.element_size()
     strides = [stride for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
     apart = x.shape[-1] * size % ALIGNMENT == 0 and any(stride * size % ALIGNMENT for stride in strides)
@@ -169,8 +172,8 @@ def _backward(
             dout, query, key, value, out, lse, *lengths, 0.0, is_causal, seed, seed, scale=scale
         ), None
     if backend == "cudnn":
-        # PyTorch caches its plans by the strides of the inputs alone: both must have the strides that its forward would
-        # have given them.
+        # PyTorch caches its plans by the strides of the inputs alone, so out and dout must have the strides of its own
+        # forward.
         dout, out = (_in_order_of(t, query) for t in (dout, out))
         return *aten._scaled_dot_product_cudnn_attention_backward(
             dout, query, key, value, out, lse.unsqueeze(-1), seed, seed, None, *lengths, 0.0, is_causal, scale=scale
@@ -341,7 +344,7 @@ _attention_backward = declare(
 
 
 def _laid_out(gradient: Tensor | None, like: Tensor) -> Tensor:
-    """A gradient in the memory order that the fake implementation promises: that of its input."""
+    """Give a gradient the memory order of its input, as the fake implementation promises."""
     assert gradient is not None
     target = like_rows(like)
     return gradient if gradient.stride() == target.stride() else target.copy_(gradient)
@@ -352,7 +355,8 @@ def _mask_dtype(mask: Tensor | None, query: Tensor) -> torch.dtype:
 
 
 def _mask_gradient(dscores: Tensor | None, mask: Tensor | None, query: Tensor) -> Tensor:
-    """Summed over the dimensions in which the mask was broadcast; empty if it is not needed."""
+    """Sum the gradient of the mask over the dimensions in which the mask was broadcast. It is empty if it is not
+    needed."""
     if mask is None or dscores is None:
         return query.new_empty(0, dtype=_mask_dtype(mask, query))
     wide = dscores.dtype if dscores.dtype == torch.float64 else torch.float32
@@ -432,8 +436,8 @@ def attention(
     Args:
         query: (B, H, S_q, D), bfloat16, float16, float32 or float64, any strides.
         key, value: (B, H, S_k, D) and (B, H, S_k, D_v), or with `enable_gqa` fewer heads that divide H.
-        attn_mask: broadcastable to (B, H, S_q, S_k). Numbers are added; in a boolean mask, False excludes a key. Not
-            together with `is_causal`.
+        attn_mask: broadcastable to (B, H, S_q, S_k). Numbers are added to the scores; in a boolean mask, False excludes
+            a key. It cannot be combined with `is_causal`.
         is_causal: a query attends to the keys up to its own position, counted from the first.
         scale: factor of the scores; 1 / sqrt(D) if not given.
         enable_gqa: each head of the keys serves a group of heads of the queries.
@@ -441,14 +445,15 @@ def attention(
             pass through it, too (not in float16 on a GPU).
 
     Returns:
-        (B, H, S_q, D_v), or that and (B, H, S_q) in float32 (float64 for float64). Rows that may attend to nothing are
-        0 and -inf. Under autocast, computed in autocast's dtype, as PyTorch does. The bits of gradients may differ from
+        (B, H, S_q, D_v), or with `return_lse` also (B, H, S_q) in float32 (float64 for float64). For rows that may
+        attend to nothing, these are 0 and -inf. Under autocast the result has autocast's dtype, as in PyTorch. The bits
+        of gradients may differ from
         run to run, unless `torch.use_deterministic_algorithms(True)`: the back ends add up gradients of queries or keys
         atomically.
 
     Raises:
         TypeError: a tensor is not dense, or its dtype does not match.
-        ValueError: shapes or devices do not match, a scale that is not finite, or both masks.
+        ValueError: shapes or devices do not match, the scale is not finite, or both masks are given.
         NotImplementedError: forward-mode differentiation, a second derivative, or in backward the gradient of the
             log-sum-exp in float16 on a GPU.
     """
@@ -479,7 +484,7 @@ def attention_plan(
     """Say which back end `attention` uses for the same arguments, and why; `direction` is "forward" or "backward".
 
     Raises:
-        TypeError, ValueError: as `attention`; another direction.
+        TypeError, ValueError: as in `attention`, or if the direction is unknown.
     """
     if direction not in ("forward", "backward"):
         raise ValueError(f"attention_plan: direction must be 'forward' or 'backward', got {direction!r}")

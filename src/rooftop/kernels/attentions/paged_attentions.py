@@ -41,7 +41,7 @@ def paged_attention_reference(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """(B, H, D), as `paged_attention`; softmax in float32, or in float64 for float64."""
+    """(B, H, D), as in `paged_attention`; softmax in float32, or in float64 for float64."""
     inside = accumulator_dtype(query.dtype)
     key, value = (_gathered(stored, pages).to(inside) for stored in (keys, values))  # (B, H_k, T, D)
     room = key.shape[2]
@@ -78,8 +78,8 @@ def _attend_one_by_one(
     window: int | None,
     out: Tensor,
 ) -> None:
-    """Like the reference, for pages and lengths that were checked and are also given as numbers: each sequence reads
-    only its own positions."""
+    """Compute what the reference computes, with checked pages and lengths that are also given as numbers. Each sequence
+    reads only its own positions."""
     _, kv_heads, page, width = keys.shape
     for row, length in enumerate(lengths):
         if length == 0:
@@ -114,7 +114,7 @@ def splits_of(programs: int, room: int, tile: int, multiprocessors: int) -> int:
 
     Args:
         programs: number of programs without splitting.
-        room: the most positions that a sequence can have.
+        room: the maximum number of positions of a sequence.
         tile: positions that a program reads in one step.
         multiprocessors: of the GPU.
     """
@@ -179,7 +179,7 @@ def _attend(
 
 
 class PagedAttention(NamedTuple):
-    """(B, H, D), as `paged_attention`; `positions`: their number, for the cost, if known."""
+    """(B, H, D), as in `paged_attention`. `positions`: the number of positions attended to, for the cost, if known."""
 
     query: Tensor
     keys: Tensor
@@ -199,8 +199,8 @@ class PagedAttention(NamedTuple):
         return self.query.new_empty(self.query.shape)
 
     def cost(self, made: Tensor) -> Cost:
-        """Flops: two products; scale, maximum, subtraction, exponential and sum of each pair. It counts only the
-        positions in the pages that are attended to."""
+        """Flops: two products; scale, maximum, subtraction, exponential and sum of each pair. Only positions that a
+        query attends to count."""
         query, keys, _, pages, lengths, _, positions, _ = self
         (batch, heads, width), kv_heads = query.shape, keys.shape[1]
         seen = batch if positions is None else positions
@@ -239,9 +239,8 @@ def paged_attention(
         lengths: (B,) int32 or int64, the number of positions that each query attends to, up to W * P; with 0 the result
             is 0.
         scale: factor of the scores; None: 1 / sqrt(D).
-        positions: the sum of `lengths`, or with a window the sum of the positions inside each window, if known. The
-            cost counts these. Without it, the cost counts one position per sequence, the least possible. The result
-            does not depend on it.
+        positions: the sum of `lengths`, or with a window the sum of the positions inside each window, if known. Only
+            the cost depends on it. If it is None, the cost counts one position per sequence, the least possible.
         window: each query attends to at most the last `window` positions; None: to all.
 
     Returns:

@@ -1,8 +1,9 @@
-"""Attention to a part of the keys, and its gradients from the merged results of all keys: for results that are merged.
+"""Attention to a part of the keys, for results that are merged; and its gradients from the merged results of all keys.
 
 Forward returns a part's result and log-sum-exp, which `merge_attention_states` merges. Backward takes the merged ones:
 with L over all keys, exp(S - L) are the probabilities of the whole row, and rowsum(dO O) is the sum of the whole row.
-So backward needs no result of a part. Liu et al. 2023, "Ring Attention with Blockwise Transformers" (arXiv:2310.01889).
+So backward does not need the results of single parts. Liu et al. 2023, "Ring Attention with Blockwise Transformers"
+(arXiv:2310.01889).
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def attention_part_backward_reference(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """In plain PyTorch, float32 or float64 inside."""
+    """Compute the gradients in plain PyTorch, in float32 or float64."""
     scores, keys, values = scores_of(query, key, value, mask, is_causal, scale)
     weights = (scores - lse[..., None]).exp().masked_fill((lse == -math.inf)[..., None], 0.0)
     gradient = dout.to(scores.dtype)

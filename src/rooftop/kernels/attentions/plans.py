@@ -38,7 +38,7 @@ def shape_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule for calls within all its limits: it takes the first back end, in its order, that can compute the call."""
+    """A rule for calls within all its limits. It picks the first back end in its order that can compute the call."""
 
     direction: Direction
     order: tuple[str, ...]
@@ -83,7 +83,7 @@ class AttentionPlan:
 
 
 def plan_of(shape: Shape, device: torch.device, direction: Direction) -> AttentionPlan:
-    """The plan for a call on that device; it excludes back ends that `torch.nn.attention.sdpa_kernel` disables."""
+    """The plan for a call on that device. It excludes back ends that `torch.nn.attention.sdpa_kernel` disables."""
     if device.type != "cuda":
         return AttentionPlan("reference", f"on {device.type}")
     capability = _capability(device)

@@ -142,7 +142,7 @@ class Rope(NamedTuple):
         return rope_reference(x, *tables), x.new_empty(0) if other is None else rope_reference(other, *tables)
 
     def keep(self, made: tuple[Tensor, Tensor]) -> tuple[Any, ...]:
-        """Shapes and dtypes of x and other, and all other arguments."""
+        """Keep the shapes and dtypes of x and other, and all other arguments."""
         return (*(None if t is None else (t.shape, t.dtype) for t in self[:2]), *self[2:])
 
     @staticmethod
@@ -220,8 +220,8 @@ def rope(
     """Rotary position embedding of queries or keys.
 
     Args:
-        x: (B, H, S, D), bfloat16, float16, float32 or float64; any strides (the transposed view of (B, S, H, D) is
-            read and written as it lies). (H, S, D) and (S, D) are accepted as well.
+        x: (B, H, S, D), bfloat16, float16, float32 or float64; any strides (the transposed view of (B, S, H, D) is read
+            and written without a copy). (H, S, D) and (S, D) are accepted as well.
         cos, sin: (T, R / 2), or (B, T, R / 2) for one table per sequence: T positions, and R <= D rotated features. The
             other features are copied. Half or single precision (float64 x: any). The tables get no gradient.
         interleaved: whether pairs are neighbours (2 i, 2 i + 1) instead of (i, i + R / 2).
@@ -234,8 +234,8 @@ def rope(
 
     Raises:
         TypeError: a tensor is not dense, or its dtype does not match.
-        ValueError: a shape, device or position is wrong. In place: memory that overlaps, or an x that autograd
-            tracks.
+        ValueError: a shape, device or position is wrong. Also, in place: x has overlapping memory, or autograd tracks
+            x.
         NotImplementedError: tables that require a gradient, or forward-mode differentiation.
     """
     return _apply("rope", (x,), cos, sin, interleaved, offset, inplace)[0]

@@ -85,8 +85,7 @@ def row_places(*tensors: Tensor) -> tuple[int, int, list[int]]:
     """(heads, positions, strides of batch, head and position of each tensor (B, H, S, D)): they locate a row by its
     number.
 
-    If the rows of each tensor are equally spaced, each row is a batch of its own: Triton needs no division by sizes of
-    1.
+    If the rows of every tensor are equally spaced, each row counts as a batch, because Triton omits divisions by 1.
     """
     sizes = tensors[0].shape[:3]
     distances = [merged(sizes, t.stride()[:3]) for t in tensors]
@@ -101,7 +100,7 @@ def unit_features(x: Tensor) -> Tensor:
 
 
 def like_rows(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Memory with the strides of x (B, H, S, D) if its features are contiguous, else contiguous."""
+    """Memory for a result: with the strides of x (B, H, S, D) if its features are contiguous, else contiguous."""
     dtype = dtype or x.dtype
     return torch.empty_like(x, dtype=dtype) if x.stride(-1) == 1 else x.new_empty(x.shape, dtype=dtype)
 
@@ -182,7 +181,7 @@ class MergeAttentionStatesBackward(NamedTuple):
 
 
 class MergeAttentionStatesInPlace(NamedTuple):
-    """(out, lse) becomes the merge of both parts, in place."""
+    """Merge both parts into (out, lse), in place."""
 
     out: Tensor
     lse: Tensor
@@ -246,8 +245,8 @@ def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: T
             means attention to no keys: the merge ignores that row of the output.
 
     Returns:
-        (out, lse). The output has the wider of both dtypes, so that one accumulated in float32 stays float32. It is 0
-        for rows that attend to no keys in either part. The arithmetic is done in the dtype of the log-sum-exps.
+        (out, lse). The output has the wider of both dtypes, so that an output accumulated in float32 stays float32. It
+        is 0 for rows that attend to no keys in either part. The arithmetic is done in the dtype of the log-sum-exps.
 
     Raises:
         TypeError: a tensor is not dense, or its dtype does not match.

@@ -10,7 +10,7 @@ from rooftop.kernels.operands.launch_data import ElementsConfig, power_of_two
 
 
 # The fastest of the parameters measured on an H200, with 128 features in half precision: a thread holds 16 elements of
-# each tensor forward and 8 backward, both as loaded and as float32.
+# each tensor in forward and 8 in backward, both as loaded and as float32.
 MERGE_FORWARD = ElementsConfig(elements=1024, warps=1)
 MERGE_BACKWARD = ElementsConfig(elements=1024, warps=4)
 
@@ -55,7 +55,7 @@ class RotaryConfig:
     measured: bool = field(default=True, compare=False)  # or predicted
 
 
-# Not measured yet: each thread holds 16 bytes of both halves of a head in half precision, for each of the program's
+# Not measured yet. In half precision, each thread holds 16 bytes of each half of a head, for each of the program's
 # heads. A longer head needs more registers, so its programs take fewer positions.
 ROTARY = (
     RotaryConfig(pairs=16, positions=64, heads=2, warps=4, measured=False),
@@ -80,7 +80,7 @@ class PagedConfig:
     measured: bool = field(default=True, compare=False)  # or predicted
 
 
-TILE_BYTES = 16384  # bytes of a tile's keys, and as many of its values: 64 positions of 128 features in half precision
+TILE_BYTES = 16384  # bytes of a tile's keys, and also of its values: 64 positions of 128 features in half precision
 MOST_KEYS = 64
 MOST_SUMS = 8192  # query heads times features of a program, limited by registers
 
@@ -89,8 +89,8 @@ def paged_config(group: int, width: int, element_bytes: int) -> PagedConfig:
     """For one query head per key head the kernel sums in registers; for several it uses matrix products of 16 rows or
     more.
 
-    Not measured yet: they compile for sm_90 without spills. Products in float32 are sums in registers too, and use the
-    smallest tiles.
+    These parameters are not measured yet; they compile for sm_90 without spills. Products in float32 are sums in
+    registers too, and use the smallest tiles.
     """
     block = max(16, power_of_two(width))
     keys = max(16, min(MOST_KEYS, TILE_BYTES // (block * element_bytes)))
@@ -104,7 +104,7 @@ def paged_config(group: int, width: int, element_bytes: int) -> PagedConfig:
 
 
 PROGRAMS_PER_PROCESSOR = 4
-"""The number of parts that the positions are split into, if there are as many tiles: enough to keep the GPU's memory
-busy.
+"""The number of parts that the positions are split into, if there are that many tiles. It is enough to keep the GPU's
+memory busy.
 """
 MOST_SPLITS = 128

@@ -5,9 +5,10 @@
 
 Liu et al. 2021, "Swin Transformer", sections 3.1 and 3.2; cosine attention: Liu et al. 2022, "Swin Transformer V2". The
 map is shifted cyclically before it is cut, so a window at its end holds parts that are not neighbours. Pairs of
-positions from two parts get a mask of -100, as in the original. The shift, the cut into windows and the padding never
-exist in memory: a program reads the positions of its window directly from the map. Bound by bytes at the sizes of Swin
-(49 positions of 32 features): forward reads the map and writes a third as many bytes.
+positions from two parts get a mask of -100, as in the original. The shifted, padded and cut map is never written to
+memory: a program reads the positions of its window directly from the original map. Bound by bytes at the sizes of Swin
+(49
+positions of 32 features): forward reads the map and writes a third as many bytes.
 
 Backward computes the weights again and keeps only the inputs. Deterministic: no atomics.
 """
@@ -32,9 +33,9 @@ from rooftop.launch.operators import declare, no_second_derivative, no_tangents,
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
 
-MASKED = -100.0  # added to scores between parts that are not neighbours: their weight becomes nearly 0, not exactly 0
+MASKED = -100.0  # added to scores between parts that are not neighbours; the weight becomes nearly 0, not exactly 0
 PLAIN = "the formula in PyTorch (rooftop.kernels.attentions.window_attentions.window_attention_reference)"
-SHORTEST = 1e-12  # least norm that vectors are divided by, as in torch.nn.functional.normalize
+SHORTEST = 1e-12  # smallest divisor of a vector in cosine attention, as in torch.nn.functional.normalize
 
 # ---- reference -------------------------------------------------------------------------------------------------
 
@@ -75,9 +76,7 @@ def window_attention_backward_reference(
     shift: Sequence[int],
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the first four arguments; the gradients of padding and cosine_scale have no elements if these are
-    absent.
-    """
+    """Gradients of the first four arguments. Those of an absent padding or cosine_scale are empty."""
     query, key, value = _cut_heads(query_key_value, padding, heads, window, shift)
     left, right, factor = _scaled(query, key, cosine_scale, scale)
     weights = _weights(left, right, factor, bias, _shift_mask(query_key_value, window, shift))
@@ -143,7 +142,8 @@ def _on_map(padded: Tensor, like: Tensor) -> Tensor:
 
 
 def _shift_mask(x: Tensor, window: Sequence[int], shift: Sequence[int]) -> Tensor | None:
-    """(windows, 1, N, N): MASKED for pairs of which only one was shifted over from the other end of the map."""
+    """(windows, 1, N, N): MASKED for pairs in which only one position was shifted over from the other end of the
+    map."""
     if not any(shift):
         return None
     (down, across), (high, wide) = _windows(x, window), window
@@ -213,7 +213,7 @@ def _block(size: int) -> int:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The numbers among the arguments."""
+    """The arguments that are numbers."""
 
     heads: int
     window: Sequence[int]
@@ -226,17 +226,18 @@ class Sizes:
 
 
 def _sizes(x: Tensor, heads: int, window: Sequence[int], shift: Sequence[int], scale: float) -> Sizes:
-    """The sizes of a call of the operator, which may be traced at one map size and run at another."""
+    """The sizes in a call of the operator. They are read at each call, because a traced program may run with another
+    map size."""
     return Sizes(heads, window, _moved(x, window, shift), scale)
 
 
 def _moved(x: Tensor, window: Sequence[int], shift: Sequence[int]) -> list[int]:
-    """The distance by which the map is shifted: 0 where one window covers it."""
+    """The shift of the map: 0 along a dimension that one window covers."""
     return [s if size > w else 0 for s, size, w in zip(shift, x.shape[1:3], window, strict=True)]
 
 
 def _config(table: Sequence[WindowConfig], x: Tensor, sizes: Sizes) -> WindowConfig | None:
-    """Launch parameters; None if the reference computes it."""
+    """Launch parameters; None if the reference computes the call."""
     if by_reference(x):
         return None
     return config_of(table, sizes.window[0] * sizes.window[1], x.shape[3] // (3 * sizes.heads))
@@ -267,7 +268,7 @@ def _forward(x: Tensor, bias: Tensor, padding: Tensor | None, cosine_scale: Tens
 def _backward(
     dout: Tensor, x: Tensor, bias: Tensor, padding: Tensor | None, cosine_scale: Tensor | None, sizes: Sizes
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As the reference."""
+    """Compute what the reference computes."""
     config = _config(WINDOW_BACKWARD, x, sizes)
     if config is None or x.numel() == 0:
         return window_attention_backward_reference(dout, x, bias, padding, cosine_scale, *sizes.all)
@@ -297,7 +298,7 @@ def _backward(
 
 
 def _contiguous(x: Tensor, bias: Tensor, padding: Tensor | None, cosine_scale: Tensor | None) -> tuple[Tensor, ...]:
-    """Contiguous copies where needed; an absent argument becomes empty memory that is not read."""
+    """Copy arguments that are not contiguous. An absent argument becomes empty memory, which is not read."""
     return tuple((bias if t is None else t).contiguous() for t in (x, bias, padding, cosine_scale))
 
 
@@ -429,7 +430,7 @@ def window_attention(
     Args:
         query_key_value: (B, H, W, 3 C), bfloat16, float16, float32 or float64. Each position has the queries of all
             heads, then the keys, then the values, as `torch.nn.Linear(C, 3 * C)` returns them. H and W are arbitrary: a
-            map that windows do not divide is padded below and on the right. Queries attend to the padding, as in the
+            map that windows do not divide is padded below and on the right. Queries attend to padding too, as in the
             original.
         bias: (heads, N, N), N = h * w positions of a window row by row: added to the scores of queries (second
             dimension) and keys (third). Its floating point dtype may differ.
@@ -439,11 +440,13 @@ def window_attention(
             in the original.
         padding: (3 C,), queries, keys and values of positions in the padding: the bias of the linear layer, because the
             original model pads before that layer. None: zeros.
-        cosine_scale: (heads,), selects cosine attention: products of queries and keys of length 1, times this.
-        scale: factor of the products of queries and keys otherwise; 1 / sqrt(C / heads) if not given.
+        cosine_scale: (heads,), selects cosine attention: scores are products of normalized queries and keys, times this
+            factor.
+        scale: without cosine attention, the factor of the products of queries and keys; 1 / sqrt(C / heads) if not
+            given.
         dropout: probability with which the weight of a query and a key, in a window and head, is set to zero; the
-            others are divided by 1 - dropout. Above 0 plain PyTorch computes it, with the weights of all windows in
-            memory.
+            others are divided by 1 - dropout. With dropout above 0, plain PyTorch computes the result, with the weights
+            of all windows in memory.
 
     Returns:
         (B, H, W, C), contiguous, of query_key_value's dtype. The arithmetic is float32 (float64 for float64); the
@@ -451,8 +454,8 @@ def window_attention(
 
     Raises:
         TypeError: a tensor is not dense, or its dtype does not match.
-        ValueError: shapes or devices do not match, a shift beyond the window, both scales, one that is not finite,
-            or a dropout that is not a probability.
+        ValueError: shapes or devices do not match, the shift exceeds the window, both scales are given, a scale is not
+            finite, or dropout is not a probability.
         NotImplementedError: forward-mode differentiation, or a second derivative, without dropout.
     """
     _check(query_key_value, bias, heads, window, shift, padding, cosine_scale, scale)

@@ -1,13 +1,14 @@
 """Convolutions fused with the operations that follow them: y = activation(conv2d(x, weight, bias) + residual).
 
-A network consists of these once its batch norms are folded (He et al. 2016, "Deep Residual Learning": the sum with the
-shortcut comes before the activation). Bound by the tensor cores for windows of 3 x 3, and by memory for 1 x 1: there a
-separate pass for bias, sum and activation moves more bytes than the convolution. Here the kernel applies them to the
-float32 sums before it stores them, in an implicit product of matrices (Chetlur et al. 2014, "cuDNN", section 3):
+A convolutional network consists of these once its batch norms are folded (He et al. 2016, "Deep Residual Learning": the
+sum with the shortcut comes before the activation). Bound by the tensor cores for windows of 3 x 3, and by memory for 1
+x 1: there a separate pass for bias, sum and activation moves more bytes than the convolution. Here the kernel applies
+them to the float32 sums before it stores them, in an implicit product of matrices (Chetlur et al. 2014, "cuDNN",
+section 3):
 channels last and half precision. Deterministic: no atomics touch a sum.
 
-`tables.py` chooses by the shape a kernel and its parameters, or cuDNN or cuBLAS. `conv_act_plan` says what was chosen
-and why; `launches.py` launches it.
+By the shape of a call, `tables.py` chooses a kernel and its parameters, or cuDNN or cuBLAS. `conv_act_plan` says what
+was chosen and why; `launches.py` launches it.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def conv_act_reference(
 
 class Kept(NamedTuple):
     """What backward needs. `saved` is the result of the activation if `of_output`, else its input. It is None without
-    an activation, and in a traced program, which keeps bias and residual instead."""
+    an activation. It is also None in a traced program, which keeps bias and residual instead."""
 
     x: Tensor
     weight: Tensor
@@ -224,13 +225,13 @@ def conv_act(
         weight: (O, C / groups, KH, KW), same dtype.
         bias: (O,), same dtype.
         residual: (N, O, OH, OW), the result's shape, same dtype; under autocast of any of these dtypes.
-        stride, padding, dilation: a number, or one for lines and one for the pixels of a line.
+        stride, padding, dilation: a number, or a pair: for lines, and for pixels within a line.
         groups: number of channel groups, each convolved separately.
         activation: None (or "none"), "relu", "gelu", "gelu_tanh" (as `gelu(approximate="tanh")`), "silu" or "sigmoid".
 
     Returns:
         (N, O, OH, OW), channels last if input or weight is. Bias, residual and activation are float32 (float64 for
-        float64); under autocast the operands are cast as `conv2d`'s.
+        float64); under autocast the operands are cast as those of `conv2d`.
 
     Raises:
         TypeError: a tensor is not dense, its dtype does not match, or a size is not an integer.
@@ -268,7 +269,7 @@ def conv_act_plan(
 
 
 def _keeps(activation: str, tensors: Sequence[Tensor | None]) -> bool:
-    """Whether backward will need the input of the activation, and not only the result."""
+    """Whether backward will need the input of the activation in addition to its result."""
     return activation not in OF_OUTPUT and keeps_for_backward(*tensors)
 
 
@@ -279,8 +280,9 @@ def _prepared(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, stride: Pair, padding: Pair,
     dilation: Pair, groups: int, activation: str | None,
 ) -> Prepared:  # fmt: skip
-    """The arguments, checked and cast as autocast says; a residual to be added later; the shapes; the activation's
-    name. Under autocast a residual of another dtype makes the sum wider, as in PyTorch, so it is added later."""
+    """Return the arguments, checked and cast as autocast says; a residual to be added later; the shapes; the
+    activation's name. Under autocast a residual of another dtype is added later, because it makes the sum wider, as in
+    PyTorch."""
     check_tensors(name, FLOATS, ("bias", "residual"), input=x, weight=weight, bias=bias, residual=residual)
     after = "none" if activation is None else activation
     check_choice(name, "activation", after, ACTIVATIONS, "None or ")

@@ -84,8 +84,8 @@ def forward(
     plan: ConvPlan, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, geometry: Geometry,
     activation: str, keep: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(y (N, O, OH, OW), input of the activation or nothing) as `plan` says; y has the memory layout that its back end
-    gives it.
+    """(y (N, O, OH, OW), input of the activation or nothing) as `plan` says; the back end decides the memory layout of
+    y.
     """
     nothing = x.new_empty(0)
     bias = bias.contiguous() if bias is not None else None
@@ -132,7 +132,8 @@ def _by_cudnn(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor |
 def _by_library(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, g: Geometry, activation: str, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    """PyTorch adds a bias in a separate pass; here one pass does all the operations after the convolution."""
+    """Run PyTorch's convolution, then one pass for all operations after it. PyTorch itself would add the bias in a
+    separate pass."""
     before = functional.conv2d(x, weight, None, g.stride, g.padding, g.dilation, g.groups)
     if bias is None and residual is None and activation == "none":
         return before, before.clone() if keep else x.new_empty(0)
@@ -184,7 +185,7 @@ class Boxes:
     Attributes:
         base: the memory.
         shape, strides: of the five dimensions.
-        geometry: of the convolution of this image; `out` is the size of the whole result in the kernels' terms.
+        geometry: of the convolution of this image; `out` is the size of the whole result as the kernels count it.
     """
 
     base: Tensor
@@ -215,9 +216,9 @@ def boxes_of(x: Tensor, geometry: Geometry) -> Boxes:
 
 
 def packed(x: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Boxes, Tensor]:
-    """An image of few channels, and its weights, packed so that one line of a window is one run of memory.
+    """Pack an image of few channels and its weights, so that one line of a window is contiguous in memory.
 
-    Each pixel gets so many channels that the windows of neighbours begin a whole number of 16-byte groups apart. Lines
+    Pixels get additional channels, so that the windows of neighbouring pixels begin a multiple of 16 bytes apart. Lines
     get the padding at their left and right. Then KW pixels of CHANNELS act as one pixel of KW * CHANNELS, a power of 2,
     and the window is KH x 1. Overlapping strides make overlapping windows.
     """
@@ -240,7 +241,7 @@ def packed(x: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Boxes, Tensor
 
 
 def _widened(x: Tensor, weight: Tensor, geometry: Geometry, channels: int) -> tuple[Boxes, Tensor]:
-    """The image with more channels, which are zero, and with lines and pixels padded to whole strides."""
+    """The image with additional zero channels, and with lines and pixels padded to whole strides."""
     down, right = geometry.stride
     height, width = -(-geometry.height // down) * down, -(-geometry.width // right) * right
     image = _pack(x, height, width, channels, 0).permute(0, 3, 1, 2)
@@ -272,7 +273,7 @@ def box_of(pixels: int, batch: int, lines: int, line: int) -> tuple[int, int, in
     Among equals it takes the one with the longest lines in the fewest images, whose copies are contiguous."""
     powers = [1 << exponent for exponent in range(pixels.bit_length())]
     boxes = [(pixels // (h * w), h, w) for h in powers for w in powers if h * w <= pixels]
-    boxes = [box for box in boxes if max(box) <= 256]  # what TMA copies at a time
+    boxes = [box for box in boxes if max(box) <= 256]  # the limit of one TMA copy
     return min(boxes, key=lambda b: (-(-batch // b[0]) * -(-lines // b[1]) * -(-line // b[2]), b[0], -b[2]))
 
 
@@ -314,7 +315,7 @@ def _copied(
 
 
 def _part_of(box: tuple[int, int, int], parts: int) -> tuple[int, int, int]:
-    """A box cut in equal parts, which follow one another in the order of its pixels."""
+    """Cut a box in equal parts, in the order of its pixels."""
     images, lines, pixels = box
     while parts > 1:
         if images > 1:
@@ -392,7 +393,7 @@ def _early(tile: ConvTile) -> dict[str, bool]:
 
 
 def _shared_sums(tile: ConvTile, tiles: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """(memory for the sums of parts of K; zeroed counters with which the parts' programs count arrivals)."""
+    """(memory for the sums of the parts of K; zeroed counters of the parts' programs that have arrived)."""
     if tile.split == 1:
         return None, None
     sums = torch.empty(tile.split * tiles * tile.rows * tile.columns, dtype=torch.float32, device=device)

@@ -1,7 +1,7 @@
 """Max pooling of images for inference: y = the largest value in each window, without its position.
 
 Bound by memory: the kernel reads the image once, and writes one result for each window. PyTorch's operator also writes
-the position of each maximum, 8 bytes beside the 2 of a value in half precision. Only backward needs positions.
+the position of each maximum: 8 bytes, where a value in half precision has 2. Only backward needs positions.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def max_pool2d(
 
     Args:
         input: (N, C, H, W), bfloat16, float16, float32 or float64.
-        kernel_size, stride, padding, dilation: a number, or one for lines and one for the pixels of a line. A stride of
-            None is the kernel's size; padding, of -inf, is at most half of the kernel's size.
+        kernel_size, stride, padding, dilation: a number, or a pair: for lines, and for pixels within a line. A stride
+            of None equals the kernel size. Padding holds -inf and is at most half of the kernel size.
 
     Returns:
         (N, C, OH, OW), channels last if input is; NaN if a window contains one.
@@ -99,7 +99,7 @@ def max_pool2d(
     Raises:
         TypeError: the input is not a dense tensor of floating point, or a size is not an integer.
         ValueError: shapes or sizes do not match.
-        NotImplementedError: an input that needs a gradient, or forward-mode differentiation.
+        NotImplementedError: the input needs a gradient, or forward-mode differentiation is active.
     """
     window = _window("max_pool2d", input, kernel_size, stride, padding, dilation)
     no_tangents("max_pool2d", input)

@@ -1,4 +1,4 @@
-"""Choose by the shape the kernel and its parameters, or the library, for a convolution and the operations after it.
+"""Choose the kernel and its parameters, or the library, by the shape of a convolution and the operations after it.
 
 `MEASURED_ON_HOPPER` holds the measurements of a GPU (`benchmarks/tuning/conv_acts.py` prints its lines). A call takes
 the fastest choice for the nearest measured shape of its kind. If none is near, `_predicted` says what should be
@@ -28,11 +28,12 @@ class ConvTile:
     """How a kernel computes a convolution.
 
     Attributes:
-        kernel: persistent programs that copy boxes (TMA), programs that copy one box each, or programs that load by
-            pointers.
-        rows, columns, depth: pixels and channels of a tile of the result, and channels of a tap in each step; powers of
-            2.
-        warps, stages: warps of a program, and the number of steps that are loaded to shared memory at a time.
+        kernel: "persistent" programs copy many boxes each (TMA), "single" programs copy one box, "gathered" programs
+            load by pointers.
+        rows, columns, depth: pixels and channels of a tile of the result, and channels of a tap that one step covers;
+            powers of 2.
+        warps, stages: warps of a program, and the number of steps whose loads to shared memory are in flight or held at
+            a time.
         group: rows of tiles in a band, whose operands L2 holds.
         parts: parts of a tile's pixels, finished one after the other (not gathered).
         split: parts of K that are summed separately (not persistent); none of them is empty.
@@ -59,7 +60,8 @@ class ConvTile:
 
 class Geometry(NamedTuple):
     """The shapes of a convolution: x (batch, channels, height, width) and weight (out_channels, channels / groups,
-    *kernel). The others are pairs for lines and the pixels of a line. A tuple, since each call makes and hashes one."""
+    *kernel). The others are pairs: for lines, and for pixels within a line. The class is a tuple, since each call makes
+    and hashes one."""
 
     batch: int
     channels: int
@@ -74,7 +76,7 @@ class Geometry(NamedTuple):
 
     @property
     def out(self) -> tuple[int, int]:
-        """Lines of the result and pixels of each; negative where the window does not fit."""
+        """The number of lines of the result and of pixels per line; negative if the window does not fit."""
         height, width = (
             (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
             for size, kernel, stride, padding, dilation in zip(
@@ -94,14 +96,15 @@ class Geometry(NamedTuple):
 
     @property
     def pointwise(self) -> bool:
-        """Whether the convolution is a product of matrices: each pixel by itself, and all pixels."""
+        """Whether the convolution is a matrix product: its windows are single pixels, and they cover all pixels."""
         return self.taps == 1 and self.stride == (1, 1) and self.padding == (0, 0) and self.groups == 1
 
 
 @dataclass(frozen=True)
 class Entry:
     """The choice for convolutions near `shape`: (rows, out channels, channels, taps, stride, whether there is a
-    residual). `ms`: time of the fastest; `library_ms`: time of cuDNN and one more pass, measured in the same run."""
+    residual). `ms`: time of the fastest choice; `library_ms`: time of cuDNN and one more pass, measured in the same
+    run."""
 
     shape: tuple[int, int, int, int, int, bool]
     backend: Backend
@@ -193,8 +196,8 @@ MEASURED_ON_HOPPER: tuple[Entry, ...] = (
     Entry((50176, 1024, 256, 1, 1, True), "cudnn", None, 0.08275, 0.1266),
 )
 NEAR = 2.0  # sum of the logarithms (base 2) of three ratios: rows, out channels and channels
-# Few pixels were not measured yet. Two programs of 128 x 128 an SM, as in linear_act: one computes while the other
-# stores.
+# Results of few pixels were not measured yet. Two programs of 128 x 128 an SM, as in linear_act: one computes while the
+# other stores.
 MANY = ConvTile("persistent", 128, 128, 64, 4, 3, group=16, parts=2, programs_per_sm=2)
 MANY_ADDED = replace(MANY, parts=4)  # the residual is staged in shared memory, too
 FEW = ConvTile("single", 64, 64, 64, 4, 4, early=True)
@@ -212,7 +215,7 @@ class Problem(NamedTuple):
         device, kernels: the device type, and whether Triton's kernels run on it.
         channels_last: whether x is channels last.
         copied: whether tensor descriptors can describe x and the result (`launches.copied`).
-        cudnn: whether cuDNN has one call for all of it: relu alone or after a sum, on a GPU.
+        cudnn: whether one call of cuDNN does everything: relu alone or after a sum, on a GPU.
     """
 
     geometry: Geometry
@@ -261,8 +264,8 @@ def choose(problem: Problem) -> ConvPlan:
 
 
 def _nearest(problem: Problem) -> Entry | None:
-    """The nearest measured shape of the same kind, if it is near: as many taps, the same stride, and a residual in both
-    or neither.
+    """The nearest measured shape of the same kind, if it is near enough. Shapes of one kind have the same number of
+    taps, the same stride, and a residual in both or neither.
     """
     found = [(_distance(entry, problem), entry) for entry in MEASURED_ON_HOPPER if _same_kind(entry, problem)]
     distance, entry = min(found, key=lambda pair: pair[0], default=(math.inf, None))
@@ -273,7 +276,7 @@ def _same_kind(entry: Entry, problem: Problem) -> bool:
     geometry = problem.geometry
     *_, taps, stride, residual = entry.shape
     same = (taps, (stride, stride), residual) == (geometry.taps, geometry.stride, problem.residual)
-    return same and (entry.backend != "product" or geometry.pointwise)  # padding makes it no matrix product
+    return same and (entry.backend != "product" or geometry.pointwise)  # with padding it is not a matrix product
 
 
 def _distance(entry: Entry, problem: Problem) -> float:
@@ -298,8 +301,8 @@ def _predicted(problem: Problem, library: Backend) -> ConvPlan:
 
 
 def fitted(tile: ConvTile, problem: Problem) -> ConvTile:
-    """The tile for launch: with no more channels in a tap and in the result than the convolution has, and no empty part
-    of K. It is gathered if nothing is copied."""
+    """Adapt a tile for launch. It gets no more channels (of a tap and of the result) than the convolution has, and no
+    empty part of K. Its kernel is "gathered" if nothing can be copied."""
     geometry = problem.geometry
     kernel: Kernel = tile.kernel if problem.copied else "gathered"
     least = 16 if kernel == "gathered" else 64  # of an operand of a tensor core's instruction
@@ -331,7 +334,7 @@ def packing(geometry: Geometry, element_bytes: int) -> tuple[int, int, int]:
     """(channels of a pixel, channels of a tap, taps) of an image of few channels and of its weights, after packing."""
     group = GROUP_BYTES // element_bytes
     if geometry.dilation[1] > 1 and geometry.kernel[1] > 1:
-        # The taps of a line are not contiguous: pixels of a whole group, one tap at a time.
+        # The taps of a line are not contiguous, so each tap is read alone and a pixel is a whole group.
         return 2 * group, 2 * group, geometry.taps
     pixel = group // math.gcd(group, geometry.stride[1])
     while pixel < geometry.channels:
@@ -344,7 +347,7 @@ def packing(geometry: Geometry, element_bytes: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """Lines and pixels of a program's part of the result, its channels, and its warps."""
+    """Lines, pixels and channels of the part of the result that a program computes, and the program's warps."""
 
     lines: int
     pixels: int
@@ -364,7 +367,7 @@ class PoolPlan:
     Attributes:
         backend: "kernel", or "reference" (plain PyTorch).
         reason: why this plan was chosen.
-        sizes: lines of the result, and pixels of each.
+        sizes: the number of lines of the result, and of pixels per line.
         grid, constants: of the kernel.
     """
 

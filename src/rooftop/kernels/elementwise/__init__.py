@@ -1,1 +1,1 @@
-"""Elementwise expressions: a program becomes one kernel."""
+"""Elementwise expressions, each compiled into one kernel."""

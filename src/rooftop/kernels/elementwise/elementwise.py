@@ -1,11 +1,10 @@
 """Elementwise expressions of broadcast tensors, each in one kernel: y = f(a, b, ...), element by element.
 
-A Python function is traced once into a tree (`expressions.py`), from which a Triton kernel is written
-(`expression_sources.py`). Memory-bound: the kernel reads every input once and writes every result once, whatever the
-function computes. Intermediate values stay in float32 registers. The gradient is the tree's symbolic derivative: again
-an expression and one kernel, so it has derivatives of its own. That kernel also sums the gradient of a broadcast input,
-so it is not stored at full size. For large inputs it makes partial sums, which a second kernel adds. Deterministic: no
-atomics.
+A Python function is traced once into a tree (`expressions.py`). `expression_sources.py` writes a Triton kernel for that
+tree. Memory-bound: the kernel reads every input once and writes every result once, whatever the function computes.
+Intermediate values stay in float32 registers. The gradient is the tree's symbolic derivative. It is again an expression
+with one kernel, so it can be differentiated too. That kernel also sums the gradient of a broadcast input, so it is not
+stored at full size. For large inputs it makes partial sums, which a second kernel adds. Deterministic: no atomics.
 """
 
 from __future__ import annotations
@@ -280,8 +279,8 @@ class FusedProgram(NamedTuple):
         return [sums.get(i) for i in program_of(rest.program).places("t")], None if rest.numbers else []
 
     def cost(self, made: list[Tensor]) -> Cost:
-        """Each operation once for each element of its operands' common shape: a value that is broadcast later is
-        computed once. A sum costs one addition per element."""
+        """Each operation counts once for each element of its operands' common shape, so a value that is broadcast later
+        counts once. A sum costs one addition per element."""
         plan, arguments = planned(*self)
         flops: Counter[str] = Counter()
         for node in topological(plan.outputs):
@@ -358,7 +357,8 @@ class Fused:
         return f"fused({', '.join(self.names)}: {self.text})"
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """Pickled by name if it has one, as functions are; the name of a decorated function refers to this object."""
+        """Pickle it by name if it has one, as functions are pickled; the name of a decorated function refers to this
+        object."""
         found: Any = sys.modules.get(self.function.__module__)
         for name in self.function.__qualname__.split("."):
             found = getattr(found, name, None)
@@ -368,12 +368,12 @@ class Fused:
         """The results for tensors and numbers in the function's arguments.
 
         Returns:
-            A tensor, or a tuple of tensors if the function returns one. Each has the shape to which the tensors that it
-            depends on broadcast, PyTorch's dtype, and the memory layout of the first tensor of that shape.
+            A tensor, or a tuple of tensors if the function returns one. Each has the broadcast shape of the tensors
+            that it depends on, PyTorch's dtype, and the memory layout of the first tensor of that shape.
 
         Raises:
-            TypeError: wrong arguments, or dtypes for which an operation has no meaning.
-            ValueError: more than 8 tensors, shapes that do not broadcast, several devices.
+            TypeError: the arguments are wrong, or an operation is not defined for a dtype.
+            ValueError: there are more than 8 tensors, the shapes do not broadcast, or the devices differ.
         """
         if keywords or len(arguments) != len(self.names):
             arguments = self._bound(arguments, keywords)
@@ -389,7 +389,7 @@ class Fused:
         return launches.source_like(plan, bound)
 
     def _bound(self, arguments: tuple[Argument, ...], keywords: dict[str, Argument]) -> tuple[Argument, ...]:
-        """All arguments in order, from positions, keywords and defaults."""
+        """All arguments in order, from positional and keyword arguments and defaults."""
         if len(arguments) > len(self.names):
             raise TypeError(f"fused: expected {len(self.names)} arguments, got {len(arguments)}")
         rest = dict(keywords)
@@ -457,12 +457,12 @@ def fused(function: Function) -> Fused:
 
     Args:
         function: takes up to 8 tensors that broadcast, and numbers. Numbers may differ from call to call without
-            recompilation. It is called once, with expressions in place of tensors. It may use operators, comparisons,
-            casts (`.to(dtype)`, `.float()`) and elementwise functions of torch and torch.nn.functional: abs, add,
-            addcdiv, addcmul, ceil, clamp, cos, div, elu, erf, exp, expm1, floor, gelu, hardtanh, isnan, leaky_relu,
-            lerp, log, log1p, log2, logical_*, maximum, minimum, mul, neg, pow, reciprocal, relu, round, rsqrt, sigmoid,
-            sign, silu, sin, softplus, sqrt, square, sub, tanh, trunc, where. It returns one expression or a tuple of
-            them.
+            recompilation. The function is called once, with expressions in place of tensors. It may use operators,
+            comparisons, casts (`.to(dtype)`, `.float()`) and elementwise functions of torch and torch.nn.functional:
+            abs, add, addcdiv, addcmul, ceil, clamp, cos, div, elu, erf, exp, expm1, floor, gelu, hardtanh, isnan,
+            leaky_relu, lerp, log, log1p, log2, logical_*, maximum, minimum, mul, neg, pow, reciprocal, relu, round,
+            rsqrt, sigmoid, sign, silu, sin, softplus, sqrt, square, sub, tanh, trunc, where. It returns one expression
+            or a tuple of them.
 
     Returns:
         A callable with the same arguments. dtypes are promoted as PyTorch promotes them; half precision is computed in
@@ -541,7 +541,7 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     """As `torch.nn.functional.gelu`; approximate: "none" or "tanh".
 
     Raises:
-        ValueError: another approximation.
+        ValueError: the approximation is unknown.
     """
     if approximate not in ("none", "tanh"):
         raise ValueError(f"gelu: approximate must be 'none' or 'tanh', got {approximate!r}")

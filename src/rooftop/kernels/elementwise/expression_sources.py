@@ -34,8 +34,8 @@ class Access:
 
     Attributes:
         outer: for each dimension but the last, whether the tensor moves along it.
-        column: the step along the last dimension: 0 none, 1 to the next element, 2 larger steps, 3 repeating over
-            `period` numbers, for which a table has a copy from each start (`stores.py`).
+        column: the step along the last dimension. 0: none; 1: to the next element; 2: larger; 3: repeats over `period`
+            numbers, from a table with one copy for each start (`stores.py`).
     """
 
     outer: tuple[bool, ...]
@@ -52,7 +52,7 @@ class Layout:
         wide: whether offsets exceed 2^31.
         sums: for each output the axis over which a program sums, "rows" or "columns"; "" if the output is stored
             without a sum. A kernel that sums over rows loops over the tiles of a column.
-        stored: layout of the result in the caller's memory (`stores.py`).
+        stored: layout of a result in the caller's memory (`stores.py`).
         lines: whether each program of a stored kernel computes elements of one row, instead of a tile of rows and
             columns.
     """
@@ -89,8 +89,8 @@ def source_of(
 
 
 def module_of(lines: Sequence[str]) -> str:
-    """The source of a module with these lines and with the functions of `operands/triton_kernels/scalars.py` that they
-    call."""
+    """The source of a module with these lines, and with the functions of `operands/triton_kernels/scalars.py` that the
+    lines call."""
     called = set(re.findall(r"\b\w+(?=\()", "\n".join(lines)))
     helpers = ", ".join(name for name in _HELPERS if name in called)
     imported = [f"from rooftop.kernels.operands.triton_kernels.scalars import {helpers}"] if helpers else []
@@ -230,7 +230,8 @@ def columns_of_tile(wide: str) -> list[str]:
 
 
 def _rows(lines: list[str], down: list[int], wide: str) -> list[str]:
-    """A tile's lines. If outputs are summed over rows, they loop over all tiles of a program, and their sums follow."""
+    """The lines of a tile. If outputs are summed over rows, these lines are in a loop over all tiles of a program, and
+    the sums follow the loop."""
     if not down:
         return [f"    {line}" for line in [f"row = part{wide} * ROWS + tl.arange(0, ROWS)", *lines]]
     return [
@@ -303,7 +304,8 @@ class Body:
             operands = [self._operand(each, compute, rounded_to=common) for each in node.operands]
         else:
             operands = [self._operand(each, compute) for each in node.operands]
-        if compute == torch.float32 and node.operation != "pow":  # next to a tensor a plain number is float32 already
+        # combined with a tensor, a plain number is float32 already
+        if compute == torch.float32 and node.operation != "pow":
             plain = [_plain(each, text) for each, text in zip(node.operands, operands, strict=True)]
             if sum(a != b for a, b in zip(plain, operands, strict=True)) < min(2, len(operands)):
                 operands = plain
@@ -312,7 +314,7 @@ class Body:
         elif not common.is_floating_point and node.operation in ("floor", "ceil", "trunc", "round"):
             template = "{0}"
         elif node.operation == "neg" and common.is_floating_point:
-            template = "{0} * -1.0"  # Triton's -x is 0 - x, and so for 0.0 not -0.0
+            template = "{0} * -1.0"  # Triton computes -x as 0 - x, which gives 0.0 instead of -0.0 for 0.0
         elif node.operation == "div" and common == torch.float64:
             template = "{0} / {1}"  # this division rounds correctly
         else:
@@ -345,7 +347,7 @@ class Body:
 
 
 def _plain(node: Expression, text: str) -> str:
-    """The number alone, from `tl.full((), number, dtype)`."""
+    """The number inside a text like `tl.full((), number, dtype)`."""
     return text.split(", ")[1] if node.operation == "constant" and text.startswith("tl.full") else text
 
 

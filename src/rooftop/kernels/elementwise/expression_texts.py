@@ -1,7 +1,7 @@
-"""Parse elementwise expressions from text: `t0 = sigmoid(a1); a0 * t0 + 3` gives the tree for which `text_of` writes
-this text.
+"""Parse elementwise expressions from text: `t0 = sigmoid(a1); a0 * t0 + 3` becomes the tree whose `text_of` is this
+text.
 
-Grammar: statements `t0 = expression`, separated by `;`, and last one expression or several, separated by commas.
+Grammar: statements `t0 = expression`, separated by `;`, and at the end one or more expressions, separated by commas.
 Expressions contain arguments a0, a1, ..., names defined before, numbers, inf, nan, True, False, operators, calls of
 `OPERATIONS` and parentheses. Operators bind as in Python; comparisons are not chained. The parser evaluates nothing,
 and uses two stacks instead of recursion (Dijkstra 1961, the shunting-yard algorithm). So expressions may be nested as

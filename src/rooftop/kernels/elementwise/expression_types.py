@@ -32,15 +32,15 @@ class Kind:
 
 @dataclass(frozen=True)
 class Typed:
-    """The types of a node: its result's dtype, and the dtype to which its operands are cast (except the condition of
-    `where`)."""
+    """The types of a node: the dtype of its result, and the dtype to which its operands are cast (except the condition
+    of `where`)."""
 
     kind: Kind
     common: torch.dtype
 
     @property
     def inside(self) -> torch.dtype:
-        """The dtype of its value until it is stored."""
+        """The dtype of the node's value until it is stored."""
         return computed_in(self.kind.dtype)
 
 
@@ -53,20 +53,20 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
 
 
 def summand(node: Expression, types: Types) -> Expression:
-    """The value that is added up in float32 for a result: half precision results are rounded after the sum."""
+    """A node whose value is added up in float32 for a result: half precision results are rounded after the sum."""
     if DTYPES.get(node.operation) in HALVES and types[id(node.operands[0])].inside == torch.float32:
         return node.operands[0]
     return node
 
 
 OF_LIMITS = ("maximum", "minimum", "clamp_min", "clamp_max", "where")
-"""Operations that return an operand: an integer outside the dtype's range would become another number, while in sums it
-only wraps.
+"""Operations that return one of their operands. An integer outside the dtype's range would come out as another number;
+in sums it only wraps.
 """
 
 
 def limits_of(outputs: Sequence[Expression], types: Types) -> list[tuple[Expression, torch.dtype]]:
-    """Plain numbers (constants, arguments) that must be within the range of an integer dtype."""
+    """The plain numbers (constants, arguments) that must be in the range of an integer dtype."""
     return [
         (each, common)
         for node in topological(outputs)
@@ -108,7 +108,7 @@ def types_of(outputs: Sequence[Expression], arguments: Sequence[Kind | None], au
         autocast: whether a GPU's autocast is on.
 
     Raises:
-        TypeError: an operation that is not defined for its operands' dtypes.
+        TypeError: an operation is not defined for its operands' dtypes.
     """
     types: Types = {}
     for node in topological(outputs):

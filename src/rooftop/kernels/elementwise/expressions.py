@@ -36,15 +36,15 @@ class Operation:
     """The properties of an operation.
 
     Attributes:
-        typing: how the result's dtype follows from those of the operands: "promoted", "float", "compared", "bitwise",
-            "where", "scaled" (that of the first), "nearest" (int32), "bits" (float64), or the name of the dtype of a
-            cast.
+        typing: how the result's dtype follows from the operands' dtypes: "promoted", "float", "compared", "bitwise",
+            "where", "scaled" (the first operand's dtype), "nearest" (int32), "bits" (float64), or the name of the dtype
+            of a cast.
         arity: number of operands.
         apply: the same operation in PyTorch, on tensors of one dtype.
-        gradients: from (gradient of the result, result, *operands), the gradients of the operands; None: no gradient at
-            all.
+        gradients: a function from (gradient of the result, result, *operands) to the gradients of the operands; None:
+            no gradient at all.
         flops: flops of one element.
-        symbol: its notation, if that is not a function's name.
+        symbol: its notation, if it is not written as a function call.
         autocast: whether it is computed in float32 under autocast on a GPU, as in PyTorch.
     """
 
@@ -154,7 +154,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def _first(a: Tensor, b: Tensor) -> Tensor:
-    """a, in the common dtype of both operands."""
+    """a in the common dtype of both operands."""
     return a
 
 
@@ -165,8 +165,8 @@ def _gradients_of_power(g: Expression, y: Expression, a: Expression, b: Expressi
 
 
 def _nearest(a: Tensor) -> Tensor:
-    """The lower 32 bits of the nearest integer; ties go to the even one. For |a| up to 2^22 in float32 and 2^51 in
-    float64; above that, kernels give other bits."""
+    """The lower 32 bits of the nearest integer; ties go to the even one. It holds for |a| up to 2^22 in float32 and
+    2^51 in float64; above that, kernels return other bits."""
     return a.round().to(torch.int64).to(torch.int32)
 
 
@@ -253,7 +253,7 @@ def _node(operation: str, operands: Operands, value: Any = None) -> Expression:
     key = (operation, tuple(map(id, operands)), type(value), repr(value))
     found = _NODES.get(key)
     if found is None:
-        with _lock:  # two equal nodes would get half of a gradient each
+        with _lock:  # otherwise two equal nodes would each get half of a gradient
             found = _NODES.get(key)
             if found is None:
                 found = object.__new__(Expression)
@@ -287,7 +287,7 @@ def apply(operation: str, *operands: Any) -> Expression:
     """A node of one of `OPERATIONS`.
 
     Raises:
-        TypeError: an operand that is neither an expression nor a number.
+        TypeError: an operand is neither an expression nor a number.
     """
     return _node(operation, tuple(_as_expression(operation, each) for each in operands))
 
@@ -324,7 +324,7 @@ _OPERANDS: Callable[[Expression], Operands] = attrgetter("operands")
 
 
 def arguments_of(outputs: Iterable[Expression]) -> list[int]:
-    """Numbers of the arguments that are used, ascending."""
+    """The numbers of the used arguments, in ascending order."""
     return sorted(int(n.value) for n in topological(outputs) if n.operation == "argument")  # type: ignore[arg-type]
 
 
@@ -335,7 +335,7 @@ MOST_DEPTH = 16  # of parentheses
 
 
 def text_of(outputs: Sequence[Expression]) -> str:
-    """The canonical text: values that are used more than once get a name; then come the results, separated by
+    """The canonical text. It first names the values that are used more than once, then lists the results, separated by
     commas.
     """
     nodes = topological(outputs)
@@ -379,7 +379,8 @@ def _bare(text: str) -> str:
 def _power(a: Any, b: Any) -> Expression:
     """Small constant powers as products, as PyTorch computes them."""
     if type(b) in (int, float) and b in (1, 2, 3, 4):
-        a = apply("base", a, type(b)(1))  # a power of booleans is an integer, or floating point with a float exponent
+        # a power of booleans is an integer, or floating point if the exponent is a float
+        a = apply("base", a, type(b)(1))
         square = apply("mul", a, a)
         return {1: lambda: a, 2: lambda: square, 3: lambda: square * a, 4: lambda: square * square}[int(b)]()
     if type(b) is float and b == -2.0:
@@ -445,7 +446,8 @@ def _gelu(input: Any, approximate: str = "none") -> Expression:
 def _softplus(input: Any, beta: float = 1.0, threshold: float = 20.0) -> Expression:
     """log(1 + exp(beta x)) / beta, and x itself above the threshold."""
     scaled = input if beta == 1.0 else input * beta
-    soft = apply("log1p", apply("exp", apply("clamp_max", scaled, threshold)))  # bounded: its gradient is no inf * 0
+    # bounded, so that its gradient is never inf * 0
+    soft = apply("log1p", apply("exp", apply("clamp_max", scaled, threshold)))
     return where(scaled > threshold, input, soft if beta == 1.0 else soft / beta)
 
 

@@ -1,7 +1,7 @@
 """Launch the kernels of fused elementwise expressions: merge dimensions, and take parameters from tables.
 
-`launch_program` serves the operator in `elementwise.py`. `expression_sources.py` writes the kernels, one for a program,
-its dtypes and a class of memory layouts.
+`launch_program` serves the operator in `elementwise.py`. `expression_sources.py` writes one kernel for each combination
+of program, dtypes and class of memory layouts.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _launch_tiles(
 
 
 def _mark(y: Tensor, kept: str) -> Tensor:
-    """A view that moves along the kept dimensions of y, so that these are not merged with others."""
+    """A view that steps along the kept dimensions of y alone, so that these are not merged with others."""
     if not kept:
         return y
     return y.as_strided(y.shape, [s if keep == "1" else 0 for s, keep in zip(y.stride(), kept, strict=True)])
@@ -229,7 +229,8 @@ def flat_config(tensors: Sequence[Tensor]) -> FlatConfig:
 
 
 def merged_dims(y: Tensor, tensors: Sequence[Tensor]) -> Dims:
-    """The dimensions in the order of y's memory, merged where all tensors step through them as through one."""
+    """The dimensions in the order of y's memory. Neighbours are merged if all tensors can step through them with one
+    stride."""
     if all((t.shape == y.shape and t.is_contiguous()) or t.dim() == 0 for t in tensors) and y.is_contiguous():
         return [(y.numel(), tuple(int(t.dim() > 0) for t in tensors))]
     strides = [
@@ -272,5 +273,5 @@ def source_for(plan: Plan, chosen: tuple[int, ...], layout: Layout) -> tuple[str
 
 @functools.lru_cache(maxsize=4096)
 def _kernel(plan: Plan, chosen: tuple[int, ...], layout: Layout) -> Any:
-    """The compiled kernel of `source_for`."""
+    """The compiled kernel of the source from `source_for`."""
     return compiled(*source_for(plan, chosen, layout))

@@ -1,4 +1,4 @@
-"""Programs of fused elementwise expressions: trees, the kinds of their arguments, and the facts that follow.
+"""Programs of fused elementwise expressions: trees, the kinds of their arguments, and facts derived from both.
 
 The operator takes a program as text, "tnt: a0 * a1 + a2": which arguments are tensors and which are numbers, and the
 trees (`expression_texts.py`). "tt 1=01: a0, a0 * a1" sums result 1 over the first of two dimensions, which becomes 1.
@@ -94,7 +94,7 @@ def program_of(text: str) -> Program:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The facts that follow from a program and its arguments' dtypes. Launches are cached by its identity."""
+    """The facts that follow from a program and its arguments' dtypes. Launches are cached by the plan's identity."""
 
     outputs: tuple[Expression, ...]  # here, since types are keyed by node identity
     kept: tuple[str, ...]
@@ -139,8 +139,8 @@ def planned(tensors: Sequence[Tensor], numbers: Sequence[Number], program: Progr
     """The plan of a program (or of its text), and its arguments by number, on one device.
 
     Raises:
-        TypeError: tensors that are not dense, or of a dtype that is not supported.
-        ValueError: tensors on several devices, or shapes that do not broadcast.
+        TypeError: a tensor is not dense, or its dtype is not supported.
+        ValueError: the tensors are on several devices, or their shapes do not broadcast.
     """
     if isinstance(program, str):
         program = program_of(program)
@@ -191,7 +191,7 @@ def broadcast_shape(shapes: Sequence[torch.Size]) -> torch.Size:
 
 
 def summed_shape(shape: torch.Size, kept: str) -> torch.Size:
-    """The shape of a result after its elements, which have this shape, are summed."""
+    """The shape of a result whose elements have the given shape, after they are summed."""
     if not kept:
         return shape
     if len(kept) != len(shape):
@@ -273,8 +273,8 @@ def gradients_of(
 
 
 def kept_dims(shape: torch.Size, full: torch.Size) -> str:
-    """For each dimension of `full`: 1 if the broadcast tensor has it, 0 if its gradient is summed over it; "" if none
-    is summed."""
+    """One digit for each dimension of `full`: 1 if the broadcast tensor has that dimension, 0 if its gradient is summed
+    over it. "" if nothing is summed."""
     missing = len(full) - len(shape)
     kept = [size == 1 for size in full[:missing]] + [a == b for a, b in zip(shape, full[missing:], strict=True)]
     return "" if all(kept) else "".join("1" if keep else "0" for keep in kept)

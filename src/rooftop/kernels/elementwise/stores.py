@@ -4,12 +4,13 @@
 computes float64 too. No product is fused with a sum: each operation is rounded as PyTorch rounds it. Some numbers may
 repeat along the last dimension (`rows`, from `operands/repeating_numbers.py`), such as one for each channel of images.
 
-Bound by memory: the kernel reads every operand once and writes the result once. Tensors with the same layout count as
-one flat dimension, whatever their shape. Regions are read in place, one block of a row at a time, or as tiles of
+Bound by memory: the kernel reads every operand once and writes the result once. Tensors with the same layout are
+treated as one flat dimension, whatever their shape. Regions are read in place, one block of a row at a time, or as
+tiles of
 several short rows. A thread handles 16 bytes: 16 elements if they are bytes. Triton only knows whether a pointer is a
-multiple of 16 bytes, and a region may begin anywhere. So pointers are rounded down to a multiple. The offsets of the
-tensors and all strides are given in the largest unit that divides them (`UNIT`), and loads and stores are one unit
-wide.
+multiple of 16 bytes, but a region may begin anywhere. So pointers are rounded down to a multiple of 16 bytes. The
+offsets of the tensors and all strides are given in the largest unit that divides them (`UNIT`), and loads and stores
+are one unit wide.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ FAST = frozenset(
 
 
 class Row(NamedTuple):
-    """Numbers of a dtype as bytes: so -0.0 differs from 0.0, and NaN equals itself."""
+    """Numbers of a dtype as bytes. As bytes, -0.0 differs from 0.0, and NaN equals itself."""
 
     bits: bytes
     dtype: torch.dtype
@@ -82,7 +83,7 @@ def store_fused(
         tensors: tensors of the shape of `out`, with any strides, on its device.
         numbers: Python numbers. Floats are float32; a float64 number is passed as an integer with the same bits,
             `float64_of_bits(a0)`.
-        out: overlaps no tensor, or has exactly the same elements as one.
+        out: the memory of the result. It may be the same as a tensor's, but must not overlap a tensor in part.
         rows: numbers that repeat along the last dimension of `out`; its size is a multiple of their count. In the
             program these follow the tensors.
 
@@ -91,9 +92,9 @@ def store_fused(
         memory.
 
     Raises:
-        TypeError: the result has another dtype than `out`, or float64 is needed in an operation that has none here.
+        TypeError: the result's dtype differs from that of `out`, or an operation does not support float64 here.
         ValueError: the arguments do not match the program's.
-        RuntimeError: new rows while a CUDA graph is captured.
+        RuntimeError: the rows are new while a CUDA graph is captured.
     """
     tables = [table_of(each.bits, each.dtype, out.device) for each in rows]
     plan, arguments = planned([*tensors, *(each.numbers for each in tables)], numbers, program)
@@ -118,13 +119,13 @@ def _check_double(plan: Plan) -> None:
 
 
 class Stored(NamedTuple):
-    """A launch that was done. It can be launched again with other tensors that have the same layout and the same offset
-    from a multiple of 16 bytes.
+    """A past launch, which can be repeated with other tensors. They must have the same layout and the same offset from
+    a multiple of 16 bytes.
 
     Attributes:
         launch: the kernel with its arguments.
         tensors: for each pointer of the launch, the number of its tensor; -1 for the result.
-        leads: for each pointer, by how many bytes it lies before its tensor.
+        leads: for each pointer of the launch, the number of bytes between it and its tensor's beginning.
     """
 
     launch: Repeated
@@ -166,7 +167,7 @@ def _store(plan: Plan, arguments: list[Any], out: Tensor, periods: dict[int, int
         if len(_launches) >= _MOST_LAUNCHES:
             _launches.clear()
         _launches[key] = found = _launch_of(plan, moving, out, leads, periods)
-    if found is None:  # one dimension less, and one launch for each of its indices
+    if found is None:  # one dimension fewer, and one launch for each index of that dimension
         for n in range(out.shape[0]):
             parts = [each[n] if i in moving else each for i, each in enumerate(arguments)]
             _store(plan, parts, out[n], periods)
@@ -188,7 +189,7 @@ def _store(plan: Plan, arguments: list[Any], out: Tensor, periods: dict[int, int
 def _launch_of(
     plan: Plan, moving: dict[int, Tensor], out: Tensor, leads: tuple[int, ...], periods: dict[int, int]
 ) -> Launch | None:
-    """None if there are more dimensions than a kernel supports."""
+    """Plan a launch; None if there are more dimensions than a kernel supports."""
     dims = merged_dims(out, [*moving.values(), out])
     if len(dims) > MOST_DIMS:
         return None
@@ -336,7 +337,7 @@ def _names(layout: Layout, used: list[int]) -> tuple[list[str], dict[str, Access
 
 
 def _row_of(tensor: str, access: Access) -> str:
-    """The offset of a tensor's first element of a row, or of several rows, from its pointer."""
+    """The offset from a tensor's pointer to its first element in a row, or in several rows."""
     terms = [f"{tensor}_lead", *(f"index{d} * {tensor}_stride{d}" for d, moves in enumerate(access.outer) if moves)]
     return f"({' + '.join(terms)})" + (" * UNIT" if access.column == 1 else "")
 

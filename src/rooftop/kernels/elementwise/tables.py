@@ -18,7 +18,7 @@ class FlatConfig:
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Elements of a tile, the maximum of its columns, and warps. Rows with fewer columns leave room for more rows."""
+    """Elements of a tile, its maximum number of columns, and warps. If rows are shorter, the tile has more rows."""
 
     elements: int
     columns: int
@@ -35,18 +35,18 @@ FLAT = (
 TILES = TileConfig(elements=4096, columns=1024, warps=8)
 SQUARE = TileConfig(elements=8192, columns=64, warps=8)  # if a tensor is contiguous along rows: transposed
 
-# Sums over columns need whole rows in a tile, sums over rows several tiles a program.
+# Sums over columns need whole rows in a tile; sums over rows need several tiles per program.
 SUMS = TileConfig(elements=4096, columns=4096, warps=4)
 LONG_SUMS = TileConfig(elements=4096, columns=1024, warps=8)
-PROGRAMS_PER_SM = 8  # for programs that sum over rows: they write few sums compared with the data they read
+PROGRAMS_PER_SM = 8  # for programs that sum over rows: many tiles, so that few sums are written for the data read
 
 # ---- results in existing memory --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """Elements and warps of a program, by the element size of its narrowest tensor, and the most columns of its
-    tiles."""
+    """Elements and warps of a program, and the maximum number of columns of its tiles, by the element size of its
+    narrowest tensor."""
 
     bytes: int
     elements: int

@@ -7,8 +7,8 @@ The point (u, v, w) is in [-1, 1]. The well-known tutorials of PyTorch's CUDA ex
 rendering uses it on grids of features. Outside of [-1, 1] it extrapolates linearly.
 
 Bound by memory: forward reads eight corners and writes one; backward writes eight and, for the points' gradient, reads
-eight. No atomics: each corner belongs to one point. Points that share corners gather their features first; the gradient
-of that gather adds the shared gradients. `interpolations.py` has the same in Triton.
+eight. It needs no atomics, because each corner belongs to one point. If points share corners, the caller gathers their
+features first, and the gradient of that gather adds the shared gradients. `interpolations.py` has the same in Triton.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _weights(points: Tensor) -> Tensor:
 
 # ---- launch ----------------------------------------------------------------------------------------------------
 
-THREADS = 256  # of a block; each row of lanes computes one point; not yet tuned by measurement
+THREADS = 256  # threads of a block; each row of lanes computes one point; not yet tuned by measurement
 TYPES = CPP_TYPES | {torch.float64: "double"}
 
 
@@ -87,7 +87,7 @@ def kernel_for(name: str, points: Tensor, tensors: Sequence[Tensor]) -> tuple[st
     width = math.gcd(16 // tensors[0].element_size(), channels)
     while any(t.data_ptr() % (width * t.element_size()) for t in tensors):
         width //= 2
-    lanes = min(32, power_of_two(channels // width))  # a power of two: their sums go through shuffles
+    lanes = min(32, power_of_two(channels // width))  # a power of two, because their sums go through shuffles
     block = (lanes, THREADS // lanes)
     types = f"{TYPES[tensors[0].dtype]}, {TYPES[points.dtype]}, {width}"
     return f"{name}<{types}>", -(-points.shape[0] // block[1]), block
@@ -201,7 +201,7 @@ def trilinear_interpolate_cuda(features: Tensor, points: Tensor) -> Tensor:
 
 
 def check_arguments(function: str, features: Tensor, points: Tensor) -> None:
-    """Refuse wrong arguments of that function before anything is launched.
+    """Refuse wrong arguments of `trilinear_interpolate_cuda` before anything is launched.
 
     Raises:
         TypeError, ValueError: as `trilinear_interpolate_cuda`.

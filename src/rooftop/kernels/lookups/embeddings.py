@@ -4,9 +4,9 @@ Forward copies rows and is memory-bound; a program copies a piece of several row
 equal tokens. It sorts the tokens (stably, so that equal ones keep their order), and each program adds the runs of one
 chunk in float32. A run within a chunk is then finished. The pieces of runs that cross a boundary, at most two a chunk,
 form a list of the same kind in the same order, 16 times shorter. The same kernel adds up that list, until one chunk is
-left. So a very frequent token keeps many programs busy, no addition is atomic, and the order of additions depends only
-on the tokens. Memory-bound: the kernel reads the gradients once, fills the table of gradients with zeros once, and
-writes its non-zero rows once more.
+left. So many programs share a very frequent token, no addition is atomic, and the order of additions depends only on
+the tokens. Memory-bound: the kernel reads the gradients once, fills the table of gradients with zeros once, and writes
+its non-zero rows once more.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Kept(NamedTuple):
 
 
 class Embedding(NamedTuple):
-    """weight[input]; the row of the token `padding` gets no gradient; with -1, every row gets one."""
+    """weight[input]. The row of the token `padding` gets no gradient; if `padding` is -1, every row gets one."""
 
     input: Tensor
     weight: Tensor
@@ -72,7 +72,7 @@ class Embedding(NamedTuple):
         return None, _embedding_backward(dy, *kept)
 
     def cost(self, made: Tensor) -> Cost:
-        """As for `aten::embedding`: the rows are assumed to be different, up to the whole table."""
+        """Count as for `aten::embedding`: all looked-up rows are assumed to differ, up to the size of the table."""
         read = min(distinct_bytes([self.weight]), made.numel() * made.element_size())
         return Cost(read + distinct_bytes([self.input]), distinct_bytes([made]))
 
@@ -147,7 +147,7 @@ def embedding(
 
     Raises:
         TypeError: a tensor is not dense, or its dtype does not match.
-        ValueError: shapes or devices do not match, a padding_idx outside of the table.
+        ValueError: shapes or devices do not match, or padding_idx is outside the table.
         NotImplementedError: max_norm, scale_grad_by_freq, sparse.
     """
     for name, given in (("max_norm", max_norm), ("scale_grad_by_freq", scale_grad_by_freq), ("sparse", sparse)):

@@ -1,7 +1,8 @@
 """Trilinear interpolation between the eight corners of a cell, in Triton: the same operator as in
 `cuda_interpolations.py`.
 
-That module has the formula, the reference, the checks and the cost; this one has the Triton kernels' operator. Bound by
+That module has the formula, the reference, the checks and the cost. This one has the operator with Triton kernels.
+Bound by
 memory: forward reads eight corners and writes one; backward writes eight and, for the points' gradient, reads eight.
 """
 
@@ -75,8 +76,8 @@ def trilinear_interpolate(features: Tensor, points: Tensor) -> Tensor:
             of [-1, 1] it extrapolates linearly.
 
     Returns:
-        (B, C), the dtype of features, also under autocast; added up in float32 (for float64 the reference adds up in
-        float64).
+        (B, C), the dtype of features, also under autocast; added up in float32. For float64, the reference computes the
+        result in float64.
 
     Raises:
         TypeError: a tensor is not dense, or its dtype is not floating point.

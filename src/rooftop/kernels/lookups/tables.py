@@ -11,7 +11,8 @@ from rooftop.kernels.operands.launch_data import ANY_BYTES
 
 @dataclass(frozen=True)
 class RunsConfig:
-    """Items of a chunk, rows that are loaded at once, columns of a program, and warps."""
+    """Parameters of the embedding's gradient: items of a chunk, rows that are loaded at once, columns of a program, and
+    warps."""
 
     chunk: int
     ahead: int
@@ -20,8 +21,8 @@ class RunsConfig:
 
 
 # Measured on an H200, with 65536 tokens of a vocabulary of 128256 and 4096 half precision features. It is the fastest
-# for equal tokens and for tokens from all over the table; chunks of 64 gain little for tokens distributed as words are.
-# A thread has 16 bytes of each of 8 rows at once.
+# for equal tokens and for uniformly distributed tokens. Chunks of 64 gain little for tokens with the frequencies of
+# words. A thread has 16 bytes of each of 8 rows at once.
 RUNS = RunsConfig(chunk=32, ahead=8, columns=512, warps=2)
 
 
@@ -34,8 +35,8 @@ class RowsConfig:
     warps: int
 
 
-# One entry for tables whose rows are whole lines of memory (128 bytes), and one for other tables, whose rows are best
-# read whole. PyTorch copies rows that are not a multiple of 16 bytes.
+# One entry is for tables whose rows are whole lines of memory (128 bytes). The other is for all other tables: their
+# rows are best read whole. PyTorch copies rows that are not a multiple of 16 bytes.
 OF_LINES, OF_ANY = (
     RowsConfig(rows=16, columns=128, warps=4),
     RowsConfig(
@@ -50,8 +51,8 @@ OF_LINES, OF_ANY = (
 
 @dataclass(frozen=True)
 class CornersConfig:
-    """A program's block for cells of up to `row_bytes` a corner: bytes of one corner for all its points, bytes of one
-    corner of one point, and warps."""
+    """A program's block for cells with up to `row_bytes` per corner: bytes of one corner for all points of the program,
+    bytes of one corner of one point, and warps."""
 
     row_bytes: int
     block_bytes: int

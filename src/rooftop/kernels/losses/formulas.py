@@ -36,7 +36,7 @@ def cross_entropy_reference(x: Tensor, target: Tensor, terms: Terms) -> tuple[Te
 def cross_entropy_gradient_reference(factor: Tensor, x: Tensor, target: Tensor, terms: Terms) -> Tensor:
     """dx (N, V); `factor`: (N,) or (), the factor of each row's derivative.
 
-    The statistics are computed again, since the saved ones are float32 and would round each probability.
+    The statistics are computed again, because the saved float32 statistics would round each probability.
     """
     values = x.to(reference_dtype(x.dtype))
     counted = target != terms.ignore_index
@@ -55,11 +55,11 @@ def cross_entropy_gradient_reference(factor: Tensor, x: Tensor, target: Tensor, 
     return dx.where(counted[:, None], 0.0).to(x.dtype)
 
 
-BLOCK = 1 << 20  # logits that PyTorch computes at a time: few enough to stay in cache in float64
+BLOCK = 1 << 20  # logits in a block: few enough to stay in the CPU's cache in float64
 
 
 def _blocks(x: Tensor) -> Iterator[slice]:
-    """Blocks of rows of x, as many rows as fit in a block."""
+    """Split x into blocks of rows, with as many rows as fit in a block."""
     step = max(1, BLOCK // x.shape[1])
     return (slice(start, start + step) for start in range(0, x.shape[0], step))
 
@@ -126,7 +126,7 @@ def loss_formula(x: Tensor, target: Tensor, terms: Terms, reduction: str) -> Ten
 
 @without_autocast
 def reduced_gradient_formula(dloss: Tensor, x: Tensor, target: Tensor, terms: Terms, mean: bool) -> Tensor:
-    """The gradient of a reduced loss with respect to the logits x (N, V), by PyTorch's operators: it can be
+    """The gradient of a reduced loss with respect to the logits x (N, V), by PyTorch's operators, so that it can be
     differentiated again.
     """
     if mean:

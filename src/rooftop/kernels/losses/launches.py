@@ -144,7 +144,7 @@ def scale(gradient: Tensor, factor: Tensor, result: Tensor) -> None:
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """The tensor, or any other in place of an unused argument of a kernel."""
+    """The tensor, or a placeholder for an unused argument of a kernel."""
     return other if tensor is None else tensor
 
 

@@ -5,8 +5,8 @@ multiplies it by weight and hidden at once (as in Hsu et al. 2024, "Liger Kernel
 Bound by its three matrix products. `losses.py` defines the loss of a row. Deterministic: chunks are added up in order,
 and their size depends only on the shapes.
 
-In float16 the gradient of the logits is not divided by the number of rows before the products: it would underflow
-before a loss scale can help. Backward applies that factor, when the gradient of the weight is still float32.
+In float16 the gradient of the logits is not divided by the number of rows before the products, because it would
+underflow before a loss scale can help. Backward applies that factor while the gradient of the weight is still float32.
 """
 
 from __future__ import annotations
@@ -50,16 +50,17 @@ from rooftop.launch.symbolic import recorded_whole
 
 # ---- chunks ----------------------------------------------------------------------------------------------------
 
-MOST_CHUNK_ROWS = 8192  # more do not make the matrix products faster
-LEAST_CHUNK_ROWS = 2048  # fewer make them slower, and add passes over the weight's gradient
-# At most this many logits form one chunk: their memory is negligible. On a CPU, PyTorch multiplies few rows in another
-# order than many. With two chunks of 3 and 2 rows, half of all random inputs of 5 x 768 failed the numerics gate.
+MOST_CHUNK_ROWS = 8192  # more rows do not make the matrix products faster
+LEAST_CHUNK_ROWS = 2048  # fewer rows make them slower, and add passes over the weight's gradient
+# At most this many logits form one chunk: their memory is negligible. On a CPU, PyTorch multiplies a few rows in a
+# different order than many rows. With two chunks of 3 and 2 rows, half of all random inputs of 5 x 768 failed the
+# numerics gate.
 ONE_CHUNK_LOGITS = 1 << 20
 
 
 def chunk_rows(rows: int, features: int, classes: int) -> int:
-    """The number of rows whose logits are computed at a time: they take as much memory as the weight (V, H), within the
-    limits above.
+    """The number of rows whose logits are computed at a time. These logits take as much memory as the weight (V, H),
+    within the limits above.
 
     More logits than `ONE_CHUNK_LOGITS` make at least two chunks, all of about the same size.
     """
@@ -74,7 +75,7 @@ def chunk_rows(rows: int, features: int, classes: int) -> int:
 
 
 class LinearCrossEntropy(NamedTuple):
-    """(loss (), dhidden, dweight, dbias, factor): the gradients selected by `wanted`, still to be multiplied by
+    """(loss (), dhidden, dweight, dbias, factor). `wanted` selects the gradients, which must still be multiplied by
     `factor`.
     """
 
@@ -113,7 +114,7 @@ class LinearCrossEntropy(NamedTuple):
             real = logits[:, :classes]
             gradient = real if any(self.wanted) else None
             losses[start:stop] = losses_of_rows(real, target[start:stop], terms, within, gradient)[0]
-            logits[:, classes:] = 0.0  # rows of hidden that are not finite left other values there
+            logits[:, classes:] = 0.0  # rows of hidden that are not finite left values other than zero there
             if dhidden is not None:
                 torch.mm(logits, weight, out=dhidden[start:stop])
             if dweight is not None:

@@ -62,7 +62,8 @@ def _checked(arguments: Sequence[Any]) -> str | None:
 
 
 def check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
-    """Check for targets that are no class: on the CPU at once, on a GPU with ROOFTOP_CHECK=1 (it waits for the GPU)."""
+    """Check for targets that are not a class. On a CPU this always runs; on a GPU it runs only with ROOFTOP_CHECK=1,
+    because it waits for the GPU."""
     if target.device.type != "cpu" and os.environ.get("ROOFTOP_CHECK") != "1":
         return
     wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
@@ -87,8 +88,8 @@ def inverse_of_targets(target: Tensor, classes: int, terms: Terms, dtype: torch.
 def losses_of_rows(
     x: Tensor, target: Tensor, terms: Terms, inverse: Tensor | None, dx: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """(losses (N,), statistics (2, N)); with `dx` (which may be x) it fills dx with the gradient times `inverse`,
-    instead of the statistics."""
+    """Compute (losses (N,), statistics (2, N)). If `dx` (which may be x) is given, fill it with the gradient times
+    `inverse` instead of computing statistics."""
     if by_reference(x):
         return losses_by_reference(x, target, terms, inverse, dx)
     return launches.losses_of_rows(x, target, terms, inverse, dx)
@@ -141,7 +142,7 @@ class CrossEntropy(NamedTuple):
 
     @without_autocast
     def in_pytorch(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Targets are not checked: a target that is no class raises or gives NaN."""
+        """Targets are not checked: one that is not a class raises or gives NaN."""
         dtype, mean = accumulator_dtype(self.x.dtype), self.reduction == "mean"
         losses, statistics = cross_entropy_reference(self.x, self.target, self.terms)
         inverse = inverse_by_formula(self.target, self.x, self.terms) if mean else losses.new_empty(0)
@@ -202,8 +203,8 @@ class CrossEntropyBackward(NamedTuple):
 class KeptGradient(NamedTuple):
     """What backward needs of a loss that already computed its gradient; for a second derivative, also the logits.
 
-    Keeping the logits would take the memory that the kernel saves. A caller who differentiates twice often still has
-    them.
+    Keeping the logits would cost the memory that the kernel saves, and a caller who differentiates twice often still
+    has them.
     """
 
     gradient: Tensor
@@ -272,8 +273,8 @@ class CrossEntropyWithGradient(NamedTuple):
         return (reduced_gradient_formula(dloss, x, kept.target, terms, kept.mean),)
 
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
-        """The loss and its gradient; the exponential counts once, since the gradient only divides the loss's
-        exponential by the sum.
+        """The loss and its gradient. The exponential counts once, because the gradient divides the same exponential by
+        the sum.
         """
         flops = (row_flops(self.terms) + 1 + (self.label_smoothing > 0)) * self.x.numel()
         return Cost(distinct_bytes(self[:3]), distinct_bytes(made), {precision_of(self.x.dtype): flops})
@@ -313,7 +314,7 @@ class ScaleGradientInPlace(NamedTuple):
         return None
 
     def cost(self, made: None) -> Cost:
-        """Whether there is work to do depends on the factor's value: the least is to read it."""
+        """If the factor is 1, nothing is done. So the least work is to read the factor."""
         return Cost(distinct_bytes([self.factor]))
 
 
@@ -343,10 +344,10 @@ def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
 
 
 def _scale_into(gradient: Tensor, factor: Tensor, result: Tensor) -> None:
-    """`gradient` and `result` are contiguous."""
+    """Scale `gradient` into `result`; both are contiguous."""
     in_place = result is gradient
     if by_reference(gradient):
-        if gradient.is_cuda:  # float64, as the factor is; the host need not wait for it
+        if gradient.is_cuda:  # float64 like the factor, so that the host need not wait for it
             torch.mul(gradient, factor, out=result)
         elif not in_place or float(factor) != 1.0:
             torch.mul(gradient, float(factor), out=result)
@@ -369,7 +370,8 @@ def cross_entropy(
     z_loss: float = 0.0,
     fused: bool | None = None,
 ) -> Tensor:
-    """Cross entropy of logits and class indices: the arguments of `torch.nn.functional.cross_entropy`, and two more.
+    """Cross entropy of logits and class indices, with the arguments of `torch.nn.functional.cross_entropy` and two
+    more.
 
     Args:
         input: logits (N, V), (V,) or (N, V, d1, ...), bfloat16, float16, float32 or float64; the last form is copied
@@ -380,18 +382,18 @@ def cross_entropy(
         reduction: "mean" (divided by the sum of the targets' weights), "sum" or "none".
         label_smoothing: from 0 to 1, the part of the target that is spread over all classes.
         z_loss: factor of the squared log-sum-exp of each row, weighted like the row.
-        fused: compute the gradient in the forward pass. None: if `input` needs a gradient, the loss is reduced, and its
-            dtype is not float16.
+        fused: compute the gradient in the forward pass. None: do so if `input` needs a gradient, the loss is reduced,
+            and the dtype is not float16.
 
     Returns:
         () or the shape of `target`, in the dtype of `input`; float32 under autocast. The arithmetic is float32 (float64
-        for float64). The mean and its gradient are 0 if all targets are ignored. PyTorch's are NaN then, and a sum over
-        micro-batches would keep that NaN.
+        for float64). The mean and its gradient are 0 if all targets are ignored. PyTorch returns NaN in that case,
+        which would spoil a sum over micro-batches.
 
     Raises:
         TypeError: a tensor is not dense, or its dtype does not match (class probabilities included).
-        ValueError: a shape, device or number is wrong; targets that are no class, on the CPU and, with
-            ROOFTOP_CHECK=1 in the environment, on a GPU. Without ROOFTOP_CHECK=1, the rows of such targets and a
+        ValueError: a shape, device or number is wrong; or a target is not a class (checked on the CPU and, with
+            ROOFTOP_CHECK=1 in the environment, on a GPU). Without ROOFTOP_CHECK=1, the rows of such targets and a
             reduced loss are NaN on a GPU; a mean is divided by the weights of the other targets, whose gradients are
             finite.
         NotImplementedError: a second derivative of the fused form on a GPU, if `input` is not (N, V), was changed in
@@ -431,7 +433,7 @@ class LogitsShape(NamedTuple):
 
 
 def check_index(name: str, ignore_index: int) -> None:
-    """Raise TypeError if it is not an int: no target would ever equal it."""
+    """Raise TypeError if `ignore_index` is not an int, because no target would ever equal it."""
     if not isinstance(ignore_index, (int, torch.SymInt)):
         raise TypeError(f"{name}: ignore_index must be an int, got {type(ignore_index).__name__}")
 
@@ -448,7 +450,7 @@ def check_arguments(
     """Refuse wrong arguments of `name` before anything is launched.
 
     Raises:
-        TypeError: an argument that is no tensor, or has a dtype that the losses do not support.
+        TypeError: an argument is not a tensor, or has a dtype that the losses do not support.
         ValueError: a shape, device or value is wrong; the message names the argument.
     """
     if not isinstance(x, LogitsShape):

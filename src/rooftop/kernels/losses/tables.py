@@ -7,7 +7,7 @@ from rooftop.kernels.operands.row_tiles import LongConfig, TileConfig
 
 # The fastest of the parameters measured on an H200 in half precision: with the gradient (FUSED) 1024, 8192, 16384,
 # 32768, 50257, 50304 and 128256 classes; without it, and for the gradient alone, 128256. LOSS has FUSED's tiles. Rows
-# that are read only once need neither registers for the whole row nor room in L2: many programs an SM. With the
+# that are read only once need neither registers for the whole row nor room in L2, so an SM runs many programs. With the
 # gradient, rows of 64 KiB are faster if read twice, in long blocks, than if held.
 LOSS = (
     TileConfig(row_bytes=256, rows=16, block_bytes=256, warps=2),
@@ -27,10 +27,10 @@ FUSED_LONG = (
     LongConfig(row_bytes=131072, block_bytes=8192, warps=8, programs_per_sm=4, stages=4),
     LongConfig(row_bytes=ANY_BYTES, block_bytes=32768, warps=32, programs_per_sm=1, stages=1),
 )
-GRADIENT_BYTES = 4096  # of a tile: shorter rows share one
+GRADIENT_BYTES = 4096  # elements of a tile, which short rows share
 GRADIENT_WARPS = 2
 SCALE = {"BLOCK": 8192, "num_warps": 8}
 SCALE_PROGRAMS_PER_SM = 8
 TARGETS = {"BLOCK": 4096, "num_warps": 8}
 TOTAL = {"BLOCK": 4096, "num_warps": 8}
-TOTAL_ROWS = 1 << 16  # that one program adds up; PyTorch sums more losses
+TOTAL_ROWS = 1 << 16  # losses that one program adds up; for more, PyTorch computes the sum

@@ -9,7 +9,7 @@ WIDE, for float32 logits: exponentials are added up in float64, and losses are f
 shifts the results of its row alike; in some small tensors that shift exceeds twice PyTorch's error.
 
 Logits are taken relative to the row's maximum or, before that is known, to the target's logit, so that a large common
-offset costs no accuracy. A row whose target is ignored has loss 0 and gradient 0. A row whose target is no class has
+offset costs no accuracy. A row whose target is ignored has loss 0 and gradient 0. A row whose target is not a class has
 NaN for both, and nothing is read out of bounds.
 """
 
@@ -136,7 +136,7 @@ def cross_entropy_rows_long(
             if SHIFTED:
                 last = tl.where((tail >= shift) & (tail < length), last, float("-inf"))
             row_weight, picked = _of_target(source, weight, label, True, columns, HAS_WEIGHT)
-            # Infinite if the loss is infinite or NaN in any case: then the sums below are relative to 0.
+            # If this logit is infinite, the loss is infinite or NaN in any case. The sums below are then relative to 0.
             origin = tl.where(tl.abs(picked) < float("inf"), picked, 0.0)
             largest = tl.full((COLUMNS // GROUP,), float("-inf"), tl.float32)
             total = tl.zeros((COLUMNS // GROUP,), tl.float32)
@@ -210,7 +210,7 @@ def cross_entropy_rows_long(
                     if SMOOTH:
                         result -= factor * spread
                     tl.store(to_dx + column, result.to(dx.dtype.element_ty), mask=shared)
-                # The target's element once more, so that the loop need not search for it.
+                # Handle the target's element again, so that the loop need not search for it.
                 tl.debug_barrier()
                 power = tl.div_rn(tl.exp(picked - maximum), total_sum)
                 valid = (label >= 0) & (label < columns)
@@ -304,7 +304,7 @@ def scale_unless_one(
 
 @triton.jit
 def _in_groups(position, length, GROUP: tl.constexpr, SHIFTED: tl.constexpr):
-    """Whether the position exists; SHIFTED: whether any position of its group does, so that a group is loaded at
+    """Whether the position exists. SHIFTED: whether any position of its group exists, so that a group is loaded at
     once.
     """
     if SHIFTED:

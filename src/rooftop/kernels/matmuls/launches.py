@@ -43,7 +43,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(y (M, N), input of the activation (M, N) or nothing) by the library or a kernel, as `plan` says; any strides.
 
-    rounded: apply the activation to the kept, rounded value, not to the value before rounding.
+    rounded: apply the activation to the kept value, which is rounded, instead of to the value before rounding.
     """
     rows, columns = x.shape[0], weight.shape[0]
     nothing = x.new_empty(0)
@@ -98,7 +98,8 @@ def _by_library(
 
 
 def _with_aligned_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Operands with zeros for additional inputs and outputs of a layer, so that the rows of each are aligned."""
+    """Pad the operands with zeros, as for additional inputs and outputs of the layer, so that their rows are
+    aligned."""
     depth, columns = missing_columns(x.shape[1], x), missing_columns(weight.shape[0], x)
     if x.shape[0] * weight.shape[0] < LEAST_PADDED or not (depth or columns):
         return x, weight, bias
@@ -271,7 +272,7 @@ def backward(dy: Tensor, saved: Tensor, activation: str, of_output: bool, sums: 
     block = min(BACKWARD_COLUMNS, power_of_two(columns))
     blocks = -(-columns // block)
     wanted = max(1, BACKWARD_PROGRAMS_PER_SM * processors(dy) // blocks)
-    height = BACKWARD_ROWS * 2 // dy.element_size()  # as many bytes in float32, with registers that do not spill
+    height = BACKWARD_ROWS * 2 // dy.element_size()  # as many bytes in float32, so that registers do not spill
     rows_of_chunk = -(-rows // (wanted * height)) * height
     chunks = -(-rows // rows_of_chunk)
     partial = torch.empty((chunks if sums else 0, columns), dtype=torch.float32, device=dy.device)

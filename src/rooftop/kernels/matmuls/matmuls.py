@@ -1,13 +1,13 @@
 """Matrix products fused with the operations after them: y = activation(x @ weight.T + bias) + residual.
 
 Bound by the tensor cores from a few hundred rows on; with fewer rows, by reading the weight. A library's product alone
-reaches the roof, and a separate pass for the activation then costs two more memory accesses per element. Here the
-kernel applies bias, activation and residual to the float32 sums before it writes them. Tiles in bands that share
-operands in L2, and persistent programs with tensor descriptors, follow Tillet, Kung and Cox 2019, "Triton", and its
+reaches the roof, but a separate pass for the activation costs two more memory accesses per element. Here the kernel
+applies bias, activation and residual to the float32 sums before it writes them. Two ideas, bands of tiles that share
+operands in L2 and persistent programs with tensor descriptors, follow Tillet, Kung and Cox 2019, "Triton", and its
 tutorial on persistent products. Deterministic: no atomics.
 
-`tables.py` chooses by the shape a kernel and its parameters, or the library (cuBLAS, and one pass for the rest).
-`linear_act_plan` says what was chosen and why; `launches.py` launches it.
+By the shape of a call, `tables.py` chooses a kernel and its parameters, or the library (cuBLAS, and one pass for the
+rest). `linear_act_plan` says what was chosen and why; `launches.py` launches it.
 """
 
 from __future__ import annotations
@@ -203,13 +203,13 @@ def _has_kernel(x: Tensor) -> bool:
 
 
 def _keeps(activation: str, residual: Tensor | None) -> bool:
-    """Whether backward needs the input of the activation, and not only the result."""
+    """Whether backward needs the input of the activation in addition to its result."""
     return activation != "none" and (activation not in OF_OUTPUT or residual is not None)
 
 
 @without_autocast
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The input of the activation."""
+    """Compute the input of the activation."""
     return functional.linear(x, weight, bias)
 
 
@@ -261,10 +261,10 @@ def linear_act(
 def linear_act_and_before(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "gelu"
 ) -> tuple[Tensor, Tensor]:
-    """`linear_act` and the input of the activation, without a gradient; `activation_of` computes the result from that
-    input again.
+    """`linear_act` that also returns the input of the activation, without a gradient. `activation_of` recomputes the
+    result from that input.
 
-    So the input of the activation is rounded first, as PyTorch does, and as if it were kept for backward. In half
+    For this, the input of the activation is rounded first, as in PyTorch and as if it were kept for backward. In half
     precision the result is rounded twice. Arguments and errors are as in `linear_act`; the activation must be one whose
     backward needs its input.
 
@@ -272,7 +272,7 @@ def linear_act_and_before(
         (y, before), (..., N) both.
 
     Raises:
-        ValueError: also another activation.
+        ValueError: also if the activation's backward does not need its input.
     """
     if not _keeps(activation, None):
         raise ValueError(
@@ -322,8 +322,8 @@ def _linear_act_of(
 
 
 def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> bool:
-    """Whether all tensors are on the CPU and fit: PyTorch's own functions then compute it with less overhead. This
-    function raises no errors."""
+    """Whether all tensors are on the CPU and match. PyTorch's own functions then compute the result with less overhead.
+    This function raises no errors."""
     if INTERPRETED or x is None or weight is None or not computed_on_cpu(x, weight, bias, residual):
         return False
     return (
@@ -342,8 +342,9 @@ MOST_KNOWN = 4096
 
 
 def _is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `torch.nn.functional.linear` computes all of it with less work for the host: a product for the library,
-    with aligned rows and no bias whose gradient a kernel sums faster. This function raises no errors."""
+    """Whether `torch.nn.functional.linear` computes the whole call with less work for the host. It does for a product
+    that the library computes, with aligned rows and no bias whose gradient a kernel sums faster. This function raises
+    no errors."""
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if INTERPRETED or not all(isinstance(t, Tensor) and t.is_cuda and t.layout == torch.strided for t in tensors):
         return False
@@ -425,8 +426,8 @@ Prepared = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 def _prepared(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
 ) -> Prepared:
-    """The arguments, checked and cast as autocast says, and a residual to be added later. Under autocast a residual of
-    another dtype makes the sum wider, as in PyTorch, so it is added later."""
+    """Return the arguments, checked and cast as autocast says, and a residual to be added later. Under autocast a
+    residual of another dtype is added later, because it makes the sum wider, as in PyTorch."""
     check_tensors(name, FLOATS, ("bias", "residual"), input=x, weight=weight, bias=bias, residual=residual)
     check_choice(name, "activation", activation, ACTIVATIONS)
     if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:

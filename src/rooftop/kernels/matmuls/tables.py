@@ -1,4 +1,4 @@
-"""Choose by the shape the kernel and its parameters, or the library, for a product and the operations after it.
+"""Choose the kernel and its parameters, or the library, by the shape of a product and the operations after it.
 
 The tables hold the measurements of a GPU (`benchmarks/tuning/matmuls.py`); `plan_of` looks a call up. No measurement
 takes place when a program starts.
@@ -29,8 +29,8 @@ class Tile:
     """How a kernel computes a product.
 
     Attributes:
-        kernel: persistent programs with tensor descriptors, programs with descriptors and one tile each, or programs
-            with pointers.
+        kernel: "descriptors" (persistent programs), "single" (programs with descriptors and one tile each), or
+            "pointers".
         rows, columns, depth: of a tile of the result, and of its steps through K.
         warps, stages: warps of a program, and the number of steps that are loaded to shared memory at a time.
         group: rows of tiles in a band, whose operands L2 holds.
@@ -38,11 +38,12 @@ class Tile:
         split: parts of K that are summed separately.
         programs_per_sm: how many persistent programs an SM holds (descriptors): with two, one computes while the other
             finishes.
-        lag: clock cycles, for each element of K, by which the later half of the programs starts later (descriptors):
-            two that begin together would also finish together. It is about half the time of a tile.
-        early: whether it is launched while the previous kernel may still run (single), and waits for that kernel
-            itself.
-        more: additional columns of a tile (single), 0 or `columns // parts`: 128 + 64 make a tile of 192.
+        lag: delay of the later half of the programs (descriptors), in clock cycles per element of K. Without it, two
+            programs that begin together would also finish together. It is about half the time of a tile.
+        early: whether the kernel may be launched while the previous one still runs (single); it then waits for the
+            previous one itself.
+        more: additional columns of a tile (single), 0 or `columns // parts`; for example 128 + 64 columns make a tile
+            of 192.
     """
 
     kernel: Kernel
@@ -110,8 +111,8 @@ FUSED_ON_HOPPER = {
     "silu": (*_LIKE_SIGMOID[:3], Entry(math.inf, TWO_AN_SM, (2048, 4096, 4096), 0.1056, 0.1087)),
     "sigmoid": _LIKE_SIGMOID,
 }
-# Loads of two bytes cannot be fetched ahead, and cost more than copies of the operands with aligned rows. Less than a
-# tile for each SM was not measured.
+# Loads of two bytes cannot be fetched ahead. They cost more than copying the operands to aligned rows. Fewer tiles than
+# SMs were not measured.
 UNALIGNED_ON_HOPPER = (
     Entry(0.1, None),
     Entry(1.0, Tile("pointers", 128, 128, 64, 8, 3)),
@@ -128,7 +129,7 @@ class FewRows(Entry):
 
 
 # The layers of Swin-T and DETR at batch 1 (benchmarks/results/h200/tune_few_rows.json): small tiles, so that each SM
-# has one. cuBLAS with an epilogue of its own was slower up to K = 256 (`EPILOGUE_DEPTH`), and as fast at 1536.
+# has one. cuBLAS with its own epilogue was slower up to K = 256 (`EPILOGUE_DEPTH`), and equally fast at K = 1536.
 FEW_ROWS_ON_HOPPER = (
     FewRows(0.6, Tile("single", 64, 128, 64, 4, 4, early=True), (3136, 384, 96), 0.005285, 0.006956, depth=128),
     FewRows(0.6, Tile("single", 64, 64, 64, 4, 6, early=True), (784, 768, 192), 0.003825, 0.006140, depth=256),
@@ -251,7 +252,7 @@ def finished_by_library(x: Tensor, bias: Tensor | None, activation: str, residua
 
 
 def describable(t: Tensor) -> bool:
-    """Whether a tensor descriptor can describe it: one stride is 1, the other a multiple of 16 bytes."""
+    """Whether a tensor descriptor can describe the matrix: one stride is 1, and the other is a multiple of 16 bytes."""
     slow, fast = t.stride() if t.stride(1) == 1 else t.stride()[::-1]
     width = t.shape[1] if t.stride(1) == 1 else t.shape[0]
     aligned = t.data_ptr() % 16 == 0 and slow * t.element_size() % 16 == 0

@@ -1,7 +1,7 @@
 """Triton kernels of y = activation(x @ weight.T + bias) + residual; `launches.py` launches them.
 
-Three kernels compute the product. All have float32 tiles of ROWS by COLUMNS, and step through K by DEPTH. They visit
-the tiles in bands of GROUP rows of tiles, so that the tiles computed at a time share their operands in L2:
+Three kernels compute the product. Their tiles are float32, ROWS by COLUMNS, and they step through K by DEPTH. They
+visit the tiles in bands of GROUP rows of tiles, so that the tiles computed at a time share their operands in L2:
 
 - `linear_act_descriptors` copies tiles with the tensor memory accelerator (TMA) of Hopper and later GPUs. Its programs
   are persistent, so that the first copies of a tile are in flight while the previous tile is finished. A tile is
@@ -9,14 +9,14 @@ the tiles in bands of GROUP rows of tiles, so that the tiles computed at a time 
   programs on a multiprocessor, one multiplies while the other finishes. Programs that begin together would stay in step
   and leave the tensor cores idle together, so OUT_OF_STEP makes the later half wait at first.
 - `linear_act_single` also copies with TMA, one tile a program, for results with at most one tile for each
-  multiprocessor: bias and residual are loaded before the product. MORE columns make tiles that are no power of two
-  wide.
+  multiprocessor: bias and residual are loaded before the product. MORE columns allow tiles whose width is not a power
+  of two.
 - `linear_act_pointers` takes any strides and any K, one tile a program.
 
 With SPLIT > 1 the K dimension is cut, and each part writes its own float32 sums. `linear_act_finish` adds them in
 order: no atomics, so the bits are the same each time. That kernel also completes the library's products.
 
-x and weight may lie in memory either way: X_ACROSS and W_ACROSS say that K is their slow dimension.
+x and weight may have either dimension contiguous. X_ACROSS and W_ACROSS say that K is the slow one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rooftop.kernels.operands.triton_kernels.products import in_parts, plus_prod
 def linear_act_descriptors(
     x, weight, y, z, residual,  # descriptors: (M, K) or (K, M), (N, K) or (K, N), (M, N), (M, N), (M, N)
     bias,  # (N,)
-    rows, columns, depth, padded_rows, lag,  # padded_rows: from one part of K to the next, in y; lag: in clock cycles
+    rows, columns, depth, padded_rows, lag,  # padded_rows: rows of y for each part of K; lag: in clock cycles
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     KEEP: tl.constexpr, ROUNDED: tl.constexpr,
     X_ACROSS: tl.constexpr, W_ACROSS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
@@ -50,7 +50,7 @@ def linear_act_descriptors(
     start = tl.program_id(0)
     if OUT_OF_STEP:
         start += _zero_after(tl.where(start >= programs - programs // 2, lag, 0))
-    # The position of a finished tile is computed again: the loop over tiles and the loop over K become one, so that the
+    # The position of a finished tile is computed again. So the loops over tiles and over K become one loop, and the
     # copies for the next tile begin before this one is finished.
     finished = start - programs
     for tile in tl.range(start, tiles * SPLIT, programs, flatten=True):
@@ -319,7 +319,7 @@ def _compensated(sums, lost, values):
 
 @triton.jit
 def _rows_from(source, row, step, ACROSS: tl.constexpr):
-    """A block of a matrix, rows by K; the descriptor's fast dimension is K or, with ACROSS, its slow one."""
+    """A block of a matrix, rows by K. K is the descriptor's fast dimension or, with ACROSS, its slow one."""
     if ACROSS:
         block = source.load([step, row]).T
     else:
@@ -349,7 +349,7 @@ def _store_parts(target, values, row, column, PARTS: tl.constexpr):
 
 @triton.jit
 def _zero_after(cycles):
-    """0, returned after that many clock cycles; adding it forces a wait."""
+    """Return 0 after that many clock cycles. Adding the 0 to a value makes the program wait."""
     return tl.inline_asm_elementwise(
         """{
         .reg .u64 first, passed, wanted;

@@ -1,4 +1,4 @@
-"""Launches of the norms' CUDA C++ kernels, for the sizes where a table says that they are faster.
+"""Launch the norms' CUDA C++ kernels, for the sizes where a table says that they are faster.
 
 They serve rows whose sums do not fit in a block's registers, and rows at odd addresses. A block, or a cluster of up to
 eight blocks, fetches the next rows to shared memory with Hopper's bulk copies, so that no thread spends instructions on
@@ -37,7 +37,7 @@ class Staged(NamedTuple):
 
     Attributes:
         kernel: with its template arguments, as NVRTC wants it named.
-        fused_multiply_add: whether products and sums may be rounded as one.
+        fused_multiply_add: whether a product and a sum may be rounded once instead of twice.
         most: the largest number of clusters; 0: as many as the device holds.
         multiple: the number of clusters is a multiple of this; with eight, all rows of a cluster have the same shift.
         blocks, threads: blocks of a cluster, and threads of a block.
@@ -56,7 +56,7 @@ class Staged(NamedTuple):
 
 
 def config_for(table: Sequence[ClusterConfig], columns: int) -> ClusterConfig | None:
-    """The table entry for rows of `columns` elements."""
+    """The table's entry for rows of `columns` elements."""
     odd = columns % GROUP != 0
     for config in table:
         if config.least <= columns <= config.most and config.odd in (None, odd):
@@ -105,7 +105,7 @@ def staged(
 ) -> Staged | None:  # fmt: skip
     """How rows of x (in backward also of dy) are staged; None if shared memory or registers are too small."""
     backward = kernel == "norm_backward_staged"
-    # Bytes of one column: in each stage, and in shared memory throughout.
+    # bytes of one column, in each stage and in the part of shared memory outside the stages
     element_bytes, parameter_bytes = dtype.itemsize * (1 + backward), parameter.itemsize * (2 - backward)
     limit = min(device.shared_bytes, MOST_SHARED_BYTES)
     share, chunks, stages = layout(config, columns, element_bytes, parameter_bytes, limit)

@@ -4,7 +4,7 @@ It fuses the end of a transformer's sublayer: the bias of its last linear layer,
 (Ba, Kiros and Hinton 2016), as inference libraries do in half precision. Bound by memory: the kernel reads x and
 residual once, and writes y and the sum (the residual of the next sublayer) once. The kernel rounds the sum once and
 keeps it in registers until it is normalized. It reads and writes half precision 16 bytes at a time and converts in
-pairs. Row sums go by shuffles within a warp and by shared memory between warps (cuda_norms.cu).
+pairs. Row sums use shuffles within a warp and shared memory between warps (cuda_norms.cu).
 
 `add_layer_norm`, whose forward kernel is Triton's, gives the same statistics and results. Both have the same backward.
 """
@@ -60,7 +60,7 @@ def alike(parameters: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tenso
 def kernel_for(
     x: Tensor, residual: Tensor | None, parameters: Sequence[Tensor | None], dtype: torch.dtype | None = None
 ) -> tuple[str, int, tuple[int, int]]:
-    """The kernel's name, its grid and its block; `dtype`: of y, where it is not that of x."""
+    """The kernel's name, its grid and its block. `dtype` is the dtype of y if it differs from that of x."""
     rows, columns = x.shape
     given = [t for t in (x, residual, *parameters) if t is not None]
     width = width_of(columns, given)

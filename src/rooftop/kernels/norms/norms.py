@@ -79,7 +79,7 @@ class LayerNorm(NamedTuple):
         return y, mean.to(inside).reshape(-1), rstd.to(inside).reshape(-1)
 
     def formula(self) -> tuple[Tensor, None, None]:
-        """Written out here, because the third derivatives of PyTorch's own function are wrong (2.13)."""
+        """The formula is written out, because the third derivatives of PyTorch's own function are wrong (2.13)."""
         values = self.x.to(accumulator_dtype(self.x.dtype))
         centred = values - values.mean(1, keepdim=True)
         y = centred * (centred.square().mean(1, keepdim=True) + self.eps).rsqrt()
@@ -121,7 +121,7 @@ class RmsNorm(NamedTuple):
         return self.x.new_empty(self.x.shape, dtype=self.dtype), rstd
 
     def in_pytorch(self) -> tuple[Tensor, Tensor]:
-        """In the order of operations that PyTorch uses."""
+        """Compute the norm in PyTorch's order of operations."""
         values = self.x.to(accumulator_dtype(self.x.dtype))
         rstd = (values.square().mean(1, keepdim=True) + self.eps).rsqrt()
         y = values * rstd
@@ -147,7 +147,8 @@ class RmsNorm(NamedTuple):
 
 
 class NormBackward(NamedTuple):
-    """(dx, dweight, dbias) of all the norms; `mask` says which of weight and bias need a gradient, the others are
+    """(dx, dweight, dbias) of any of the norms. `mask` says whether weight and bias need a gradient; gradients not
+    needed are
     empty. dtotal: a gradient that reaches x without passing the norm. mean: None for an RMS norm.
     """
 
@@ -235,14 +236,14 @@ norm_backward = declare("norm_backward", NormBackward, known=True)
 
 
 def runs_reference(x: Tensor) -> bool:
-    """Whether plain PyTorch computes the norm instead of a kernel; rows without elements too, since nothing can be
-    launched for them.
+    """Whether plain PyTorch computes the norm instead of a kernel. It also does so for empty rows, because nothing can
+    be launched for them.
     """
     return without_kernels(x.dtype, x.shape[1], device_facts(x.device).triton) is not None
 
 
 def contiguous(parameter: Tensor | None) -> Tensor | None:
-    """The parameter, copied if it is not contiguous; None stays None."""
+    """Return the parameter, copied if it is not contiguous; None stays None."""
     return parameter.contiguous() if parameter is not None else None
 
 
@@ -258,11 +259,11 @@ def _alike(x: Tensor, weight: Tensor | None, inside: torch.dtype) -> Tensor | No
 def _layer_norm_gradients(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias), not rounded to half precision. It subtracts first the terms that cancel in PyTorch's
-    operator.
+    """(dx, dweight, dbias), not rounded to half precision. The terms that cancel in PyTorch's operator are subtracted
+    first.
     """
     centred = x - mean[:, None]
-    normal = (centred - centred.mean(1, keepdim=True)) * rstd  # the mean is rounded: this corrects the remainder
+    normal = (centred - centred.mean(1, keepdim=True)) * rstd  # corrects for the rounding of the mean
     gradient = dy if weight is None else dy * weight
     projected = normal * (gradient * normal).mean(1, keepdim=True)
     return (gradient - gradient.mean(1, keepdim=True) - projected) * rstd, (dy * normal).sum(0), dy.sum(0)
@@ -365,7 +366,8 @@ def check_norm(
     residual: Tensor | None,
     **parameters: Tensor | None,
 ) -> tuple[int, ...]:
-    """normalized_shape as a tuple. Raises TypeError or ValueError if the arguments of the norm `name` do not fit."""
+    """Return normalized_shape as a tuple. Raise TypeError or ValueError if the arguments of the norm `name` are
+    wrong."""
     shape = _shape(name, normalized_shape)
     check_tensors(name, FLOATS, ("residual", *parameters), input=input, residual=residual, **parameters)
     if tuple(input.shape[-len(shape) :]) != shape or input.dim() < len(shape):

@@ -61,7 +61,7 @@ class NormPlan:
         backend: "tiles" (a program holds whole rows), "shifted" (the same for rows at odd addresses, by loads of 16
             bytes), "long" (a program takes a row block by block, twice), "clusters" (CUDA C++: rows are staged in the
             shared memory of a cluster of blocks), "reference" (plain PyTorch).
-        launches: the launches, in order. The last rows, up to seven, may use another kernel than the rows before them.
+        launches: the launches, in order. Up to seven last rows may use a different kernel than the rows before them.
         reason: why this plan was chosen.
         refused: why a cluster kernel that the table lists for these rows cannot compute them.
     """
@@ -174,8 +174,8 @@ def gradients_of(call: Forward) -> Backward:
 
 
 def without_kernels(dtype: torch.dtype, columns: int, triton: bool) -> str | None:
-    """Why plain PyTorch computes the norm; None if kernels do. `triton`: whether its kernels run on the device."""
-    return "rows have no elements, so nothing is launched" if columns == 0 else why_reference(dtype, triton)
+    """Why plain PyTorch computes the norm; None if kernels do. `triton`: whether Triton's kernels run on the device."""
+    return "rows of no elements, which have nothing to launch for" if columns == 0 else why_reference(dtype, triton)
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
@@ -431,8 +431,8 @@ def parts_of(
     """Split rows of (M, N) tensors into a part that is loaded with a shift and a part that is not. If `worthwhile`, the
     shifted part is the largest multiple of eight rows.
 
-    The other rows are loaded without a shift. So are all rows if elements have four bytes, if four divides N, or if the
-    rows are not contiguous.
+    The other rows are loaded without a shift. All rows are loaded without a shift if elements have four bytes, if four
+    divides N, or if the rows are not contiguous.
     """
     odd = worthwhile and columns >= tables.SHIFTED_FROM and columns % 4 != 0 and rows >= 8
     if not odd or any(d.itemsize != 2 for d in dtypes) or any(stride != columns for stride in strides):
@@ -464,7 +464,7 @@ def long_tile(config: LongConfig, dtypes: Sequence[torch.dtype], device: Device)
 
 
 def stages(config: BackwardConfig | LongConfig, dtypes: Sequence[torch.dtype], columns: int, device: Device) -> int:
-    """The configuration's number of stages, or as many as fit into shared memory beside the scratch space of the
+    """The configuration's number of stages, or fewer if shared memory cannot hold them and the scratch space of the
     sums.
     """
     rows = config.rows if isinstance(config, BackwardConfig) else 1

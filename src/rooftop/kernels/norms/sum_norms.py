@@ -219,7 +219,7 @@ def add_layer_norm(
         PyTorch's sums do.
 
     Raises:
-        TypeError: no dense tensors, or dtypes that are not floating point, or residual of another dtype than input.
+        TypeError: no dense tensors, a dtype is not floating point, or the dtypes of residual and input differ.
         ValueError: shapes or devices do not match.
     """
     if _is_plain_sum(input, residual, normalized_shape, weight, bias, input_bias):
@@ -276,7 +276,7 @@ def layer_norm_plan(
             results.
 
     Raises:
-        TypeError, ValueError: as the norms; also for a bias of an RMS norm, or another direction.
+        TypeError, ValueError: as in the norms; also if an RMS norm has a bias, or the direction is unknown.
     """
     if direction not in ("forward", "backward"):
         raise ValueError(f"layer_norm_plan: direction must be 'forward' or 'backward', got {direction!r}")
@@ -294,7 +294,7 @@ def layer_norm_plan(
 def _is_plain_sum(
     x: Tensor, residual: Tensor | None, normalized_shape: int | Sequence[int], *parameters: Tensor | None
 ) -> bool:
-    """Whether all tensors are float32 on the CPU and fit: PyTorch's layer norm then computes the same with less
+    """Whether all tensors are float32 on the CPU and match. PyTorch's layer norm then computes the same with less
     overhead.
     """
     if INTERPRETED or x is None or not computed_on_cpu(x, residual, *parameters) or x.dim() == 0:

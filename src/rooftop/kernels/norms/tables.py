@@ -45,8 +45,8 @@ class LongConfig:
 
 
 # Chosen by benchmarks/kernels/norm_variants.py on an H200 (bfloat16, 2^27 elements). Loads must be wide (a block gives
-# each thread 16 bytes or more) and little of the last block masked. In backward, rows must be fetched ahead; a weight
-# in registers leaves more shared memory for that.
+# each thread 16 bytes or more), and little of the last block may be masked. In backward, rows must be fetched ahead; a
+# weight in registers leaves more shared memory for that.
 FORWARD = (
     ForwardConfig(columns=128, rows=8, block=128, warps=2),
     ForwardConfig(columns=256, rows=8, block=256, warps=4),
@@ -110,10 +110,10 @@ BACKWARD_SHIFTED = (
 
 # Short rows of pairs of elements: one warp a row and twelve on an SM are faster than shifted loads.
 BACKWARD_PAIRS = (BackwardConfig(columns=512, rows=1, block=256, warps=1, programs_per_sm=12, stages=3, hold=True),)
-SHIFTED_FROM = 128  # columns: shorter rows are a few loads either way
+SHIFTED_FROM = 128  # columns; shorter rows need few loads in any case
 
-# Longer rows, forward: one program for each row. A few persistent programs, which would keep their rows in L2 for the
-# second pass, were slower: 132 of them have too few loads in flight.
+# Longer rows, forward: one program for each row. A few persistent programs would keep their rows in L2 for the
+# second pass, but they were slower: 132 programs have too few loads in flight.
 MANY = 64
 FORWARD_LONG = LongConfig(block=8192, warps=16, programs_per_sm=MANY, stages=3)
 FORWARD_LONG_ODD = LongConfig(block=1024, warps=8, programs_per_sm=MANY, stages=1, shifted=False)

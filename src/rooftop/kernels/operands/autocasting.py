@@ -14,11 +14,13 @@ IN_FLOAT32 = {
     "cpu": frozenset({"cross_entropy"}),
     "cuda": frozenset({"cross_entropy", "layer_norm", "rms_norm", "softmax", "log_softmax", "sum", "norm"}),
 }
-"""By kind of device, the functions whose result is float32 under autocast (`norm`: `torch.linalg.vector_norm`)."""
+"""For each kind of device, the functions whose result is float32 under autocast (`norm` is
+`torch.linalg.vector_norm`)."""
 
 
 def under_autocast(x: Tensor) -> bool:
-    """Whether autocast applies to x: it is on for the device of x, and x is not float64, which it never casts."""
+    """Whether autocast applies to x: it is on for the device of x, and x is not float64. Autocast never casts
+    float64."""
     kind = x.device.type
     return kind != "meta" and x.dtype != torch.float64 and torch.is_autocast_enabled(kind)
 

@@ -27,14 +27,14 @@ def check_tensors(
 
     Args:
         name: name of the public function, for messages.
-        dtypes: the allowed dtypes; None: any, the function checks them itself.
+        dtypes: the allowed dtypes. None: any dtype, because the function checks dtypes itself.
         optional: arguments that may be None.
-        beside: an argument and its name; all tensors must be on its device. None: on the first tensor's device.
+        beside: an argument and its name. All tensors must be on its device; None: on the first tensor's device.
         tensors: the arguments by name.
 
     Raises:
-        TypeError: an argument that is no tensor, not dense, or of another dtype.
-        ValueError: tensors on several devices.
+        TypeError: an argument is not a tensor, not dense, or has another dtype.
+        ValueError: the tensors are on several devices.
     """
     for argument, tensor in tensors.items():
         if tensor is None and argument in optional:
@@ -54,7 +54,7 @@ def check_tensors(
 
 
 def not_dense(name: str, argument: str, tensor: Tensor) -> TypeError:
-    """The error for a tensor of another layout than strided."""
+    """The error for a tensor whose layout is not strided."""
     return TypeError(f"{name}: {argument} must be dense, got layout {tensor.layout}: use .to_dense()")
 
 
@@ -78,7 +78,8 @@ def check_same_dtype(name: str, first: str, tensor: Tensor, hint: str, **others:
 
 
 def check_choice(name: str, argument: str, given: object, choices: Sequence[str], also: str = "") -> None:
-    """Raise ValueError unless `given` is one of `choices`. The message has `also`, such as "None or ", before them."""
+    """Raise ValueError unless `given` is one of `choices`. In the message, `also` (such as "None or ") precedes the
+    choices."""
     if given not in choices:
         raise ValueError(
             f"{name}: {argument} must be {also}one of {', '.join(choices)}, got {given!r}{did_you_mean(given, choices)}"
@@ -86,7 +87,7 @@ def check_choice(name: str, argument: str, given: object, choices: Sequence[str]
 
 
 def check_finite(name: str, argument: str, value: Any, expected: str = "a number") -> None:
-    """Raise TypeError if it is no number, and ValueError if it is not finite."""
+    """Raise TypeError if the value is not a number, and ValueError if it is not finite."""
     if not isinstance(value, NUMBERS):
         raise TypeError(f"{name}: {argument} must be {expected}, got {type(value).__name__}")
     if not abs(value) < math.inf:  # torch.compile does not support isfinite of a number that it treats as a variable

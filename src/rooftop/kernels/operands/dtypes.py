@@ -1,4 +1,4 @@
-"""Dtypes that operators accept, and those in which they add up."""
+"""The dtypes that operators accept, and the dtypes of their sums."""
 
 from __future__ import annotations
 

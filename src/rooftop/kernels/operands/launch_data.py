@@ -17,7 +17,7 @@ Constants = dict[str, int | bool]
 """Constants of a launch, by the names of the kernel's arguments."""
 
 WordConstants = dict[str, int | bool | str]
-"""The same, if some values are strings, such as a precision."""
+"""Constants of a launch of which some are strings, such as a precision."""
 
 ANY_BYTES = 1 << 62
 """Rows of any length: the limit of a table's last entry."""
@@ -51,7 +51,7 @@ def grid_of(rows: int, columns: int, tile: Constants) -> tuple[int]:
 
 
 def is_wide(*tensors: Tensor) -> bool:
-    """Whether an offset within a tensor needs 64 bits, also past the end, up to the end of a tile."""
+    """Whether an offset needs 64 bits, within a tensor or past its end up to the end of a tile."""
     return any(t.numel() + (1 << 20) >= 1 << 31 for t in tensors)
 
 

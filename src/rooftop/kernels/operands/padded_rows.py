@@ -1,6 +1,6 @@
 """Copies of matrices whose rows are multiples of 16 bytes, which tensor cores need for fast products.
 
-Libraries multiply other rows several times more slowly; a copy costs one pass over memory.
+Without such rows, libraries multiply several times more slowly; a copy costs only one pass over memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from rooftop.kernels.operands.references import without_kernels
 from rooftop.launch.triton_launch import launch, require_triton
 
 ALIGNMENT, ROW_BYTES = 16, 128
-LEAST_PADDED = 1 << 17  # elements of a result from which on copies take less time than they save
+LEAST_PADDED = 1 << 17  # from this many elements of the result on, copies take less time than they save
 TILE = {"ROWS": 4, "COLUMNS": 1024, "num_warps": 4}
 
 

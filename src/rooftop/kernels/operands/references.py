@@ -1,4 +1,4 @@
-"""Which calls plain PyTorch computes instead of the kernels."""
+"""Decide which calls plain PyTorch computes instead of the kernels."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Numbers that repeat along a row, one for each channel of interleaved images, as kernels load them.
 
-A program may begin with any of the channels. So a table has a row for each start, which repeats the numbers from that
+A program may begin at any channel. So a table has one row for each start, and that row repeats the numbers from that
 start on. A program's numbers are contiguous, and its loads are as wide as those of images.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 COLUMNS = 2048
-"""The most numbers that a program takes from a table."""
+"""The maximum number of values that a program takes from a table."""
 MOST_BYTES = 64 << 20  # tables kept in the cache
 
 _tables: dict[tuple[bytes, torch.dtype, torch.device], Tensor] = {}
@@ -25,8 +25,8 @@ class Table(NamedTuple):
 
     Attributes:
         numbers: (period, COLUMNS): line p has the numbers from number p on.
-        is_kept: whether the table stays for good, for all streams and for CUDA graphs. Otherwise it belongs to the
-            current stream, as long as somebody holds a reference.
+        is_kept: whether the table stays in memory forever, for all streams and CUDA graphs. Otherwise it belongs to the
+            current stream, and lives as long as somebody holds a reference.
     """
 
     numbers: Tensor
@@ -42,7 +42,7 @@ def table_of(numbers: bytes, dtype: torch.dtype, device: torch.device) -> Table:
         device: the device for the table.
 
     Raises:
-        RuntimeError: no such table is kept, and a CUDA graph is being captured.
+        RuntimeError: a CUDA graph is being captured, and no such table is kept.
     """
     key = (numbers, dtype, device)
     found = _tables.get(key)

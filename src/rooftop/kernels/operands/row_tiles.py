@@ -61,7 +61,7 @@ def long_tile(table: Sequence[LongConfig], row_bytes: int, element_bytes: int) -
 
 
 def group_of(elements: int, element_bytes: int) -> int:
-    """The number of neighbouring elements that a thread loads at once, at most 16 bytes: they need no other thread's
-    maximum.
+    """The number of neighbouring elements that a thread loads at once, at most 16 bytes. Their maximum needs no other
+    thread.
     """
     return math.gcd(elements, 16 // element_bytes)

@@ -17,8 +17,9 @@ LINE_BYTES = 16
 
 
 def from_line(x: Tensor) -> tuple[Tensor, int]:
-    """(a view, the number of elements from its beginning to that of x). The view begins at a multiple of 16 bytes, if
-    the memory of x begins as early. Compilers know of a pointer only whether it is such a multiple."""
+    """(a view of the same memory, the number of elements from its beginning to the beginning of x). The view begins at
+    a multiple of 16 bytes, unless the memory of x begins later. All that a compiler knows about a pointer is whether it
+    is such a multiple."""
     size = x.element_size()
     beyond = x.data_ptr() % LINE_BYTES
     lead = beyond // size

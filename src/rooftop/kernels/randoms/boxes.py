@@ -1,4 +1,4 @@
-"""Parts of tensors: which elements of a whole tensor a rank holds.
+"""Boxes: the part of a whole tensor that a rank holds.
 
 A box describes parts of tensors cut along rows, columns, heads or sequences, contiguous or at equal distances. An
 example is the chunks from the front and the back of a sequence that balance causal attention.
@@ -26,7 +26,7 @@ class Box:
         stride: distance between elements; None: consecutive.
 
     Raises:
-        ValueError: another number of dimensions, or a part that is not within the whole.
+        ValueError: the numbers of dimensions differ, or the part is not within the whole.
     """
 
     shape: tuple[int, ...]
@@ -50,12 +50,13 @@ class Box:
 
     @staticmethod
     def shard(shape: Sequence[int], dim: int, index: int, count: int) -> Box:
-        """Part `index` of `count` equal ones along a dimension."""
+        """Part `index` of `count` equal parts along a dimension."""
         return Box.whole(shape).cut(dim, index, count)
 
     @staticmethod
     def zigzag(shape: Sequence[int], dim: int, index: int, count: int) -> Box:
-        """Of 2 `count` equal chunks along a dimension, chunk `index` from the front and chunk `index` from the back."""
+        """Two of 2 `count` equal chunks along a dimension: chunk `index` from the front and chunk `index` from the
+        back."""
         dim = _dimension(shape, dim)
         chunk = _equal(shape, dim, 2 * count, index, count)
         seen = (*shape[:dim], 2 * count, chunk, *shape[dim + 1 :])
@@ -68,7 +69,7 @@ class Box:
         )
 
     def cut(self, dim: int, index: int, count: int) -> Box:
-        """Part `index` of `count` equal ones of this part, along one of its dimensions."""
+        """Cut this part into `count` equal parts along one of its dimensions, and return part `index`."""
         dim = _dimension(self.size, dim)
         length = _equal(self.size, dim, count, index, count)
         start, size = list(self.start), list(self.size)
@@ -88,7 +89,8 @@ class Box:
         return seen[tuple(slice(first, first + count * pace, pace) for first, count, pace in ends)]
 
     def index_map(self) -> tuple[list[int], list[int], int]:
-        """(sizes, strides, offset) of the part in the flat whole tensor, with as few dimensions as possible."""
+        """(sizes, strides, offset) of the part within the flattened whole tensor, with as few dimensions as
+        possible."""
         sizes: list[int] = []
         strides: list[int] = []
         offset, pace = 0, 1
@@ -111,7 +113,7 @@ def _dimension(shape: Sequence[int], dim: int) -> int:
 
 
 def _equal(shape: Sequence[int], dim: int, pieces: int, index: int, count: int) -> int:
-    """The length of each of `pieces` pieces."""
+    """The length of each piece, if `pieces` pieces divide a length equally."""
     if not 0 <= index < count:
         raise ValueError(f"Box: index must be from 0 to {count - 1} for {count} parts, got {index}")
     if shape[dim] % pieces:

@@ -70,7 +70,7 @@ def _signed(word: int) -> int:
 
 
 def _layout(sizes: list[int], strides: list[int], offset: int) -> tuple[int, ...]:
-    """(rows, columns, sizes of the two inner outer dimensions, four strides, offset); in groups of four if grouped."""
+    """(rows, columns, sizes of the second and third dimension, four strides, offset); in groups of four if grouped."""
     outer = [1] * (MOST_DIMENSIONS - len(sizes)) + sizes[:-1]
     paces = [0] * (MOST_DIMENSIONS - len(sizes)) + strides
     if grouped(sizes, strides, offset):

@@ -1,8 +1,8 @@
 """Counter-based random numbers: each depends only on a key, a step and its position in the whole tensor.
 
-So a part of a tensor gets the same numbers as those positions of the whole tensor, bit for bit, however it is cut and
-on any device. A dropout mask need not be kept, because backward computes it again. `words.py` explains how the numbers
-are computed.
+So a part of a tensor gets the same numbers as its positions get in the whole tensor, bit for bit, on any device and
+however the tensor is cut. A dropout mask need not be kept, because backward computes it again. `words.py` explains how
+the numbers are computed.
 
 Bound by integer arithmetic: ten rounds of two 64-bit products, for four elements if positions and sizes are multiples
 of four, else for each element.
@@ -87,7 +87,8 @@ class RandomNormal(NamedTuple):
 
 
 class CounterDropout(NamedTuple):
-    """Dropout of a part of a whole tensor; `sizes` and `strides`: None for the whole. `there`: a step on the device."""
+    """Dropout of a part of a whole tensor. `sizes` and `strides` are None for the whole. `there` is a step that is
+    stored on the device."""
 
     x: Tensor
     p: float
@@ -123,7 +124,7 @@ class CounterDropout(NamedTuple):
         return self.x.new_empty(self.x.shape)
 
     def keep(self, made: Tensor) -> tuple[Any, ...]:
-        return self[1:]  # autograd raises if `there` is another step by then
+        return self[1:]  # autograd raises if `there` has changed by then
 
     @staticmethod
     def gradients(kept: tuple[Any, ...], wanted: Sequence[bool], dy: Tensor) -> tuple[Tensor]:
@@ -139,7 +140,8 @@ _random_uniform = declare("random_uniform", RandomUniform)
 _random_normal = declare("random_normal", RandomNormal)
 _counter_dropout = declare("counter_dropout", CounterDropout)
 
-REFERENCE_CHUNK = 1 << 18  # elements that the reference computes at once: it has several integers of 8 bytes for each
+# elements that the reference computes at once, because each takes several integers of 8 bytes
+REFERENCE_CHUNK = 1 << 18
 
 
 def _empty(part: RandomUniform | RandomNormal) -> Tensor:
@@ -186,7 +188,7 @@ def _cost(made: Tensor) -> Cost:
 def _words_between(mean: float, std: float, low: float, high: float) -> tuple[int, int]:
     """The first and the last word whose numbers are between bounds.
 
-    By a search: libraries' error functions, which would give it at once, differ in their last bits.
+    This searches, because libraries' error functions, which would give the result directly, differ in their last bits.
     """
     if low == -math.inf and high == math.inf:
         return 0, WORD
@@ -199,7 +201,7 @@ def _words_between(mean: float, std: float, low: float, high: float) -> tuple[in
 
 
 def _dropped_words(p: float) -> int:
-    """How many of the 2^32 words drop an element."""
+    """The number of words, of 2^32, that drop an element."""
     return 1 << 32 if p == 1 else min(round(p * 2**32), WORD)
 
 
@@ -238,7 +240,7 @@ def random_uniform(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Uniform numbers in [low, high): those of a whole tensor in the part `box`.
+    """Uniform numbers in [low, high) for the part `box` of a whole tensor.
 
     Args:
         box: the part, or the shape of a whole tensor.
@@ -253,9 +255,8 @@ def random_uniform(
         A contiguous tensor of the box's size.
 
     Raises:
-        TypeError: an argument of another type, or another dtype.
-        ValueError: a key or step out of range, low that is not below high, or a box that needs more than four
-            dimensions.
+        TypeError: an argument has a wrong type, or the dtype is not supported.
+        ValueError: key or step is out of range, low is not below high, or the box needs more than four dimensions.
     """
     sizes, strides, offset, shape = _checked("random_uniform", box, key, step, dtype)
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
@@ -276,7 +277,7 @@ def random_normal(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Normal numbers, truncated if bounds are given: those of a whole tensor in the part `box`.
+    """Normal numbers, truncated if bounds are given, for the part `box` of a whole tensor.
 
     Args:
         box: the part, or the shape of a whole tensor.
@@ -290,9 +291,9 @@ def random_normal(
         A contiguous tensor of the box's size.
 
     Raises:
-        TypeError: an argument of another type, or another dtype.
-        ValueError: a key or step out of range, a negative std, bounds with less than 2^-16 of the distribution between
-            them, or a box that needs more than four dimensions.
+        TypeError: an argument has a wrong type, or the dtype is not supported.
+        ValueError: key or step is out of range, std is negative, less than 2^-16 of the distribution is between the
+            bounds, or the box needs more than four dimensions.
     """
     sizes, strides, offset, shape = _checked("random_normal", box, key, step, dtype)
     if not (math.isfinite(mean) and math.isfinite(std) and std >= 0):
@@ -326,8 +327,8 @@ def counter_dropout(x: Tensor, p: float, key: int, *, step: int | Tensor = 0, bo
         p: from 0 to 1; round(p * 2^32) of the generator's 2^32 words drop their element.
         key: as in `random_uniform`.
         step: training step, from 0 to 2^63 - 1; each step has its own mask. If it is a tensor, () int64 on x's device,
-            the kernel reads it there: so each replay of a CUDA graph can have its own mask. It must not change before
-            backward; a negative step is not detected.
+            the kernel reads it there, so that each replay of a CUDA graph can have its own mask. It must not change
+            before backward; a negative step is not detected.
         box: the part of a whole tensor that x is, with as many elements in the same order; None: x is the whole.
 
     Returns:
@@ -335,7 +336,8 @@ def counter_dropout(x: Tensor, p: float, key: int, *, step: int | Tensor = 0, bo
 
     Raises:
         TypeError: x is not a dense tensor or has another dtype, or another argument has a wrong type or dtype.
-        ValueError: p, key or step out of range, or a box of another size or one that needs more than four dimensions.
+        ValueError: p, key or step is out of range, the box has another size than x, or it needs more than four
+            dimensions.
         NotImplementedError: forward-mode differentiation.
     """
     check_tensors("counter_dropout", FLOATS, x=x)
@@ -358,7 +360,7 @@ def counter_dropout(x: Tensor, p: float, key: int, *, step: int | Tensor = 0, bo
             f"counter_dropout: x has shape {tuple(x.shape)}, the box has size {shape}: their numbers of elements differ"
         )
     no_tangents("counter_dropout", x, instead="x * counter_dropout(torch.ones_like(x), ...)")
-    if box is None:  # as large as x is when a traced program runs
+    if box is None:  # as large as x at the time when a traced program runs
         sizes, strides = [], []
     return _counter_dropout(x, float(p), key, number, sizes, strides, offset, there)
 

@@ -20,7 +20,7 @@ def random_fill(
     key_low, key_high, step_low, step_high,
     rows, columns, size_1, size_2, stride_0, stride_1, stride_2, stride_3, offset,
     scale, shift, low, high,  # float32
-    lower_word, last_word,  # the words that a normal number uses: the first, and how many follow it
+    lower_word, last_word,  # the words that stand for a normal number: the first, and the number of words after it
     NORMAL: tl.constexpr, GROUPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """shift + scale * u of one tile, within low and high; u is uniform in [0, 1), or normal."""
@@ -133,7 +133,7 @@ def normal(word, table):
     tail = (tl.where(negative, word, word ^ 0xFFFFFFFF) << 1) | 1
     leading = (tail & ((tail >> 1) ^ 0xFFFFFFFF)).to(
         tl.float32
-    )  # its second bit is 0: rounding does not reach the exponent
+    )  # its second bit is 0, so rounding does not reach the exponent
     octave = 158 - (leading.to(tl.int32, bitcast=True) >> 23)
     place = (((tail << octave.to(tl.uint32)) << 1) ^ 0x80000000).to(tl.int32, bitcast=True)
     row = table + octave * 8

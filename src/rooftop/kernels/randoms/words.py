@@ -4,12 +4,12 @@ The generator is Philox 4x32-10 (Salmon, Moraes, Dror, Shaw 2011, "Parallel Rand
 key has 64 bits. The counter is the element's position divided by four and the step, 64 bits each. The four words of a
 block belong to four consecutive elements.
 
-A uniform number is the upper 24 bits of its word; in float64, those and 29 more from a second block. A normal number is
-the quantile of its word, so it is symmetric and reaches 6.3 standard deviations: one word, no rejection. The quantile
-is a polynomial of degree 7 in each octave of the tail's probability (as in Cheung, Lee, Luk, Villasenor 2007, "Hardware
-Generation of Arbitrary Random Number Distributions From Uniform Distributions Via the Inversion Method"). It is
-computed in integers, without a logarithm or cosine, which differ between libraries, and without a floating point sum of
-products, which compilers may fuse or not.
+A uniform number is the upper 24 bits of its word. In float64, it also has 29 more bits from a second block. A normal
+number is the quantile of its word. So it needs one word and no rejection, is symmetric, and reaches 6.3 standard
+deviations. The quantile is a polynomial of degree 7 in each octave of the tail's probability (as in Cheung, Lee, Luk,
+Villasenor 2007, "Hardware Generation of Arbitrary Random Number Distributions From Uniform Distributions Via the
+Inversion Method"). It is computed in integers, without a logarithm or cosine, which differ between libraries, and
+without a floating point sum of products, which compilers may fuse or not.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ FEW = 1 << 12
 
 
 def _philox(counter: list[Tensor], key: int) -> list[Tensor]:
-    """`philox_reference`; up to `FEW` blocks on a CPU NumPy computes in half the time or less, since its calls cost
+    """`philox_reference`. On a CPU, NumPy computes up to `FEW` blocks in half the time or less, since its calls cost
     less."""
     if counter[0].is_cpu and counter[0].numel() <= FEW:
         return [torch.from_numpy(words) for words in philox_reference([each.numpy() for each in counter], key)]
@@ -147,14 +147,14 @@ QUANTILES = (
 def normal_quantiles_reference(words: Tensor) -> Tensor:
     """The normal quantile of (word + 1/2) / 2^32, float32; its error is below 2e-7.
 
-    It uses integers of 28 bits after the point: the tail's probability is `tail` / 2^33, and each octave of it has a
-        polynomial.
+    It uses fixed-point integers with 28 fractional bits. The tail's probability is `tail` / 2^33, and each of its
+        octaves has a polynomial.
     """
     negative = words < 1 << 31
     tail = torch.where(negative, words, WORD - words) << 1 | 1
-    leading = (tail & ~(tail >> 1)).float()  # its second bit is 0: rounding does not reach the exponent
+    leading = (tail & ~(tail >> 1)).float()  # its second bit is 0, so rounding does not reach the exponent
     octave = 158 - (leading.view(torch.int32) >> 23)
-    place = (tail << (octave + 1) & WORD) - (1 << 31)  # u, 31 bits after the point
+    place = (tail << (octave + 1) & WORD) - (1 << 31)  # u, with 31 fractional bits
     rows = quantile_table(words.device)[octave]  # (..., 8)
     total = rows[..., 7].long()
     for power in range(6, -1, -1):
@@ -172,7 +172,7 @@ def quantile_table(device: torch.device) -> Tensor:
 class Values:
     """The numbers to compute: shift + scale * u within low and high, with u uniform in [0, 1) or normal.
 
-    A normal number comes from the words `lower_word` to `lower_word + last_word`. For float32, they are computed in
+    A normal number comes from the words `lower_word` to `lower_word + last_word`. float32 numbers are computed in
     float64, where the product of two float32 numbers is exact and the sum rounds once. Then they are rounded to float32
     and to the dtype.
     """

@@ -8,9 +8,9 @@
 Shi et al. 2015, "Convolutional LSTM Network", without peepholes, gates in Keras's order i, f, c, o. Bound by the flops
 of the convolutions. A step is two launches: the convolution, and the kernel of `conv_lstms.py`, which writes h_t
 directly into the results. A backward step is two launches as well: that kernel's backward, which adds the two gradients
-of h_t, and the gradient of the convolution's input. The gradients of `kernel` and `bias` take one call each for all
-steps, after the last step. Only in exact float32 is the kernel's gradient computed step by step, because a library's
-sum over all steps has a larger error.
+of h_t, and the gradient of the convolution's input. The gradients of `kernel` and `bias` take one call each, for all
+steps together, after the last backward step. Only in exact float32 is the kernel's gradient computed step by step,
+because a library's sum over all steps has a larger error.
 
 Backward reads the sums z_t and the cells before each step, which forward keeps if a gradient is needed. Otherwise it
 keeps nothing, and updates the cell in place.
@@ -74,8 +74,8 @@ def conv_lstm_sequence_reference(
 
 
 def recurrent_convolution(hidden: Tensor, kernel: Tensor, groups: int = 1) -> Tensor:
-    """(N, F, H, W) -> (N, 4 F, H, W): "same" padding; an even kernel has one more row or column of padding after than
-    before.
+    """The recurrent convolution, (N, F, H, W) -> (N, 4 F, H, W), with "same" padding. An even kernel has one more row
+    or column of padding after than before.
     """
     padded, padding = _padded(hidden, kernel)
     return F.conv2d(padded, kernel, padding=padding, groups=groups)
@@ -105,7 +105,7 @@ def _as_steps(x: Tensor, memory_format: torch.memory_format) -> Tensor:
 
 
 def _empty(gates: Tensor, steps: int, channels: int, dtype: torch.dtype) -> Tensor:
-    """(steps, N, channels, H, W) in the memory format of the gates; without steps: no elements."""
+    """Memory for (steps, N, channels, H, W) in the memory format of the gates; it is empty for zero steps."""
     if steps == 0:
         return gates.new_empty(0, dtype=dtype)
     shape = (steps * gates.shape[1], channels, *gates.shape[3:])
@@ -134,7 +134,7 @@ def _kernel_gradient_of_steps(dgates: Tensor, hidden: Tensor, kernel: Tensor) ->
 
 
 def _kernel_gradient(dgates: Tensor, hidden: Tensor, kernel: Tensor) -> Tensor:
-    """The kernel's gradient of one convolution of (M, F, H, W), or of many steps' convolutions as one."""
+    """The kernel's gradient of one convolution of (M, F, H, W), which may combine the convolutions of many steps."""
     padded, padding = _padded(hidden, kernel)
     return _convolution_backward(dgates, padded, kernel, padding, [False, True, False])[1]
 
@@ -189,7 +189,7 @@ class ConvLstmSequence(NamedTuple):
         if outputs.numel() == 0:
             return outputs, last_cell, cells, scores
         inputs = _as_steps(gates, memory_format)
-        kernel = kernel.contiguous(memory_format=memory_format)  # once, not in each convolution
+        kernel = kernel.contiguous(memory_format=memory_format)  # once, instead of in each convolution
         hidden = None if hidden is None else hidden.contiguous(memory_format=memory_format)
         bias = None if bias is None else bias.contiguous()
         state = cells[0] if keep else last_cell
@@ -300,7 +300,7 @@ class ConvLstmSequenceBackward(NamedTuple):
             if step > 0 or hidden is not None:
                 to_hidden = _input_gradient(dgates[step], outputs[step], weight)
                 to_hidden = to_hidden.contiguous(memory_format=memory_format)
-        if scores.shape[0] > 1:  # all but the first step
+        if scores.shape[0] > 1:  # for all steps except the first
             dkernel.copy_(_kernel_gradient_of_steps(dgates[1:], outputs[:-1], weight))
         else:
             dkernel.zero_()
@@ -383,9 +383,9 @@ def conv_lstm_sequence(
         cell: (N, F, H, W), with the gates' dtype or float32: the initial cell; None: zeros of the gates' dtype.
         activation: activation of the candidate and of the new cell: one of
             `rooftop.kernels.recurrent.conv_lstms.ACTIVATIONS`.
-        recurrent_activation: activation of the three gates: one of the same.
-        bias: (4 F,), with the gates' dtype or float32, added to the gates of every step: so the input convolutions need
-            no bias pass of their own.
+        recurrent_activation: activation of the three gates, from the same list.
+        bias: (4 F,), with the gates' dtype or float32, added to the gates of every step, so that the input convolutions
+            need no separate pass for a bias.
 
     Returns:
         outputs (T, N, F, H, W), the hidden state after each step, and the cell (N, F, H, W) after the last, in the
@@ -393,7 +393,7 @@ def conv_lstm_sequence(
 
     Raises:
         TypeError: a tensor is not dense, or its dtype does not match.
-        ValueError: shapes, devices or names that do not fit.
+        ValueError: shapes or devices do not match, or the name of an activation is unknown.
         NotImplementedError: forward-mode differentiation, or a second derivative.
     """
     _check(gates, kernel, hidden, cell, bias, activation, recurrent_activation)

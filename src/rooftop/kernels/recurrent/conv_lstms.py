@@ -6,7 +6,7 @@
 
 Shi et al. 2015, "Convolutional LSTM Network", equation 3 without the peephole terms, with the order of gates i, f, c, o
 of Keras. Bound by memory: forward reads 5 maps (9 with `added`) and writes 2, backward reads 7 (11) and writes 5.
-Backward computes the step again: only the inputs are kept.
+Backward computes the step again, so only the inputs are kept.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ _conv_lstm_gates_backward = declare(
 
 
 def _empty(like: Tensor, dtype: torch.dtype, gates: Tensor) -> Tensor:
-    """Empty memory of that shape, in the memory format of the gates."""
+    """Allocate memory of that shape, in the memory format of the gates."""
     return torch.empty(like.shape, dtype=dtype, device=like.device, memory_format=format_of(gates))
 
 
@@ -280,8 +280,8 @@ def conv_lstm_gates(
         activation: activation of the candidate and of the new cell: one of `ACTIVATIONS`.
         recurrent_activation: activation of the three gates: one of `ACTIVATIONS`. "hard_sigmoid" is Keras 3's clip(x /
             6 + 0.5), "hard_sigmoid_keras2" clip(0.2 x + 0.5).
-        added: (N, 4 F, H, W), with the gates' dtype, added to them first: so the two convolutions of a step need no
-            separate sum.
+        added: (N, 4 F, H, W), with the gates' dtype, added to the gates first, so that the two convolutions of a step
+            need no separate sum.
 
     Returns:
         hidden (N, F, H, W) with the gates' dtype and the new cell with the cell's dtype, both in the gates' memory
@@ -290,7 +290,7 @@ def conv_lstm_gates(
 
     Raises:
         TypeError: a tensor is not dense, or its dtype does not match.
-        ValueError: shapes, devices or names that do not fit.
+        ValueError: shapes or devices do not match, or the name of an activation is unknown.
         NotImplementedError: forward-mode differentiation, or a second derivative.
     """
     _check(gates, cell, added, activation, recurrent_activation)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rooftop.kernels.operands.launch_data import ElementsConfig
 
-# A thread has 4 elements of up to 9 tensors forward, and of up to 11 backward, which its registers hold without
-# spills. `benchmarks/tuning/conv_lstms.py` tries others; there are no figures of a whole run yet.
+# A thread has 4 elements of up to 9 tensors in forward and up to 11 in backward, which its registers hold without
+# spills. `benchmarks/tuning/conv_lstms.py` tries other sizes; it has not been run to the end yet.
 FORWARD = ElementsConfig(elements=512, warps=4, measured=False)
 BACKWARD = ElementsConfig(elements=512, warps=4, measured=False)

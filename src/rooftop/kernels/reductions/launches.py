@@ -1,6 +1,6 @@
 """Launch the kernels of reductions as the plans of `plans.py` say.
 
-`forward` and `backward` serve the operators in `reductions.py`, `reduce_into` also sums of expressions.
+`forward` and `backward` serve the operators in `reductions.py`. `reduce_into` also serves the sums of expressions.
 """
 
 from __future__ import annotations
@@ -103,11 +103,11 @@ def _bytes_of(x: Tensor) -> Tensor:
 
 
 def _as_matrix(x: Tensor, dims: Sequence[int]) -> Tensor:
-    """A copy (kept, reduced)."""
+    """Copy a tensor to a matrix (kept, reduced)."""
     columns = math.prod(x.shape[dim] for dim in dims)
     return x.permute(_matrix_order(x, dims)).contiguous().reshape(-1, columns)
 
 
 def _matrix_order(x: Tensor, dims: Sequence[int]) -> list[int]:
-    """All dimensions, those to reduce last."""
+    """All dimensions, with those to reduce at the end."""
     return [dim for dim in range(x.dim()) if dim not in dims] + list(dims)

@@ -35,7 +35,7 @@ Constants = dict[str, Any]
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """A launch of a kernel of `triton_kernels.py`. `numbers`: the arguments after the tensors; `constants`: the
+    """One launch of a kernel from `triton_kernels.py`. `numbers`: the arguments after the tensors; `constants`: the
     constants, except for ACCUMULATOR and launch parameters."""
 
     kernel: str
@@ -107,7 +107,7 @@ class View:
 
 
 def view_of(shape: Sequence[int], strides: Sequence[int], dims: Sequence[int], ordered: bool) -> View | None:
-    """The view that reduces `dims`; None if the strides need more dimensions than a view has.
+    """The view that reduces `dims`; None if the strides need more dimensions than a view can have.
 
     `ordered`: elements must be visited in their order, as for the position of an extreme.
     """
@@ -153,10 +153,10 @@ def choose(
         shape, strides: of x. The gradient has the memory layout of x if x is dense.
         dims: the reduced dimensions.
         dtype, result: of x and of the reduction.
-        processors: multiprocessors of the device; None where no kernel runs on it.
+        processors: multiprocessors of the device; None if no kernel runs there.
         early: whether kernels can be launched on the device while the previous ones still run.
-        counted: whether counters are left with which programs find the last one to arrive; a CUDA graph may have none
-            left.
+        counted: whether counters are available, by which a program finds out that it arrived last. In a CUDA graph they
+            may be used up.
     """
     if torch.float64 in (dtype, result):
         return ReductionPlan("reference", "float64")
@@ -209,7 +209,7 @@ def _reduction(
     if view.is_one and view.along == 0:
         constants["WHOLE_BLOCKS"] = constants["UNIT"] * dtype.itemsize < 16
     constants["SPLITS"] = min(power_of_two(splits), max(1, tables.COMBINED // kept))
-    if 0 < 8 * (splits % constants["SPLITS"]) <= splits:  # few enough for one combining step more
+    if 0 < 8 * (splits % constants["SPLITS"]) <= splits:  # few enough for one additional combining step
         splits -= splits % constants["SPLITS"]
     combined: Backend = "last_combines" if split.last_combines and counted else "partial"
     backend: Backend = "whole" if splits == 1 else combined

@@ -1,10 +1,11 @@
 """Reductions: sum, mean, amax, amin, argmax, argmin and norm over any dimensions, or all.
 
-Bound by memory at every size: forward reads the input once. Backward of sum and mean is a view; of the others it reads
-the input once, or twice for extremes of very many elements, and writes its gradient. One kernel computes results from
-any view of at most two kept and two reduced dimensions, after merging the dimensions that the strides allow. If the
-results are too few to fill a GPU (the sum of everything is the extreme case), programs share each of them. Then the
-last program to finish combines the partial results, as the CUDA sample threadFenceReduction does, or a second kernel
+Bound by memory at every size: forward reads the input once. Backward of sum and mean is a view. For the other
+reductions it reads the input once (twice for extremes of very many elements) and writes its gradient. One kernel
+computes results from any view of at most two kept and two reduced dimensions, after merging the dimensions that the
+strides allow. If there are too few results to fill a GPU (the sum of everything is the extreme case), several programs
+share each result. Then the last program to finish combines the partial results, as in the CUDA sample
+threadFenceReduction, or a second kernel
 does. Sums are float32, for integers int64. Deterministic: the order of additions depends only on sizes, strides and the
 GPU.
 
@@ -81,8 +82,8 @@ class Reduce(NamedTuple):
             return function(x, _or_all(x, dims), keepdim, dtype=dtype)
         if kind in ("amax", "amin"):
             y = function(x, dims, keepdim)
-            return y.clone() if x.dim() == 0 else y  # PyTorch's result may be x itself
-        x = x.to(torch.uint8) if x.dtype == torch.bool else x  # a dtype for which PyTorch finds no positions
+            return y.clone() if x.dim() == 0 else y  # because PyTorch's result may be x itself
+        x = x.to(torch.uint8) if x.dtype == torch.bool else x  # PyTorch does not support positions for this dtype
         return function(x, dims[0] if len(dims) == 1 else None, keepdim)
 
     def formula(self) -> Tensor:
@@ -109,8 +110,8 @@ class Reduce(NamedTuple):
 
 
 class ReduceBackward(NamedTuple):
-    """dx of extremes and norms, with y and dy as `reduce` gave them. Elements that tie for an extreme share the
-    gradient equally.
+    """dx of extremes and norms, from y and dy in the shape that `reduce` returns. Elements that tie for an extreme
+    share the gradient equally.
 
     dx has the memory layout of x.
     """
@@ -147,8 +148,8 @@ class ReduceBackward(NamedTuple):
         return dx.to(x.dtype)
 
     def cost(self, made: Tensor) -> Cost:
-        """Flops: for extremes comparison and count, comparison and choice; for the 2-norm division and product, for the
-        1-norm sign and product."""
+        """Flops. For extremes: comparison and count, comparison and choice. For the 2-norm: division and product. For
+        the 1-norm: sign and product."""
         flops = (2 if self.kind in ("norm1", "norm2") else 4) * self.x.numel()
         return Cost(distinct_bytes(self[:3]), distinct_bytes([made]), {precision_of(self.x.dtype): flops})
 
@@ -163,7 +164,7 @@ def _kept_shape(shape: torch.Size, dims: Sequence[int]) -> list[int]:
 
 
 def _or_all(x: Tensor, dims: Sequence[int]) -> list[int] | None:
-    """The dimensions; None, which PyTorch takes as all, if there are none."""
+    """The dimensions as PyTorch takes them: None, which means all, if there are none."""
     return list(dims) if x.dim() else None
 
 
@@ -180,7 +181,7 @@ def sum(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.
         input: any shape and strides; bfloat16, float16, float32, float64, booleans or integers of up to 64 bits.
         dim: one dimension or several; None or () means all. A tensor whose strides need more than two kept or two
             reduced dimensions is copied first.
-        keepdim: reduced dimensions stay, of size 1.
+        keepdim: reduced dimensions stay, with size 1.
         dtype: elements are cast to this dtype before they are added.
 
     Returns:
@@ -188,8 +189,8 @@ def sum(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.
         for float64), the same bits each time. Under autocast on a GPU the result is float32, as in PyTorch.
 
     Raises:
-        TypeError: no dense tensor, or dtypes that do not fit.
-        ValueError: dimensions that do not fit.
+        TypeError: the input is not a dense tensor, or a dtype is not supported.
+        ValueError: a dimension is out of range or occurs twice.
     """
     x, dims, result = _of_sum(input, dim, dtype)
     return _reduce(x, "sum", dims, bool(keepdim), result)
@@ -212,7 +213,7 @@ def amax(input: Tensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
     Elements that tie share the gradient equally. Arguments as in `sum`; the result has the input's dtype.
 
     Raises:
-        TypeError, ValueError: as `sum`; also the maximum of no elements.
+        TypeError, ValueError: as in `sum`; also for the maximum of no elements.
     """
     x, dims, result = _of_extreme("amax", input, dim)
     return _reduce(x, "amax", dims, bool(keepdim), result)
@@ -232,13 +233,13 @@ def argmax(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tens
     Args:
         input: as in `sum`.
         dim: one dimension or all. With None, a tensor that is not contiguous costs a copy.
-        keepdim: reduced dimensions stay, of size 1.
+        keepdim: reduced dimensions stay, with size 1.
 
     Returns:
         int64. The first of several equal maxima; NaN counts as larger than any number.
 
     Raises:
-        TypeError, ValueError: as `sum`; also the maximum of no elements.
+        TypeError, ValueError: as in `sum`; also for the maximum of no elements.
     """
     x, dims, result = _of_place("argmax", input, dim)
     return _reduce(x, "argmax", dims, bool(keepdim), result)
@@ -262,13 +263,13 @@ def norm(
         ord: 1 (sum of absolute values), 2 (root of the sum of squares, which is not scaled: in float32 it overflows
             past 3.4e38) or infinity (the largest absolute value).
         dim, keepdim: as in `sum`.
-        dtype: elements are first cast to this dtype; not narrower than the input's.
+        dtype: elements are first cast to this dtype, which must not be narrower than the input's.
 
     Returns:
         As `sum`. Elements that tie for the largest share the gradient equally.
 
     Raises:
-        TypeError, ValueError: as `sum`; another order; the largest of no elements.
+        TypeError, ValueError: as in `sum`; also if the order is unknown, or for the largest of no elements.
     """
     kind, x, dims, result = _of_norm(input, ord, dim, dtype)
     return _reduce(x, kind, dims, bool(keepdim), result)
@@ -284,8 +285,8 @@ def reduction_plan(
         input, dim, ord, dtype: the arguments of that function; `ord` is for norms, `dtype` for sums, means and norms.
 
     Raises:
-        ValueError: another function.
-        TypeError, ValueError: as that function.
+        ValueError: the function is unknown.
+        TypeError, ValueError: as in that function.
     """
     check_choice("reduction_plan", "function", function, FUNCTIONS)
     kind = function

@@ -22,7 +22,8 @@ class RowConfig:
 
 @dataclass(frozen=True)
 class SplitConfig:
-    """How many programs an SM share the blocks of a result, and whether the last one to arrive combines."""
+    """The number of programs per SM that share the blocks of a result, and whether the last one to arrive combines the
+    parts."""
 
     programs_per_sm: int
     last_combines: bool
@@ -30,8 +31,8 @@ class SplitConfig:
 
 @dataclass(frozen=True)
 class ColumnConfig:
-    """Parameters if the kept dimension is contiguous: its bytes in a tile (more if little is reduced), and bytes of the
-    tile.
+    """Parameters if the kept dimension is contiguous: its bytes in a tile (more if few elements are reduced), and bytes
+    of the tile.
     """
 
     width_bytes: int
@@ -43,7 +44,7 @@ class ColumnConfig:
 
 @dataclass(frozen=True)
 class AllConfig:
-    """One result of up to `total_bytes` in contiguous memory.
+    """Parameters for one result of up to `total_bytes` in contiguous memory.
 
     `early`: launched while the previous kernel may still run; this kernel waits for it (compute capability 9.0).
     """
@@ -97,5 +98,6 @@ GRADIENT_BLOCK_BYTES, GRADIENT_WARPS = 8192, 4  # of a tile of x
 SHARE_ELEMENTS = 1 << 15  # of a tile, at most, if the kernel that writes the gradient also counts the ties
 SHARE_WIDTH_BYTES = 128  # of that tile, at least, if the kept dimension is contiguous
 SHARE_BLOCK_BYTES, SHARE_WARPS = 4096, 4  # of that tile; more if it needs more
-LANE_ELEMENTS = 32  # of a thread, at most: a tile of small integers would have more than registers can add up
+# of a thread, at most; with small integers, a tile of as many bytes would have more elements than registers can add up
+LANE_ELEMENTS = 32
 COMBINED = 4096  # partial results that a program of four warps or more holds at once

@@ -2,12 +2,12 @@
 
 A tile is KEPT results by REDUCED elements of each. A program folds every (number of splits)-th tile of its results into
 accumulators of the same shape, lane by lane. At the end it folds the accumulators into KEPT numbers. ALONG says in
-which direction memory is contiguous: along the reduced dimension (ROWS), along the kept one (COLUMNS), or neither. The
-kept and the reduced dimensions are two each, an inner and a far one; if a far one is reduced, the tile is NESTED.
+which direction memory is contiguous: along the reduced dimension (ROWS), along the kept one (COLUMNS), or neither.
+There are two kept and two reduced dimensions: a near and a far one each. If the far one is reduced, the tile is NESTED.
 
 If the results are too few to fill a GPU, several programs split the elements of each result, and store partial results,
-(splits, results). A second kernel combines these in the order of the splits, or the program that is the last of a tile
-to store its own does. The same bits come out each time. Arrival is counted with acquire and release: the program that
+(splits, results). Either a second kernel combines these in the order of the splits, or the last program of a tile to
+store its part does. The same bits come out each time. Arrival is counted with acquire and release: the program that
 counts last sees the partial results of all others, and sets the counter back to zero for the next launch.
 
 Sizes and strides of contiguous memory are in groups of UNIT elements, so that the compiler knows a divisor and loads
@@ -181,9 +181,7 @@ def share_gradient(
     KIND: tl.constexpr, ALONG: tl.constexpr, UNIT: tl.constexpr,
     NESTED: tl.constexpr, KEPT: tl.constexpr, REDUCED: tl.constexpr,
 ):  # fmt: skip
-    """dx of a tile that contains all elements of its extremes: the kernel counts the ties itself, and so reads x
-    once.
-    """
+    """dx of a tile that contains all elements of its extremes. The kernel counts the ties itself and reads x once."""
     if ALONG == COLUMNS:
         kept = kept * UNIT
     if ALONG == ROWS:
@@ -357,7 +355,8 @@ def _shared(value, result, share, KIND: tl.constexpr):
     if KIND == NORM_INF:
         return tl.where(tl.abs(value) == result, _sign(value) * share, 0.0)
     else:
-        return tl.where(value == result, share, 0.0 * share)  # no ties for NaN: NaN
+        # if the extreme is NaN, nothing ties with it, and the gradient is NaN
+        return tl.where(value == result, share, 0.0 * share)
 
 
 @triton.jit

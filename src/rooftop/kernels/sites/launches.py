@@ -1,9 +1,8 @@
-"""Launch the kernels of sparse convolution: tables of parameters, orders of rows, lists of pairs.
+"""Launch the kernels of sparse convolution, and compute orders of rows and lists of pairs for them.
 
 Time on one H200: a convolution reads `2 C` bytes for each pair in half precision. For each tap of a tile of rows it
-reads `2 C O` bytes of the weight, all of it from L2. Tall tiles read the weight less often. If similar rows share a
-tile, and tables are stored in reading order, fewer reads are useless. `docs/measurements/kernels-sites.md` has the
-counts.
+reads `2 C O` bytes of the weight, all of it from L2. Tall tiles read the weight less often. Fewer reads are useless if
+similar rows share a tile and tables are stored in reading order. `docs/measurements/kernels-sites.md` has the counts.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def rows_tile(rows: int, out_channels: int, channels: int, features: Tensor) -> 
     return _rows_tile(table, rows, out_channels, channels, processors(features))
 
 
-@lru_cache(maxsize=4096)  # computing it takes as long as a small launch
+@lru_cache(maxsize=4096)  # cached, because computing it takes as long as a small launch
 def _rows_tile(table: tuple[RowsConfig, ...], rows: int, out_channels: int, channels: int, sms: int) -> WordConstants:
     config = next(config for config in table if out_channels <= config.channels)
     columns = min(config.columns, _power_of_two(out_channels))
@@ -223,7 +222,7 @@ def blocks_of(table: Tensor, taps: int) -> tuple[Tensor, Tensor]:
 
 def pairs_of(neighbours: Tensor, sites: int) -> tuple[Tensor, Tensor]:
     """The pairs of each tap of a table (M, T) of N sites: (2, T, min(M, N)) int32, first sites, then rows, ascending by
-    row. Values past their number, (T,) int32, are undefined."""
+    row. The second result, (T,) int32, is the number of pairs of each tap; values past it are undefined."""
     rows, taps = neighbours.shape
     capacity = min(rows, sites)
     if without_kernels(neighbours.device):
@@ -258,7 +257,7 @@ def _pairs_by_torch(neighbours: Tensor, sites: int, capacity: int) -> tuple[Tens
 
 
 def has_table(order: Tensor | None) -> bool:
-    """Whether it is a `sorted_table`, not only an order."""
+    """Whether the tensor is a `sorted_table` and not only an order."""
     return order is not None and order.dim() == 2
 
 

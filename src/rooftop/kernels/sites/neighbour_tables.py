@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def check_neighbours(name: str, features: Tensor, neighbours: Tensor) -> None:
-    """On a CPU, check that the table names existing rows: the kernels read others as -1."""
+    """On a CPU, check that the table names existing rows. (On a GPU, the kernels read other rows as -1.)"""
     if not features.is_cpu or neighbours.numel() == 0:
         return
     least, most = (int(each) for each in neighbours.aminmax())
@@ -19,7 +19,7 @@ def check_neighbours(name: str, features: Tensor, neighbours: Tensor) -> None:
 
 
 def check_reverse(name: str, neighbours: Tensor, reverse: Tensor | None) -> None:
-    """On a CPU, check that the reverse table has the pairs of the other, and no more."""
+    """On a CPU, check that the reverse table has exactly the pairs of the forward table."""
     if not neighbours.is_cpu:
         return
     table = neighbours.flip(1) if reverse is None else reverse

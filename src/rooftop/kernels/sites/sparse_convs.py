@@ -2,7 +2,7 @@
 
 Graham et al. 2018, "3D Semantic Segmentation with Submanifold Sparse Convolutional Networks". It is computed as an
 implicit matrix product (Tang et al. 2023, "TorchSparse++"): rows are gathered while they are multiplied, and no
-gathered matrix is stored. The rulebook, `neighbours`, says which site lies at which tap. Bound by memory for few
+gathered matrix is stored. The rulebook, `neighbours`, says which site is at which tap. Bound by memory for few
 channels, by the tensor cores from about 128 channels on.
 
 A tile of results multiplies only the taps that at least one of its rows has. On a surface a site has some 9 of 27
@@ -49,8 +49,8 @@ PLAIN = "torch.nn.functional.conv3d on the dense grid"
 def sparse_conv_reference(features: Tensor, weight: Tensor, bias: Tensor | None, neighbours: Tensor) -> Tensor:
     """(M, O) from features (N, C), weight (O, T, C), bias (O,) and neighbours (M, T): gather, multiply, add, by tap.
 
-    Products are float32, or float64 for float64; taps are added in float64. On a GPU it waits for the GPU at each tap,
-    to learn the number of pairs.
+    Products are float32, or float64 for float64; taps are added in float64. On a GPU, the host waits at each tap to
+    learn the number of pairs.
     """
     values, matrices = features.to(accumulator_dtype(features.dtype)), weight.to(accumulator_dtype(features.dtype))
     out = torch.zeros(neighbours.shape[0], weight.shape[0], dtype=torch.float64, device=features.device)
@@ -92,7 +92,7 @@ def _pairs_by_tap(neighbours: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 def _check_values(features: Tensor, neighbours: Tensor | None, order: Tensor | None, taps: int) -> None:
-    """On a CPU, check the tables' values: the kernels read absent sites as -1."""
+    """On a CPU, check the tables' values. (On a GPU, the kernels read absent sites as -1.)"""
     if not features.is_cpu:
         return
     neighbours = _plain(neighbours, order, taps)
@@ -101,7 +101,7 @@ def _check_values(features: Tensor, neighbours: Tensor | None, order: Tensor | N
 
 
 def _check_order(name: str, order: Tensor | None, table: Tensor) -> None:
-    """Check that the order has each row of the table (M, T) once, and no other table."""
+    """Check that the order has each row of the table (M, T) once, and contains no other table."""
     if order is None:
         return
     listed = order[0] if has_table(order) else order
@@ -127,7 +127,7 @@ def _taps(weight: Tensor) -> int:
 
 
 def _plain(neighbours: Tensor | None, order: Tensor | None, taps: int, name: str = "order") -> Tensor:
-    """The table by rows (M, T), also if it is given in the order of a convolution."""
+    """The table by rows (M, T), even if it is given in the order of a convolution."""
     if neighbours is not None:
         return neighbours
     rows_of(neighbours, order)  # raises if there is no table
@@ -166,7 +166,8 @@ class SparseConv(NamedTuple):
         return self.features.new_empty(rows_of(self.neighbours, self.order), self.weight.shape[0])
 
     def in_pytorch(self) -> Tensor:
-        """Multiplies all rows by each tap, not only the pairs: their number is not known in advance."""
+        """Multiply all rows by each tap instead of only the pairs, because the number of pairs is not known in
+        advance."""
         features, weight, bias, neighbours, order = *self[:4], self.order
         matrices = _by_taps(weight).to(accumulator_dtype(features.dtype))
         if neighbours is None:
@@ -283,7 +284,7 @@ _sparse_conv_backward = declare(
 
 
 def _table_of(neighbours: Tensor | None, order: Tensor | None, weight: Tensor) -> Tensor:
-    """Only the table of sites, in whichever order its rows are."""
+    """The table of sites alone, whatever the order of its rows."""
     if neighbours is not None:
         return neighbours
     assert order is not None
@@ -291,8 +292,9 @@ def _table_of(neighbours: Tensor | None, order: Tensor | None, weight: Tensor) -
 
 
 def _product_flops(call: SparseConv | SparseConvBackward, operand: Tensor, products: int) -> dict[str, int]:
-    """Flops of `products` products of every pair. If the caller did not give their number, counting would wait for the
-    GPU. It then assumes one pair for each result, the fewest that a rulebook has, so that no roof is too low."""
+    """Flops of `products` products of every pair. If the caller did not pass the number of pairs, counting them would
+    wait for the GPU. The formula then assumes one pair for each result, the fewest possible, so that no roof is too
+    low."""
     out_channels, *_, channels = call.weight.shape
     pairs = call.pair_count if call.pair_count >= 0 else rows_of(call.neighbours, call.order)
     found = 2 * pairs * channels * out_channels * products
@@ -332,13 +334,13 @@ def sparse_conv(
             features. None: `reverse_order` contains it, or the convolution is submanifold, whose reverse table is
             neighbours with the taps in reverse order.
         order, reverse_order: the results of `row_order` for the two tables, so that rows with the same neighbours are
-            computed together; they may contain the tables. Or any order of the rows, (M,) and (N,) int32 or int64.
-            Without tables and order of the reverse direction, `order` serves both directions. None: computed for tables
-            with many rows.
+            computed together; they may contain the tables. Any other order of the rows is possible, too: (M,) and (N,)
+            int32 or int64. Without tables and order of the reverse direction, `order` serves both directions. None:
+            computed for tables with many rows.
         pairs: for the gradient of the weight. Either sites and results of each tap's pairs, (2, T, P) int32, and their
             number, (T,) int32, as `get_indice_pairs` returns them. Or, for an `order` that contains the table, (T,
             blocks) and (T,) int32, as `blocks_of` returns them. None: computed if they help.
-        pair_count: number of pairs over all taps, used only for the count of flops. None: assumed to be M, the fewest
+        pair_count: number of pairs over all taps, which only serves to count flops. None: M is assumed, the fewest
             possible.
 
     Returns:
@@ -347,7 +349,7 @@ def sparse_conv(
 
     Raises:
         TypeError: a tensor is not dense, or its dtype does not match.
-        ValueError: shapes, devices or, on a CPU, tables that do not fit.
+        ValueError: shapes or devices do not match or, on a CPU, a table is wrong.
         MissingExtraError: on a GPU, without Triton.
         NotImplementedError: forward-mode differentiation, or a second derivative.
     """
@@ -406,7 +408,7 @@ def _check_shapes(
             f"got {tuple(neighbours.shape)}"
         )
     rows = rows_of(neighbours, order)
-    for count in (rows, sites):  # not their maximum: sizes that depend on data have none
+    for count in (rows, sites):  # instead of the maximum, because sizes that depend on data have none
         if count > MAX_ROWS:
             raise ValueError(f"sparse_conv: {count} rows exceed the range of int32: split the batch")
     check_shape("sparse_conv", "bias", bias, (weight.shape[0],))

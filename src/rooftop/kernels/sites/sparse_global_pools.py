@@ -1,8 +1,9 @@
 """Pooling over each element of a batch of sites: the maximum, or the mean, of all its sites.
 
-Replaces spconv's SparseGlobalMaxPool and SparseGlobalAvgPool. Bound by memory: features are read once. Each program
-reduces a part of the rows to one row for each batch element that occurs in it. If rows are sorted by batch element, as
-in a rulebook, these are one or two. A reduction over programs follows. No call waits for the GPU, and there are no
+These operators replace spconv's SparseGlobalMaxPool and SparseGlobalAvgPool. Bound by memory: features are read once.
+Each program reduces a part of the rows to one row for each batch element that occurs in it. If rows are sorted by batch
+element, as in a rulebook, these are one or two rows. A reduction over programs follows. No call waits for the GPU, and
+there are no
 atomics: the results are the same bits each time.
 
 All sites that attain a maximum share its gradient equally, as in `torch.amax`, so that it does not depend on the order
@@ -34,15 +35,16 @@ INSTEAD = "torch.amax or torch.mean of each batch element"
 def sparse_global_pool_reference(
     features: Tensor, batch: Tensor, batch_size: int, average: bool
 ) -> tuple[Tensor, Tensor]:
-    """(B, C) and the number of sites of each batch element, (B,) int32, one by one; means are added up in float64.
+    """(B, C) and the number of sites of each batch element, (B,) int32, one element at a time; means are added up in
+    float64.
 
-    On a GPU it waits for the GPU, to learn their number.
+    On a GPU, the host waits to learn the number of sites.
     """
     element = _elements(batch, batch_size)
     counts = _counts(element, batch_size)
     lengths = counts.tolist()
     ordered = features.index_select(0, element.sort(stable=True).indices)
-    *parts, _ = ordered.split([*lengths, len(batch) - sum(lengths)])  # the last rows are no sites
+    *parts, _ = ordered.split([*lengths, len(batch) - sum(lengths)])  # the last rows are not sites
     out = features.new_zeros(batch_size, features.shape[1])
     for row, part in zip(out, parts, strict=True):
         if len(part):
@@ -64,7 +66,7 @@ def _counts(element: Tensor, batch_size: int) -> Tensor:
 
 
 class Kept(NamedTuple):
-    """What backward needs; y and features only for a maximum, None for a mean."""
+    """What backward needs. y and features are None for a mean."""
 
     y: Tensor | None
     features: Tensor | None
@@ -86,7 +88,7 @@ class SparseGlobalPool(NamedTuple):
         return self.computed()
 
     def computed(self) -> tuple[Tensor, Tensor]:
-        """Does not read the values of `batch`."""
+        """Compute shapes without reading the values of `batch`."""
         features, batch, batch_size, average = self
         if features.numel() == 0:
             return features.new_zeros(batch_size, features.shape[1]), _counts(_elements(batch, batch_size), batch_size)
@@ -104,7 +106,7 @@ class SparseGlobalPool(NamedTuple):
         return features.new_empty(size, features.shape[1]), self.batch.new_empty(size, dtype=torch.int32)
 
     def in_pytorch(self) -> tuple[Tensor, Tensor]:
-        """Computed without the number of sites of each element, for which the reference waits."""
+        """Compute the result without the number of sites of each element, because the reference waits for it."""
         features, batch, batch_size, average = self
         element = _elements(batch, batch_size)
         counts, channels = _counts(element, batch_size), features.shape[1]
@@ -197,7 +199,7 @@ def sparse_global_max_pool(features: Tensor, batch: Tensor, batch_size: int) -> 
 
     Raises:
         TypeError: a tensor is not dense, or its dtype does not match.
-        ValueError: shapes, devices, or, on a CPU, batch elements that do not fit.
+        ValueError: shapes or devices do not match or, on a CPU, a batch element is out of range.
         MissingExtraError: on a GPU, without Triton.
         NotImplementedError: forward-mode differentiation, or a second derivative.
     """

@@ -1,15 +1,15 @@
 """Pooling over sites: out[m] = the maximum, or the mean, of features[neighbours[m, t]] over the taps t with a
 neighbour.
 
-They compute what spconv's SparseMaxPool and SparseAvgPool compute, from a rulebook's table of neighbours. Bound by
-memory. A program has some rows and columns of the result and loops over the taps, with several rows of features in
-flight at once. The mean divides by the number of a result's neighbours, not by the size of the window.
+The operators compute what spconv's SparseMaxPool and SparseAvgPool compute, from a rulebook's table of neighbours.
+Bound by memory. A program has some rows and columns of the result and loops over the taps, with several rows of
+features in flight at once. The mean divides by the number of a result's neighbours, not by the size of the window.
 
 The gradient goes through the reverse table: each site adds up the gradients of its results, in the order of the taps.
 No scatter and no atomics: the results are the same bits each time. All sites that equal a maximum get its gradient, as
 in spconv, so it does not depend on the order of rows. PyTorch gives it to the first.
 
-Two results differ from spconv 2.3, which is wrong there: its maximum is never below 0, and it multiplies the gradient
+Two results differ from spconv 2.3, which is wrong in both: its maximum is never below 0, and it multiplies the gradient
 of its mean by the number of neighbours instead of dividing.
 """
 
@@ -46,7 +46,7 @@ def sparse_max_pool_reference(features: Tensor, neighbours: Tensor) -> Tensor:
 
 
 def sparse_avg_pool_reference(features: Tensor, neighbours: Tensor) -> Tensor:
-    """The mean, computed likewise; added up in float32, or float64 for float64."""
+    """The mean, computed tap by tap; added up in float32, or float64 for float64."""
     inside = accumulator_dtype(features.dtype)
     total = torch.zeros(neighbours.shape[0], features.shape[1], dtype=inside, device=features.device)
     for values, _ in _by_tap([features], neighbours, 0.0):
@@ -96,7 +96,7 @@ def _counts(neighbours: Tensor, sites: int) -> Tensor:
 
 
 class Kept(NamedTuple):
-    """What backward needs; y and features for a maximum, None for a mean."""
+    """What backward needs. y and features are None for a mean."""
 
     y: Tensor | None
     features: Tensor | None
@@ -119,7 +119,7 @@ class SparsePool(NamedTuple):
         return self.computed()
 
     def computed(self) -> tuple[Tensor, Tensor]:
-        """Does not read the table's values."""
+        """Compute shapes without reading the table's values."""
         features, neighbours, _, average = self
         if by_reference(features):
             return self.in_pytorch()
@@ -149,7 +149,7 @@ class SparsePool(NamedTuple):
         return (_sparse_pool_backward(dy, *kept),)
 
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
-        """One operation for each result, the fewest possible, and for a mean the division."""
+        """One operation for each result, the fewest possible; for a mean also the division."""
         flops = (1 + self.average) * made[0].numel()
         read = distinct_bytes([self.features, self.neighbours])
         return Cost(read, distinct_bytes(made), {precision_of(made[0].dtype): flops} if flops else {})
@@ -171,7 +171,7 @@ class SparsePoolBackward(NamedTuple):
         return self.computed()
 
     def computed(self) -> Tensor:
-        """Does not read the tables' values."""
+        """Compute shapes without reading the tables' values."""
         dy, y, features, counts, neighbours, reverse, sites = self
         if by_reference(dy):
             table = neighbours.flip(1) if reverse is None else reverse
@@ -221,7 +221,7 @@ def sparse_max_pool(features: Tensor, neighbours: Tensor, reverse: Tensor | None
 
     Raises:
         TypeError: a tensor is not dense, or its dtype does not match.
-        ValueError: shapes, devices or, on a CPU, tables that do not fit.
+        ValueError: shapes or devices do not match or, on a CPU, a table is wrong.
         MissingExtraError: on a GPU, without Triton.
         NotImplementedError: forward-mode differentiation, or a second derivative.
     """

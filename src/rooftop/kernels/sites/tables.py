@@ -63,22 +63,22 @@ WEIGHT_SINGLE = (
 # If there are fewer tiles than multiprocessors, tiles get fewer rows, down to this number.
 LEAST_ROWS = 32
 
-# Tables with at least this many rows and no given order are sorted: below, a sort takes longer than it saves
-# (predicted).
+# Tables with at least this many rows and no given order are sorted. For smaller tables, a sort takes longer than it
+# saves (predicted).
 SORTED_FROM = 1 << 16
 
-# Whether the result of sorting also contains the table in that order: see `row_order`.
+# Whether the result of sorting also contains the sorted table: see `row_order`.
 TABLES_SORTED = True
 
-# For tables with at least this many rows that are not sorted, the gradient of the weight reads lists of pairs. Below,
-# computing the lists takes longer than reading rows without a neighbour (predicted).
+# For tables with at least this many rows that are not sorted, the gradient of the weight reads lists of pairs. For
+# smaller tables, computing the lists takes longer than reading rows without a neighbour (predicted).
 LISTED_FROM = 1 << 14
 
 # The gradient of the weight takes or skips this many rows of a sorted table together, a multiple of each `depth` above.
 # On a surface, nearly all rows of such a block have a neighbour.
 BLOCK_ROWS = 64
 
-# A sorted table with more rows is not cut into blocks: int32 could not number them.
+# A sorted table with more rows is not cut into blocks, because int32 could not number them.
 MOST_SORTED = 1 << 30
 MASK_ROWS, SORT_ROWS, PAIR_ROWS, TABLE_WARPS = 64, 128, 128, 4  # rows of a program that reads only a table
 KEY_ROWS, SAMPLE, SAMPLE_ROWS, SAMPLE_WARPS, SCANNED = 256, 4096, 1024, 16, 1024
@@ -98,7 +98,7 @@ class PoolConfig:
     measured: bool = field(default=True, compare=False)  # or predicted
 
 
-# Predicted, not measured: 16 bytes a thread for each tap in flight; backward loads two tensors for each.
+# Predicted, not measured: a thread has 16 bytes in flight for each tap. Backward loads two tensors for each tap.
 POOL_FORWARD = PoolConfig(tile_bytes=2048, columns=128, ahead=8, warps=4, measured=False)
 POOL_BACKWARD = PoolConfig(tile_bytes=2048, columns=128, ahead=4, warps=4, measured=False)
 
@@ -118,5 +118,5 @@ class GlobalConfig:
     measured: bool = field(default=True, compare=False)  # or predicted
 
 
-# Predicted, not measured: twice 16 bytes a thread, and as many programs as a multiprocessor holds.
+# Predicted, not measured: each thread has twice 16 bytes, and there are as many programs as a multiprocessor holds.
 GLOBAL = GlobalConfig(tile_bytes=4096, columns=64, share=256, programs_per_sm=8, warps=4, measured=False)

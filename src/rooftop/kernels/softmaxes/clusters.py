@@ -3,9 +3,10 @@
 The formulas are in softmaxes.py and losses/losses.py, which call this module if a table says so. Bound by memory: the
 Triton kernels read a row twice if it does not fit in registers, and L2 serves the second read more slowly than memory
 serves the first. Here each block of a cluster keeps a part of the row in shared memory, and the blocks exchange their
-partial results. Rows may begin at any address; loads have 16 bytes all the same (clusters.cu).
+partial results. Rows may begin at any address, and loads still have 16 bytes (clusters.cu).
 
-It needs sm_90 and `cuda.core`. Triton computes rows with masks or class weights, and results of another dtype than the
+The kernels need sm_90 and `cuda.core`. Triton computes rows with masks or class weights, and results of another dtype
+than the
 rows. Deterministic: no atomics.
 """
 
@@ -41,8 +42,7 @@ BLOCKS, HELD, THREADS = (1, 2, 4, 8, 16), range(3, 9), range(64, 513)  # of the 
 
 
 def fullest(groups: int, tensors: int, stages: int, shared_bytes: int) -> list[ClusterConfig]:
-    """Clusters for rows of `groups` 16-byte groups, first the one that leaves the fewest lanes of an SM without a
-    group.
+    """Clusters for rows of `groups` 16-byte groups. The first leaves the fewest lanes of an SM without a group.
 
     The work of a thread for each row, besides its groups, counts as 1.5 groups. Each block of the cluster and each warp
     of the block adds 1/16 for the exchange of results. With these weights, the number of busy lanes finds the fastest
@@ -89,8 +89,8 @@ class Rows(NamedTuple):
 
     Attributes:
         dtypes: of the tensors that are read, and last of the result.
-        starts: for each tensor, how many bytes after a multiple of 16 the first row begins, and how many more each next
-            row.
+        starts: for each tensor, the offset of the first row from a multiple of 16 bytes, and how much it grows from row
+            to row.
     """
 
     columns: int
@@ -119,7 +119,7 @@ def entry_for(table: Table, rows: Rows) -> ClusterConfig | OddRows | None:
 
 
 def planned(entry: ClusterConfig | OddRows, rows: Rows, device: Device) -> Plan | str:
-    """How an entry's clusters work on rows, or why they cannot."""
+    """The launch with which an entry's clusters compute rows, or the reason why they cannot."""
     if not set(rows.dtypes) <= CPP_TYPES.keys():
         return "rows are not of single or half precision"
     if len(set(rows.dtypes)) > 1:
@@ -157,7 +157,8 @@ def choose_fused(rows: Rows, device: Device) -> Plan | None:
 def _planned(
     entry: ClusterConfig | OddRows, columns: int, element_bytes: int, tensors: int, shared_bytes: int
 ) -> Plan | None:
-    """None if the part needs more shared memory than a block has, or more groups than its threads hold."""
+    """The launch for a part of a row; None if it needs more shared memory than a block has, or more groups than its
+    threads hold."""
     width = GROUP_BYTES // element_bytes
     of_odd = isinstance(entry, OddRows) or entry.odd
     groups = -(-(columns + (width - 1 if of_odd else 0)) // width)

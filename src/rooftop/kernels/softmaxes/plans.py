@@ -127,7 +127,7 @@ def choose(problem: Problem) -> SoftmaxPlan:
     if problem.rows == 0 or problem.columns == 0:
         return SoftmaxPlan("tiles", "", (), (), {}, None, "the result has no elements")
     forward, columns = problem.direction == "forward", problem.columns
-    result_start = (0, columns * problem.made.itemsize % clusters.GROUP_BYTES)  # of memory that was just allocated
+    result_start = (0, columns * problem.made.itemsize % clusters.GROUP_BYTES)  # for memory that was just allocated
     rows = clusters.Rows(columns, (*problem.read, problem.made), (*problem.starts, result_start))
     entry = clusters.entry_for(tables.CLUSTER_FORWARD if forward else tables.CLUSTER_BACKWARD, rows)
     found = _by_clusters(problem, entry, rows) if entry is not None else None

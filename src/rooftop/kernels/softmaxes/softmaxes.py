@@ -31,7 +31,7 @@ from rooftop.launch.symbolic import recorded_whole
 
 
 class Kept(NamedTuple):
-    """What backward needs of a softmax of `dtype`; for an added mask its shape and dtype."""
+    """What backward needs of a softmax in `dtype`. An added mask contributes only its shape and dtype."""
 
     y: Tensor
     boolean_mask: Tensor | None
@@ -138,12 +138,12 @@ def softmax(
     mask: Tensor | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """softmax(input * scale + mask) along `dim`: the arguments of `torch.nn.functional.softmax`, and two more.
+    """softmax(input * scale + mask) along `dim`, with the arguments of `torch.nn.functional.softmax` and two more.
 
     Args:
         input: any shape, bfloat16, float16, float32 or float64.
-        dim: along which the results sum to one. Any but the last costs a transposed copy of `input`, and gives a
-            result whose memory is laid out with `dim` last.
+        dim: the dimension along which the results sum to one. Any dimension but the last costs a transposed copy of
+            `input`, and `dim` is then the contiguous dimension of the result.
         dtype: `input` is first cast to this dtype (from half to single precision: within the kernel).
         mask: broadcastable to `input`, on the same device. Numbers are added; in a boolean mask, False excludes an
             element (as in `torch.nn.functional.scaled_dot_product_attention`). The gradient of an added mask costs two
@@ -156,7 +156,7 @@ def softmax(
 
     Raises:
         TypeError: a tensor is not dense, or its dtype does not match.
-        ValueError: dimensions, shapes or devices that do not fit, a scale that is not finite.
+        ValueError: dimensions, shapes or devices do not match, or the scale is not finite.
     """
     return _along("softmax", input, dim, dtype, mask, scale)
 
@@ -191,7 +191,7 @@ def softmax_plan(
         direction: "backward" plans the gradient of input, from a contiguous gradient of the result.
 
     Raises:
-        TypeError, ValueError: as `softmax`; another direction.
+        TypeError, ValueError: as in `softmax`; also if the direction is unknown.
     """
     if direction not in ("forward", "backward"):
         raise ValueError(f"softmax_plan: direction must be 'forward' or 'backward', got {direction!r}")
@@ -211,8 +211,8 @@ def _along(name: str, x: Tensor, dim: int, dtype: torch.dtype | None, mask: Tens
 def _prepared(
     name: str, x: Tensor, dim: int, dtype: torch.dtype | None, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor | None, torch.dtype]:
-    """x and mask with `dim` as their last dimension, and the dtype of the result. Raises TypeError or ValueError if the
-    arguments do not fit.
+    """x and mask with `dim` as their last dimension, and the dtype of the result. Raise TypeError or ValueError if the
+    arguments are wrong.
     """
     _check(name, x, dim, dtype, mask, scale)
     if dtype is not None and not (dtype == torch.float32 and x.dtype in HALVES):

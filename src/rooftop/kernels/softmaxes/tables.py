@@ -10,10 +10,10 @@ from rooftop.kernels.operands.strided_rows import LINE_BYTES
 
 # The fastest of the parameters measured on an H200 in half precision with 1024 (rows of 2 KiB forward, 4 KiB backward),
 # 4096, 8192, 16384 and 32768 columns, and for long rows with 128256. Between these sizes, a thread's part of a row is
-# that in the layer norm's table, since the memory traffic is the same. Backward holds 128 KiB of a row in 16 warps,
+# taken from the layer norm's table, since the memory traffic is the same. Backward holds 128 KiB of a row in 16 warps,
 # where few of a thread's 128 registers spill. In 32 warps with 64 registers more of them spill, and it is slower. Long
-# rows: one wide program an SM. Its 132 rows of 128256 half precision elements are 34 MB of the 50 MB of L2 when they
-# are read again.
+# rows: one wide program per SM. The 132 rows of 128256 half precision elements then take 34 MB of the 50 MB of L2 when
+# they are read again.
 FORWARD = (
     TileConfig(row_bytes=256, rows=16, block_bytes=256, warps=2, hold=True),
     TileConfig(row_bytes=512, rows=8, block_bytes=256, warps=2, hold=True),
@@ -68,7 +68,8 @@ class OddRows:
 
     Attributes:
         above_bytes, row_bytes, stages: as in ClusterConfig.
-        unless: excludes rows that all begin at multiples of this many bytes: Triton's kernels load those at once.
+        unless: excludes rows that all begin at multiples of this many bytes, because Triton's kernels load those
+            without a shift.
     """
 
     above_bytes: int

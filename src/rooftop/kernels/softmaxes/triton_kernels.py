@@ -12,8 +12,8 @@ Rounding a sum shifts all results of its row alike. In one of twenty small tenso
 error. For the same reason backward divides the sum of dy * y by the sum of y, which is not exactly one. Half precision
 results are rounded so coarsely that this makes no difference.
 
-A maximum ignores NaN and an exponential does not, so a row that contains NaN becomes NaN as a whole. So does a row of
-nothing but -inf, whose exponentials of -inf - (-inf) are NaN.
+A maximum ignores NaN but an exponential does not, so a row that contains NaN becomes NaN as a whole. A row of only -inf
+also becomes NaN, because exp(-inf - (-inf)) is NaN.
 
 `units` and the strides of rows count groups of UNIT elements, so that the compiler knows a divisor of N and loads
 several elements at a time; EVEN says that N fills the tile. All offsets of rows are 64-bit.

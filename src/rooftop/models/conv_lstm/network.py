@@ -479,8 +479,8 @@ class NextFrameNetwork(nn.Module):
         """The last layer's hidden states, (N, T, ...), or (N, 1, ...) for only one frame, and each layer's state after
         them.
 
-        x: as in `forward`.
-            x: as of forward.
+        Args:
+            x: as in `forward`.
             states: the initial state of each layer.
         """
         after = []

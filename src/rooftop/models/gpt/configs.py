@@ -104,9 +104,9 @@ def config_of(given: Mapping[str, Any]) -> GptConfig:
     Args:
         given: the contents, as transformers 4 or 5 writes them.
 
-    WeightsError: another kind of model, a missing size, or an unsupported variant; it names the field and the reason.
-        WeightsError: another kind of model, a size that is not there, or a variant that is not modelled here; it names
-            the field and the reason.
+    Raises:
+        WeightsError: another kind of model, a missing size, or an unsupported variant; the message names the
+            field and the reason.
     """
     kind = given.get("model_type")
     if kind not in ("gpt2", *LIKE_LLAMA):

@@ -72,8 +72,8 @@ class Cache:
     Attributes:
         length: positions that it holds.
 
-    ValueError: fewer than one position.
-        ValueError: no room for one position.
+    Raises:
+        ValueError: fewer than one position.
     """
 
     def __init__(self, positions: int) -> None:

@@ -1,4 +1,5 @@
-"""The path of `spconv.pytorch.utils`: a program replaces `spconv` by `rooftop.sparse` in its imports."""
+"""The counterpart of `spconv.pytorch.utils`, so that a program only replaces `spconv` by `rooftop.sparse` in its
+imports."""
 
 from rooftop.sparse.utils import PointToVoxel, gather_features_by_pc_voxel_id
 

@@ -16,8 +16,8 @@ def attend_pages(
     WINDOW: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """ROWS of the GROUP query heads of one key head, over one of SPLITS parts of a sequence's positions: of all
-    positions, or of the last WINDOW."""
+    """Attention of ROWS of the GROUP query heads of one key head, to one of SPLITS parts of a sequence's positions. The
+    parts divide all positions, or only the last WINDOW."""
     program = tl.program_id(0)
     split = program % SPLITS
     chunk = program // SPLITS % tl.cdiv(GROUP, ROWS)
@@ -86,7 +86,8 @@ def attend_pages(
 
 @triton.jit
 def _product(left, right, WIDEN: tl.constexpr):
-    """left @ right in float32. WIDEN: Triton's interpreter reads the bits of bfloat16 as integers in a product."""
+    """left @ right in float32. WIDEN converts the operands first, because in a product Triton's interpreter reads
+    bfloat16's bits as integers."""
     if WIDEN:
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, input_precision="ieee")

@@ -52,8 +52,8 @@ def window_attention_backward(
     WINDOW_H: tl.constexpr, WINDOW_W: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
     PADDING: tl.constexpr, COSINE: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Every P-th window of a head, with the weights computed again; the program sums in registers the gradients that
-    all windows share.
+    """Gradients of every P-th window of a head. The program recomputes the weights, and sums the gradients that all
+    windows share in registers.
     """
     head = tl.program_id(0)
     program = tl.program_id(1)
@@ -105,7 +105,7 @@ def window_attention_backward(
             to_value_padding += tl.sum(tl.where(beyond, dvalue, 0.0), axis=0)
     square = ((program * heads + head) * N + n)[:, None] * N + n[None, :]
     tl.store(dbias + square, to_bias, mask=(n < N)[:, None] & (n < N)[None, :])
-    if PADDING:  # no gradient comes from outside the map, so the queries there get none
+    if PADDING:  # no gradient comes from outside the map, so queries outside it get none
         start = dpadding + (program * 3 * heads + head) * D + feature
         tl.store(start, tl.zeros((BLOCK_D,), tl.float32), mask=feature < D)
         tl.store(start + heads * D, to_key_padding, mask=feature < D)
@@ -116,8 +116,8 @@ def window_attention_backward(
 
 @triton.jit
 def _places(n, window, height, width, down, across, shift_h, shift_w, WINDOW_H: tl.constexpr, WINDOW_W: tl.constexpr):
-    """(token, part, real, here) of positions n in a window: their index on the map; which of four parts they belong to,
-    in a window at the end of the map; whether the window has them; whether the map has them."""
+    """(token, part, real, here) of positions n in a window: their index on the map; which of four parts they belong to
+    (in a window at the end of the map); whether they are in the window; whether they are in the map."""
     row = window // across % down * WINDOW_H + n // WINDOW_W + shift_h
     column = window % across * WINDOW_W + n % WINDOW_W + shift_w
     below, beside = row >= down * WINDOW_H, column >= across * WINDOW_W
@@ -173,7 +173,8 @@ def _through_normalizing(gradient, vectors, inverse):
 
 @triton.jit
 def _product(left, right, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
-    """left @ right in float32. WIDEN: Triton's interpreter reads the bits of bfloat16 as integers in a product."""
+    """left @ right in float32. WIDEN converts the operands first, because in a product Triton's interpreter reads
+    bfloat16's bits as integers."""
     if WIDEN:
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, input_precision=PRECISION)

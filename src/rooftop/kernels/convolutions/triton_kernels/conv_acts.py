@@ -4,18 +4,18 @@
 
 A convolution is a product of two matrices, and the first one is never stored. Its rows are the pixels of the result and
 its columns the channels. K runs over the taps of the window and, within a tap, over the channels, which are contiguous
-in memory. The weights, (O, KH, KW, C) in memory, are the other matrix without any change. Sums are float32. The
-operations after the convolution are applied to them before they are stored, once.
+in memory. The weights, (O, KH, KW, C) in memory, are the other matrix without any change. Sums are float32. The kernel
+applies the operations after the convolution to the sums, and stores the results once.
 
 - `conv_act_persistent` and `conv_act_single` copy boxes of BATCH images, HEIGHT lines and WIDTH pixels with the tensor
   memory accelerator (TMA) of Hopper and later GPUs. A tap is the same box at another position, and TMA copies zeros for
   positions outside the image. So no element needs index arithmetic or a mask. For that the image has five dimensions,
   (N, H / SH, SH, W / SW, SW C): the pixels that one tap reads are then contiguous in every dimension, whatever the
-  stride. Sums are kept as (channels, pixels): Triton takes an operand whose shape differs from that of its copy
-  directly from shared memory only if it is the second operand. In the first kernel, persistent programs compute many
-  boxes each, and finish one in PARTS while the copies for the next are in flight. In the second, a program computes one
-  box.
-- `conv_act_gathered` loads by pointers: any channels, stride and GPU.
+  stride. Sums are kept as (channels, pixels). The reason is that the copied box changes its shape before the product,
+  and Triton then reads it directly from shared memory only if it is the second operand. In the first kernel, each
+  persistent program computes many boxes. It finishes one box in PARTS while the copies for the next are in flight. In
+  the second, a program computes one box.
+- `conv_act_gathered` loads by pointers. It supports any number of channels, any stride and any GPU.
 
 With SPLIT > 1, SPLIT programs share the steps through K. Each writes float32 sums, and the last of them to arrive adds
 the sums in order: no atomics touch a sum, so the bits are the same each time.
@@ -50,8 +50,8 @@ def conv_act_persistent(
     high, wide = tl.cdiv(lines, HEIGHT), tl.cdiv(pixels, WIDTH)
     row_tiles, column_tiles = tl.cdiv(images, BATCH) * high * wide, tl.cdiv(columns, COLUMNS)
     start, programs = tl.program_id(0), tl.num_programs(0)
-    # Where a tile is finished is computed again: the loop over tiles and the one over K become one, in which the copies
-    # for the next tile begin before this tile is finished.
+    # The position of a finished tile is computed again. So the loops over tiles and over K become one loop, in which
+    # the copies for the next tile begin before this tile is finished.
     finished = start - programs
     for tile in tl.range(start, row_tiles * column_tiles, programs, flatten=True):
         row_tile, column_tile = tile_place(tile, row_tiles, column_tiles, GROUP)

@@ -1,8 +1,8 @@
 """Triton kernels of layer norm and RMS norm for rows that do not fit a program's registers; `norms.py` has shared
 functions.
 
-Forward reads a row twice, with so few persistent programs that L2 still holds most of the row the second time. The
-second pass goes from the end to the beginning, so it starts with the part that was read last. Backward has two kernels:
+Forward reads a row twice, with so few persistent programs that L2 still holds most of the row at the second pass. The
+second pass runs from the end to the beginning, so it starts with the part that was read last. Backward has two kernels:
 the first computes sums along rows; the second works on tiles of columns with these sums, and adds up over their rows.
 
 SHIFT: rows begin at odd addresses, and the kernel loads the groups of eight elements that enclose them (norms.py).
@@ -107,8 +107,8 @@ def norm_row_sums(
     rows, units, dy_stride, x_stride,
     RMS: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The means along long rows that dx needs: of dy * weight, and of dy * weight times the normalized x. Also the
-    rounding error of x's mean (norms.py)."""
+    """The means along long rows that dx needs: that of dy * weight, and that of dy * weight times the normalized x. The
+    third result is the rounding error of x's mean (norms.py)."""
     CORRECTED: tl.constexpr = not RMS and x.dtype.element_ty == tl.float32
     columns = units * UNIT
     row = tl.program_id(0).to(tl.int64)

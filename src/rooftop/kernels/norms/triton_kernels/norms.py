@@ -2,13 +2,15 @@
 
 Rows that fit a program's registers are read from memory once. A tile is ROWS rows by BLOCKS blocks of COLUMNS elements.
 Float32 values are computed block by block: between two passes over a row, only its elements as loaded stay in
-registers. If the length of a row is no power of two, only a part of the last block is masked. Backward is persistent:
-while a program computes a tile, its next tiles are loaded to shared memory (STAGES). The sums for the gradients of
-weight and bias stay in registers until the end. `triton_kernels/long_norms.py` has the kernels for longer rows.
+registers. If the length of a row is not a power of two, only a part of the last block is masked. Backward is
+persistent: while a program computes a tile, its next tiles are loaded to shared memory (STAGES). The sums for the
+gradients of weight and bias stay in registers until the end. `triton_kernels/long_norms.py` has the kernels for longer
+rows.
 
-Statistics are float32. The variance comes from squared deviations from the mean, not from squares: so rows with a large
-common offset keep their accuracy. The mean itself is rounded to float32; in a row with a large offset its error exceeds
-the rounding of the deviations. For float32 rows (CORRECTED) the kernel therefore subtracts the mean of the deviations
+Statistics are float32. The variance comes from squared deviations from the mean instead of from squares, so rows with a
+large common offset keep their accuracy. The mean itself is rounded to float32; in a row with a large offset its error
+exceeds the rounding of the deviations. For float32 rows (CORRECTED) the kernel therefore subtracts the mean of the
+deviations
 too. A sum is multiplied by 1 / N, not divided by N: the fast division is not exact even for N = 1. A sum with a
 residual is rounded before it is normalized, so that backward, which reads the stored sum, sees the same numbers. In
 nearly constant rows the large 1 / std would multiply the difference.
@@ -226,8 +228,8 @@ def norm_backward(
 ):  # fmt: skip
     """Computes dx, and partial sums for weight and bias.
 
-    dtotal: a gradient that reaches x without passing the norm, or None. HOLD: the weight stays in registers from the
-    beginning; otherwise the kernel fetches it ahead, too. AGAIN: rows that do not fit in registers beside their sums
+    dtotal: a gradient that reaches x without passing the norm, or None. HOLD: the weight stays in registers throughout;
+    otherwise the kernel prefetches it like the rows. AGAIN: rows that do not fit in registers together with their sums
     are loaded again for the second pass.
     """
     CORRECTED: tl.constexpr = not RMS and x.dtype.element_ty == tl.float32
@@ -451,7 +453,7 @@ def add_partial_sums(
 
 @triton.jit
 def parameters(pointer, column, columns, FULL: tl.constexpr):
-    """One parameter a column, in float32, and 0 past the end; FULL: all columns exist."""
+    """A parameter with one value per column, in float32, and 0 past the end. FULL: all columns exist."""
     if FULL:
         return tl.load(pointer + column).to(tl.float32)
     else:
@@ -460,7 +462,7 @@ def parameters(pointer, column, columns, FULL: tl.constexpr):
 
 @triton.jit
 def shift_of(row, columns):
-    """How many elements before a row's first element lie in the same group of eight."""
+    """The number of elements before a row's first element in the same group of eight."""
     return ((row % 8) * (columns % 8)) % 8
 
 

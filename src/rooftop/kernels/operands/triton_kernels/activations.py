@@ -116,7 +116,7 @@ def _shares(values):
 
 @triton.jit
 def _exponential(size):
-    """exp(-size), 0 if that is below the least normal number."""
+    """exp(-size), or 0 if the result is below the smallest normal number."""
     return tl.exp2(size * -1.4426950408889634)
 
 

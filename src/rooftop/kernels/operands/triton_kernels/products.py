@@ -8,8 +8,8 @@ import triton.language as tl
 
 @triton.jit
 def tile_place(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
-    """(row, column) of a tile: down GROUP rows of tiles, then one column on; after the last column, the next GROUP
-    rows.
+    """(row, column) of a tile. The order goes down GROUP rows of tiles, then to the next column; after the last column,
+    to the next GROUP rows.
     """
     band = tile // (GROUP * column_tiles)
     height = min(row_tiles - band * GROUP, GROUP)
@@ -19,7 +19,8 @@ def tile_place(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def plus_product(left, right, total, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
-    """total + left @ right. WIDEN: Triton's interpreter reads the bits of bfloat16 as integers in a product."""
+    """total + left @ right. WIDEN converts the operands first, because in a product Triton's interpreter reads
+    bfloat16's bits as integers."""
     if WIDEN:
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, total, input_precision=PRECISION)

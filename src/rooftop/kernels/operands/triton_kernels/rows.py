@@ -29,8 +29,7 @@ def is_inside(row, rows, column, columns, FULL: tl.constexpr):
 def fold_scores(largest, total, scores, GROUP: tl.constexpr):
     """Each lane's maximum and its sum of exp(score - maximum), after GROUP more neighbouring scores.
 
-    The sum is rescaled once for each group, not once for each score. A lane that has seen nothing but -inf has a sum of
-    0.
+    The sum is rescaled once for each group, not once for each score. A lane that has only seen -inf has a sum of 0.
     """
     groups = tl.reshape(scores, (scores.shape[0] // GROUP, GROUP))
     higher = tl.maximum(largest, tl.max(groups, axis=1))

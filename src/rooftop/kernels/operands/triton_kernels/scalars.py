@@ -1,7 +1,7 @@
 """Functions that kernels of elementwise expressions call; `elementwise/expression_sources.py` writes the kernels.
 
-With PRECISE, results are as accurate as PyTorch's in float32; otherwise as accurate as half precision needs, in fewer
-instructions. They use only functions that Triton's interpreter has (no libdevice).
+With PRECISE, results are as accurate as PyTorch's in float32. Otherwise they are as accurate as half precision needs,
+with fewer instructions. These functions call only what Triton's interpreter supports (no libdevice).
 """
 
 from __future__ import annotations
@@ -152,9 +152,9 @@ def round_half_even(x):
 
 @triton.jit
 def nearest_integer(x):
-    """The nearest integer, with ties to the even one, for |x| up to 2^22 in float32. In float64 up to 2^51, its lower
-    32 bits. A sum beyond 2^23 or 2^52 has no fraction, and holds the integer in its last bits: GPUs add doubles four
-    times as fast as they convert them."""
+    """The nearest integer, with ties to the even one, for |x| up to 2^22 in float32. In float64 this returns its lower
+    32 bits, for |x| up to 2^51. A sum beyond 2^23 or 2^52 has no fraction, and holds the integer in its last bits: GPUs
+    add doubles four times as fast as they convert them."""
     if x.dtype == tl.float64:
         return (x + DOUBLE_MIDDLE).to(tl.int64, bitcast=True).to(tl.int32)
     else:
@@ -163,8 +163,8 @@ def nearest_integer(x):
 
 @triton.jit
 def double_of(x):
-    """An integer of at most 32 bits as float64: 2^52 + 2^31 + x is assembled from bits, and the large part subtracted.
-    This is exact, and four times as fast as a conversion."""
+    """An integer of at most 32 bits as float64. 2^52 + 2^31 + x is assembled from bits, and then 2^52 + 2^31 is
+    subtracted. This is exact, and four times as fast as a conversion."""
     bits = (x.to(tl.int32).to(tl.int64) & 0xFFFFFFFF) ^ DOUBLE_BEYOND_BITS
     return bits.to(tl.float64, bitcast=True) - DOUBLE_BEYOND
 

@@ -4,9 +4,9 @@ A neighbour table has a row for each result and a column for each tap of the win
 or -1. Sites outside the features count as -1. WIDE: some offset needs 64 bits.
 
 `sparse_conv_rows` is a product of two matrices, and the first one is never stored. Its rows are results and its columns
-channels of the result. K runs over the taps and, within a tap, over the channels. A number with one bit for each tap
-says which taps a tile of rows has. The loop takes its lowest bit, and clears it when the tap's channels are done. So
-the loop has no branch, and the loads of later steps are in flight while a step is multiplied.
+channels of the result. K runs over the taps and, within a tap, over the channels. A bit mask says which taps a tile of
+rows has. The loop takes the lowest bit, and clears it when the tap's channels are done. So the loop has no branch, and
+the loads of later steps are in flight while a step is multiplied.
 
 `sparse_conv_weight_gradient` reduces over pairs of a site and a result, tap by tap, in pieces of equal length that
 `sum_pieces` adds up. In a sorted table the pairs of a tap are close together: `block_bits` and `list_blocks` list the
@@ -396,7 +396,7 @@ def list_pairs(
 
 @triton.jit
 def _plus(left, right, total, PRECISION: tl.constexpr, WIDEN: tl.constexpr, BY_BLOCK: tl.constexpr):
-    """total + left @ right. BY_BLOCK: products are first added to each other, which has smaller rounding errors."""
+    """total + left @ right. BY_BLOCK: products are first added to each other, which rounds less."""
     if BY_BLOCK:
         # This limit, which has no other effect in float32, keeps the compiler from adding products to the total.
         return total + tl.dot(left, right, input_precision=PRECISION, max_num_imprecise_acc=1)

@@ -1,8 +1,8 @@
 """Triton kernels of pooling over sites; `sparse_pools.py` and `sparse_global_pools.py` have the operators and explain
 them.
 
-`triton_kernels/sparse_convs.py` describes the table of neighbours. Absent sites and results count as none. WIDE: some
-offset needs 64 bits. AHEAD taps of a row are loaded at once.
+`triton_kernels/sparse_convs.py` describes the table of neighbours. Sites and results out of range count as absent.
+WIDE: some offset needs 64 bits. AHEAD taps of a row are loaded at once.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def sparse_pool_gradient(
         for step in tl.static_range(AHEAD):
             slope = slopes[step].to(tl.float32)
             if AVERAGE:
-                total += slope / tl.maximum(others[step], 1).to(tl.float32)[:, None]  # 0: the tables do not fit
+                total += slope / tl.maximum(others[step], 1).to(tl.float32)[:, None]  # 0 if the tables do not match
             else:
                 best = others[step].to(tl.float32)
                 total += tl.where((x == best) | ((x != x) & (best != best)), slope, 0.0)  # NaN is a maximum too
