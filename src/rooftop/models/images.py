@@ -32,7 +32,7 @@ Prepared = TypeVar("Prepared")
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How a photograph becomes the input of a model.
+    """The preprocessing of a photograph for a model.
 
     Attributes:
         resize: length of the shorter side in pixels, before the crop.
@@ -55,7 +55,7 @@ def load_images(paths: Sequence[str | os.PathLike[str]], preprocessing: Preproce
     """A batch (B, 3, crop, crop) float32 from photographs and folders of photographs, in the order of `find_images`.
 
     Raises:
-        InputError: a path that does not exist, a folder without photographs, or a file that is no photograph.
+        InputError: a path does not exist, a folder has no photographs, or a file is not a photograph.
     """
     found = prepared(find_images(paths), lambda image: preprocess(image, preprocessing))
     return torch.stack([image for _, image in found])
@@ -64,18 +64,18 @@ def load_images(paths: Sequence[str | os.PathLike[str]], preprocessing: Preproce
 def prepared(
     paths: Sequence[Path], prepare: Callable[[Image.Image], Prepared], ahead: int | None = None, on_error: str = "raise"
 ) -> Iterator[tuple[int, Prepared]]:
-    """The result of `prepare` for each photograph, computed by threads while the caller does other work, with the
-    photograph's index among the paths before it.
+    """The result of `prepare` for each photograph, computed by threads while the caller does other work. Each comes as
+    (index of the photograph among the paths, result).
 
     Args:
         paths: files.
         prepare: gets images as from `read_image`.
-        ahead: the maximum number that are begun or done but not yet requested; None: two for each thread.
+        ahead: the maximum number of photographs that are started but not yet requested; None: two for each thread.
         on_error: "raise"; or "skip" unreadable files, with a warning for each.
 
     Raises:
-        InputError: another `on_error`. At its position, a file that is not an image or a damaged one, unless it is
-            skipped; at the end, if all were skipped.
+        InputError: `on_error` is unknown. Also for a file that is not an image or is damaged and not skipped (raised at
+            its position), and if all files were skipped (raised at the end).
     """
     if on_error not in ("raise", "skip"):
         raise InputError(f'on_error {on_error!r} is not known: expected "raise" or "skip"')
@@ -123,11 +123,12 @@ def cropped(image: Image.Image, preprocessing: Preprocessing = IMAGENET) -> Imag
     image = image.resize((resize * width // short, resize * height // short), preprocessing.interpolation)
     width, height = image.size
     left, top = round((width - crop) / 2), round((height - crop) / 2)
-    return image.crop((left, top, left + crop, top + crop))  # beyond the edges: black
+    return image.crop((left, top, left + crop, top + crop))  # black beyond the edges
 
 
 def normalized_pixels(pixels: Tensor, mean: Sequence[float] = MEAN, std: Sequence[float] = STD) -> Tensor:
-    """The same bits as `normalized`, on the device of the pixels: (..., H, W, 3) uint8 -> (..., 3, H, W) float32.
+    """Compute the same bits as `normalized`, on the device of the pixels: (..., H, W, 3) uint8 -> (..., 3, H, W)
+    float32.
 
     The result keeps the order of the pixels in memory, which is channels last.
     """

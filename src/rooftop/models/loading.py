@@ -1,10 +1,10 @@
-"""A model by name, with weights from any source.
+"""Load a model by name, with weights from any source.
 
     model = load("swin_t", "swin_tiny_patch4_window7_224.safetensors").eval()  # timm's
     print(load_report("swin_t", "swin_tiny_patch4_window7_224.safetensors"))   # what went where
 
-The file's keys show its library (`rooftop.models.weights.dialects`). Its tensors get our keys, and every one must match
-a parameter or buffer.
+The file's keys show its library (`rooftop.models.weights.dialects`). Its tensors get our keys, and each must match a
+parameter or buffer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Family:
         kind: name of the family in error messages.
         dialects: the dialects of these libraries.
         head: the key of the last bias of class logits; None: there are no classes.
-        others: the number of these logits that belong to no class.
+        others: the number of these logits that do not belong to a class.
     """
 
     kind: str
@@ -66,7 +66,7 @@ FAMILIES: dict[type[nn.Module], Family] = {
     NextFrameNetwork: Family("a network of the next frame", NEXT_FRAME),
 }
 UNREGISTERED = (detr_resnet50, detr_resnet101, detr_small, next_frame_network, colour_next_frame_network)
-"""Builders beside those of `builtin_models`, which all give class logits of an image."""
+"""Builders in addition to those of `builtin_models`, whose models all return class logits of an image."""
 
 KERAS = (".keras", ".h5", ".hdf5")
 
@@ -81,18 +81,19 @@ def load(name: str, weights: str | Path, *, strict: bool = True, part: str | Non
             library; or a published name, as for the builder. A `Path` is never a name.
         strict: every key of the model and of the file must be used, with its shape. If False, weights that do not fit
             are skipped, and the model keeps its initial values there: for a new head, `num_classes=7, strict=False`.
-        part: which weights, of a file that has several: `load_report` and errors name them. If None, the only ones, or
+        part: which weights to load from a file with several; `load_report` and errors name them. If None, the only
+            ones, or
             those that are averaged (EMA, SWA): `models/weights/checkpoint_contents.py` lists the kinds of checkpoints.
-        options: options of the builder, e.g. num_classes. Those that published weights need (dilation, of "COCO_DC5"),
-            or that a file of `rooftop train` says, need not be given.
+        options: options of the builder, e.g. num_classes. Options that follow from the weights can be omitted: dilation
+            for "COCO_DC5", and those that `rooftop train` wrote into the file.
 
     Raises:
-        TargetError: no such model; the message has similar names.
+        TargetError: there is no such model; the message has similar names.
         InputError: `weights` is neither a name nor a file.
         WeightsError: the file cannot be fetched or read, is damaged, belongs to another kind of model or number of
             classes, has weights of several models, or does not fit; with strict=False, none of it fits.
         MissingExtraError: safetensors or h5py is needed and not installed.
-        TypeError: an option that the builder does not have.
+        TypeError: the builder does not have one of the options.
     """
     build = _builder(name)
     path = _file(name, weights)
@@ -121,15 +122,16 @@ def load_report(name: str, weights: str | Path, *, part: str | None = None, **op
 
 
 def matched(model: nn.Module, weights: str | Path, *, name: str = "", part: str | None = None) -> Matched:
-    """Weights for a model that is built already: ours, or any other by its own keys. Loads nothing.
+    """Read the weights for a model that already exists: one of ours, or any other by its own keys. Nothing is loaded
+    into the model.
 
     Args:
-        model: what they are for.
+        model: the model that the weights are for.
         weights, part: as in `load`; published weights need `name`.
         name: name of the model's builder; "": the weights are a file.
 
     Raises:
-        InputError, WeightsError, MissingExtraError: as in `load`, but for keys that do not fit.
+        InputError, WeightsError, MissingExtraError: as in `load`, except for keys that do not fit.
     """
     if not isinstance(model, tuple(FAMILIES)):
         path = weights_file(name or type(model).__name__, weights)

@@ -1,8 +1,8 @@
 """Weights that Keras saved: .keras files and .weights.h5 of Keras 3, and the older .h5 of Keras 2 and 3.
 
 Keras names layers by what a user called them or by a counter. So layers are matched by kind, in order: the first
-ConvLSTM2D of the file is the model's first, and so on. Counts and shapes have to agree. In a Keras 3 file the order is
-that in which the layers were added; in an older one it is that of its list of layers.
+ConvLSTM2D of the file is the model's first, and so on. Counts and shapes have to agree. A Keras 3 file has the layers
+in the order in which they were added; an older file has a list of layers.
 
 Keras stores kernels with the spatial dimensions first and the input and output channels last; torch has the output and
 input channels first. Needs h5py: `pip install "rooftop[keras]"`.
@@ -30,7 +30,8 @@ from rooftop.models.weights.files import load_into
 
 @dataclass(frozen=True)
 class KerasLayer:
-    """A layer of a file: its kind (Keras's class in snake case), its name there, its weights in Keras's layout."""
+    """A layer of a file: its kind (Keras's class in snake case), its name in the file, and its weights in Keras's
+    layout."""
 
     kind: str
     name: str
@@ -73,8 +74,8 @@ def load_keras_weights(model: nn.Module, path: str | Path) -> None:
 
     Raises:
         InputError: the file does not exist.
-        WeightsError: it is damaged, or its layers, weights or shapes do not match the model's; the message lists all of
-            them.
+        WeightsError: the file is damaged, or its layers, weights or shapes do not match the model's; the message lists
+            every mismatch.
         MissingExtraError: h5py is not installed.
     """
     path = Path(path).expanduser()

@@ -10,7 +10,7 @@ peepholes. The order of gates, the defaults and the options are those of `keras.
 
 The input convolutions of all time steps are one call. A step is one recurrent convolution with 4 F outputs and one
 kernel for the rest (`rooftop.kernels.conv_lstm_sequence`); Keras runs eight convolutions. On a GPU memory is channels
-last, whatever data_format says, since convolutions are faster so.
+last, whatever data_format says, because convolutions are faster that way.
 
     network = next_frame_network()
     load_keras_weights(network, "next_frame.keras")
@@ -35,8 +35,8 @@ from rooftop.launch.symbolic import module_recorded_whole, refuse_proxies
 Pair = tuple[int, int]
 States = tuple[Tensor, Tensor]
 FIRST, LAST = "channels_first", "channels_last"
-FEW = 64  # values that an output of the input convolution depends on, up to which a matrix product is faster
-WIDE = 8  # channels: with fewer, cuDNN convolves float32 without tensor cores
+FEW = 64  # a matrix product is faster if an output of the input convolution depends on at most this many values
+WIDE = 8  # with fewer channels, cuDNN convolves float32 without tensor cores
 
 
 class ConvLSTM2D(nn.Module):
@@ -49,25 +49,25 @@ class ConvLSTM2D(nn.Module):
         in_channels: C, which Keras infers at the first call.
         filters: F.
         kernel_size: kernel size of both convolutions, one number or (height, width).
-        strides: strides of the input convolution. The recurrent one has none, and no dilation.
+        strides: strides of the input convolution. The recurrent convolution has neither strides nor dilation.
         padding: padding of the input convolution: "valid", or "same", which puts an odd row or column at the end, as in
-            TensorFlow. The recurrent one is always "same".
+            TensorFlow. The recurrent convolution is always "same".
         data_format: "channels_last" or "channels_first", of frames and results.
         dilation_rate: dilation of the input convolution. activation, recurrent_activation: one of
         `rooftop.kernels.recurrent.conv_lstms.ACTIVATIONS`. "hard_sigmoid" is Keras 3's; networks of Keras 2 need
         "hard_sigmoid_keras2".
         use_bias: whether there is `bias`.
         unit_forget_bias: whether the forget gate's bias starts at 1.
-        return_sequences: results of all steps, (N, T, ...), or of the last, (N, ...).
-        return_state: (output, hidden, cell) in place of the output.
-        go_backwards: from the last frame to the first; results are in the order of computation.
-        stateful: each call begins with the final state of the previous call, until `reset_state()`. No gradient goes
+        return_sequences: return the results of all steps, (N, T, ...), instead of the last one, (N, ...).
+        return_state: return (output, hidden, cell) instead of the output.
+        go_backwards: compute from the last frame to the first; results are in the order of computation.
+        stateful: each call begins with the final state of the previous call, until `reset_state()`. No gradient flows
             from one call to another. The state is not part of the state dict.
         dropout, recurrent_dropout: probability, below 1, with which elements of the input and of the hidden state are
             dropped while training. Each gate has its own mask, drawn once a call and used for every step.
 
     Raises:
-        ValueError: invalid or inconsistent options; strides with dilation.
+        ValueError: options are invalid or inconsistent, such as strides with dilation.
     """
 
     hidden_state: Tensor | None
@@ -121,7 +121,7 @@ class ConvLSTM2D(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Keras's initial values: Glorot uniform, orthogonal, zeros with 1 for the forget gate."""
+        """Set Keras's initial values: Glorot uniform, orthogonal, zeros with 1 for the forget gate."""
         nn.init.xavier_uniform_(self.kernel)
         nn.init.orthogonal_(self.recurrent_kernel)
         if self.bias is not None:
@@ -130,7 +130,7 @@ class ConvLSTM2D(nn.Module):
                 nn.init.ones_(self.bias[self.filters : 2 * self.filters])
 
     def reset_state(self) -> None:
-        """The next call of a stateful layer begins with zeros."""
+        """Let the next call of a stateful layer begin with zeros."""
         self.hidden_state = self.cell_state = None
 
     def extra_repr(self) -> str:
@@ -146,20 +146,20 @@ class ConvLSTM2D(nn.Module):
 
         Args:
             x: (N, T, H, W, C), or (N, T, C, H, W) with channels_first; T at least 1.
-            initial_state: (hidden, cell), each (N, H', W', F) or (N, F, H', W') as the result of one step; None: zeros,
-                or the state of a stateful layer.
+            initial_state: (hidden, cell), each (N, H', W', F) or (N, F, H', W') like the result of one step; None:
+                zeros, or the state of a stateful layer.
             mask: (N, T) booleans; a step that is False keeps the state and returns the result of the previous step
                 (zeros at the first).
 
         Returns:
-            (N, T, H', W', F) or (N, H', W', F), with the channels in the position that data_format says; with
-            return_state also hidden and cell after the last step. Memory has the layout of (T, N, ...) or another one:
-            not always contiguous.
+            (N, T, H', W', F) or (N, H', W', F), with the channels where data_format puts them; with return_state also
+            hidden and cell after the last step. The result is not always contiguous: its memory may have the layout of
+            (T, N, ...), for example.
 
         Raises:
             TypeError: the dtypes do not match.
-            ValueError: shapes do not match, a frame smaller than the kernel, or another batch size than that of a
-                stateful layer's state.
+            ValueError: shapes do not match, a frame is smaller than the kernel, or a stateful layer's state has another
+                batch size.
         """
         output, (hidden, cell) = self.unrolled(x, initial_state, mask, last_only=not self.return_sequences)
         if not self.return_sequences:
@@ -173,8 +173,8 @@ class ConvLSTM2D(nn.Module):
         mask: Tensor | None = None,
         last_only: bool = False,
     ) -> tuple[Tensor, States]:
-        """Results of all steps (last_only: only of the last) as a sequence, and the last (hidden, cell), independent of
-        return_sequences and return_state."""
+        """Results of all steps (with last_only, only of the last) as a sequence, and the last (hidden, cell), whatever
+        return_sequences and return_state say."""
         self._check(x, mask)
         if self.go_backwards:
             x, mask = x.flip(1), None if mask is None else mask.flip(1)
@@ -184,9 +184,9 @@ class ConvLSTM2D(nn.Module):
             outputs, state = self._all_steps(inputs, given)
         else:
             outputs, state = self._step_by_step(inputs, given, mask)
-        if self.stateful:  # copies: the last state must not keep the earlier ones
+        if self.stateful:  # copies, so that the last state does not keep the earlier ones alive
             self.hidden_state, self.cell_state = (t.detach().clone() for t in state)
-        results = outputs[-1:] if last_only else outputs  # (T, N, ...): read by the next layer's steps
+        results = outputs[-1:] if last_only else outputs  # (T, N, ...), in which order the next layer's steps read
         hidden, cell = (self._as_given(t) for t in state)
         return results.transpose(0, 1), (hidden, cell)
 
@@ -212,12 +212,13 @@ class ConvLSTM2D(nn.Module):
         return gates.contiguous(memory_format=memory_format).unflatten(0, (steps, batch))
 
     def _memory_format(self, x: Tensor) -> torch.memory_format:
-        """The memory format of states and gates: channels last if data_format says so, and on a GPU, whose convolutions
-        need it."""
+        """The memory format of states and gates: channels last if data_format says so, and always on a GPU, whose
+        convolutions need it."""
         return torch.channels_last if self.data_format == LAST or x.is_cuda else torch.contiguous_format
 
     def _pads(self, sizes: Sequence[int]) -> tuple[Pair, Pair]:
-        """Rows and columns of zeros before and after a frame; if their number is odd, one more comes after."""
+        """Rows and columns of zeros before and after a frame; if their number is odd, the additional one comes
+        after."""
         if self.padding == "valid":
             return (0, 0), (0, 0)
         totals = [
@@ -230,7 +231,7 @@ class ConvLSTM2D(nn.Module):
         return (a, b), (c, d)
 
     def _all_steps(self, inputs: Tensor, given: States | None) -> tuple[Tensor, States]:
-        """Results of all steps, (T, N, ...) in the given layout, and the last state, (N, F, H', W') each: one
+        """Results of all steps, (T, N, ...) in the given layout, and the last state, (N, F, H', W') each, by one
         operator.
         """
         same = inputs.dtype == self.kernel.dtype
@@ -241,7 +242,7 @@ class ConvLSTM2D(nn.Module):
         return self._as_given(outputs), (outputs[-1], cell)
 
     def _step_by_step(self, inputs: Tensor, given: States | None, mask: Tensor | None) -> tuple[Tensor, States]:
-        """The same if a mask or dropout applies between the steps."""
+        """Like `_steps`, if a mask or dropout applies between the steps."""
         state = given or self._zeros(inputs)
         kernel = self.recurrent_kernel.to(inputs.dtype)
         dropped = self.training and self.recurrent_dropout > 0
@@ -333,7 +334,8 @@ class ConvLSTM2D(nn.Module):
 
 
 def _convolved_as_product(x: Tensor, kernel: Tensor, strides: Pair, padding: Pair, dilation: Pair) -> Tensor:
-    """The convolution of x, channels last, as one product of its windows, if these have few values each; channels last.
+    """The convolution of x (channels last) as one product of its windows, for windows of few values. The result is
+    channels last.
 
     Rows are a multiple of 16 bytes in half precision, so that tensor cores can load them.
     """
@@ -391,15 +393,16 @@ def _one_of(name: str, value: Any, names: Sequence[str]) -> str:
 class FramesConvolution(nn.Conv3d):
     """A 3x3x3 convolution over frames, (N, C, T, H, W) -> (N, O, T, H, W), as one 2-D convolution of all frames.
 
-    Its three taps in time are 3 O output channels, which are then shifted in time and added. So the frames (T, N, H, W,
-    C) are read in place, while a 3-D convolution needs another memory order.
+    The three taps in time become 3 O output channels, which are then shifted in time and added. So the frames (T, N, H,
+    W, C) are read in place, while a 3-D convolution needs another memory order.
     """
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__(in_channels, out_channels, 3, padding=1)
 
     def forward(self, x: Tensor, ahead: bool = True) -> Tensor:
-        """Each frame from the previous one, itself and (`ahead`) the next one; zeros beyond the ends."""
+        """Compute each frame from the previous frame, itself and (with `ahead`) the next frame; beyond the ends are
+        zeros."""
         frames = x.permute(2, 0, 1, 3, 4)  # (T, N, C, H, W)
         weight = self.weight if ahead else self.weight[:, :, :2]
         weight = weight.permute(2, 0, 1, 3, 4).flatten(0, 1)  # (3 O, C, 3, 3): the taps in time one after another
@@ -418,8 +421,8 @@ class FramesConvolution(nn.Conv3d):
 
 
 class NextFrameNetwork(nn.Module):
-    """Frames of a video to the next frame: the network of Keras's example "Next-Frame Video Prediction with
-    Convolutional LSTMs", and its variant that returns only one frame.
+    """Predict the next frame of a video: the network of Keras's example "Next-Frame Video Prediction with Convolutional
+    LSTMs", and its variant that returns only one frame.
 
     Three ConvLSTM layers (relu) with a batch norm after the first and the second, like Keras's (epsilon 0.001, momentum
     0.99); then a 3x3x3 convolution over the frames, or for `every_frame=False` a 3x3 one of the last hidden state.
@@ -428,7 +431,7 @@ class NextFrameNetwork(nn.Module):
         channels: channels of the frames; 1 for grey, 3 for colour.
         filters: filters of each ConvLSTM layer.
         kernel_sizes: kernel sizes of the three layers.
-        every_frame: return a result for each step (the frame after it), or only for the last.
+        every_frame: return a result for each step (the frame after it), instead of only for the last step.
         data_format: "channels_last", (N, T, H, W, C), or "channels_first", (N, T, C, H, W).
     """
 
@@ -469,8 +472,8 @@ class NextFrameNetwork(nn.Module):
 
         Args:
             x: as in `forward`.
-            ahead: as in `frames_of`. Train with False: the next step's state has seen the frame to predict, and a
-                network that can see it learns to copy it.
+            ahead: as in `frames_of`. Train with False. With True, the head sees the next step's state, which contains
+                the frame to predict, so the network would learn to copy it.
         """
         hidden, _ = self.features(x)
         return self.frames_of(hidden, ahead)
@@ -497,7 +500,7 @@ class NextFrameNetwork(nn.Module):
 
         Args:
             hidden: hidden states of the last layer.
-            ahead: for every frame: whether the head sees the next step, as in Keras's example. False: each frame is
+            ahead: whether the head sees the next step of each frame, as in Keras's example. False: each frame is
                 computed as if its step were the last, as in prediction.
         """
         if self.every_frame:
@@ -555,7 +558,7 @@ def predict_frames(network: NextFrameNetwork, frames: Tensor, count: int) -> Ten
         (N, count, ...), in [0, 1].
 
     Raises:
-        ValueError: count, or the shape of the frames.
+        ValueError: count or the shape of the frames is wrong.
     """
     if not isinstance(count, int) or count < 1:
         raise ValueError(f"predict_frames: count must be a positive integer, got {count!r}")

@@ -1,10 +1,11 @@
 """Continue a clip with a next-frame network, and compare the result with the real frames.
 
-    network = load_next_frame_network("digits.pth")  # of any number of filters, grey or colour: the file says which
+    network = load_next_frame_network("digits.pth")  # with any number of filters, grey or colour: the file tells
     found = continue_clip(network, frames[:10], frames[10:], 20)
     found.frames, found.errors, found.errors_of_repeating
 
-The last is the reference: a network that is no better than a still picture has learned nothing about motion.
+`errors_of_repeating` is the reference: a network that is no better than a still picture has learned nothing about
+motion.
 """
 
 from __future__ import annotations

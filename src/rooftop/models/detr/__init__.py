@@ -1,4 +1,5 @@
-"""DETR: objects as a set, by one transformer; its losses, its weights from any source, and objects on photographs."""
+"""DETR: object detection as set prediction by one transformer, with its losses, weights from any source, and detection
+on photographs."""
 
 from rooftop.models.detr.losses import Detections, Matcher, SetCriterion, Target, corners, to_detections
 from rooftop.models.detr.network import Detr, detr_resnet50, detr_resnet101

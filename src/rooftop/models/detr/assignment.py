@@ -1,6 +1,6 @@
 """Assign each target its own query at the lowest total cost: the linear assignment problem, for a batch.
 
-There are two functions with the same total cost. `assign_on_host` calls scipy for one problem after another; for
+Two functions find assignments of the same total cost. `assign_on_host` calls scipy for one problem after another; for
 tensors on a GPU it waits for the GPU. `assign_batched` solves all problems in lockstep, in plain PyTorch, and never
 waits. It uses shortest augmenting paths (Jonker and Volgenant 1987, in the form of Crouse 2016, "On implementing 2D
 rectangular assignment algorithms", which scipy follows, too). For M targets it takes M (M + 1) / 2 steps of some dozen
@@ -17,9 +17,9 @@ from torch import Tensor
 from rooftop.errors import MissingExtraError
 
 WORST = 1e5
-"""Costs are clamped to -WORST..WORST. In float64 their sums keep ten digits after the point."""
+"""Costs are clamped to -WORST..WORST. In float64 their sums are exact to ten decimal places."""
 FORBIDDEN = 1e9
-"""The cost of an absent target: more than any total of real costs."""
+"""The cost of an absent target, which exceeds any total of real costs."""
 
 
 def assign_on_host(cost: Tensor, valid: Tensor) -> Tensor:
@@ -63,7 +63,8 @@ def assign_batched(cost: Tensor, valid: Tensor) -> Tensor:
         return torch.full_like(valid, -1, dtype=torch.int64)
     if targets <= queries:
         return _augmented(cost, valid)
-    # Paths start from the shorter side: here each query looks for a target, and takes an absent one last.
+    # Paths start from the shorter side. Here each query looks for a target, and takes an absent one only if no other is
+    # left.
     of_queries = cost.masked_fill(~valid[..., None], FORBIDDEN).transpose(1, 2)
     chosen = _augmented(of_queries, torch.ones_like(of_queries[..., 0], dtype=torch.bool))  # (B, Q)
     numbers = torch.arange(queries, device=cost.device).expand(batch, -1)
@@ -74,8 +75,8 @@ def assign_batched(cost: Tensor, valid: Tensor) -> Tensor:
 def _augmented(cost: Tensor, active: Tensor) -> Tensor:
     """The column of each active row (B, R), for costs (B, R, C), R <= C; -1 for other rows.
 
-    Rows are taken one by one. Each searches the cheapest path to a free column; along this path, columns change their
-    rows.
+    Rows are added one by one. Each searches for the cheapest path to a free column; along this path, columns change
+    their rows.
     """
     batch, rows, columns = cost.shape
     numbers = torch.arange(columns, device=cost.device)
@@ -85,7 +86,8 @@ def _augmented(cost: Tensor, active: Tensor) -> Tensor:
     for row in range(rows):
         started = active[:, row]
         sink, distance, lengths, came_from, seen = _search(cost, row_prices, column_prices, row_of, row, started)
-        # Rows of the tree have the visited columns, except for the first row; prices keep reduced costs non-negative.
+        # The rows of the tree own the visited columns, except for the first row. Prices keep reduced costs
+        # non-negative.
         slack = torch.where(seen, distance[:, None] - lengths, 0)  # (B, C)
         held = column_of.clamp(min=0)
         gains = torch.where(column_of >= 0, slack.gather(1, held), 0)
@@ -143,7 +145,7 @@ def _search(
 
 
 def _over(done: Tensor) -> bool:
-    """Whether all problems are done, if asking costs nothing: on the CPU."""
+    """Whether all problems are done. Only the CPU answers this; on a GPU, asking would wait."""
     return done.device.type == "cpu" and bool(done.all())
 
 

@@ -37,15 +37,15 @@ FIGURES = (
 class CocoDataset(Dataset[tuple[Tensor, Target]]):
     """Photographs of a folder, with boxes from a JSON file in COCO's format.
 
-    An item is (image, target). The image is (3, H, W) float32, normalized, with its shorter side at `shorter` pixels
-    but its longer one at `longer` at most. The target is {"labels": int64 (n,), "boxes": float32 (n, 4)}, boxes as
-    (center x, center y, width, height), 0..1 of the image. Crowds are ignored, and so are boxes without area within the
-    photograph.
+    An item is (image, target). The image is (3, H, W) float32, normalized. Its shorter side has `shorter` pixels,
+    unless the longer side would then exceed `longer`. The target is {"labels": int64 (n,), "boxes": float32 (n, 4)},
+    boxes as (center x, center y, width, height), 0..1 of the image. Crowds are ignored, and so are boxes that cover no
+    area of the photograph.
 
     Args:
-        folder: of the photographs.
-        annotations: the JSON file, or what it would hold: "images" (id, file_name, height, width), "annotations"
-            (image_id, category_id, bbox as left, top, width, height in pixels), "categories" (id, name).
+        folder: folder of the photographs.
+        annotations: the JSON file, or its content: "images" (id, file_name, height, width), "annotations" (image_id,
+            category_id, bbox as left, top, width, height in pixels), "categories" (id, name).
         contiguous: labels are 0, 1, ... in the order of the categories' ids; else the ids themselves.
         shorter, longer: pixels.
 
@@ -53,7 +53,7 @@ class CocoDataset(Dataset[tuple[Tensor, Target]]):
         names: names of the labels, in order; "" for ids without a category.
 
     Raises:
-        InputError: a file that does not exist or is not JSON in this format; the message says where.
+        InputError: a file does not exist or is not JSON in this format; the message names the place.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class CocoDataset(Dataset[tuple[Tensor, Target]]):
         """The whole photograph, RGB.
 
         Raises:
-            InputError: it is not there or damaged.
+            InputError: the photograph does not exist or is damaged.
         """
         return read_image(self.folder / self.images[index]["file_name"])
 
     def __getitem__(self, index: int) -> tuple[Tensor, Target]:
-        """Raises InputError if the photograph does not exist or is damaged."""
+        """Raise InputError if the photograph does not exist or is damaged."""
         described = self.images[index]
         photo = self.picture(index)
         width, height = photo.size
@@ -118,7 +118,8 @@ class CocoDataset(Dataset[tuple[Tensor, Target]]):
 
 
 def as_lists(batch: Sequence[tuple[Tensor, Target]]) -> tuple[list[Tensor], list[Target]]:
-    """For `collate_fn` of a DataLoader: images and targets of a batch, as `Detr` and `SetCriterion` take them."""
+    """The `collate_fn` of a DataLoader: images and targets of a batch as lists, which `Detr` and `SetCriterion`
+    take."""
     images, targets = zip(*batch, strict=True)
     return list(images), list(targets)
 
@@ -135,7 +136,7 @@ def average_precision(dataset: CocoDataset, detections: Sequence[Detections]) ->
         recall with 1, 10 and 100 detections a photograph and by size.
 
     Raises:
-        ValueError: another number of detections than of photographs, or a label that no category has.
+        ValueError: the numbers of detections and photographs differ, or no category has a label.
         MissingExtraError: pycocotools is not installed.
     """
     if len(detections) != len(dataset):
@@ -156,7 +157,7 @@ def average_precision(dataset: CocoDataset, detections: Sequence[Detections]) ->
             results.append(
                 {"image_id": described["id"], "category_id": category_of[label], "bbox": bbox, "score": score}
             )
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints
+    with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints
         truth, nothing = COCO(), COCO()
         truth.dataset = {**dataset.annotations, "annotations": _judged(dataset.annotations["annotations"])}
         nothing.dataset = {**dataset.annotations, "annotations": []}
@@ -170,7 +171,7 @@ def average_precision(dataset: CocoDataset, detections: Sequence[Detections]) ->
 
 
 def _judged(annotations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The annotations with entries that pycocotools needs and a file of boxes may lack."""
+    """The annotations, with the entries that pycocotools needs but a file of boxes may lack."""
     return [
         {"id": place, "iscrowd": 0, "area": each["bbox"][2] * each["bbox"][3], **each}
         for place, each in enumerate(annotations, 1)
@@ -178,7 +179,7 @@ def _judged(annotations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _edges(bbox: Sequence[float], width: int, height: int) -> tuple[float, float, float, float]:
-    """Left, top, right, bottom within the photograph."""
+    """A box as left, top, right and bottom, clipped to the photograph."""
     left, top, box_width, box_height = bbox
     right, bottom = left + box_width, top + box_height
     return max(left, 0), max(top, 0), min(right, width), min(bottom, height)

@@ -1,10 +1,11 @@
-"""Objects on photographs: those that a DETR finds, with their boxes.
+"""Detect objects on photographs with a DETR, with their boxes.
 
     model = load_detector("detr_resnet50", "detr-r50-e632da11.pth")
     for photo in detect(model, ["street.jpg", "holiday/"]):
         draw_objects(read_image(photo.path), photo.objects).save(f"{photo.path.stem}-objects.png")
 
-Photographs are resized as in training on COCO: the shorter side to 800 pixels, but the longer one to 1333 at most.
+Photographs are resized as in training on COCO: the shorter side gets 800 pixels, unless the longer side would then
+exceed 1333.
 """
 
 from __future__ import annotations
@@ -98,16 +99,17 @@ def detect(
     Args:
         model: runs on the device and in the dtype of its parameters.
         threshold: only objects with at least this score are returned.
-        classes: names by label. None: the names of COCO's 91 numbers or of its 80 classes in order, else none. shorter,
+        classes: names by label. None: the names of COCO's 91 numbers or of its 80 classes, if the number of classes
+            matches. shorter,
             longer: pixels of the shorter side, and maximum pixels of the longer one, in the model's input.
         on_error: "raise"; or "skip" photographs that cannot be read, with a warning for each.
         progress: called with (the current activity, fraction done) after each batch.
 
     Raises:
-        ValueError: a threshold outside 0..1; `batch_size`, `shorter` or `longer` below 1.
-        InputError: a path that does not exist or, unless skipped, is not an image; or a number of names that differs
+        ValueError: the threshold is outside 0..1, or `batch_size`, `shorter` or `longer` is below 1.
+        InputError: a path does not exist; a file is not an image and is not skipped; or the number of names differs
             from the number of classes.
-        ModelRunError: not enough memory for a batch, or an output that is not finite.
+        ModelRunError: memory does not suffice for a batch, or an output is not finite.
     """
     if not 0 <= threshold <= 1:
         raise ValueError(f"threshold is {threshold}, expected a score from 0 to 1")
@@ -116,7 +118,7 @@ def detect(
     found = find_images(paths)
     if on_error == "raise":
         check_images(found)
-    _names(classes, model.class_embed.out_features - 1)  # before the work, check that their number is right
+    _names(classes, model.class_embed.out_features - 1)  # check the number of names before the work
     results: list[Detected] = []
     photographs = prepared(
         found, lambda photo: (photo.size, normalized(resized(photo, shorter, longer))), batch_size, on_error
@@ -177,7 +179,7 @@ def draw_objects(image: Image.Image, objects: Sequence[FoundObject]) -> Image.Im
 
 
 def _colour(label: int) -> tuple[int, int, int]:
-    """A light colour, far from those of neighbouring labels: hues differ by the golden section."""
+    """A light colour, different from those of neighbouring labels: hues differ by the golden section."""
     return tuple(round(255 * part) for part in colorsys.hsv_to_rgb(label * 0.618034 % 1, 0.55, 1.0))  # type: ignore[return-value]
 
 

@@ -1,7 +1,7 @@
 """Training a DETR and decoding its output: match predictions to objects, compute losses, and convert boxes to pixels.
 
-Carion et al. 2020, section 3.1. Each object of an image gets its best query, one query for each; the other queries
-learn to predict "no object". Every decoder layer is matched and evaluated separately.
+Carion et al. 2020, section 3.1. Each object of an image gets one query of its own, so that the total cost is lowest.
+The other queries learn to predict "no object". Every decoder layer is matched and evaluated separately.
 
     criterion = SetCriterion(model.num_classes)
     losses = criterion(model(images), targets)
@@ -28,7 +28,7 @@ from rooftop.models.detr.assignment import assign_batched, assign_on_host
 from rooftop.models.detr.network import Predictions
 
 Target = Mapping[str, Tensor]
-OUTSIDE = 1e-3  # rounding, also to half precision, may move an edge out of the image by this much
+OUTSIDE = 1e-3  # rounding, even to half precision, may move an edge out of the image by this much
 
 
 class PaddedTargets(NamedTuple):
@@ -38,7 +38,7 @@ class PaddedTargets(NamedTuple):
         labels: int64 (B, M), 0 for no object.
         boxes: (B, M, 4), the whole image for no object.
         valid: bool (B, M), whether there is an object.
-        objects: their total number, on the host.
+        objects: the total number of objects, on the host.
     """
 
     labels: Tensor
@@ -51,9 +51,9 @@ def pad_targets(targets: Sequence[Target], num_classes: int) -> PaddedTargets:
     """Targets of all images in three tensors, without waiting for the GPU.
 
     Raises:
-        ValueError: zero images, other shapes or dtypes. On the CPU (on a GPU with ROOFTOP_CHECK=1 in the environment,
-            which waits for it) also labels outside of 0..num_classes - 1, and boxes outside of the image or without
-            area.
+        ValueError: there are no images, or a shape or dtype is wrong. Also if a label is outside of 0..num_classes - 1,
+            or a box is outside of the image or has no area. These values are checked on the CPU, and on a GPU only with
+            ROOFTOP_CHECK=1 in the environment, because that waits for the GPU.
     """
     if not targets:
         raise ValueError("got targets of zero images: a batch needs at least one")
@@ -97,7 +97,7 @@ def _area(sides: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Matcher:
-    """Assigns each object of an image its own query, at the lowest total cost.
+    """Assign each object of an image its own query, at the lowest total cost.
 
     The cost of a pair is -class_cost * probability + box_cost * L1 - giou_cost * generalized IoU. If its cost is not
     finite (overflow in half precision), the pair is assigned last.
@@ -122,7 +122,7 @@ class Matcher:
 
     @torch.no_grad()
     def __call__(self, predictions: Predictions, targets: PaddedTargets) -> Tensor:
-        """int64 (B, M): the query of each object; -1 if there is no object, or no query left for it."""
+        """int64 (B, M): the query of each object. -1 if there is no object, or no query is left for it."""
         assign = assign_batched if self.batched else assign_on_host
         return assign(self.costs(predictions, targets), targets.valid)
 
@@ -139,7 +139,7 @@ class Matcher:
 
 
 class SetCriterion(nn.Module):
-    """The loss of predictions, after each object got its query.
+    """The losses of predictions, computed after each object is matched with a query.
 
     Args:
         num_classes: K of the network.
@@ -171,10 +171,11 @@ class SetCriterion(nn.Module):
         Returns:
             loss_ce, loss_bbox (L1), loss_giou and cardinality_error (the error in the number of objects; it has no
             gradient), and for earlier decoder layers the same with _0, _1, ... The losses of boxes are divided by the
-            number of objects in the batch, averaged in training over the processes of torch.distributed.
+            number of objects in the batch. In training, this number is averaged over the processes of
+            torch.distributed.
 
         Raises:
-            ValueError: targets of another number of images, logits of another number of classes, wrong targets.
+            ValueError: the targets are wrong, or the number of images or of classes does not match.
         """
         _check_predictions(predictions, targets, self.num_classes)
         padded = pad_targets(targets, self.num_classes)
@@ -206,7 +207,7 @@ class SetCriterion(nn.Module):
         logits, boxes = _wide(predictions.logits), _wide(predictions.boxes)
         hit = queries >= 0  # (B, M)
         index = queries.clamp(min=0)
-        # Objects without a query are written after the last one, and cut off.
+        # Objects without a query are written to an additional last place, which is then cut off.
         classes = torch.full_like(logits[:, :, 0], self.num_classes, dtype=torch.int64)  # (B, Q)
         classes = F.pad(classes, (0, 1)).scatter(1, torch.where(hit, queries, classes.shape[1]), targets.labels)[:, :-1]
         found = boxes.gather(1, index[..., None].expand(-1, -1, 4))  # (B, M, 4)
@@ -250,7 +251,7 @@ def to_detections(
         threshold: only objects with at least this score; at 0 each query gives one box, and nothing waits for the GPU.
 
     Raises:
-        ValueError: another number of sizes than of images, or sizes that are not positive.
+        ValueError: the numbers of sizes and images differ, or a size is not positive.
     """
     logits, boxes = _wide(predictions.logits), _wide(predictions.boxes)
     pixels = torch.as_tensor(sizes)

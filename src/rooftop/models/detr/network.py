@@ -1,4 +1,4 @@
-"""DETR: objects as a set, from one transformer, with the keys of facebookresearch/detr.
+"""DETR: object detection as set prediction by one transformer, with the keys of facebookresearch/detr.
 
 Carion et al. 2020, "End-to-End Object Detection with Transformers". A ResNet with frozen norms computes a feature map;
 an encoder relates its cells; a decoder turns learned queries into objects, each with a class (or none) and a box:
@@ -39,7 +39,7 @@ class Predictions(NamedTuple):
     """A DETR's predictions for B images with Q queries and K classes.
 
     Attributes:
-        logits: (B, Q, K + 1), the last for "no object".
+        logits: (B, Q, K + 1), the last one stands for "no object".
         boxes: (B, Q, 4) as (center x, center y, width, height), each 0..1 of the image without its padding.
         auxiliary: the predictions of the earlier decoder layers, first layer first.
     """
@@ -60,7 +60,7 @@ def pad_images(images: Sequence[Tensor], multiple: int = 1) -> tuple[Tensor, Ten
         (B, C, H, W), and the mask of padding (B, H, W): True where there is no image.
 
     Raises:
-        ValueError: no images, or one that is not (C, H, W) with the channels of the first.
+        ValueError: there are no images, or one is not (C, H, W) with the channels of the first.
     """
     if not images:
         raise ValueError("got zero images: a batch needs at least one")
@@ -80,7 +80,8 @@ def pad_images(images: Sequence[Tensor], multiple: int = 1) -> tuple[Tensor, Ten
 
 
 class FrozenBatchNorm(nn.Module):
-    """Batch norm whose statistics and affine part are constants: (B, channels, H, W) to the same. Four buffers."""
+    """Batch norm whose statistics and affine part are constants, in four buffers: (B, channels, H, W) to the same
+    shape."""
 
     weight: Tensor
     bias: Tensor
@@ -101,8 +102,8 @@ class FrozenBatchNorm(nn.Module):
 class Features(ResNet):
     """A ResNet without its head: (B, 3, H, W) -> (B, channels, H / 32, W / 32).
 
-    With frozen norms stem and first stage are frozen, too: they detect edges and colours, which detection need not
-    relearn.
+    With frozen norms, the stem and the first stage are frozen too: they recognize edges and colours, which need not be
+    relearned for detection.
     """
 
     def __init__(
@@ -124,7 +125,8 @@ def sine_positions(padding: Tensor, width: int, temperature: float = 10_000.0) -
     """The position of each cell in its image, as sines and cosines: the y half, then the x half.
 
     Args:
-        padding: (B, H, W), True where there is no image. Cells count from 1 at the image's first; the last is at 2 pi.
+        padding: (B, H, W), True where there is no image. Positions start with 1 at the image's first cell, and are
+            scaled so that the last one is 2 pi.
         width: width of the encoding, a multiple of 4.
 
     Returns:
@@ -143,7 +145,7 @@ def sine_positions(padding: Tensor, width: int, temperature: float = 10_000.0) -
 
 
 class Attention(nn.Module):
-    """Multi-head attention with packed projections, the keys of `nn.MultiheadAttention`; batch first."""
+    """Multi-head attention with packed projections, batch first, with the keys of `nn.MultiheadAttention`."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -159,7 +161,8 @@ class Attention(nn.Module):
         return self.in_proj_weight[rows], self.in_proj_bias[rows]
 
     def attended(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """Projected (B, T, D), (B, S, D), (B, S, D) -> (B, T, D); `allowed` (B, 1, 1, S): the visible keys."""
+        """Attend with projected queries, keys and values: (B, T, D), (B, S, D), (B, S, D) -> (B, T, D). `allowed` (B,
+        1, 1, S): the visible keys."""
         q, k, v = (
             x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (query, key, value)
         )  # (B, heads, T or S, D / heads)
@@ -180,7 +183,7 @@ class SelfAttention(Attention):
 
 
 class CrossAttention(Attention):
-    """Attention to cells whose keys and values are already projected."""
+    """Attention of objects to cells whose keys and values are already projected."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None = None) -> Tensor:
         """(B, Q, D), (B, S, D), (B, S, D) -> (B, Q, D); `allowed` (B, 1, 1, S): the visible cells."""
@@ -231,8 +234,8 @@ class DecoderLayer(nn.Module):
             allowed: (B, 1, 1, S), the visible cells.
         """
         if x is None:
-            # Dropout makes images differ; without it the objects of all images are equal until they attend to the
-            # cells.
+            # With dropout, images differ from the start. Without it, the objects of all images are equal until they
+            # attend to the cells.
             x, query = self.beginning(queries, len(key) if self.training else 1)
             x, query = (t.expand(len(key), -1, -1).contiguous() for t in (x, query))
         else:
@@ -245,14 +248,14 @@ class DecoderLayer(nn.Module):
 
     @constant
     def beginning(self, queries: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-        """The first step for objects that are zeros: their state before they attend to the cells, and their queries for
-        the cells; (B, Q, D) each."""
+        """The first step, for objects that are zeros: the objects before they attend to the cells, and their queries
+        for the cells; (B, Q, D) each."""
         placed = queries.expand(batch, -1, -1)  # (B, Q, D)
         x = self.norm1(self.dropout(self.self_attn(torch.zeros_like(placed), placed)))
         return x, self.asking(x, queries)
 
     def asking(self, x: Tensor, queries: Tensor) -> Tensor:
-        """Objects (B, Q, D) as queries for the cells, projected."""
+        """The projected queries for the cells, from objects (B, Q, D)."""
         return F.linear(x + queries, *self.multihead_attn.projection(0, 0))
 
 
@@ -279,7 +282,8 @@ class Decoder(nn.Module):
 
     def forward(self, queries: Tensor, memory: Tensor, positions: Tensor, allowed: Tensor | None) -> list[Tensor]:
         """The objects (B, Q, D) after each layer, before the norm."""
-        # All layers attend to the same cells: one product each computes the keys and the values of all layers.
+        # All layers attend to the same cells, so one product computes the keys of all layers, and another one their
+        # values.
         (key_weight, key_bias), (value_weight, value_bias) = (self.packed_projection(part) for part in (1, 2))
         keys = F.linear(memory + positions, key_weight, key_bias).chunk(len(self.layers), dim=-1)
         values = F.linear(memory, value_weight, value_bias).chunk(len(self.layers), dim=-1)  # (B, S, D) each
@@ -316,7 +320,7 @@ class Transformer(nn.Module):
 
 
 class BoxHead(nn.Module):
-    """Three linear layers with relu between: (..., D) -> (..., 4), a box before its sigmoid."""
+    """Three linear layers with relu in between: (..., D) -> (..., 4), a box before the sigmoid."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -340,11 +344,11 @@ class Detr(nn.Module):
         dilation: keep the resolution of the third stage in the fourth ("DC5"): twice as many cells along each axis.
         auxiliary: also return the predictions of the earlier decoder layers; training needs them, detection does not.
         norm: norm layer of the ResNet, called with a number of channels. Frozen norms suit pretrained weights. A
-            network that starts from random numbers needs `nn.BatchNorm2d` or a group norm, and is then trained as a
-            whole.
+            network that starts from random numbers needs `nn.BatchNorm2d` or a group norm; all of its layers are then
+            trained.
 
     Raises:
-        ValueError: a width that is no multiple of the heads or of 4, no decoder layers.
+        ValueError: the width is not a multiple of the heads and of 4, or there are no decoder layers.
     """
 
     def __init__(
@@ -388,8 +392,8 @@ class Detr(nn.Module):
                 entirely padding counts as a black one.
 
         Raises:
-            ValueError: zero images, other shapes or dtypes, a mask together with a list, or a mask of another shape or
-                dtype.
+            ValueError: there are no images, the shape or dtype of images or mask is wrong, or a mask is given together
+                with a list.
         """
         refuse_proxies(self, images)
         if isinstance(images, Tensor):
@@ -397,7 +401,7 @@ class Detr(nn.Module):
         elif padding is None:
             batch, padding = pad_images(images)
             if all(image.shape == images[0].shape for image in images):
-                padding = None  # the whole batch is image
+                padding = None  # there is no padding
         else:
             raise ValueError("a padding mask is for a batch; a list of images gets its mask automatically")
         _check_batch(batch, padding)
@@ -413,7 +417,7 @@ class Detr(nn.Module):
         if padding is None:
             return self.unpadded_positions(x.shape[-2], x.shape[-1], x.dtype, x.device), None
         cells = F.interpolate(padding[None].float(), size=x.shape[-2:])[0].bool()  # (B, h, w)
-        # Attention to nothing has no weights: in an image that is entirely padding everything is visible.
+        # Attention to nothing has no weights. So in an image that is entirely padding, everything is visible.
         allowed = ~cells | cells.all(dim=(1, 2), keepdim=True)
         return sine_positions(cells, self.width).to(x.dtype), allowed.flatten(1)[:, None, None]
 
@@ -438,7 +442,8 @@ def detr_resnet50(
     Args:
         weights: "COCO" (also "DEFAULT") or "COCO_DC5", as published by facebookresearch/detr; or a weights file in any
             dialect that `rooftop.models.detr.weights` knows.
-        backbone_weights: weights of only the ResNet, to start training with: a name or a file, as for `resnet50`.
+        backbone_weights: weights of the ResNet alone, from which to start training: a name or a file, as for
+            `resnet50`.
         options: those of `Detr`, and `dilation=True` for DETR-DC5; "COCO_DC5" sets it unless it is given.
 
     Raises:

@@ -1,10 +1,11 @@
-"""A small DETR that learns from random numbers, of small pictures.
+"""A small DETR for small pictures that can be trained from random initial values.
 
-With the published settings a DETR takes hundreds of epochs to learn where to look. What makes this one fast:
-- Small pictures of few things, ten queries, a narrow transformer. A query looks at 64 cells, not at 1000.
-- The values of attention have no positions, only queries and keys have. Here the map has two more channels, x and y, so
-  that an object can read off where it is from what it attends to.
-- A backbone whose norms learn: frozen norms are for pretrained weights. Group norm does for small batches, too.
+With the published settings, a DETR takes hundreds of epochs to learn where to look. This one learns faster because of:
+- Small pictures of few objects, ten queries, a narrow transformer. A query attends to 64 cells instead of 1000.
+- Coordinates in the map. In attention, only queries and keys have positions, values have none. Here the map has two
+  more channels, x and y, so that an object can read its position from the cells that it attends to.
+- A backbone whose norms are trained, since frozen norms are for pretrained weights. Group norm also works for small
+  batches.
 - No dropout.
 
     model = detr_small(num_classes=3)
@@ -26,11 +27,11 @@ from rooftop.models.detr.weights import load_detr_weights
 from rooftop.models.vision.resnet import BasicBlock, Variant
 from rooftop.models.weights.files import options_of, weights_file
 
-GROUPS = 8  # of the norms
+GROUPS = 8  # channel groups of the norms
 
 
 class Places(nn.Module):
-    """Adds where each cell is to what it has: (B, C, h, w) -> (B, C + 2, h, w), x and y from -1 to 1."""
+    """Append each cell's position to its channels: (B, C, h, w) -> (B, C + 2, h, w), with x and y from -1 to 1."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows, columns = (torch.linspace(-1, 1, n, dtype=x.dtype, device=x.device) for n in x.shape[-2:])
@@ -39,12 +40,12 @@ class Places(nn.Module):
 
 
 def detr_small(*, weights: str | Path | None = None, **options: Any) -> Detr:
-    """A DETR on a backbone of its own, of one block for each halving of the map.
+    """A DETR with a backbone that has one block for each halving of the map.
 
     Args:
-        weights: a file; one of `rooftop train` says the options.
-        options: `channels` of the backbone's stages, each a multiple of `GROUPS`; `layers`, of the encoder and of the
-            decoder; further ones of `Detr`.
+        weights: a file. If `rooftop train` wrote it, it also contains the options.
+        options: `channels` of the backbone's stages, each a multiple of `GROUPS`; `layers`, the number of encoder and
+            of decoder layers; and options of `Detr`.
 
     Raises:
         InputError: `weights` is not a file.

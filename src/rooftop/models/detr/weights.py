@@ -4,8 +4,8 @@ Known dialects (`rooftop.models.weights.dialects.DETR`): facebookresearch/detr, 
 `DetrForObjectDetection`, as transformers 4 and 5 name them, on timm's ResNet or their own; MMDetection 2 and 3.
 
 Hugging Face stores queries, keys and values in separate tensors; ours are packed. Its mask is the inverse of ours:
-there 1 is image, here True is padding. MMDetection counts COCO's 80 classes without gaps; the others use COCO's own
-numbers.
+there 1 means image, here True means padding. MMDetection numbers COCO's 80 classes without gaps; the others use COCO's
+own numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def detr_state_dict(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Batch counters are ignored: a frozen norm has none.
 
     Raises:
-        WeightsError: keys of no known dialect, or not all three of queries, keys and values.
+        WeightsError: no known dialect has these keys, or one of queries, keys and values is missing.
     """
     return converted(tensors, DETR, "a DETR").tensors
 

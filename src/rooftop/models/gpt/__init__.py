@@ -1,4 +1,4 @@
-"""A text decoder: its network, published configurations and weights, its parts in a layout, and text generation."""
+"""A text decoder: its network, published configurations and weights, its split over ranks, and text generation."""
 
 from rooftop.models.gpt.configs import gpt_config
 from rooftop.models.gpt.generation import Generation, generate, step_cost

@@ -1,6 +1,6 @@
 """The parts of a decoder-only transformer: the embedding, a block, the head, and rotary positions.
 
-Each is a part of `rooftop.models.gpt.network.Gpt`, and gets the number of its layer as its place in the whole model.
+Each is a part of `rooftop.models.gpt.network.Gpt`. A block also gets the number of its layer in the whole model.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from rooftop.parallel.vocab_embeddings import VocabParallelEmbedding
 from rooftop.parallel.vocab_losses import vocab_parallel_linear_cross_entropy
 
 Dropouts = Callable[[float, str], nn.Module]
-"""Creates the dropout of a place from its probability, more than 0, and its name, e.g. "layers.3.mlp.dropout"."""
+"""A function that creates the dropout module of a place, from its probability (above 0) and the place's name, e.g.
+"layers.3.mlp.dropout"."""
 
 
 def plain_dropouts(probability: float, name: str) -> nn.Module:
-    """PyTorch's dropout, the same for every place."""
+    """PyTorch's dropout, whatever the place."""
     return nn.Dropout(probability)
 
 
@@ -65,7 +66,7 @@ def summed_and_normed(norm: nn.Module, x: Tensor | None, update: Tensor | Summan
 
 
 class TokenEmbedding(nn.Module):
-    """A vector for each token, and for learned positions one for each position."""
+    """A vector for each token and, for learned positions, one for each position."""
 
     def __init__(
         self,
@@ -83,7 +84,8 @@ class TokenEmbedding(nn.Module):
         self.dropout = _dropout(dropouts, config.dropout, "embedding.dropout")
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """tokens (B, S), positions (S,) or (B, S), int64; (B, S, W), with sequence parallelism a part of S."""
+        """From tokens (B, S) and positions (S,) or (B, S), int64, to (B, S, W); with sequence parallelism a part of
+        S."""
         x = self.tokens(tokens)
         if self.positions is not None:
             x = x + self.positions(own_part(positions, -1, self.split_along))
@@ -99,8 +101,8 @@ def rotation_of(positions: Tensor, config: GptConfig) -> Rotation:
     """The rotation for positions (S,) or (B, S): each pair of a head's features is rotated by position / rope_base **
     (2 i / D).
 
-    It is in float32, as in the training of these models: at a large position the angles are not exact. Powers, cosines
-    and sines are rounded from float64, so that devices agree.
+    It is computed in float32, as in the training of these models, so the angles of large positions are not exact.
+    Powers, cosines and sines are rounded from float64, so that devices agree.
     """
     angles = positions[..., None].float() * rotary_frequencies(config, positions.device)  # (S, D / 2)
     return angles.double().cos().float(), angles.double().sin().float()
@@ -151,7 +153,7 @@ def _mlp(
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); the next norm does the last sum.
+    """x + attention(norm(x)), then x + mlp(norm(x)). The next norm computes the last sum.
 
     With `selective`, backward recomputes tensors that are large and cheap (`rooftop.parallel.recomputing`).
     """
@@ -175,7 +177,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, update: Tensor | None = None, rotation: Rotation | None = None, cache: Remembered | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Takes x and update, (B, S, W), whose sum is the input. Returns two such tensors, whose sum is the result."""
+        """Take x and update, (B, S, W), whose sum is the input. Return two such tensors, whose sum is the result."""
         if self.selective:
             return self._selective(x, update, rotation, cache)
         x, normed = summed_and_normed(self.attention_norm, x, update)
@@ -230,7 +232,7 @@ class Block(nn.Module):
 
 
 def _normed_again(norm: nn.Module, x: Tensor, normed: Tensor) -> AbstractContextManager[None]:
-    """Within the block, backward recomputes the tensors of norm(x) that autograd would keep."""
+    """A context: backward recomputes the tensors of norm(x) that autograd would otherwise keep."""
     return made_again((normed,), lambda x: (as_multiplied(norm(x)),), x)
 
 

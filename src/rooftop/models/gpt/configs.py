@@ -59,9 +59,9 @@ PRESETS: dict[str, GptConfig] = {
     "llama-1b": _llama(22, 2048, 32, 4, 5632, 2048),  # TinyLlama
     "llama-7b": _llama(32, 4096, 32, 32, 11008, 4096),  # Llama 2
     "llama-70b": _llama(80, 8192, 64, 8, 28672, 4096),  # Llama 2
-    # The last of its 40 layers is a "top query layer", with learned vectors of the next position as queries. Here it is
-    # a layer like the others, with the same matrices. Those vectors (2048, 5120) are missing, and its GELU, x
-    # sigmoid(1.702 x), is the tanh one. So sizes and speed are CodeGeeX's, but its weights do not fit.
+    # The last of its 40 layers is a "top query layer", whose queries are learned vectors of the next position. Here it
+    # is a layer like the others, with the same matrices. Those vectors (2048, 5120) are missing here, and its GELU, x
+    # sigmoid(1.702 x), is replaced by the tanh form. So sizes and speed are CodeGeeX's, but its weights do not fit.
     "codegeex-13b": GptConfig(
         vocabulary=52224,
         layers=40,
@@ -105,7 +105,7 @@ def config_of(given: Mapping[str, Any]) -> GptConfig:
         given: the contents, as transformers 4 or 5 writes them.
 
     Raises:
-        WeightsError: another kind of model, a missing size, or an unsupported variant; the message names the
+        WeightsError: it is another kind of model, lacks a size, or is an unsupported variant; the message names the
             field and the reason.
     """
     kind = given.get("model_type")
@@ -155,8 +155,8 @@ class LikeLlama:
         kv_heads: number of heads of keys and values; None: as many as of the queries.
         head_size: features of a head; None: the width divided by the heads.
         window: window of the layers that have one.
-        biases: which linear layers may have biases: those of "attention" if attention_bias says so, those of "mlp" if
-            mlp_bias does, those of "qkv" always.
+        biases: the linear layers that may have biases: "attention" (if attention_bias says so), "mlp" (if mlp_bias says
+            so), or "qkv" (always).
         chooses_layers: whether layer_types, use_sliding_window and max_window_layers say which layers have the window;
             otherwise all layers have it.
         head_norms: whether queries and keys have norms.
@@ -219,7 +219,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def _window_of(given: Mapping[str, Any], kind: LikeLlama, layers: int) -> tuple[int | None, tuple[int, ...] | None]:
-    """The window, and the layers that have it; None: all."""
+    """The window, and the layers that have it (None: all layers)."""
     window, types = given.get("sliding_window", kind.window), given.get("layer_types")
     if kind.window is None:  # sliding_window has no meaning in a Llama
         window = None
@@ -251,10 +251,10 @@ def _refuse(given: Mapping[str, Any], **expected: Any) -> None:
 
 
 def hugging_face_kind(config: GptConfig) -> str:
-    """The model_type of Hugging Face's model with these switches: the first that has them.
+    """The model_type of the first of Hugging Face's models that has these switches.
 
     Raises:
-        ValueError: no such model.
+        ValueError: there is no such model.
     """
     plain = config.activation != "swiglu" and config.biases and config.kv_heads == config.heads
     plain = plain and config.head_size is None and config.has_qkv_biases and config.has_out_bias

@@ -1,8 +1,8 @@
-"""Text from a `Gpt`: it reads prompts of any lengths, then chooses the next token of each sequence, step by step.
+"""Generate text with a `Gpt`: read prompts of any lengths, then choose the next token of each sequence, step by step.
 
     new = generate(model, [[464, 3290], [40]], 20)                        # the most probable ones
     new = generate(model, prompts, 100, temperature=0.8, top_p=0.95, seed=1)
-    for index, token in Generation(model, prompts, 100):                  # as they come
+    for index, token in Generation(model, prompts, 100):                  # as they are generated
         ...
 
 Several prompts are read at once, padded at the end. A decoding step is the same work for every row of the batch. The
@@ -12,7 +12,7 @@ graph, captured once and replayed. A sequence that ends returns its pages and it
 Decoding is bound by memory: a step reads all weights and the keys and values of all positions once. `step_cost` gives
 these bytes, and `Generation.decode_roof_ms` the shortest possible time.
 
-Tensor parallel ranks that share a model generate together: all call this with the same arguments, and all get the same
+Tensor parallel ranks that share a model generate together: all ranks call this with the same arguments and get the same
 tokens. Each keeps the keys and values of its own heads.
 """
 
@@ -43,7 +43,8 @@ from rooftop.parallel.norm_sums import NormSums, Summand, first_refusal, norm_su
 from rooftop.parallel.self_attentions import Rotation
 
 PREFILL_TOKENS = 8192
-"""Tokens that are read at once, including padding: enough that weights are read seldom, few enough for the memory."""
+"""Tokens that are read at once, including padding: enough so that weights are read seldom, and few enough for the
+memory."""
 
 Prompt = Sequence[int] | Tensor
 
@@ -69,12 +70,12 @@ def generate(
         model: a whole model or a tensor parallel rank's part, in eval mode, on its device. Ranks that share a model
             give the same arguments.
         prompts: tokens of each prompt, at least one: a sequence of ints or a tensor (S,); lengths may differ.
-        max_new_tokens: the maximum for each. A sequence also ends when it has as many tokens as the model has
+        max_new_tokens: the maximum for each prompt. A sequence also ends when it has as many tokens as the model has
             positions. temperature, top_k, top_p, seed: how tokens are chosen, see `Sampling`. With temperature 0 the
             most probable token is chosen.
-        stop: tokens that end a sequence; the one that did is the last of its result.
-        sequences: a number for each prompt: its random numbers depend on this number, the seed and the position; None:
-            0, 1, 2, ... So a prompt with the same number gets the same text in any batch.
+        stop: tokens that end a sequence; the result includes the token that ended it.
+        sequences: a number for each prompt; None: 0, 1, 2, ... Random numbers depend on this number, the seed and the
+            position. So a prompt with the same number gets the same text in any batch.
         batch: the maximum number of sequences at once; None: all. The others wait.
         pages: number of pages of the cache; None: the maximum that `batch` sequences can need. With fewer, prompts wait
             for pages.
@@ -84,10 +85,10 @@ def generate(
         The new tokens of each prompt, in their order.
 
     The new tokens of each prompt, in the order of the prompts.
-        TypeError, ValueError: a stage of a model, one in training mode or without values, or one whose ranks share
-            sequences; a prompt that is empty, too long or has unknown tokens; numbers out of range; a cache too small
-            for a prompt.
-        FloatingPointError: the model's logits are NaN or infinite, so that no token can be chosen.
+        TypeError, ValueError: the model is a stage, is in training mode, has no values, or its ranks share sequences; a
+            prompt is empty, too long or has unknown tokens; a number is out of range; or the cache is too small for a
+            prompt.
+        FloatingPointError: the model's logits are NaN or infinite, so no token can be chosen.
     """
     sampling = Sampling(temperature, top_k, top_p, seed)
     options = {"stop": stop, "sequences": sequences, "batch": batch, "pages": pages}
@@ -104,7 +105,7 @@ class _Sequence:
 
     index: int
     tokens: list[int]
-    budget: int  # new tokens, at most
+    budget: int  # maximum number of new tokens
     number: int
     row: int = -1
     pages: list[int] = field(default_factory=list)
@@ -113,7 +114,7 @@ class _Sequence:
 
     @property
     def positions(self) -> int:
-        """Positions in the cache at the end: the last token is not read again."""
+        """Positions in the cache at the end. The last token is not read again, so it has none."""
         return len(self.tokens) + self.budget - 1
 
 
@@ -121,12 +122,12 @@ class Generation:
     """Tokens as they are generated: iterates over (number of the prompt, token).
 
     Arguments and errors are those of `generate`; autocast and inference mode change nothing. Each iteration starts from
-    the beginning, with the same tokens; two at the same time raise an error. Tensor parallel ranks iterate in step: if
-    the loop ends early, it must end after the same token on all of them.
+    the beginning, with the same tokens. Two iterations at the same time raise an error. Tensor parallel ranks iterate
+    in step: if the loop ends early, it must end after the same token on all of them.
 
     Attributes:
         ranks: tensor parallel ranks that share the model.
-        cache: its memory, on this rank, is in `cache.bytes`.
+        cache: the paged cache; `cache.bytes` is its memory on this rank.
         prompt_tokens, prefill_s: tokens read so far, and the time in seconds on the host's clock, including waits for
             the device.
         steps: decoding steps so far, each as (sequences, positions that they attended to); layers with a window attend
@@ -154,7 +155,7 @@ class Generation:
             raise TypeError(f"generate: sampling must be a Sampling or None, got {sampling!r}")
         self.model, self.sampling = model, sampling or Sampling()
         self.ranks = place_in(model.group)[1]
-        self._part = model.config.of_rank(self.ranks)  # the sizes of what is here
+        self._part = model.config.of_rank(self.ranks)  # the sizes of this rank's part
         self.stop = frozenset(_whole_numbers("stop", stop))
         self._all = _sequences(model.config, prompts, max_new_tokens, sequences)
         sizes = {"batch": batch, "pages": pages, "page": page}
@@ -170,7 +171,7 @@ class Generation:
         self.rows = max(1, min(len(self._all), batch or len(self._all)))
         needs = [-(-each.positions // page) for each in self._all if each.budget] or [1]
         most = sum(heapq.nlargest(self.rows, needs)) if pages is None else pages
-        with torch.inference_mode(False):  # tensors created in that mode cannot be written to beyond it
+        with torch.inference_mode(False):  # tensors created in inference mode could not be written outside of it
             self.cache = PagedCache(self._part, most, page=page, dtype=self.dtype, device=self.device)
         if max(needs) > most:
             raise ValueError(
@@ -230,7 +231,7 @@ class Generation:
                 yield from self._chosen(members, self._timed_step(members))
 
     def _begin(self, waiting: deque[_Sequence]) -> list[_Sequence]:
-        """Gives free rows and pages to the waiting prompts, in order."""
+        """Give free rows and pages to the waiting prompts, in order."""
         begun = []
         while waiting and self._free_rows and self.cache.pages_for(waiting[0].positions) <= self.cache.free:
             each = waiting.popleft()
@@ -240,7 +241,8 @@ class Generation:
         return begun
 
     def _chosen(self, members: list[_Sequence], tokens: list[int]) -> Iterator[tuple[int, int]]:
-        """Counts the tokens and ends sequences before any token is returned: the caller may stop the iteration."""
+        """Count the tokens and end sequences before any token is returned, because the caller may stop the
+        iteration."""
         for each, token in zip(members, tokens, strict=True):
             if token < 0:
                 raise FloatingPointError(
@@ -278,7 +280,7 @@ class Generation:
         rows, where = self.rows, self.device
         self._active: dict[int, _Sequence] = {}
         self._free_rows = list(reversed(range(rows)))
-        self._last = torch.zeros(rows, dtype=torch.int64, device=where)  # the newest token of each
+        self._last = torch.zeros(rows, dtype=torch.int64, device=where)  # the newest token of each row
         self._positions = torch.full((rows,), -1, dtype=torch.int64, device=where)  # its position; -1: no sequence
         self._table = torch.zeros(rows, width, dtype=torch.int64, device=where)
         most = 1 if self.sampling.greedy else max((len(each.tokens) + each.budget for each in self._all), default=1)
@@ -297,7 +299,7 @@ class Generation:
         return tokens
 
     def _prefill(self, members: list[_Sequence]) -> list[int]:
-        """Reads prompts and chooses the next token of each."""
+        """Read prompts and choose the next token of each."""
         longest, width = max(len(each.tokens) for each in members), self._table.shape[1]
         padded = [each.tokens + [0] * (longest - len(each.tokens)) for each in members]
         table = [each.pages + [0] * (width - len(each.pages)) for each in members]
@@ -338,7 +340,8 @@ class Generation:
         return [tokens[each.row] for each in members]
 
     def _decode(self, count: int | None = None, windowed: int | None = None) -> None:
-        """The next token of each row; `count`: the positions of all, if the host knows them, and those in a window."""
+        """The next token of each row. `count` is the number of positions of all rows, and of those within a window, if
+        the host knows them."""
         cache = self.cache.next(self._table, self._positions, count, windowed)
         places = self._positions.clamp(min=0)[:, None]  # (R, 1)
         last = self._last.clamp(min=0)[:, None]  # -1 if nothing could be chosen
@@ -375,9 +378,9 @@ class Generation:
         return None if refused else sums
 
     def _captured_step(self) -> Callable[[], None]:
-        """A step as a CUDA graph: run twice for lazy initialization, which must not happen in the capture. The contents
-        of the rows are restored. Ranks capture and replay together, and the graph contains their communication: it must
-        end before their group does, as `rooftop.parallel.join` ensures."""
+        """Capture a step as a CUDA graph. Before, the step runs twice, because lazy initialization must not happen in
+        the capture. The contents of the rows are restored. Ranks capture and replay together, and the graph contains
+        their communication: it must end before their group does, as `rooftop.parallel.join` ensures."""
         state = (self._last, self._positions)
         held = [tensor.clone() for tensor in state]
         self._positions.fill_(-1)  # page 0 is written
@@ -396,8 +399,8 @@ class Generation:
 
 
 def groups_of(lengths: Sequence[int], tokens: int) -> list[list[int]]:
-    """Groups of prompts that are read together: their indices, longest first. Each group has at most `tokens` tokens
-    when all prompts are padded to its longest, unless one prompt alone has more."""
+    """Group prompts that are read together; return their indices, longest first. A group has at most `tokens` tokens
+    when its prompts are padded to the longest, unless a single prompt has more."""
     groups: list[list[int]] = []
     room = 0
     for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
@@ -409,22 +412,22 @@ def groups_of(lengths: Sequence[int], tokens: int) -> list[list[int]]:
 
 
 def step_cost(config: GptConfig, rows: int, positions: int, dtype: torch.dtype, windowed: int | None = None) -> Cost:
-    """The cost of one decoding step: it reads weights, and keys and values of earlier positions, once, and writes the
-    new ones.
+    """The cost of one decoding step. It reads the weights and the keys and values of earlier positions once, and writes
+    the new keys and values.
 
     Args:
         config: config of the model; for a tensor parallel rank `config.of_rank(ranks)`.
         rows: number of sequences.
-        positions: positions that they attend to in all, including the new ones.
+        positions: the total number of positions that the sequences attend to, including the new ones.
         dtype: dtype of weights and cache.
-        windowed: positions attended to in layers with a window; None: as many as in the others.
+        windowed: the same number in layers with a window; None: as many as in the other layers.
     """
     embeddings = config.vocabulary * (1 if config.tied else 2)
     embeddings += config.positions if config.position == "learned" else 0
-    weights = config.parameters - embeddings * config.width + config.vocabulary * config.width  # the head whole
+    weights = config.parameters - embeddings * config.width + config.vocabulary * config.width  # the whole head
     weights += (
         rows * config.width * (2 if config.position == "learned" else 1)
-    )  # of embeddings, only the rows that are looked up
+    )  # only the rows of the embeddings that are looked up
     products = config.layers * config.layer_weights + config.vocabulary * config.width
     narrow = config.windowed_layers
     seen = (config.layers - narrow) * positions + narrow * (positions if windowed is None else windowed)
@@ -500,7 +503,7 @@ def _checked(index: int, prompt: Prompt, config: GptConfig) -> list[int]:
 
 
 def _whole_numbers(what: str, given: Iterable[Any]) -> list[int]:
-    """Ints, from Python, numpy or tensors, in order; nothing is rounded."""
+    """The values as ints, from Python, numpy or tensors, in order; nothing is rounded."""
     if isinstance(given, Tensor) and given.dim() == 1:
         given = given.tolist()
     if isinstance(given, (str, Set, Mapping, Tensor)) or not isinstance(given, Iterable):

@@ -1,8 +1,8 @@
 """Hugging Face's names for the tensors of a `Gpt`, and the other tensors that a file may contain.
 
-The two differ in packing and transposition: GPT-2's matrices are (in, out) in Hugging Face. Llama stores queries, keys
-and values, and gate and up, in separate matrices; ours follow one another in the rows of one matrix. Rotary pairs are
-(i, i + D / 2) in both, so nothing is reordered. A tied head needs no tensor of its own in a file.
+The two differ in packing and transposition. In Hugging Face, GPT-2's matrices are (in, out). Llama's queries, keys and
+values are separate matrices, and so are gate and up; ours are the rows of one matrix, one part after another. Rotary
+pairs are (i, i + D / 2) in both, so nothing is reordered. A tied head needs no tensor of its own in a file.
 
 Source of the names: transformers 4 and 5, `modeling_gpt2.py`, `modeling_llama.py` and `modeling_qwen3.py`. Mistral and
 Qwen2 have those of Llama.
@@ -30,7 +30,7 @@ class Source:
     """The Hugging Face tensors that form one of our tensors.
 
     Attributes:
-        keys: their keys; the tensors follow one another in its rows.
+        keys: their keys; our rows are the rows of these tensors, one after another.
         rows: the number of rows of each.
         transposed: whether the Hugging Face tensors are (in, out).
     """
@@ -73,10 +73,10 @@ LAYER: dict[str, dict[str, tuple[str, ...]]] = {
         "mlp.down": ("mlp.down_proj",),
     },
 }
-"""The same within one."""
+"""The same within a layer."""
 
 HEAD_NORMS = {"attention.query_norm": ("self_attn.q_norm",), "attention.key_norm": ("self_attn.k_norm",)}
-"""In addition, if queries and keys have norms."""
+"""Additional modules, if queries and keys have norms."""
 
 LAYERS = {"gpt2": "transformer.h", "llama": "model.layers"}
 """The text before the number of a layer."""
@@ -160,8 +160,8 @@ class Tensors(Protocol):
         """Shape of a tensor, and whether it is floating point."""
 
     def part(self, key: str, rows: tuple[int, int], columns: tuple[int, int] | None, transposed: bool) -> Tensor:
-        """A range of rows and a range of columns of a tensor; if it is transposed, in terms of the tensor before
-        transposition.
+        """A range of rows and a range of columns of a tensor. If it is transposed, the ranges refer to the tensor
+        before transposition.
         """
 
     def whole(self, key: str) -> Tensor:
@@ -193,7 +193,7 @@ class Match:
     """How the keys of a file match the model.
 
     Attributes:
-        given: Hugging Face's name of each needed tensor -> the key under which it was given.
+        given: Hugging Face's name of each needed tensor -> its key in the file.
         following: ignored keys, whose tensors follow from the config.
         tied_head: the key of a separate head, although the config ties it to the embedding.
     """
@@ -249,7 +249,7 @@ def _named(config: GptConfig) -> str:
 
 
 def shape_of_part(source: Source, part: int, ours: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a part in Hugging Face; `ours`: that of the whole tensor."""
+    """The shape of a part in Hugging Face; `ours` is the shape of our whole tensor."""
     shape = (source.rows[part], *ours[1:])
     return shape[::-1] if source.transposed else shape
 
@@ -260,7 +260,7 @@ def shapes_of(config: GptConfig) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensor(key: str, tensors: Tensors, expected: tuple[int, ...]) -> None:
-    """Raises a WeightsError unless the tensor has that shape and is floating point."""
+    """Raise a WeightsError unless the tensor has that shape and is floating point."""
     shape, floating = tensors.shape_and_kind(key)
     if shape != expected:
         raise WeightsError(f"{key} has shape {shape}, the config expects {expected}")
@@ -278,7 +278,7 @@ def with_own_head(config: GptConfig, tensors: Tensors) -> GptConfig:
     """The config, untied if the tensors have another head than the embedding, as transformers loads them.
 
     Raises:
-        WeightsError: keys are missing, unexpected or there twice.
+        WeightsError: keys are missing, unexpected or repeated.
     """
     match = matched(tensors.keys(), config)
     if match.tied_head is None or _head_is_the_embedding(match, config, tensors):
@@ -309,7 +309,8 @@ def _head_is_the_embedding(match: Match, config: GptConfig, tensors: Tensors) ->
 
 
 def equal(one: Tensor, other: Tensor) -> bool:
-    """Whether all values are the same, also in different dtypes; without values, whether they may be."""
+    """Whether all values are the same, even in different dtypes. For tensors without values: whether they may be the
+    same."""
     if one.shape != other.shape:
         return False
     if one.is_meta or other.is_meta or one is other:
@@ -330,6 +331,7 @@ def _follows(key: str, given: Tensor, config: GptConfig) -> bool:
         expected = rotary_frequencies(config)
         # A model that was cast to a narrow dtype had its frequencies cast, too.
         return given.shape == expected.shape and torch.allclose(given.float().cpu(), expected, rtol=4e-3, atol=0)
-    if key.endswith("masked_bias"):  # the score of hidden pairs: a large negative number, rounded to the model's dtype
+    # the scores of hidden pairs are a large negative number, rounded to the model's dtype
+    if key.endswith("masked_bias"):
         return given.numel() == 1 and given.item() <= -9984
     return given.dim() >= 2 and torch.equal(given != 0, torch.ones_like(given, dtype=torch.bool).tril())

@@ -1,5 +1,5 @@
-"""A rank's part of a `Gpt`. In any layout the model is the same: initial values and masks depend on seed, name and
-global position.
+"""A rank's part of a `Gpt`. The model is the same in any layout, because initial values and masks depend on seed, name
+and global position.
 
     layout = Layout.of_world(launched().size, tp=2, sequence_parallel=True)
     with join(layout) as world:
@@ -14,8 +14,8 @@ global position.
         optimizer.step()
 
 A data rank takes its part of the batch, a context parallel rank its positions of the sequences; the tensor ranks of one
-group take the same input. `fully_sharded_gpt` instead of `parallel_gpt` shards parameters, gradients and optimizer over
-the data ranks; the rest of the program does not change.
+group take the same input. Use `fully_sharded_gpt` instead of `parallel_gpt` to shard parameters, gradients and
+optimizer over the data ranks; the rest of the program stays the same.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class OfPieces:
     shard: Shard
 
     def __call__(self, stream: Stream, tensor: Tensor, name: str, box: Boxes | None) -> Tensor:
-        """Fills the tensor; the box describes the shard."""
+        """Fill the tensor; the box describes the shard."""
         tensor.detach().zero_()
         for piece, part in self.shard.parts(tensor.detach()):
             self.rule(stream, part, name, piece.box)
@@ -77,15 +77,15 @@ def parallel_gpt(
         halves: whether tensor ranks compute the two halves of a batch alternately, so that they communicate one half
             while they compute the other; as in `Gpt`.
         context: how context parallel ranks exchange keys and values; None: `Context(groups["cp"])`.
-        device, dtype: of the parameters. Values are computed in float32 and rounded to the dtype: the same model in
-            each.
+        device, dtype: of the parameters. Values are computed in float32 and rounded to the dtype, so the model is the
+            same in any dtype.
 
     Returns:
-        A `Gpt`. Its dropout masks depend on `step` of `forward`.
+        A `Gpt`. Its dropout masks depend on the argument `step` of `forward`.
 
     Raises:
-        ValueError: a layout that does not fit the processes or the model, with the nearest ones that do; or a layout
-            with pipeline ranks. The error is the same on every rank, before any communication.
+        ValueError: the layout does not fit the processes or the model (the message has the nearest ones that do), or it
+            has pipeline ranks. The error is the same on every rank, before any communication.
     """
     layout = layout or Layout()
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -160,7 +160,7 @@ def fully_sharded_gpt(
         measure and clip their gradients.
 
     Raises:
-        ValueError: as `parallel_gpt`; a layout without data ranks.
+        ValueError: as in `parallel_gpt`; also if the layout has no data ranks.
     """
     from rooftop.parallel.sharded_data import fully_sharded  # with PyTorch's DTensor, which takes most of a second
 
@@ -194,7 +194,8 @@ def fill_shared(
     """Fill this rank's part of a sharded model with the initial values of a seed.
 
     Args:
-        whole_name: from a parameter's name here to that in the whole model, for the stages of a pipeline.
+        whole_name: for the stages of a pipeline, a function from a parameter's name here to its name in the whole
+            model.
     """
     from rooftop.parallel.sharded_data import local_of, shard_here
 
@@ -210,7 +211,7 @@ def rules_of(model: Gpt) -> list[tuple[str, Init]]:
 
 
 def rules_of_parts(config: GptConfig, shards: Mapping[str, Shard]) -> list[tuple[str, Init]]:
-    """The same for a rank's parts of some parameters, by their names in the whole model."""
+    """The rules for a rank's parts of some parameters, by their names in the whole model."""
     rules = _whole_rules_of(config)
     return [(name, OfPieces(_rule_of(name, rules), shard)) for name, shard in shards.items()] + rules
 

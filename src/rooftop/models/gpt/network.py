@@ -9,17 +9,17 @@ Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; Touv
 Foundation and Fine-Tuned Chat Models"; Shoeybi et al. 2019, "Megatron-LM" (the initial values of residual layers).
 
 A sublayer does not add its result to its input. It returns both, `x` and `update`, and the next norm adds them in its
-own kernel, also across blocks. Queries, keys and values are one matrix product, and so are both halves of a SwiGLU;
+own kernel, even across blocks. Queries, keys and values are one matrix product, and so are both halves of a SwiGLU;
 `ColumnParallelLinear.parts` says which rows of such a weight belong to which part.
 
-Its layers come from `rooftop.parallel`: tensor parallel ranks split them, and one process has them whole.
+The layers come from `rooftop.parallel`: tensor parallel ranks split them, and a single process has them whole.
 `rooftop.models.parallel_gpt` creates a rank's part of a model.
 
 A stage owns some of the layers, under their keys in the whole model. The first one also has the embedding
 (`pre_process`), and the last one the final norm and the head (`post_process`). Stages pass on the sum (B, S, W).
 
-A factory creates the dropouts, from the name of their place in the whole model. Pass another factory for masks that do
-not depend on how a model is split.
+A factory creates the dropouts, from the name of their place in the whole model. Another factory can create masks that
+do not depend on how a model is split.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class Cache:
     Memory is allocated when a layer first writes, in the dtype and on the device of its keys.
 
     Args:
-        positions: the maximum that it can hold.
+        positions: the maximum number of positions that it can hold.
 
     Attributes:
         length: positions that it holds.
 
     Raises:
-        ValueError: fewer than one position.
+        ValueError: `positions` is below 1.
     """
 
     def __init__(self, positions: int) -> None:
@@ -83,14 +83,15 @@ class Cache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attended(self, attention: ParallelSelfAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As in `Remembered`: attends to all positions so far."""
+        """Attend to all positions so far, as in `Remembered`."""
         return attention.attend(query, *self.extended(attention.layer, key, value))
 
     def extended(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append keys and values (B, H, S, D) to those of a layer; returns views of all, (B, H, length + S, D).
 
         Raises:
-            ValueError: they require gradients, they have another batch size than the first ones, or there is no room.
+            ValueError: they require gradients, their batch size differs from that of the first ones, or there is no
+                room.
         """
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
             raise ValueError("Cache: a cache supports no gradients: call the model under torch.no_grad()")
@@ -126,20 +127,20 @@ class Gpt(nn.Module):
         dropouts: creates the dropout modules; see `Dropouts`.
         group: tensor parallel ranks that share the layers; None: this process has all of them. A part is built on the
             meta device, and gets its values from `parallel_gpt`.
-        sequence_parallel: whether these ranks also split the tensors between the layers along the sequence. Then stages
-            pass on a rank's part.
+        sequence_parallel: whether these ranks also split the tensors between the layers along the sequence. Stages then
+            pass on only a rank's part.
         recompute: what backward recomputes instead of keeping it (`rooftop.parallel.recomputing`): False: nothing; True
             or "full": everything except the tensors between blocks; "selective": cheap and large tensors.
         halves: compute the two halves of a batch alternately: tensor parallel ranks communicate one half while they
             compute the other (`rooftop.parallel.turns`). Without such ranks, and with a cache, the batch is computed as
             a whole. Layers are called by their parts: hooks of a block and of its modules do not run.
         context: the ranks that share sequences (`rooftop.parallel.contexts`); None: this one has whole sequences.
-        device, dtype: of the parameters; PyTorch's defaults if not given. They are cast once all are created: a model
-            that fits only in a narrow dtype is built on the meta device.
+        device, dtype: of the parameters; PyTorch's defaults if not given. Parameters are cast after all of them are
+            created. So a model that fits only in a narrow dtype must be built on the meta device.
 
     Raises:
-        ValueError: layers that the model lacks, or out of order; sizes that the ranks cannot split; a part that is not
-            on the meta device; `halves` together with `recompute`.
+        ValueError: the model lacks one of the layers, or they are out of order; the ranks cannot split a size; a part
+            is not on the meta device; or `halves` is combined with `recompute`.
     """
 
     def __init__(
@@ -198,8 +199,8 @@ class Gpt(nn.Module):
 
         Args:
             generator: on the device of the parameters; None: PyTorch's own. For a part of a model, each rank's
-                generator must be in the same state: it draws whole parameters, one at a time, as one process does, and
-                keeps its part.
+                generator must be in the same state, because each rank draws whole parameters, one at a time, and keeps
+                its part.
 
         Raises:
             ValueError: this is a part of a model, and without a generator its ranks would draw different values.
@@ -243,11 +244,12 @@ class Gpt(nn.Module):
             targets: the next token of each, (B, S), int64; -100 for tokens to ignore.
             positions: positions of the tokens, (S,) or (B, S), int64; None: consecutive, after those in the cache, or
                 as the packing says for this rank.
-            packing: the documents of the sequences, and the positions of each context parallel rank: the tokens are
-                this rank's. None: each sequence is one document, split as in `Context.packing`.
-            cache: the earlier positions, which are visible too; the new ones are added.
+            packing: the documents of the sequences, and the positions of each context parallel rank. The tokens are
+                then those of this rank. None: each sequence is one document, split as in `Context.packing`.
+            cache: the earlier positions, which are visible too; the new positions are added to it.
             reduction, label_smoothing, z_loss: of the loss, as in `rooftop.kernels.linear_cross_entropy`.
-            step: training step, counting micro-batches: it determines the masks of `CounterDropouts`. Others ignore it.
+            step: training step, counting micro-batches: it determines the masks of `CounterDropouts`. Other dropouts
+                ignore it.
                 In a CUDA graph a tensor, () int64 on the device: see `rooftop.kernels.counter_dropout`.
 
         Returns:
@@ -255,8 +257,8 @@ class Gpt(nn.Module):
             rank's part of S. Logits and losses are the same on all tensor parallel ranks.
 
         Raises:
-            TypeError, ValueError: an input of another shape or dtype, more positions than the model has, targets for a
-                stage without the head; and the errors of `Cache` and `linear_cross_entropy`.
+            TypeError, ValueError: the input has a wrong shape or dtype, there are more positions than the model has, or
+                a stage without the head gets targets; and the errors of `Cache` and `linear_cross_entropy`.
         """
         refuse_proxies(self, input)
         self._check(input, targets, positions, cache, packing)
@@ -292,7 +294,7 @@ class Gpt(nn.Module):
             rotation: `rotation_of(positions, config)`, if it is known; None: computed here.
 
         Raises:
-            ValueError: a cache and sequence parallelism.
+            ValueError: a cache is combined with sequence parallelism.
         """
         if cache is not None and self.split_along is not None:
             raise ValueError("Gpt: sequence_parallel excludes a cache: build the model for generation without it")
@@ -351,7 +353,7 @@ class Gpt(nn.Module):
         return x, update
 
     def _length(self, input: Tensor) -> int:
-        """Number of positions of the whole sequence; a later stage gets only a part of it."""
+        """Number of positions of the whole sequence; a later stage may get only a part of it."""
         return input.shape[1] * (1 if self.embedding is not None else place_in(self.split_along)[1])
 
     def _check(
@@ -424,7 +426,7 @@ def _through(
 
 
 def _check_tied_head(model: nn.Module, state_dict: Mapping[str, Tensor], prefix: str, *_: object) -> None:
-    """Raise before anything is loaded if a state dict has two values for one tied weight."""
+    """Raise an error if a state dict has two values for one tied weight, before anything is loaded."""
     assert isinstance(model, Gpt)
     both = [state_dict.get(f"{prefix}{name}.weight") for name in ("embedding.tokens", "head.output")]
     if model.head is None or model.embedding is None or model.head.output.weight is not model.embedding.tokens.weight:
@@ -481,7 +483,7 @@ def continue_greedily(model: Gpt, tokens: Tensor, count: int) -> Tensor:
     """Append the most probable token repeatedly, with a cache.
 
     Args:
-        model: a whole one, in eval mode.
+        model: a whole model, in eval mode.
         tokens: (B, S), int64, S at least 1.
         count: tokens to append.
 
@@ -489,8 +491,8 @@ def continue_greedily(model: Gpt, tokens: Tensor, count: int) -> Tensor:
         (B, S + count).
 
     Raises:
-        ValueError: a stage, a model in training mode, no tokens, a negative count, or more positions than the model
-            has.
+        ValueError: the model is a stage or in training mode, there are no tokens, the count is negative, or there are
+            more positions than the model has.
     """
     if model.embedding is None or model.head is None or len(model.layers) != model.config.layers:
         raise ValueError("continue_greedily: expected a whole model, got a stage")

@@ -1,4 +1,4 @@
-"""Keys and values of many sequences in pages, so that each takes memory only for its own positions.
+"""Keys and values of many sequences in pages, so that a sequence only takes memory for its own positions.
 
     cache = PagedCache(config, pages=1000, dtype=torch.bfloat16, device="cuda")
     pages = cache.take(prompt_length + new_tokens)   # a sequence begins
@@ -93,7 +93,7 @@ class PagedCache:
         """Free the pages of a sequence that has ended; their contents may be overwritten from now on.
 
         Raises:
-            ValueError: some were not taken, or are repeated. Then none is freed.
+            ValueError: some pages were not taken, or are repeated. No page is freed then.
         """
         wrong = set(pages) - self._taken
         if wrong or len(set(pages)) < len(pages):
@@ -112,7 +112,7 @@ class PagedCache:
 
         Args:
             table: (B, W), the pages of each.
-            positions: (B,), of the new tokens; -1: no sequence, and attention returns 0.
+            positions: (B,), positions of the new tokens; -1 means no sequence, for which attention returns 0.
             count: the positions of all sequences together, if known: see `rooftop.kernels.paged_attention`.
             windowed: the same in layers with a window.
         """
@@ -125,7 +125,7 @@ class PagedCache:
 
 
 class FirstPositions:
-    """Prompts, each padded at the end: a causal mask hides the padding from the other positions."""
+    """Prompts, each padded at the end. A causal mask hides the padding from the other positions."""
 
     def __init__(self, cache: PagedCache, table: Tensor, lengths: Tensor, positions: int) -> None:
         self.cache = cache
@@ -141,7 +141,7 @@ class FirstPositions:
 
 
 class NextPosition:
-    """One position of each sequence: the host reads none of its values, so that a graph can hold it."""
+    """One position of each sequence. The host reads none of its values, so that a CUDA graph can contain it."""
 
     def __init__(
         self, cache: PagedCache, table: Tensor, positions: Tensor, count: int | None, windowed: int | None = None
@@ -153,7 +153,7 @@ class NextPosition:
         self.lengths = positions + 1
 
     def attended(self, attention: ParallelSelfAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """(B, H, 1, D): attends to all positions up to this one."""
+        """Attend to all positions up to this one: (B, H, 1, D)."""
         self.cache.write(attention.layer, self.pages, self.slots, key, value)
         keys, values = self.cache.keys[attention.layer], self.cache.values[attention.layer]
         count, window = self.count if attention.window is None else self.windowed, attention.window

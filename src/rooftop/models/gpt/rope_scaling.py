@@ -1,4 +1,4 @@
-"""Rotary frequencies of models that were trained on longer texts after their first training.
+"""Rotary frequencies of models that were trained further on longer texts.
 
     scaling = RopeScaling(kind="llama3", factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0,
                           original_positions=8192)
@@ -27,7 +27,7 @@ REFUSED = {
     "yarn": "it also scales the scores of attention",
     "longrope": "its frequencies differ between short and long texts",
 }
-"""Kinds of transformers that are not supported, and why."""
+"""The kinds of scaling in transformers that are not supported, and the reasons."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +36,13 @@ class RopeScaling:
 
     Attributes:
         kind: "linear" or "llama3".
-        factor: how many times longer texts may be.
-        low_frequency_factor, high_frequency_factor: for "llama3"; a wave longer than original_positions /
-            low_frequency_factor is scaled, one shorter than original_positions / high_frequency_factor is not.
+        factor: the factor by which texts may be longer.
+        low_frequency_factor, high_frequency_factor: for "llama3". A wave longer than original_positions /
+            low_frequency_factor is scaled; a wave shorter than original_positions / high_frequency_factor is not.
         original_positions: for "llama3", the positions of the first training.
 
     Raises:
-        ValueError: an unknown kind, numbers that are not positive, or missing or unordered factors for "llama3".
+        ValueError: the kind is unknown, a number is not positive, or factors for "llama3" are missing or out of order.
     """
 
     kind: Literal["linear", "llama3"]
@@ -74,7 +74,7 @@ class RopeScaling:
         return self.low_frequency_factor, self.high_frequency_factor
 
     def scaled(self, frequencies: Tensor) -> Tensor:
-        """Frequencies, radians for a position, (D / 2,), in their dtype."""
+        """The scaled frequencies, in radians per position, (D / 2,), in the given dtype."""
         if self.kind == "linear":
             return frequencies / self.factor
         assert self.original_positions is not None
@@ -94,10 +94,10 @@ def scaling_of(given: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     `rope_scaling`) or 5 (`rope_parameters`).
 
     Raises:
-        ValueError: an unsupported scaling, or rotary embeddings for a part of the features.
-        KeyError: a missing number of a scaling.
+        ValueError: the scaling is not supported, or only a part of the features has rotary embeddings.
+        KeyError: a number of the scaling is missing.
     """
-    # transformers looks them up in this order.
+    # transformers reads the entries in this order.
     name = "rope_scaling" if given.get("rope_scaling") else "rope_parameters"
     rope = given.get(name) or {}
     if not isinstance(rope, Mapping):
@@ -129,7 +129,7 @@ def scaling_of(given: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
 
 
 def hugging_face_rope(base: float, scaling: RopeScaling | None) -> dict[str, Any]:
-    """The entry of `config.json` for it, for transformers 4 and 5."""
+    """The entry of `config.json` for this scaling, for transformers 4 and 5."""
     found: dict[str, Any] = {"rope_type": "default"}
     if scaling is not None:
         found = {"rope_type": scaling.kind, "factor": scaling.factor}

@@ -4,8 +4,9 @@ A drawn token is a function of a seed, the number of the sequence and the positi
 of `rooftop.kernels`. It depends neither on the other sequences of a batch nor on the device. (Logits do, in their last
 bits: if a number falls between two tokens to within such a bit, they may differ.)
 
-Tensor parallel ranks share the vocabulary and choose the same token. Greedily, each one finds the best of its own
-tokens, and they exchange two numbers a sequence. To draw, they gather the logits of one position.
+Tensor parallel ranks share the vocabulary and choose the same token. For a greedy choice, each rank finds the best of
+its own tokens, and the ranks exchange two numbers per sequence. To draw a token, they gather the logits of one
+position.
 
 Fan et al. 2018, "Hierarchical Neural Story Generation" (top-k); Holtzman et al. 2020, "The Curious Case of Neural Text
 Degeneration" (top-p). As in transformers, the temperature comes first, then top-k, then top-p on the result.
@@ -32,13 +33,14 @@ class Sampling:
     """How the next token is chosen.
 
     Attributes:
-        temperature: divisor of the logits; 0: always the most probable token.
-        top_k: draw from this many of the most probable tokens; None: from all. Of equal logits the first counts.
+        temperature: divisor of the logits; 0: always choose the most probable token.
+        top_k: draw from this many of the most probable tokens; None: from all. Among equal logits, the first ones
+            count.
         top_p: draw from the fewest tokens that together have this probability.
         seed: from 0 to 2^64 - 1.
 
     Raises:
-        TypeError, ValueError: a number of a wrong type, or out of range.
+        TypeError, ValueError: a number has a wrong type or is out of range.
     """
 
     temperature: float = 0.0
@@ -100,7 +102,8 @@ def choose(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Tensor:
         best, token = logits.max(-1)
         return torch.where(best > -torch.inf, token, -1)
     scores = logits.double()
-    scores = (scores - scores.amax(-1, keepdim=True)) / sampling.temperature  # 0 at most: no temperature overflows
+    # at most 0, so that no temperature overflows
+    scores = (scores - scores.amax(-1, keepdim=True)) / sampling.temperature
     tokens: Tensor | None = None
     if sampling.top_k is not None or sampling.top_p < 1:
         scores, tokens = scores.sort(dim=-1, descending=True, stable=True)
@@ -111,21 +114,21 @@ def choose(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Tensor:
         reached = torch.where(reached - weights < sampling.top_p, reached, 0.0).cummax(-1).values
     end = reached[:, -1:]
     place = torch.searchsorted(reached, numbers[:, None] * end, right=True)  # (B, 1)
-    place = torch.minimum(place, (reached < end).sum(-1, keepdim=True))  # the product may round up to the end
+    place = torch.minimum(place, (reached < end).sum(-1, keepdim=True))  # the product may be rounded up to the end
     found = place if tokens is None else tokens.gather(1, place)
-    return torch.where(end > 0, found, -1)[:, 0]  # not for NaN
+    return torch.where(end > 0, found, -1)[:, 0]  # false for NaN
 
 
 def choose_on_ranks(logits: Tensor, numbers: Tensor, sampling: Sampling, vocabulary: int, group: Group) -> Tensor:
-    """The next tokens, the same on all tensor parallel ranks: those that `choose` finds in the whole logits.
+    """The next tokens, the same on all tensor parallel ranks: those that `choose` would find in the whole logits.
 
     Args:
-        logits: (B, V here), of this rank's tokens; all ranks have as many columns, those beyond the vocabulary are
-            padding.
+        logits: (B, V here), logits of this rank's tokens. All ranks have equally many columns; columns beyond the
+            vocabulary are padding.
         numbers: (B,), as in `choose`.
         sampling: the settings.
         vocabulary: V, number of tokens of all ranks.
-        group: the ranks; None: this one has all tokens.
+        group: the ranks; None: this process has all tokens.
 
     Returns:
         (B,), int64; -1 as in `choose`.
@@ -135,13 +138,13 @@ def choose_on_ranks(logits: Tensor, numbers: Tensor, sampling: Sampling, vocabul
     if sampling.greedy:
         return _best_on_ranks(logits, vocabulary, group)
     whole = start_gather(logits, -1, group)()[:, :vocabulary]
-    # Sums on a GPU may differ in their last bits from run to run: the first rank's choice counts.
+    # Sums on a GPU may differ in their last bits, so the ranks' choices may differ. The first rank's choice counts.
     return start_gather(choose(whole, numbers, sampling)[None], 0, group)()[0]
 
 
 def _best_on_ranks(logits: Tensor, vocabulary: int, group: Group) -> Tensor:
-    """Of equal tokens the first counts: `max` finds the first of equal values, and ranks are in the order of their
-    tokens."""
+    """Choose the best token of all ranks. Among equal tokens the first counts: `max` finds the first of equal values,
+    and ranks are in the order of their tokens."""
     start = place_in(group)[0] * logits.shape[-1]
     if start + logits.shape[-1] > vocabulary:
         tokens = torch.arange(start, start + logits.shape[-1], device=logits.device)
@@ -151,4 +154,4 @@ def _best_on_ranks(logits: Tensor, vocabulary: int, group: Group) -> Tensor:
     bests, places = start_gather(own[None], 0, group)().unbind(-1)  # (ranks, B)
     most, rank = bests.max(0)
     token = places.gather(0, rank[None])[0].long()
-    return torch.where(most > -torch.inf, token, -1)  # not for NaN, which exceeds everything
+    return torch.where(most > -torch.inf, token, -1)  # false for NaN, which exceeds everything

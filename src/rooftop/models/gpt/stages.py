@@ -5,8 +5,8 @@
     pipeline = Pipeline(schedule, group=groups["pp"], shape=model.shape_between(micro_batch, length), ...)
     losses = pipeline.run(lambda stage, number, x: model(stage, tokens[number] if x is None else x, ...))
 
-Layers are divided among stages so that the slowest rank, and then the slowest stage, is as fast as possible. The first
-stage also has the embedding, and the last one the head.
+Layers are divided among stages so that the slowest rank is as fast as possible; among such divisions, the slowest stage
+is. The first stage also has the embedding, and the last one the head.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ EMBEDDING, HEAD = "embedding.tokens.weight", "head.output.weight"
 
 
 SLOWER_ATTENTION = ((64, 2.5), (math.inf, 1.5))
-"""(up to this many features of a head, weight of attention's flops). In all they are 3.5 times those of forward, while
-products have 3 times, at 0.46 and 0.77 of the rate of products (`results/h100/context_attention.json`)."""
+"""(up to this many features of a head, weight of attention's flops). A training step has 3.5 times the flops of
+forward, while products have 3 times. Their rate is 0.46 and 0.77 of that of products
+(`results/h100/context_attention.json`)."""
 FLOPS_OF_BYTE = 250
-"""Flops of products that take as long as one byte of memory traffic, on an H100 and an H200."""
+"""The flops of matrix products that take as long as one byte of memory traffic, on an H100 and an H200."""
 ELEMENT = 2  # bytes
 
 
@@ -65,7 +66,7 @@ def layers_of_stages(config: GptConfig, placement: Sequence[Sequence[int]], leng
         length: tokens of a sequence: attention's flops grow with it.
 
     Raises:
-        ValueError: fewer layers than stages.
+        ValueError: there are fewer layers than stages.
     """
     stages = sum(map(len, placement))
     if config.layers < stages:
@@ -96,10 +97,10 @@ def divided(
     """Divide consecutive items into parts of at least one, placed on ranks, so that the most expensive rank costs
     little.
 
-    With one part a rank, no division has a cheaper most expensive one. Among equals it has the least sum of squares:
-    the others are as equal as possible. If costs are equal, the first parts get more items. With several parts a rank,
-    moving one item from one part to another, and shifting those between, makes neither the ranks nor then the parts
-    cheaper.
+    With one part per rank, the most expensive part is as cheap as possible. Among such divisions, the sum of squares is
+    the least, so that the other parts are as equal as possible. If costs are equal, the first parts get more items.
+    With several parts per rank, the result is a local optimum: moving one item to another part (and shifting those in
+    between) makes neither the ranks nor the parts cheaper.
 
     Args:
         costs: cost of each item; at least as many items as parts.
@@ -112,7 +113,8 @@ def divided(
         return sums[end] - sums[start] + (first if part == 0 else 0) + (last if part == parts - 1 else 0)
 
     def measured(ends: Sequence[int]) -> tuple[float, float, float]:
-        """The most expensive rank, the most expensive part, the sum of squares of ranks and of parts."""
+        """The costs of the most expensive rank and of the most expensive part, and the sums of squares of ranks and of
+        parts."""
         of_parts = [cost(part, *span) for part, span in enumerate(pairwise([0, *ends]))]
         of_ranks = [sum(of_parts[part] for part in held) for held in placement]
         return max(of_ranks), max(of_parts), sum(each * each for each in (*of_ranks, *of_parts))
@@ -128,7 +130,7 @@ def divided(
 
 
 def _neighbours(ends: Sequence[int]) -> Iterator[list[int]]:
-    """Divisions in which one part has one item less, and another one item more."""
+    """The divisions in which one part has one item less and another part one item more."""
     sizes = [end - start for start, end in pairwise([0, *ends])]
     for giver, taker in permutations(range(len(sizes)), 2):
         if sizes[giver] > 1:
@@ -142,8 +144,8 @@ def _best(
     joined: Callable[[float, float], float],
     limit: float,
 ) -> tuple[float, list[int]]:
-    """(the least joined cost of the parts, their ends), if no part costs more than the limit."""
-    # best[end]: of the items before `end` in the parts so far
+    """(the least total cost of the parts, their ends), if no part costs more than the limit."""
+    # best[end]: the best division of the items before `end` into the parts so far
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
     for part in range(parts):
         found: dict[int, tuple[float, list[int]]] = {}
@@ -168,13 +170,13 @@ class GptStages(nn.Module):
 
     Args:
         config: config of the whole model.
-        stages: by number, as `Gpt` creates them.
+        stages: by number, created by `Gpt`.
         total: number of stages of the whole pipeline.
 
     Attributes:
         stages: by number.
-        embedding, layers, head: those of all stages here; None if there is none.
-        masks: the dropouts of all stages here; their `place` is that of the next forward pass.
+        embedding, layers, head: the modules of all stages on this rank; None if there is none.
+        masks: the dropouts of all stages on this rank; their `place` is that of the next forward pass.
         tied: the name of the weight that another rank holds too; None if there is none.
         shared: whether the parameters are sharded over data ranks.
     """
@@ -218,15 +220,15 @@ class GptStages(nn.Module):
         return batch, length // ranks, self.config.width
 
     def begin_step(self) -> None:
-        """For a sharded model: keep gathered parameters, and sum no gradients until `end_step`."""
+        """For a sharded model: keep gathered parameters, and do not sum gradients until `end_step`."""
         if self.shared:
             self._at_the_end(False)
 
     def end_step(self) -> None:
         """For a sharded model: sum the gradients of all micro-batches, and free the gathered parameters.
 
-        The backward of the whole sharded model does so for all parts whose own backward has not; none of them needs to
-        compute anything.
+        For each part that has not done so, the backward of the whole sharded model does this. Nothing is computed for
+        it.
         """
         if self.shared:
             self._at_the_end(True)
@@ -244,7 +246,7 @@ class GptStages(nn.Module):
     def forward(self, stage: int | None, input: Tensor, targets: Tensor | None = None, **options: object) -> Tensor:
         """Run a stage on tokens or on the previous stage's result; arguments as in `Gpt.forward`.
 
-        Without a stage, nothing is computed (`end_step`).
+        If `stage` is None, nothing is computed (see `end_step`).
         """
         if stage is None:
             return input + 1
@@ -272,18 +274,18 @@ def parallel_gpt_stages(
 
     Args:
         config: config of the whole model.
-        layout: the layout of the ranks; the schedule is for its `pp`.
+        layout: the layout of the ranks; the schedule must be for its `pp`.
         groups: `layout.process_groups()`.
         schedule: says which stages this rank has.
-        length: tokens of a sequence, for the division of layers among stages.
+        length: tokens of a sequence, which matter for dividing layers among stages.
         seed, recompute, halves, context, device, dtype: as in `rooftop.models.parallel_gpt`.
         fully_shard: whether each stage is sharded over data ranks (`rooftop.parallel.fully_sharded`). Its parameters
             are gathered once a step, and its gradients summed once, between `begin_step` and `end_step` of the result.
         compute_dtype: for a sharded model, as in `rooftop.models.fully_sharded_gpt`.
 
     Raises:
-        ValueError: a layout that does not fit the processes, the model or the schedule; fewer layers than stages. The
-            error is the same on every rank, before any communication.
+        ValueError: a layout that does not fit the processes, the model or the schedule; there are fewer layers than
+            stages. The error is the same on every rank, before any communication.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     layout.check(

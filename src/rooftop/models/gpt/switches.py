@@ -33,8 +33,8 @@ class GptConfig:
         vocabulary: tokens, V.
         layers: L.
         width: features of a position, W.
-        heads: of the queries.
-        kv_heads: number of heads of keys and values; it divides `heads`. Fewer heads than the queries have:
+        heads: number of heads of the queries.
+        kv_heads: number of heads of keys and values; it divides `heads`. If it is smaller than `heads`, this is
             grouped-query attention.
         head_size: features of a head; None: W divided by the heads.
         hidden: features inside of the MLP.
@@ -49,17 +49,17 @@ class GptConfig:
         out_biases, mlp_biases: the same for the linear layers of queries, keys and values, of attention's result, and
         of the MLP, if they differ from `biases`; None: as `biases`.
         head_norms: RMS norms of each head's queries and keys, before rotation.
-        window: number of positions that a position sees, up to and including itself; None: all up to itself.
+        window: number of positions that a position sees, including itself; None: all positions up to itself.
         window_layers: the layers whose attention has the window; None: all.
         tied: whether head and embedding share their weight.
         dropout: probability for the embedding and for the result of each sublayer.
-        attention_dropout: probability for the weights of attention, which plain PyTorch then computes instead of a
-            kernel.
+        attention_dropout: probability for the weights of attention. If it is not 0, plain PyTorch computes attention
+            instead of a kernel.
         epsilon: of the norms.
 
     Raises:
-        ValueError: a size that is not a positive int, heads that do not fit, a probability outside 0..1, or an unknown
-            switch.
+        ValueError: a size is not a positive int, heads do not fit, a probability is outside 0..1, or there is an
+            unknown switch.
     """
 
     vocabulary: int
@@ -135,7 +135,7 @@ class GptConfig:
         linear = {
             "qkv_biases": self.has_qkv_biases, "out_biases": self.has_out_bias, "mlp_biases": self.has_mlp_biases
         }  # fmt: skip
-        biases = all(linear.values()) if self.norm == "rms" else self.biases  # an RMS norm has none
+        biases = all(linear.values()) if self.norm == "rms" else self.biases  # an RMS norm has no bias
         found |= {name: None if has == biases else has for name, has in linear.items()} | {"biases": biases}
         if self.window_layers is not None:
             found["window_layers"] = tuple(sorted(self.window_layers))
@@ -180,8 +180,8 @@ class GptConfig:
         """The sizes of the part that each of `ranks` tensor parallel ranks holds: its heads, hidden features and
         tokens.
 
-        Its `parameters` are those of a rank, with the padding of the vocabulary. Fewer `kv_heads` than ranks: each rank
-        has one. The ranks must fit, as `rooftop.parallel.Layout.check` says.
+        The result's `parameters` are those of one rank, including the padding of the vocabulary. If there are fewer
+        `kv_heads` than ranks, each rank has one. The ranks must fit, as `rooftop.parallel.Layout.check` says.
         """
         if ranks == 1:
             return self
@@ -205,7 +205,7 @@ class GptConfig:
 
     @property
     def layer_weights(self) -> int:
-        """Elements of a layer's matrices: each token is multiplied by them."""
+        """Elements of a layer's matrices, by which each token is multiplied."""
         attention = self.width * (2 * self.query_width + 2 * self.kv_width)
         return attention + self.width * self.hidden * (3 if self.activation == "swiglu" else 2)
 
@@ -225,15 +225,15 @@ class GptConfig:
     def flops_per_token(self, length: int, training: bool = True) -> int:
         """Flops of the matrix products of a sequence, divided by its tokens.
 
-        Attention counts the pairs that a causal mask keeps, half of all pairs: (length + 1) / 2 keys per token, or as
-        many as the window has. An embedding is a look-up and counts nothing; recomputation is not counted.
+        Attention counts the pairs that a causal mask keeps, half of all pairs: (length + 1) / 2 keys per token, or
+        fewer with a window. An embedding is a look-up and counts nothing; recomputation is not counted.
 
         Args:
             length: tokens of the sequence.
-            training: forward and backward, three times the forward pass; otherwise only forward.
+            training: count forward and backward, which is three times the forward pass; otherwise only forward.
 
         Raises:
-            ValueError: a length that is not positive.
+            ValueError: the length is not positive.
         """
         if length < 1:
             raise ValueError(f"flops_per_token: length must be positive, got {length}")

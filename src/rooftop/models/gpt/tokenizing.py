@@ -1,4 +1,4 @@
-"""Text to tokens and back, with the `tokenizer.json` in the weights' folder, or with one token per byte.
+"""Convert text to tokens and back, with the `tokenizer.json` in the weights' folder, or with one token per byte.
 
 Text that arrives token by token can end within a character: `Decoder` holds back incomplete characters.
 """
@@ -70,8 +70,8 @@ class FileTokenizer:
 
 
 def stop_tokens(folder: Path) -> list[int]:
-    """The tokens that end a text, from the folder's generation_config.json or else config.json; empty if neither has
-    any.
+    """The tokens that end a text, from the folder's generation_config.json or, without that, config.json; empty if
+    neither has any.
 
     Raises:
         InputError: one of them cannot be read.
@@ -102,7 +102,7 @@ class Decoder:
         prompt: the preceding tokens; the text of the first new token may depend on them, such as its space.
     """
 
-    CONTEXT = 5  # tokens before: enough for what a decoder joins or cuts at the beginning
+    CONTEXT = 5  # earlier tokens that are decoded again, because a decoder joins or cuts text at the beginning
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer, self._tokens = tokenizer, list(prompt)
@@ -110,7 +110,7 @@ class Decoder:
         self._begin = max(0, self._told - self.CONTEXT)
 
     def add(self, token: int) -> str:
-        """Returns the text that the token adds; nothing while a character is incomplete."""
+        """Return the text that the token adds; nothing while a character is incomplete."""
         self._tokens.append(token)
         text = self._new()
         if not text or text.endswith(UNFINISHED):
@@ -119,7 +119,7 @@ class Decoder:
         return text
 
     def rest(self) -> str:
-        """Returns the text that was held back, at the end."""
+        """At the end, return the text that was held back."""
         text = self._new()
         self._told = len(self._tokens)
         return text

@@ -5,7 +5,7 @@
 
 Files are read and written one tensor at a time, directly into parameters: a model, or a stage of one, never exists
 twice. If a tensor is split among ranks, each reads only its own rows and columns; to write, ranks join one file's
-tensors at a time. `rooftop.models.gpt.keys` has the names, and what is packed and transposed.
+tensors at a time. `rooftop.models.gpt.keys` has the names, and says what is packed and transposed.
 
 If the config ties the head to the embedding but the files have another head, that head is kept, as in transformers: the
 model is then not tied.
@@ -68,7 +68,7 @@ def gpt_state_dict(tensors: Mapping[str, Tensor], config: GptConfig) -> dict[str
     Raises:
         WeightsError: keys are missing or unexpected, tensors have another shape or are integers, or the head differs
             from the embedding although the config ties them.
-        ValueError: a config that is neither a GPT-2's nor a Llama's.
+        ValueError: the config is neither a GPT-2's nor a Llama's.
     """
     there, shapes = InMemory(tensors), shapes_of(config)
     match = matched(tensors, config)
@@ -87,12 +87,12 @@ def gpt_state_dict(tensors: Mapping[str, Tensor], config: GptConfig) -> dict[str
 
 
 def hugging_face_state_dict(tensors: Mapping[str, Tensor], config: GptConfig) -> dict[str, Tensor]:
-    """The inverse conversion, of a whole `Gpt`'s state dict. A tied head is omitted; tensors that are not packed share
-    memory.
+    """Convert a whole `Gpt`'s state dict back to Hugging Face's keys. A tied head is omitted; tensors that are not
+    packed share memory.
 
     Raises:
         WeightsError: a tensor of the model is missing, or its head is not the embedding although the config ties them.
-        ValueError: a config that is neither a GPT-2's nor a Llama's.
+        ValueError: the config is neither a GPT-2's nor a Llama's.
     """
     embedding, head = (tensors.get(f"{name}.weight") for name in ("embedding.tokens", "head.output"))
     if config.tied and embedding is not None and head is not None and not equal(embedding, head):
@@ -101,7 +101,7 @@ def hugging_face_state_dict(tensors: Mapping[str, Tensor], config: GptConfig) ->
 
 
 def _exported(tensors: Mapping[str, Tensor], config: GptConfig) -> Iterator[tuple[str, Tensor]]:
-    """Their keys and tensors, as views if possible; each once."""
+    """Hugging Face's keys and tensors, each once, as views if possible."""
     for ours, source in sources(config).items():
         if config.tied and ours == "head.output.weight":
             continue
@@ -135,17 +135,18 @@ def load_gpt(
     Args:
         folder: folder with these files. device, dtype: of the parameters; float32 if not given, whatever the files'
         dtype is.
-        group: tensor parallel ranks that share the model; each reads its own part; None: this one has all.
+        group: tensor parallel ranks that share the model, each of which reads its own part; None: this process has the
+            whole model.
 
     Returns:
         The model, in training mode. It gets a separate head if the files' head differs from the embedding, whatever the
         config says.
 
     Raises:
-        InputError: no such folder, or missing files.
-        WeightsError: damaged, of another kind of model, or tensors that do not fit the config.
+        InputError: the folder or a file does not exist.
+        WeightsError: a file is damaged or of another kind of model, or tensors do not fit the config.
         MissingExtraError: safetensors is not installed.
-        ValueError: heads or features that the ranks cannot split.
+        ValueError: the ranks cannot split the heads or features.
     """
     config = config_of_files(read_gpt_config(folder), folder)
     model = empty_gpt(config, device=device, dtype=dtype, group=group)
@@ -162,7 +163,7 @@ def empty_gpt(
 ) -> Gpt:
     """A model, or a tensor parallel rank's part, whose parameters have memory but no values yet.
 
-    Arguments and what is raised are as in `load_gpt`.
+    Arguments and errors are those of `load_gpt`.
     """
     model = Gpt(config, group=group, device="meta", dtype=dtype or torch.float32).to_empty(device=device)
     model.tie()
@@ -190,7 +191,7 @@ def config_of_files(config: GptConfig, path: str | Path) -> GptConfig:
 
     Raises:
         InputError, WeightsError, MissingExtraError: as in `load_gpt`.
-        ValueError: a config that is neither a GPT-2's nor a Llama's.
+        ValueError: the config is neither a GPT-2's nor a Llama's.
     """
     if not config.tied:
         return config
@@ -218,9 +219,9 @@ def load_gpt_weights(model: Gpt | GptStages, path: str | Path) -> LoadReport:
 
     Raises:
         InputError, MissingExtraError: as in `load_gpt`.
-        WeightsError: as in `load_gpt`; or a head that differs from the embedding, with a config that ties them:
-            `config_of_files` returns the right one.
-        ValueError: a config that is neither a GPT-2's nor a Llama's.
+        WeightsError: as in `load_gpt`; also if the head differs from the embedding although the config ties them.
+            `config_of_files` returns the right config.
+        ValueError: the config is neither a GPT-2's nor a Llama's.
     """
     path = Path(path)
     config, state, shards = model.config, model.state_dict(), shards_of(model)
@@ -255,8 +256,8 @@ def load_gpt_weights(model: Gpt | GptStages, path: str | Path) -> LoadReport:
 
 
 def _whole_shape(held: Tensor, shard: Shard | None) -> tuple[int, ...]:
-    """The shape of the whole tensor of which a rank holds this part. Its first dimension is unknown, and not needed, if
-    the part is only padding."""
+    """The shape of the whole tensor, a part of which this rank holds. Its first dimension is unknown, and not needed,
+    if the part is only padding."""
     return shard.pieces[0].box.shape if shard is not None and shard.pieces else tuple(held.shape)
 
 
@@ -272,7 +273,7 @@ def _held(held: Tensor, shard: Shard | None) -> Iterator[tuple[Tensor, tuple[int
 
 
 def _fill(place: Tensor, start: tuple[int, ...], source: Source, given: Mapping[str, str], files: TensorFiles) -> None:
-    """Copies into a tensor the files' rows from `start` on, from all tensors that contain them."""
+    """Copy the files' rows from `start` on into a tensor, from all file tensors that contain them."""
     columns = None if place.dim() == 1 else (start[1], start[1] + place.shape[1])
     row = 0  # where the next file tensor begins
     for key, rows in zip(source.keys, source.rows, strict=True):
@@ -286,19 +287,19 @@ def _fill(place: Tensor, start: tuple[int, ...], source: Source, given: Mapping[
 def save_gpt(model: Gpt, folder: str | Path, *, file_bytes: int = 5 * 10**9) -> None:
     """Write a whole model in Hugging Face's format: config.json, and one safetensors file or several and an index.
 
-    The folder appears when everything is written. Besides the model, at most one file's tensors are in memory. For a
-    model split among ranks, as from `parallel_gpt`, all tensor parallel ranks of one group call this; the first of them
-    writes, and the others return when the folder is complete.
+    The folder appears when everything is written. Besides the model, at most one file's tensors are in memory. If a
+    model is split among ranks, as by `parallel_gpt`, all tensor parallel ranks of one group call this. The first of
+    them writes, and the others return when the folder is complete.
 
     Args:
         model: on any device.
         folder: a new or empty one.
-        file_bytes: the maximum size of a file's tensors, unless one alone is larger.
+        file_bytes: the maximum total size of a file's tensors, unless a single tensor is larger.
 
     Raises:
         InputError: the folder is not empty; on all ranks.
         WeightsError: the head differs from the embedding although the config ties them.
-        ValueError: a stage, or a model that is neither a GPT-2 nor a Llama.
+        ValueError: the model is a stage, or neither a GPT-2 nor a Llama.
         MissingExtraError: safetensors is not installed.
     """
     folder = Path(folder)
@@ -321,11 +322,11 @@ def save_gpt(model: Gpt, folder: str | Path, *, file_bytes: int = 5 * 10**9) -> 
         if model.group is not None:
             dist.barrier(model.group)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # gone if all went well
+        shutil.rmtree(partial, ignore_errors=True)  # does not exist if all went well
 
 
 def _on_any_rank(model: Gpt, said: bool) -> bool:
-    """Whether the condition holds on any tensor parallel rank: all of them continue in the same way."""
+    """Whether the condition holds on any tensor parallel rank, so that all ranks continue in the same way."""
     if model.group is None:
         return said
     together = torch.tensor([int(said)], device=next(model.parameters()).device)
@@ -374,7 +375,7 @@ def _write(model: Gpt, folder: Path, file_bytes: int, writes: bool) -> None:
 
 @dataclass(frozen=True)
 class _Joined(Mapping[str, Tensor]):
-    """The whole tensors of a model that may be split among ranks: all ranks join them on request."""
+    """The whole tensors of a model that may be split among ranks. On request, all ranks together join a tensor."""
 
     model: Gpt
     state: Mapping[str, Tensor]
@@ -387,7 +388,7 @@ class _Joined(Mapping[str, Tensor]):
             return held
         whole = held.new_zeros(self.shapes[ours])
         for piece, part in shard.parts(held):
-            if piece.first:  # others hold the same
+            if piece.first:  # the other ranks hold the same
                 whole[tuple(slice(a, a + n) for a, n in zip(piece.box.start, piece.box.size, strict=True))] = part
         dist.all_reduce(whole, group=self.model.group)
         return whole

@@ -1,9 +1,9 @@
-"""Point clouds: read from .ply and .npy files, written as .ply, and drawn.
+"""Point clouds: read .ply and .npy files, write .ply files, and draw clouds.
 
-`read` and `write` know the PLY
-format (Turk 1994) in its three encodings; MeshLab, CloudCompare and Blender open what `write` wrote. `draw` needs no
-display: each point is a disc in a buffer of depths, larger where it is nearer. What lies behind something is darkened
-at its outline (Boucheny 2009, "eye-dome lighting"): without that, points of one colour are one stain.
+`read` and `write` support the three encodings of the PLY format (Turk 1994). MeshLab, CloudCompare and Blender open the
+files that `write` writes. `draw` needs no
+display. Each point is a disc in a depth buffer; nearer points are larger. Surfaces behind an object are darkened at its
+outline (Boucheny 2009, "eye-dome lighting"). Otherwise, points of one colour would merge into one area.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Cloud(NamedTuple):
 
     Attributes:
         xyz: float32 or float64 (N, 3), in metres, z up.
-        intensity: float32 (N,) in 0..1, of what came back; None where that is not known.
-        labels: int64 (N,), numbers of classes; None where they are not known.
+        intensity: float32 (N,) in 0..1, of the reflected light; None if unknown.
+        labels: int64 (N,), numbers of classes; None if unknown.
     """
 
     xyz: Tensor
@@ -52,20 +52,21 @@ TYPES = {
     **dict.fromkeys(("double", "float64"), "f8"),
 }
 ENCODINGS = {"ascii": None, "binary_little_endian": "<", "binary_big_endian": ">"}
-INTENSITIES = ("intensity", "scalar_intensity", "reflectance", "remission")  # as scanners and programs name it
+# names of the intensity in files of scanners and programs
+INTENSITIES = ("intensity", "scalar_intensity", "reflectance", "remission")
 LABELS = ("label", "scalar_label", "class", "classification")
 LONGEST_LINE = 1 << 16  # bytes
 
 
 def read(path: Path) -> Cloud:
-    """The cloud of a .ply file, or of a .npy file of (N, 3) coordinates or (N, 4) with an intensity behind them.
+    """Read the cloud of a .ply file, or of a .npy file with (N, 3) coordinates or (N, 4) coordinates and intensity.
 
-    Coordinates are float64: those of maps are too large for float32. Intensities that are whole numbers are divided by
-    the largest of their type, others by the largest of the file if that is above 1. Points that are not finite, which
-    some scanners write where nothing came back, are left out.
+    Coordinates are float64, because those of maps are too large for float32. Integer intensities are divided by the
+    largest value of their type. Other intensities are divided by the largest in the file if that is above 1. Some
+    scanners write points that are not finite if no light returned; these are omitted.
 
     Raises:
-        InputError: no such file, or one that is not such a cloud.
+        InputError: there is no such file, or it is not such a cloud.
     """
     readers = {".ply": _read_ply, ".npy": _read_npy}
     if path.suffix.lower() not in readers:
@@ -107,7 +108,8 @@ def _read_npy(path: Path) -> dict[str, NDArray[np.generic]]:
 
 
 class _Element(NamedTuple):
-    """So many rows of a PLY file, with the name and numpy's type of each property; None is that of a list."""
+    """An element of a PLY file: the number of its rows, and the name and numpy type of each property (None for a
+    list)."""
 
     name: str
     rows: int
@@ -115,10 +117,10 @@ class _Element(NamedTuple):
 
 
 def _read_ply(path: Path) -> dict[str, NDArray[np.generic]]:
-    """The properties of the vertices, by their names in small letters."""
+    """The properties of the vertices, by their names in lower case."""
     with path.open("rb") as file:
         byte_order, elements = _ply_header(file)
-        for element in elements:  # the last one is the vertices
+        for element in elements:  # the last element is the vertices
             if any(kind is None for _, kind in element.properties):
                 raise ValueError(
                     f"element {element.name} has lists: expected only numbers in elements up to the vertices"
@@ -137,7 +139,8 @@ def _read_ply(path: Path) -> dict[str, NDArray[np.generic]]:
 
 
 def _ply_header(file: BinaryIO) -> tuple[str | None, list[_Element]]:
-    """The order of bytes, None for text, and the elements up to the vertices; reads on to where data begins."""
+    """Read the header, up to where the data begin. Return the byte order (None for text) and the elements up to the
+    vertices."""
     if file.readline(LONGEST_LINE).strip() != b"ply":
         raise ValueError("it does not begin with the line 'ply'")
     encoding, elements = "", []
@@ -162,7 +165,7 @@ def _ply_header(file: BinaryIO) -> tuple[str | None, list[_Element]]:
 
 
 def _ascii_rows(file: BinaryIO, element: _Element, layout: np.dtype[np.void]) -> NDArray[np.void]:
-    """As many of the rows as there are, one a line."""
+    """The rows that exist, one per line."""
     found = np.zeros(element.rows, layout)
     for row in range(element.rows):
         words = file.readline(LONGEST_LINE).split()
@@ -177,7 +180,7 @@ def _ascii_rows(file: BinaryIO, element: _Element, layout: np.dtype[np.void]) ->
 
 
 def write(cloud: Cloud, path: Path, palette: Sequence[Colour]) -> None:
-    """A binary .ply file with the coordinates, intensity and label where known, and the label's colour."""
+    """Write a binary .ply file with coordinates and, if known, intensity, label and the label's colour."""
     precision = "<f8" if cloud.xyz.dtype == torch.float64 else "<f4"
     columns = {axis: cloud.xyz[:, number].cpu().numpy().astype(precision) for number, axis in enumerate("xyz")}
     if cloud.labels is not None:
@@ -199,16 +202,16 @@ def write(cloud: Cloud, path: Path, palette: Sequence[Colour]) -> None:
 
 # ---- pictures --------------------------------------------------------------------------------------------------
 
-THICKNESS = 0.005  # of a point as it is drawn, for 100,000 points that reach 1 from their middle
+THICKNESS = 0.005  # radius of a drawn point, for 100,000 points within a distance of 1 from their middle
 THICKEST = 0.02
-SMALLEST, LARGEST = 0.9, 7.0  # radii of a point in pixels of the finer picture
-FINER = 2  # pixels are drawn so many times finer each way, then averaged
+SMALLEST, LARGEST = 0.9, 7.0  # bounds of a point's radius, in pixels of the finer picture
+FINER = 2  # the picture is drawn this many times finer in each direction, then averaged
 NIGHT = (16, 19, 26)
 INK = (226, 230, 238)
 RIGHT, WRONG = (70, 76, 88), (255, 72, 66)
 
 
-PALETTE: tuple[Colour, ...] = (  # of labels whose names are not known
+PALETTE: tuple[Colour, ...] = (  # names of labels whose names are unknown
     (104, 98, 128),
     (214, 150, 214),
     (222, 186, 128),
@@ -223,12 +226,12 @@ PALETTE: tuple[Colour, ...] = (  # of labels whose names are not known
 
 
 class View(NamedTuple):
-    """Where N points are in a picture; a point of depth 0 or less is not seen.
+    """The positions of N points in a picture. A point with a depth of 0 or less is not visible.
 
     Attributes:
         columns, rows: float32 (N,), in pixels.
         depths: float32 (N,), in metres from the eye.
-        radii: float32 (N,), of a point, in pixels.
+        radii: float32 (N,), the radii of the points, in pixels.
     """
 
     columns: Tensor
@@ -238,7 +241,7 @@ class View(NamedTuple):
 
 
 def from_the_side(xyz: Tensor, width: int, height: int) -> View:
-    """As one sees it who stands a little behind and above: along its longer side, its middle in the middle."""
+    """The view from a little behind and above, along the cloud's longer side, with its middle in the centre."""
     centre, along, reach = _extent(xyz)
     forward = torch.cat((along * 0.83, torch.tensor([-0.55])))
     forward = forward / forward.norm()
@@ -254,7 +257,7 @@ def from_the_side(xyz: Tensor, width: int, height: int) -> View:
 
 
 def from_above(xyz: Tensor, width: int, height: int) -> View:
-    """A map whose longer side lies along the picture's."""
+    """A map, with the cloud's longer side along the picture's longer side."""
     centre, along, reach = _extent(xyz)
     across = torch.stack((-along[1], along[0]))
     flat = (xyz - centre)[:, :2] @ torch.stack((along, across), 1)  # (N, 2)
@@ -265,23 +268,24 @@ def from_above(xyz: Tensor, width: int, height: int) -> View:
 
 
 def _extent(xyz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Middle (3,), direction (2,) in which it is longest, and how far from the middle most points are: a scalar, m."""
+    """The cloud's middle (3,), the direction (2,) in which it is longest, and the distance in m within which most
+    points are."""
     low, high = (xyz.kthvalue(_rank(len(xyz), share), 0).values for share in (0.1, 0.9))
     centre = (low + high) / 2
     flat = (xyz - centre)[:, :2]
     distances = flat.norm(dim=1)
     reach = distances.kthvalue(_rank(len(xyz), 0.9)).values.clamp(min=1e-3)
-    cells = (flat / reach * 20).round().unique(dim=0)  # each place counts once, however many points it has
+    cells = (flat / reach * 20).round().unique(dim=0)  # each cell counts once, however many points it has
     return centre, torch.linalg.eigh(cells.T @ cells).eigenvectors[:, 1], reach
 
 
 def _radius(count: int) -> float:
-    """Of so many points: where they are few, they are larger."""
+    """The radius for this many points: fewer points are drawn larger."""
     return min(THICKEST, THICKNESS * (1e5 / count) ** 0.5) / 2
 
 
 def _rank(count: int, share: float) -> int:
-    """Which of so many sorted values has this share of them below; counted from 1."""
+    """The rank, counted from 1, of the value that has this share of the sorted values below it."""
     return min(count, 1 + int(share * count))
 
 
@@ -290,13 +294,14 @@ def draw(view: View, colours: Tensor, width: int, height: int) -> Image.Image:
     width, height = FINER * width, FINER * height
     radii, order = (FINER * view.radii).clamp(SMALLEST, LARGEST).where(view.depths > 0, -1.0).sort(descending=True)
     columns, rows, depths = FINER * view.columns[order], FINER * view.rows[order], view.depths[order]
-    # The nearest point of each pixel: the least of depth (in tenths of millimetres) and number in one integer.
+    # The nearest point of each pixel is the minimum of an integer that combines depth (in tenths of millimetres) and
+    # number.
     keys = ((depths.double() * 1e4).long().clamp(max=(1 << 30) - 1) << 32) | order
     nearest = torch.full((height * width,), 1 << 62)
     reach = math.ceil(LARGEST)
     for down in range(-reach, reach + 1):
         for aside in range(-reach, reach + 1):
-            count = int((radii >= math.hypot(down, aside)).sum())  # the larger ones come first
+            count = int((radii >= math.hypot(down, aside)).sum())  # larger points come first
             row, column = (rows[:count] + down).floor().long(), (columns[:count] + aside).floor().long()
             seen = (row >= 0) & (row < height) & (column >= 0) & (column < width)
             nearest.scatter_reduce_(0, (row * width + column)[seen], keys[:count][seen], "amin")
@@ -310,7 +315,8 @@ def draw(view: View, colours: Tensor, width: int, height: int) -> Image.Image:
 
 
 def _light(depths: Tensor) -> Tensor:
-    """How light each pixel is, 0..1: darker, the more its neighbours lie before it. Depths (H, W) as logarithms."""
+    """The brightness of each pixel, 0..1. A pixel is darker the more its neighbours are in front of it. Depths (H, W)
+    are logarithms."""
     shade = torch.zeros_like(depths)
     for distance in (1, 3):
         around = torch.nn.functional.pad(depths[None], (distance,) * 4, value=math.inf)[0]
@@ -330,7 +336,7 @@ def of_heights(z: Tensor) -> Tensor:
 
 
 def lit(colours: Tensor, intensity: Tensor | None) -> Tensor:
-    """Colours uint8 (N, 3), a little darker where little light came back."""
+    """Colours uint8 (N, 3), a little darker where little light was reflected."""
     if intensity is None:
         return colours
     return (colours * (0.72 + 0.28 * intensity.clamp(0, 1).sqrt())[:, None]).round().byte()
@@ -339,13 +345,14 @@ def lit(colours: Tensor, intensity: Tensor | None) -> Tensor:
 def sheet(
     xyz: Tensor, panels: Sequence[tuple[str, Tensor]], legend: Sequence[tuple[str, Colour]], width: int = 640
 ) -> Image.Image:
-    """The same cloud beside itself in several colourings, from the side and below it from above, and a legend.
+    """Draw the same cloud in several colourings next to each other, from the side and (below) from above, with a
+    legend.
 
     Args:
         xyz: (N, 3), in metres.
-        panels: title and uint8 colours (N, 3) of each.
-        legend: what a colour means.
-        width: of a panel, in pixels.
+        panels: title and uint8 colours (N, 3) of each panel.
+        legend: the meanings of the colours.
+        width: width of a panel, in pixels.
     """
     xyz = (xyz.double() - xyz.double().mean(0)).float().cpu()
     high, gap, title, small = 5 * width // 8, 6, width // 16, width // 24
@@ -363,7 +370,7 @@ def sheet(
 
 
 def _key(legend: Sequence[tuple[str, Colour]], width: int, line: int) -> Image.Image:
-    """What colours mean, in lines of such a height."""
+    """Draw the legend, in lines of this height."""
     font = ImageFont.load_default(0.6 * line)
     columns = max(
         1, min(len(legend), int(width / (1.6 * line + max((font.getlength(n) for n, _ in legend), default=1))))

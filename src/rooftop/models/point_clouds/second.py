@@ -1,4 +1,4 @@
-"""The backbone of SECOND: from voxels of a LiDAR scan to a map as seen from above.
+"""The backbone of SECOND: from the voxels of a LiDAR scan to a bird's-eye view map.
 
 Yan et al. 2018, "SECOND: Sparsely Embedded Convolutional Detection", section 3.2, with the layers, norms and keys of
 OpenPCDet's `VoxelBackBone8x`, which most detectors for road scenes use.
@@ -27,7 +27,7 @@ class SecondBackbone(nn.Module):
     halves the height.
 
     Args:
-        in_channels: of a voxel.
+        in_channels: channels of a voxel.
     """
 
     def __init__(self, in_channels: int = 4) -> None:
@@ -42,14 +42,14 @@ class SecondBackbone(nn.Module):
         )
 
     def forward(self, x: SparseConvTensor) -> Tensor:
-        """The map from above.
+        """Compute the bird's-eye view map.
 
         Args:
             x: voxels with `in_channels`, on a grid (D, H, W) as large as the kernels need: 25 x 1 x 1 at least.
 
         Returns:
-            (B, 128 d, h, w), the channels of all heights concatenated; d = 2 if D is 41, h and w are H / 8 and W / 8
-            rounded up. Cells that no voxel reaches are zero.
+            (B, 128 d, h, w), with the channels of all heights concatenated. d = 2 if D is 41; h and w are H / 8 and W /
+            8, rounded up. Cells that no voxel reaches are zero.
 
         Raises:
             ValueError: the grid is too small.
@@ -59,8 +59,8 @@ class SecondBackbone(nn.Module):
         return dense.flatten(1, 2)
 
     def stages(self, x: SparseConvTensor) -> tuple[SparseConvTensor, ...]:
-        """The results of the four stages, with 16, 32, 64 and 64 channels, and of the last convolution, with 128: for
-        detectors that use voxels again."""
+        """The results of the four stages, with 16, 32, 64 and 64 channels, and of the last convolution, with 128. Some
+        detectors use these voxels again."""
         x = self.conv_input(x)
         found = []
         for layer in (self.conv1, self.conv2, self.conv3, self.conv4, self.conv_out):
@@ -83,7 +83,7 @@ def kept(channels: int, out: int, key: str) -> SparseSequential:
 
 
 def stage(channels: int, out: int, padding: int | Sequence[int], number: int) -> SparseSequential:
-    """To half of the grid, then two convolutions that keep the sites."""
+    """A convolution that halves the grid, then two convolutions that keep the sites."""
     halved = SparseConv3d(channels, out, 3, 2, padding, bias=False, indice_key=f"spconv{number}")
     key = f"subm{number}"
     return SparseSequential(SparseSequential(halved, norm(out), nn.ReLU()), kept(out, out, key), kept(out, out, key))

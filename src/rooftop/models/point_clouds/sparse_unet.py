@@ -32,7 +32,7 @@ class UShape(nn.Module):
 
     Args:
         stem, encoder, decoder, head: its parts; each part of the decoder is an `Up`, in reverse order of the encoder.
-        multiple: a grid is enlarged to a multiple of it, in each dimension, so that no stage drops sites.
+        multiple: in each dimension, the grid is enlarged to a multiple of this, so that no stage drops sites.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class UShape(nn.Module):
         self.multiple = multiple
 
     def forward(self, x: SparseConvTensor) -> SparseConvTensor:
-        """N sites with C channels to the same rows with `num_classes`.
+        """From N sites with C channels to the same rows with `num_classes` channels.
 
-        The input keeps all rulebooks: a tensor with its `indice_dict` and the same indices builds none again.
+        The input keeps all rulebooks. Another tensor with its `indice_dict` and the same indices reuses them.
 
         Raises:
-            TypeError, ValueError: no `SparseConvTensor`, or another number of dimensions or channels.
+            TypeError, ValueError: x is not a `SparseConvTensor`, or has a wrong number of dimensions or channels.
         """
         refuse_proxies(self, x)
         if not isinstance(x, SparseConvTensor):
@@ -74,7 +74,7 @@ class MinkUNet(UShape):
 
     Args:
         layers: blocks in each of the eight stages.
-        in_channels, num_classes: of a site.
+        in_channels, num_classes: channels of a site, before and after.
         planes: channels of the eight stages; the stem has those of the first.
 
     Raises:
@@ -86,7 +86,7 @@ class MinkUNet(UShape):
     ) -> None:
         if len(layers) != 2 * LEVELS or len(planes) != 2 * LEVELS:
             raise ValueError(f"expected {2 * LEVELS} layers and planes, got {list(layers)} and {list(planes)}")
-        widths = [planes[0], *planes[:LEVELS]]  # of the stem and of each stage down
+        widths = [planes[0], *planes[:LEVELS]]  # channels of the stem and of each stage down
         stem = nn.Sequential(unit(in_channels, widths[0], "level0"), unit(widths[0], widths[0], "level0"))
         encoder = [
             nn.Sequential(
@@ -108,7 +108,7 @@ class SparseUNet(UShape):
     """Two convolutions with norm and ReLU at each level down, and two at each level up; all kernels are 3 x 3 x 3.
 
     Args:
-        in_channels, num_classes: of a site.
+        in_channels, num_classes: channels of a site, before and after.
         planes: channels of each level, the finest first.
 
     Raises:
@@ -199,8 +199,8 @@ def doubling(channels: int, out: int, kernel: int, key: str) -> SparseSequential
 
 
 def enlarged(x: SparseConvTensor, multiple: int) -> SparseConvTensor:
-    """The same sites on a grid whose sizes are multiples: a kernel of 2 and stride 2 drops the last site of an odd
-    size."""
+    """The same sites on a grid whose sizes are multiples. (A kernel of 2 with stride 2 would drop the last site of an
+    odd size.)"""
     return on_grid(x, [-(-size // multiple) * multiple for size in x.spatial_shape])
 
 

@@ -53,10 +53,10 @@ def imagenet_classes() -> tuple[str, ...]:
 def load_classifier(name: str, weights: str | Path = "DEFAULT") -> tuple[nn.Module, Preprocessing]:
     """A built-in model with weights, ready for inference, and its preprocessing.
 
-    The number of classes is that of the weights. A file that `rooftop train` wrote also says the builder's options.
+    The number of classes is that of the weights. A file that `rooftop train` wrote also contains the builder's options.
 
     Raises:
-        TargetError: no such model.
+        TargetError: there is no such model.
         InputError: `weights` is neither a name nor a file, or a file that `rooftop train` wrote of another model.
         WeightsError: the file cannot be fetched, is damaged, or belongs to another model.
     """
@@ -97,7 +97,7 @@ def classify(
         ValueError: `top` or `batch_size` below 1.
         InputError: a path does not exist, a file is not an image (unless such files are skipped), or the number of
             names differs from the number of logits.
-        ModelRunError: not enough memory for a batch, an output without logits, or logits that are not finite.
+        ModelRunError: memory does not suffice for a batch, the output has no logits, or they are not finite.
     """
     if top < 1 or batch_size < 1:
         raise ValueError(f"expected top and batch_size of at least 1, got {top} and {batch_size}")

@@ -1,10 +1,11 @@
-"""Convolutions on fine maps, attention on coarse ones.
+"""A hybrid network: convolutions on fine maps, attention on coarse maps.
 
 Dai et al. 2021, "CoAtNet: Marrying Convolution and Attention for All Data Sizes", found this order best: two stages of
-convolutions, then two of attention. Fine maps have edges and textures, which small windows see, and so many positions
-that attention among them is dear; on coarse maps attention is cheap and relates whole things.
+convolutions, then two of attention. Fine maps show edges and textures, which small windows can see, and have so many
+positions that attention would be expensive. On coarse maps attention is cheap and relates whole objects.
 
-Both halves are those of our other networks: stem and stages of a ResNet, mergings and stages of a Swin Transformer.
+Both halves come from our other networks: the stem and stages of a ResNet, the mergings and stages of a Swin
+Transformer.
 
     model = hybrid_t(num_classes=10)
 
@@ -33,19 +34,19 @@ class Hybrid(nn.Module):
     (B, 3, H, W) -> (B, num_classes).
 
     Args:
-        channels: of the first stage; each later stage has twice those of the one before it.
+        channels: channels of the first stage; each later stage has twice as many as the previous one.
         depths: blocks in each of the four stages.
         num_heads: heads in the third and in the fourth stage.
         window_size: (h, w) of a window in positions.
-        mlp_ratio: how much wider the hidden layer of a block with attention is.
+        mlp_ratio: width of the hidden layer of a block with attention, as a multiple of its channels.
         dropout: probability, in the blocks with attention.
-        stochastic_depth_prob: probability of the last block; the first with attention has 0.
+        stochastic_depth_prob: probability for the last block; the first block with attention has 0.
         num_classes: width of the head.
         small_images: a 3x3 stem that keeps the size, for images of some 64 pixels or less.
 
     Raises:
-        ValueError: other than four depths, two numbers of heads and of the window; heads that do not divide the
-            channels.
+        ValueError: there are not four depths, two numbers of heads and two of the window, or the heads do not divide
+            the channels.
     """
 
     def __init__(
@@ -91,7 +92,8 @@ class Hybrid(nn.Module):
         _initialize(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)  # (B, C, H / 4, W / 4), or (B, C, H, W) for small images: further maps are as much larger
+        # (B, C, H / 4, W / 4), or (B, C, H, W) for small images, whose later maps are larger by the same factor
+        x = self.stem(x)
         x = self.layer1(x)  # (B, C, H / 4, W / 4)
         x = self.layer2(x)  # (B, 2 C, H / 8, W / 8)
         x = self.layer3(self.permute(x))  # (B, H / 16, W / 16, 4 C)
@@ -119,7 +121,7 @@ def _residual_stage(channels: int, planes: int, stride: int, depth: int) -> nn.S
 
 
 def _initialize(model: nn.Module) -> None:
-    """As a ResNet's convolutions and a Swin Transformer's linear layers."""
+    """Initialize convolutions like a ResNet's and linear layers like a Swin Transformer's."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -137,7 +139,7 @@ def hybrid_t(*, weights: str | Path | None = None, **options: Any) -> Hybrid:
 
 @register
 def hybrid_s(*, weights: str | Path | None = None, **options: Any) -> Hybrid:
-    """A hybrid of the size of ResNet-50 and of Swin-T, whose last two stages it has."""
+    """A hybrid of the size of ResNet-50 and of Swin-T. Its last two stages are those of Swin-T."""
     return _built("hybrid_s", weights, {"channels": 96, "depths": (3, 4, 6, 2), "num_heads": (12, 24), **options})
 
 

@@ -1,4 +1,4 @@
-"""Tensors in files that a model computes itself: they are compared with these before they are ignored."""
+"""Tensors in files that a model computes itself. They are compared with the model's own before they are ignored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def differing_keys(model: nn.Module, left_out: Mapping[str, tuple[str, Tensor]])
     """The ignored keys of a file whose tensors differ from the model's own.
 
     Args:
-        model: also on the meta device.
+        model: the model; it may be on the meta device.
         left_out: the keys of a file -> the model's names for them, and the tensors.
     """
     return [key for key, (ours, tensor) in left_out.items() if not _follows(model, ours, tensor)]
@@ -23,7 +23,7 @@ def differing_keys(model: nn.Module, left_out: Mapping[str, tuple[str, Tensor]])
 
 def _follows(model: nn.Module, ours: str, given: Tensor) -> bool:
     owner, _, name = ours.rpartition(".")
-    if name == "num_batches_tracked":  # does not affect the results
+    if name == "num_batches_tracked":  # because it does not affect the results
         return True
     try:
         module = model.get_submodule(owner)
@@ -38,7 +38,8 @@ def _follows(model: nn.Module, ours: str, given: Tensor) -> bool:
 
 
 def _hides_across_edges(mask: Tensor, window: Size) -> bool:
-    """Whether a mask (windows, N, N) belongs to a square map shifted by half a window: 0 for a visible pair, else less.
+    """Whether a mask (windows, N, N) belongs to a square map shifted by half a window. The mask is 0 for a visible
+    pair, and negative otherwise.
     The photograph size for which it was made does not matter: our mask is computed for each."""
     high, wide = window
     rows = math.isqrt(len(mask)) if mask.dim() == 3 else 0

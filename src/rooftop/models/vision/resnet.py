@@ -78,7 +78,7 @@ class BasicBlock(Block):
     """Two 3x3 convolutions.
 
     Raises:
-        ValueError: groups, width or dilation, which only the bottleneck has.
+        ValueError: groups, width or dilation differ from the defaults; only the bottleneck supports them.
     """
 
     expansion = 1
@@ -154,10 +154,11 @@ class ResNet(nn.Module):
         replace_stride_with_dilation: for stages 2 to 4, keep the resolution and dilate instead.
         norm_layer: makes a norm from a number of channels.
         small_images: a 3x3 stem that keeps the size, for images of some 64 pixels or less.
-        channels: of the stem, and planes of the first stage; each later stage has twice those of the one before it.
+        channels: channels of the stem, and planes of the first stage; each later stage has twice as many as the
+            previous one.
 
     Raises:
-        ValueError: `layers` or `replace_stride_with_dilation` of another length.
+        ValueError: the length of `layers` or `replace_stride_with_dilation` is wrong.
     """
 
     def __init__(
@@ -224,7 +225,7 @@ class ResNet(nn.Module):
         for module in self.modules():
             if zero_init_residual and isinstance(module, Block):
                 weight = module.last_norm.weight
-                if isinstance(weight, Tensor):  # a norm without weights has nothing to set
+                if isinstance(weight, Tensor):  # a norm without weights has nothing to initialize
                     nn.init.zeros_(weight)
 
 

@@ -38,7 +38,7 @@ Size = tuple[int, int]
 
 
 class Permute(nn.Module):
-    """The dimensions of a tensor in another order."""
+    """Permute the dimensions of a tensor."""
 
     def __init__(self, dims: Sequence[int]) -> None:
         super().__init__()
@@ -49,8 +49,8 @@ class Permute(nn.Module):
 
 
 class GlobalAverage(nn.AdaptiveAvgPool2d):
-    """(B, C, H, W) -> (B, C, 1, 1): the same mean. For channels last, torch's pooling gives other strides, for which
-    ONNX has no operator."""
+    """(B, C, H, W) -> (B, C, 1, 1): the mean. For channels last, torch's own pooling would return strides that ONNX
+    cannot express."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mean((2, 3), keepdim=True)
@@ -78,8 +78,8 @@ class StochasticDepth(nn.Module):
 
 @recorded_whole
 def stochastic_depth(x: Tensor, p: float, training: bool) -> Tensor:
-    """Stochastic depth as in the module. torch.fx records it in both modes, so that nodes have the same names in
-    both.
+    """Stochastic depth as in the module. torch.fx records this function in training and in evaluation mode, so that
+    nodes have the same names in both.
     """
     if not training or p == 0:
         return x
@@ -117,10 +117,11 @@ class PatchMergingV2(PatchMerging):
 
 @recorded_whole
 def gathered(x: Tensor) -> Tensor:
-    """All channels of each 2x2 positions, by column and then by row: (B, H, W, C) -> (B, H / 2, W / 2, 4 C)."""
+    """The channels of each group of 2x2 positions, by column and then by row: (B, H, W, C) -> (B, H / 2, W / 2, 4
+    C)."""
     batch, height, width, channels = x.shape
     down, across = (height + 1) // 2, (width + 1) // 2
-    traced = torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None  # for sizes of any kind
+    traced = torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None  # for ints and symbolic sizes
     if traced or 2 * down > height or 2 * across > width:
         x = nn.functional.pad(x, (0, 0, 0, 2 * across - width, 0, 2 * down - height))
     squares = x.reshape(batch, down, 2, across, 2, channels)
@@ -138,11 +139,11 @@ class ShiftedWindowAttention(nn.Module):
         window, shift: (h, w) in positions.
         heads: the number of heads, which divides C.
         dropout: probability for the result.
-        attention_dropout: probability for the weights of attention while training, which plain PyTorch then computes
-            instead of the kernel.
+        attention_dropout: probability for the weights of attention while training. If it is not 0, plain PyTorch
+            computes attention instead of the kernel.
 
     Raises:
-        ValueError: channels that heads do not divide, or an attention_dropout that is not a probability.
+        ValueError: the heads do not divide the channels, or attention_dropout is not a probability.
     """
 
     relative_position_index: Tensor
@@ -236,7 +237,7 @@ class ShiftedWindowAttentionV2(ShiftedWindowAttention):
     def _bias_and_scale(self) -> tuple[Tensor, Tensor]:
         """(3 C,) of queries, keys and values; (heads,)."""
         query_bias, key_bias, value_bias = self.qkv.bias.chunk(3)
-        bias = torch.cat((query_bias, torch.zeros_like(key_bias), value_bias))  # keys have none
+        bias = torch.cat((query_bias, torch.zeros_like(key_bias), value_bias))  # keys have no bias
         return bias, self.logit_scale.clamp(max=math.log(100.0)).exp().flatten()
 
 
@@ -291,7 +292,7 @@ class SwinBlock(nn.Module):
         first = LinearAct(channels, hidden, activation="gelu")
         gelu = (
             nn.Identity()
-        )  # the first layer computes the activation: the names of the others match the original model
+        )  # the first layer computes the activation, so that the names of the others match the original model
         self.mlp = nn.Sequential(first, gelu, nn.Dropout(dropout), nn.Linear(hidden, channels), nn.Dropout(dropout))
         for layer in self.mlp:
             if isinstance(layer, nn.Linear):
@@ -299,7 +300,7 @@ class SwinBlock(nn.Module):
                 nn.init.normal_(layer.bias, std=1e-6)
 
     def forward(self, x: Tensor, branch: Tensor | None = None, summed: bool = True) -> Tensor | tuple[Tensor, Tensor]:
-        """Runs on x, or on x + branch. Returns the result, or if not `summed`, the two terms of the sum."""
+        """Run on x, or on x + branch. Return the result; without `summed`, the two terms of the sum."""
         y, x = (self.norm1(x), x) if branch is None else norm_of_sum(self.norm1, branch, x)
         y, x = norm_of_sum(self.norm2, self.stochastic_depth(self.attn(y)), x)
         branch = self.stochastic_depth(self.mlp(y))
@@ -343,15 +344,16 @@ class SwinTransformer(nn.Module):
         dropout: probability, after attention and linear layers.
         attention_dropout: probability for the weights of attention while training, in plain PyTorch (much slower). No
             published model has it.
-        stochastic_depth_prob: probability of the last block; the first has 0, the others are interpolated linearly.
+        stochastic_depth_prob: probability for the last block; the first block has 0, and the others are interpolated
+            linearly.
         num_classes: width of the head.
         norm_layer: creates a norm from a number of channels; LayerNorm with eps 1e-5 if not given.
         block: SwinBlock or SwinBlockV2.
         downsample_layer: PatchMerging or PatchMergingV2.
 
     Raises:
-        ValueError: `depths` and `num_heads` of different lengths, sizes that are no pairs, heads that do not divide the
-            channels, or an invalid probability.
+        ValueError: `depths` and `num_heads` have different lengths, a size is not a pair, the heads do not divide the
+            channels, or a probability is invalid.
     """
 
     def __init__(

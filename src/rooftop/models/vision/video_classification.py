@@ -5,9 +5,9 @@
     for frame in classify_video(model, frames):
         print(frame.time, frame.guesses[0].name, frame.guesses[0].probability)
 
-Frames are prepared as photographs are: the shorter side resized, the centre cropped, normalized. On a GPU whose NVDEC
-decodes the video all of it happens there, and only the logits come to the host. Numbers differ by the rounding of 8-bit
-pixels from those of the same frame as a photograph, which Pillow rounds after the resize.
+Frames are prepared as photographs are: the shorter side resized, the centre cropped, normalized. If a GPU's NVDEC
+decodes the video, everything happens on that GPU, and only the logits come to the host. Results differ slightly from
+those for the same frame as a photograph, because Pillow rounds to 8-bit pixels after the resize.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from rooftop.media import DamagedVideoError, VideoReader
 from rooftop.models.images import IMAGENET, Preprocessing
 from rooftop.models.vision.classification import Guess, guessed
 
-SLACK_S = 0.0005  # as VideoReader.frames_at: 2 / 30 is frame 2 even if the file says 0.067 s
-MODES = {Image.Resampling.BILINEAR: "bilinear", Image.Resampling.BICUBIC: "bicubic"}  # of torch, as Pillow's
+SLACK_S = 0.0005  # as in VideoReader.frames_at: 2 / 30 is frame 2 even if the file says 0.067 s
+# torch's names for Pillow's filters
+MODES = {Image.Resampling.BILINEAR: "bilinear", Image.Resampling.BICUBIC: "bicubic"}
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class ClassifiedFrame:
 
 
 class SampledVideo:
-    """Frames of a video, at intervals of some seconds, as a model's input; each frame once.
+    """Frames of a video at intervals of some seconds, prepared as a model's input, each frame once.
 
     Args:
         path_or_bytes: a file, or the content of one.
@@ -55,7 +56,7 @@ class SampledVideo:
         positions, times: indices of the frames in the video, and their seconds.
 
     Raises:
-        InputError: no video, or `every` that is not a number above 0.
+        InputError: the source is not a video, or `every` is not a number above 0.
         DamagedVideoError, NoVideoDecoderError, MissingExtraError: as in `VideoReader`.
     """
 
@@ -78,7 +79,8 @@ class SampledVideo:
             short = min(first.height, first.width)
             size = (preprocessing.resize * first.height // short, preprocessing.resize * first.width // short)
         self._size = size
-        at_once = preprocessing.interpolation == Image.Resampling.BILINEAR  # which the reader does while it converts
+        # because the reader does this while it converts
+        at_once = preprocessing.interpolation == Image.Resampling.BILINEAR
         self._reader = VideoReader(
             path_or_bytes,
             device,
@@ -100,7 +102,7 @@ class SampledVideo:
         *,
         every: float = 1.0,
     ) -> SampledVideo:
-        """Decoded by NVDEC on the model's GPU, if available and faster; else on the CPU."""
+        """Decode with NVDEC on the model's GPU if it is available and faster, else on the CPU."""
         where = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         on_gpu = where.type == "cuda"
         with torch.cuda.device(where) if on_gpu else nullcontext():
@@ -113,8 +115,7 @@ class SampledVideo:
         """(B, 3, crop, crop) float32 on `device`, B at most `batch_size`.
 
         Raises:
-            DamagedVideoError: at the first frame that cannot be decoded, or if the file ends too early; after all
-                earlier frames.
+            DamagedVideoError: a frame cannot be decoded, or the file ends too early; raised after all earlier frames.
         """
         held: list[Tensor] = []
         try:
@@ -185,15 +186,15 @@ def classify_video(
 
     Args:
         model, classes, top: as in `rooftop.models.classify`.
-        video: a path or bytes, from which a frame every second is taken, prepared for ImageNet on the model's device;
-            or frames chosen and prepared otherwise.
+        video: a path or bytes: one frame per second is taken, and prepared for ImageNet on the model's device. Or a
+            `SampledVideo` with other frames or preparation.
         batch_size: maximum number of frames at once.
         progress: called with (the current activity, fraction done) after each batch.
 
     Raises:
         ValueError: `top` or `batch_size` below 1.
-        InputError: no video, or a number of names that differs from the number of logits.
-        DamagedVideoError: after the frames before the damage.
+        InputError: the source is not a video, or the number of names differs from the number of logits.
+        DamagedVideoError: the video is damaged; raised after the frames before the damage.
         ModelRunError: as in `classify`.
     """
     if top < 1 or batch_size < 1:

@@ -38,13 +38,13 @@ AVERAGED = re.compile(r"(^|[_./])(ema|swa|averaged?|avg|polyak|shadow)([_./]|$)"
 """Names for averaged weights: by exponential moving averages (EMA) or stochastic weight averaging (SWA)."""
 
 ONLINE = "online_model."
-"""ema_pytorch's prefix for the trained weights, besides the averaged ones."""
+"""ema_pytorch's prefix for the trained weights, which it stores next to the averaged ones."""
 
 COUNT = "n_averaged"
 """The key under which `AveragedModel` counts averaged models."""
 
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-"""The infixes of DataParallel, `torch.compile`, FSDP and activation checkpointing in the keys of a model."""
+"""What DataParallel, `torch.compile`, FSDP and activation checkpointing insert into the keys of a model."""
 
 SIGNS = (
     *(dialect.sign for dialect in (*RESNET, *SWIN, *HYBRID, *DETR, *NEXT_FRAME)),
@@ -73,7 +73,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class _Candidate:
-    name: str  # its position in the file: the keys that lead to it, and its own prefix
+    name: str  # the model's position in the file: the keys that lead to it, and its own prefix
     tensors: dict[str, Tensor]
     averaged: bool
 
@@ -81,14 +81,14 @@ class _Candidate:
 def weights_in(content: Any, part: str | None = None) -> Contents:
     """The weights of one model in a file's contents.
 
-    If a file has weights and their averages, the averages are used: training evaluates with those.
+    If a file has weights and their averages, the averages are used, because training evaluates with them.
 
     Args:
         content: the result of `torch.load`.
         part: a name of `Contents.others`, or of the choices of an error; None: the only one, or the averaged one.
 
     Raises:
-        WeightsError: no weights, several models, several averages, no such part, or two tensors for one key.
+        WeightsError: there are no weights, several models, several averages, no such part, or two tensors for one key.
     """
     candidates = [each for found in _state_dicts(content) for each in _models_in(found)]
     if not candidates:
@@ -155,7 +155,7 @@ def _state_dicts(content: Any, path: tuple[str, ...] = ()) -> Iterator[_Candidat
 
 
 def _nameless_averages(content: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
-    """Whether averages are a list, in the order of a model's parameters, as torch_ema saves them."""
+    """Whether averages are a list in the order of a model's parameters, which torch_ema saves."""
     if not isinstance(content, Mapping) or len(path) > 3:
         return
     for key, value in content.items():
@@ -171,7 +171,7 @@ def _nameless_averages(content: Any, path: tuple[str, ...] = ()) -> Iterator[str
 
 
 def _models_in(found: _Candidate) -> Iterator[_Candidate]:
-    """The models whose tensors a state dict has, each by its own keys."""
+    """The models whose tensors a state dict contains, each by its own keys."""
     tensors = _unwrapped(found.tensors)
     prefixes = _prefixes(tensors)
     averaged = found.averaged or COUNT in tensors
@@ -181,12 +181,12 @@ def _models_in(found: _Candidate) -> Iterator[_Candidate]:
         return
     for prefix in prefixes:
         own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-        if len(prefixes) == 1:  # the remaining keys belong to no other model, and must not be lost
+        if len(prefixes) == 1:  # the remaining keys do not belong to another model, and must not be lost
             others = {key: value for key, value in tensors.items() if not key.startswith(prefix)}
             own |= {key: value for key, value in others.items() if key not in own}
         around = [
             key for key in counts if prefix.startswith(key.removesuffix(COUNT))
-        ]  # belong to an average of this model
+        ]  # these belong to an average of this model
         if around:
             own = {key: value for key, value in own.items() if key not in around} | {COUNT: tensors[around[-1]]}
         mine = COUNT in own or AVERAGED.search(prefix) is not None or (averaged and not prefix.endswith(ONLINE))
@@ -216,7 +216,7 @@ def _unwrapped(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _prefixes(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The prefix of each model's keys: the shortest ones before one of the signs."""
+    """The prefix of each model's keys: the shortest prefixes before one of the signs."""
     ends = [key.removesuffix(sign) for sign in SIGNS for key in tensors if key == sign or key.endswith(f".{sign}")]
     shortest: list[str] = []
     for prefix in sorted(set(ends), key=lambda each: (len(each), each)):

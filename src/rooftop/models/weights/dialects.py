@@ -33,7 +33,7 @@ class Dialect:
     Attributes:
         origin: the library.
         sign: the key by which the dialect is recognized.
-        renames: to our keys; applied one after another.
+        renames: the renames to our keys, applied one after another.
         unneeded: a pattern of keys whose tensors follow from the model, or do not affect its results; None: there are
             none.
         zero_parts: parts that this library omits because they are zero.
@@ -111,7 +111,7 @@ def renamed(key: str, dialect: Dialect) -> str:
 
 
 def _joined(ours: str, found: Mapping[str, str], tensors: Mapping[str, Tensor], zero_parts: str) -> Tensor:
-    """A tensor, or (n, ...) of each part as (3 n, ...)."""
+    """A tensor itself, or its parts (n, ...) joined as (3 n, ...)."""
     if "" in found:
         return tensors[found[""]]
     if lacking := [part for part in PARTS if part not in found and part not in zero_parts]:
@@ -122,11 +122,11 @@ def _joined(ours: str, found: Mapping[str, str], tensors: Mapping[str, Tensor], 
 
 
 def _numbered(pattern: str, prefix: str, suffix: str = "", times: int = 1, plus: int = 0) -> Rename:
-    """The number in a pattern becomes times * number + plus."""
+    """A rename in which the number becomes times * number + plus."""
     return pattern, lambda found: f"{prefix}{times * int(found[1]) + plus}{suffix}"
 
 
-# Hugging Face's own ResNet: stages, blocks and layers count from 0, torchvision's from 1.
+# Hugging Face's own ResNet numbers stages, blocks and layers from 0, torchvision from 1.
 HUGGING_FACE_RESNET: tuple[Rename, ...] = (
     (r"\.embedder\.embedder\.convolution\.", ".conv1."),
     (r"\.embedder\.embedder\.normalization\.", ".bn1."),
@@ -171,9 +171,9 @@ SWIN_TABLES = r"\.(relative_position_index|attn_mask)$"
 
 SWIN = (
     Dialect("torchvision", "features.0.0.weight"),
-    # The merging ends the previous stage; this is the only dialect whose first stage has one.
+    # The merging is at the end of the previous stage. This is the only dialect whose first stage has one.
     Dialect("Microsoft", "layers.0.downsample.reduction.weight", _swin(merging=2), SWIN_TABLES, zero_parts="k"),
-    # The merging begins the next stage.
+    # The merging is at the beginning of the next stage.
     Dialect("timm", "patch_embed.proj.weight", _swin(merging=0), SWIN_TABLES, zero_parts="k"),
 )
 
@@ -215,7 +215,7 @@ MMDETECTION_3: tuple[Rename, ...] = (
     (r"\.post_norm\.", ".norm."),
 )
 
-# To the names of version 3, and from there to ours. The second of each choice is from before version 2.12.
+# First to the names of version 3, and from there to ours. The second name of each choice is from before version 2.12.
 MMDETECTION_2: tuple[Rename, ...] = (
     (r"^bbox_head\.transformer\.", ""),
     (r"^bbox_head\.query_embedding\.", "query_embedding."),

@@ -1,4 +1,4 @@
-"""Download one file: the whole file with the right checksum, or nothing and one error that says why."""
+"""Download one file: either the whole file with the right checksum, or nothing and an error with the reason."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def download(url: str, target: Path, sha256: str) -> None:
         sha256: hex digits that the checksum must begin with.
 
     Raises:
-        WeightsError: the server, the network, the disk or the checksum; nothing is left behind.
+        WeightsError: the server, the network, the disk or the checksum failed; nothing is left behind.
     """
     partial = target.with_name(f"{target.name}.{uuid.uuid4().hex}.partial")  # two processes may fetch the same file
     digest = hashlib.sha256()
@@ -51,7 +51,7 @@ def download(url: str, target: Path, sha256: str) -> None:
             f"Download it elsewhere and put it at {target}, or give a file as weights"
         ) from error
     finally:
-        with suppress(OSError):  # it may never have existed
+        with suppress(OSError):  # the file may never have existed
             partial.unlink()
 
 
@@ -69,10 +69,10 @@ def sha256_of(path: Path) -> str:
 
 
 def _received(url: str, name: str) -> Generator[bytes]:
-    """The body as it arrives, until it is complete.
+    """Yield the body as it arrives, until it is complete.
 
     Raises:
-        _Failure: the network or the server.
+        _Failure: the network or the server failed.
     """
     received, length = 0, 0
     try:
@@ -93,7 +93,7 @@ def _received(url: str, name: str) -> Generator[bytes]:
         raise _Failure(f"no data arrived for {STALL_S:g} s, after {received:,} bytes") from error
     except ValueError as error:
         raise _Failure(f"{error} (ROOFTOP_WEIGHTS_URL takes http://, https:// and file:/// addresses)") from error
-    except (OSError, HTTPException) as error:  # a connection that broke
+    except (OSError, HTTPException) as error:  # the connection broke
         raise _Failure(f"{error or type(error).__name__}, after {received:,} bytes") from error
     if received < length:
         raise _Failure(f"the connection closed after {received:,} of {length:,} bytes")
@@ -101,7 +101,7 @@ def _received(url: str, name: str) -> Generator[bytes]:
 
 @contextmanager
 def _progress_bar(name: str) -> Iterator[tuple[Progress, TaskID]]:
-    """Shows nothing if stderr is not a terminal."""
+    """The progress bar, which shows nothing if stderr is not a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:

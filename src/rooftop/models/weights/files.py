@@ -4,8 +4,8 @@ A published file has the first eight hex digits of its SHA-256 in its name (`res
 checked against them before the file gets that name, and again at each use. Files are in torchvision's folder
 (`torch.hub.get_dir()/checkpoints`), so that both use each other's downloads.
 
-`ROOFTOP_WEIGHTS_URL` in the environment replaces the address that the file names are appended to: a mirror, or a folder
-as file:///...
+`ROOFTOP_WEIGHTS_URL` in the environment replaces the base address of the files, by that of a mirror or of a folder
+(file:///...).
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ class Weights:
 
     Attributes:
         file: its name, NAME-SHA256.pth with the first eight hex digits of the checksum.
-        preprocessing: preprocessing of the evaluation with the published accuracy; None for a detector, which gets
+        preprocessing: the preprocessing with which the published accuracy was measured; None for a detector, which gets
             whole photographs (`rooftop.models.detect`).
         publisher: the address that the file's name is appended to.
-        dilation: the fourth stage of the ResNet keeps the resolution of the third ("DC5"). The file does not show it.
+        dilation: whether the fourth stage of the ResNet keeps the resolution of the third ("DC5"). The file itself does
+            not tell.
     """
 
     file: str
@@ -121,7 +122,7 @@ def load_weights(model: nn.Module, builder: str, weights: str | Path) -> None:
     """Load published weights of `builder`, or a file, into a model; every key must be there, with its shape.
 
     Raises:
-        InputError: neither a name nor a file.
+        InputError: `weights` is neither a name nor a file.
         WeightsError: the file cannot be fetched, is damaged, or belongs to another model.
         MissingExtraError: a .safetensors file, and safetensors is not installed.
     """
@@ -133,7 +134,7 @@ def weights_file(builder: str, weights: str | Path) -> Path:
     """The file for a name (downloaded if necessary) or a path. A `Path` is never a name.
 
     Raises:
-        InputError: neither a name nor a file.
+        InputError: `weights` is neither a name nor a file.
         WeightsError: it cannot be fetched or does not match its checksum.
     """
     published = published_weights(builder, weights)
@@ -159,7 +160,8 @@ def published_weights(builder: str, weights: str | Path) -> Weights | None:
 def preprocessing_of(builder: str, weights: str | Path) -> Preprocessing:
     """The preprocessing of photographs for these weights, also for a copy that kept its file name.
 
-    A file of `rooftop train` says it. For any other file: the shorter side to 256 pixels, the central 224 x 224.
+    A file of `rooftop train` contains it. For any other file, the shorter side is resized to 256 pixels and the central
+    224 x 224 are used.
     """
     published = _named_or_copied(builder, weights)
     if published is None and (trained := trained_file(weights)) is not None and trained.preprocessing is not None:
@@ -170,8 +172,8 @@ def preprocessing_of(builder: str, weights: str | Path) -> Preprocessing:
 def options_of(builder: str, weights: str | Path) -> dict[str, Any]:
     """The builder's options for these weights, also for a copy that kept its file name.
 
-    {"dilation": True} for weights of a dilated DETR, whose keys and shapes equal the plain one's; what a file that
-    `rooftop train` wrote for this builder says; else nothing.
+    {"dilation": True} for weights of a dilated DETR, whose keys and shapes equal the plain one's. The options in the
+    file, if `rooftop train` wrote it for this builder. Else no options.
     """
     published = _named_or_copied(builder, weights)
     if published is None and (trained := trained_file(weights)) is not None and trained.model == builder:
@@ -187,7 +189,7 @@ def _named_or_copied(builder: str, weights: str | Path) -> Weights | None:
 def read_weights(path: Path, part: str | None = None) -> dict[str, Tensor]:
     """The tensors of a file that `torch.save(model.state_dict(), path)` or safetensors wrote, on the CPU.
 
-    The tensors of `read_checkpoint`; arguments and errors are the same.
+    These are the tensors of `read_checkpoint`; arguments and errors are the same.
     """
     return read_checkpoint(path, part).tensors
 
@@ -195,15 +197,16 @@ def read_weights(path: Path, part: str | None = None) -> dict[str, Tensor]:
 def read_checkpoint(path: Path, part: str | None = None) -> Contents:
     """A model's weights in a file, on the CPU, and which ones they are.
 
-    Runs no code from it. A checkpoint is searched for its weights, and the prefixes that training has added to the keys
+    No code from the file runs. A checkpoint is searched for its weights, and the prefixes that training has added to
+    the keys
     are removed: `rooftop.models.weights.checkpoint_contents` says which part of which file is used.
 
     Args:
         path: file written by torch.save or safetensors.
-        part: which weights of a file with several.
+        part: which weights to read from a file with several.
 
     Raises:
-        WeightsError: damaged, not a file of tensors, or weights of several models.
+        WeightsError: the file is damaged, is not a file of tensors, or has weights of several models.
         MissingExtraError: a .safetensors file, and safetensors is not installed.
     """
     try:
@@ -227,7 +230,7 @@ def _unpickled(path: Path) -> Any:
             warnings.catch_warnings(action="ignore"),  # about files that torch cannot read: the errors below say it
             torch.serialization.safe_globals(
                 [argparse.Namespace]
-            ),  # the options that training scripts save: plain data
+            ),  # allow the options that training scripts save, which are plain data
         ):
             return torch.load(path, map_location="cpu", weights_only=True)
     except OSError:

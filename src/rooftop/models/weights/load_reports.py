@@ -1,4 +1,4 @@
-"""Where each key of a weights file goes in a model."""
+"""Reports of loading: where each key of a weights file goes in a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 Shape = tuple[int, ...]
 
 COMPUTED = ("num_batches_tracked", "relative_position_index", "relative_coords_table")
-"""Ends of keys that a model does not need from a file. The tables of a Swin Transformer follow from its window, and
+"""Endings of keys that a model does not need from a file. The tables of a Swin Transformer follow from its window, and
 timm saves none. A batch counter does not affect the result, and files from before torch 0.4.1 have none."""
 
 
@@ -29,11 +29,11 @@ class LoadReport:
         missing_keys: keys of the model that the file lacks.
         unexpected_keys: keys of the file that the model lacks.
         mismatched: key of the model -> its shape in the file, and in the model.
-        quantized: key of the model that needs floating point -> integer dtype in the file: integers mean nothing
-            without their scales.
+        quantized: key of the model that needs floating point -> integer dtype in the file. (Integers mean nothing
+            without their scales.)
         computed_keys: keys of the model that are not in the file and follow from the model itself.
         unneeded_keys: ignored keys of the file, which follow from the model itself.
-        differing_keys: those of them whose tensors differ from the model's own.
+        differing_keys: the unneeded keys whose tensors differ from the model's own.
         taken: which of the file's weights these are, averaged or not, in words.
         averaged: whether they are averages of the weights of several steps.
         others: other weights of the file, as values for `part`.
@@ -113,7 +113,7 @@ def compared(
         path, origin: as in `LoadReport`.
         sources: the file's keys for each of `found`; None: the same keys.
         unneeded: keys of the file that are not in `found`.
-        differing: those of them whose tensors differ from the model's own.
+        differing: the unneeded keys whose tensors differ from the model's own.
     """
     sources = sources or {key: (key,) for key in found}
     shapes = {key: (tuple(found[key].shape), tuple(expected[key].shape)) for key in expected if key in found}

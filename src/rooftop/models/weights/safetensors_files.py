@@ -1,4 +1,4 @@
-"""The tensors of safetensors files, one or several with an index as Hugging Face writes them, read piece by piece.
+"""Read the tensors of safetensors files piece by piece: one file, or several with an index as Hugging Face writes them.
 
 with TensorFiles(Path("Llama-2-7b-hf")) as files:
     files.keys()
@@ -21,7 +21,7 @@ FLOATING = ("F64", "F32", "F16", "BF16")
 
 
 class TensorFiles:
-    """The tensors of one safetensors file or of those of an index, read one at a time."""
+    """The tensors of one safetensors file or of the files of an index, read one at a time."""
 
     def __init__(self, path: Path) -> None:
         self._open = safetensors_library().safe_open
@@ -51,8 +51,8 @@ class TensorFiles:
         return found
 
     def part(self, key: str, rows: tuple[int, int], columns: tuple[int, int] | None, transposed: bool) -> Tensor:
-        """A range of rows and a range of columns of a tensor, on the CPU; if it is transposed, in terms of the tensor
-        before transposition.
+        """A range of rows and a range of columns of a tensor, on the CPU. If it is transposed, the ranges refer to the
+        tensor before transposition.
         """
         view = self._file(self._places[key]).get_slice(key)
         if columns is None:

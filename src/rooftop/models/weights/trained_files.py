@@ -1,4 +1,4 @@
-"""What a file of weights says beside its tensors: of which model they are, its classes, and how images go into it.
+"""The metadata of a weights file: its model, the classes, and the preprocessing of images.
 
 `rooftop train` writes it into the header of its safetensors files, under `KEY`, as JSON:
 
@@ -25,14 +25,15 @@ KEY = "rooftop"
 
 @dataclass(frozen=True)
 class TrainedFile:
-    """What is said beside the tensors.
+    """The metadata of a weights file.
 
     Attributes:
-        model: name of the builder.
-        options: of the builder.
-        classes: names of the classes in the order of the logits, or of a detector's labels; none where unknown.
-        preprocessing: how photographs go into a classifier; None where it was not said.
-        sides: pixels of the shorter and at most of the longer side that a detector sees; None where it was not said.
+        model: name options of the builder.
+        options: options of the builder.
+        classes: names of the classes in the order of the logits, or of a detector's labels; empty if unknown.
+        preprocessing: preprocessing of photographs for a classifier; None if the file does not state it.
+        sides: pixels of the shorter side, and maximum pixels of the longer side, of a detector's input; None if the
+            file does not state them.
     """
 
     model: str
@@ -43,10 +44,10 @@ class TrainedFile:
 
 
 def trained_file(weights: str | Path) -> TrainedFile | None:
-    """What a file says beside its tensors; None of any other file, or of a name that is not a file.
+    """Read the metadata of a file; None for a file without metadata, or a name that is not a file.
 
     Raises:
-        WeightsError: a damaged file.
+        WeightsError: the file is damaged.
         MissingExtraError: it is a .safetensors file, and safetensors is not installed.
     """
     path = Path(weights).expanduser()
@@ -63,13 +64,13 @@ def trained_file(weights: str | Path) -> TrainedFile | None:
         ) from error
     try:
         said = json.loads(header.get(KEY, "{}"))
-        return _read(said) if isinstance(said.get("model"), str) else None  # checkpoints say other things there
+        return _read(said) if isinstance(said.get("model"), str) else None  # other checkpoints store other things there
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise WeightsError(f"{path}: {KEY!r} in its header was not written by rooftop train ({error!r})") from error
 
 
 def plain_preprocessing(preprocessing: Preprocessing) -> dict[str, Any]:
-    """As it stands in a file."""
+    """The form in which a file stores it."""
     return {
         "resize": preprocessing.resize,
         "crop": preprocessing.crop,
