@@ -1,7 +1,7 @@
 """Recognize and join the key and value caches that Hugging Face's models return.
 
-A cache contains layers, and a layer contains tensors and facts about them. `BATCH_DIMS` gives the sample dimension of
-each tensor; a tensor that is not listed raises.
+A cache contains layers, and a layer contains tensors and values that describe them. `BATCH_DIMS` gives the sample
+dimension of each tensor; a tensor that is not listed raises.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BATCH_DIMS = {
 }
 
 CONSTANTS = frozenset({"_sliding_window_tensor"})
-"""Tensors that are the same in all replicas, according to a number next to them."""
+"""Tensors that are the same in all replicas if a number next to them says so."""
 
 PARTS = frozenset({"layers", "self_attention_cache", "cross_attention_cache"})
 """Attributes of a cache that contain layers or other caches."""
@@ -36,7 +36,7 @@ Join = Callable[[list[Any], int], Any]
 
 def is_cache(value: Any) -> bool:
     """Whether this is one of transformers' caches."""
-    module = sys.modules.get("transformers.cache_utils")  # a program with a cache has imported it
+    module = sys.modules.get("transformers.cache_utils")  # a program that has a cache has imported transformers
     kind = getattr(module, "Cache", None)
     return kind is not None and isinstance(value, kind)
 

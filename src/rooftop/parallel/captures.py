@@ -17,9 +17,9 @@ import torch
 
 @contextmanager
 def graphs_end_here() -> Iterator[None]:
-    """Resets all CUDA graphs that were captured in the `with` block, even if others captured or still hold them.
+    """Reset all CUDA graphs that were captured in the `with` block, even if other code captured or still holds them.
 
-    PyTorch raises a RuntimeError if one is replayed afterwards. Its tensors keep their memory.
+    PyTorch raises a RuntimeError if such a graph is replayed afterwards. Its tensors keep their memory.
     """
     begin = torch.cuda.CUDAGraph.capture_begin
     graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()

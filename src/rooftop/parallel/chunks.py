@@ -29,7 +29,7 @@ class Chunks:
         places: ascending numbers of the rank's chunks.
 
     Raises:
-        ValueError: a size that does not divide the length, or places that are not ascending numbers of chunks.
+        ValueError: the size does not divide the length, or the places are not ascending numbers of chunks.
     """
 
     length: int
@@ -52,7 +52,8 @@ class Chunks:
 
     @staticmethod
     def zigzag(length: int, index: int, count: int) -> Chunks:
-        """Of 2 `count` chunks, chunk `index` from the front and chunk `index` from the back; for one rank all chunks.
+        """Two of 2 `count` chunks: chunk `index` from the front and chunk `index` from the back. A single rank gets all
+        chunks.
 
         Raises:
             ValueError: the length is not a multiple of twice the ranks.
@@ -75,7 +76,7 @@ class Chunks:
         """Part `index` of `count` equal parts of these positions, such as a sequence parallel rank's part.
 
         Raises:
-            ValueError: they cannot be split this way.
+            ValueError: the positions cannot be split this way.
         """
         _check_place(index, count)
         if len(self) % count:
@@ -134,7 +135,7 @@ class Chunks:
         ]
 
     def _progressions(self) -> Iterator[tuple[int, int, int]]:
-        """The places as (first, count, distance) progressions of equally spaced places."""
+        """The places as runs (first, count, distance) of equally spaced places."""
         left = self.places
         while left:
             pace, count = left[1] - left[0] if len(left) > 1 else 1, 1

@@ -1,8 +1,8 @@
 """The values in a module's inputs and outputs, in tuples, lists, mappings and dataclasses: taken out and put into new
 containers.
 
-Additional attributes of a container (of a subclass of dict, of a UserDict) count as values too: a share of a batch must
-not keep the mask of the whole batch there.
+Additional attributes of a container (a subclass of dict, a UserDict) count as values too. Otherwise a share of a batch
+could keep the mask of the whole batch there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 """Types of values that contain no other values."""
 
 CODE = (type, ModuleType, FunctionType)
-"""Not searched, whatever it refers to."""
+"""Types whose objects are not searched, whatever they refer to."""
 
 BOUND = (MethodType, BuiltinMethodType, MethodWrapperType)
 """Functions bound to an object."""
@@ -52,7 +52,8 @@ def opened(part: Any) -> Opened | None:
     container.
 
     Containers are tuples, named tuples, operators' return types (torch.return_types), lists, deques, UserLists,
-    Mappings, UserDicts and dataclasses, with their subclasses. A PackedSequence is none: its rows are no samples.
+    Mappings, UserDicts and dataclasses, with their subclasses. A PackedSequence is not a container, because its rows
+    are not samples.
     """
     if isinstance(part, (*PLAIN, Tensor, nn.Module, PackedSequence, type)):
         return None
@@ -92,7 +93,7 @@ def holds_tensors(value: Any) -> bool:
 
     Modules, classes and functions are not searched.
     """
-    seen: dict[int, Any] = {}  # keeps the objects alive: another object must not get the same id meanwhile
+    seen: dict[int, Any] = {}  # keeps the objects alive, so that no other object gets the same id meanwhile
     waiting = [value]
     while waiting:
         part = waiting.pop()
@@ -186,7 +187,7 @@ def _opened_dict(part: dict[Any, Any]) -> Opened:
 
 
 def _opened_attributes(part: UserDict[Any, Any] | UserList[Any]) -> Opened:
-    """Its items are in one of its attributes, `data`."""
+    """A container whose items are in its attribute `data`."""
     attributes = dict(vars(part))
 
     def made(values: list[Any]) -> Any:
@@ -259,13 +260,14 @@ def _initialized(part: Any, arguments: list[str], given: dict[str, Any]) -> Any:
 
 
 def _set(instance: Any, attributes: Mapping[str, Any]) -> None:
-    """It also works if the class is frozen."""
+    """Set attributes; this also works if the class is frozen."""
     for name, value in attributes.items():
         object.__setattr__(instance, name, value)
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether the values are the same, in the same memory; it does not read tensor values, which may be on a GPU."""
+    """Whether the values are the same objects or the same memory. Tensor values are not read, since they may be on a
+    GPU."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one is other or (
             (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)

@@ -7,13 +7,14 @@
 
 | transport | what moves | attention |
 |---|---|---|
-| `all_gather` | the keys and values that a rank needs, at once; their gradients back | in one step |
-| `p2p` | the same rows, of one rank after the other, beside the work on others | in a step for each rank, merged |
-| `a2a` | queries, keys and values, positions against heads; the result back | of whole sequences and some heads |
+| `all_gather` | all keys and values that a rank needs, at once; their gradients return | in one step |
+| `p2p` | the same rows, from one rank after the other, while others are being used | in a step for each rank, merged |
+| `a2a` | queries, keys and values: positions are exchanged for heads; the result returns | over whole sequences, of
+some heads |
 | `a2a+p2p` | `a2a` within groups of neighbours, `p2p` between the groups | of both kinds |
 
-A rank sends only rows that the receiver's queries attend to. A rank keeps its own keys and values for backward, and
-receives the others' again.
+A rank sends only rows that the receiver's queries attend to. For backward, a rank keeps its own keys and values, and
+receives those of other ranks again.
 
 Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers" (arXiv:2310.01889); Jacobs et al. 2023,
 "DeepSpeed Ulysses" (arXiv:2309.14509); Llama Team 2024, "The Llama 3 Herd of Models" (arXiv:2407.21783), section 3.3.2.
@@ -58,7 +59,7 @@ class Context:
             neighbours, which exchange keys and values; `groups_of` creates them.
 
     Raises:
-        ValueError: another transport; "a2a+p2p" without the two groups.
+        ValueError: the transport is unknown, or "a2a+p2p" lacks the two groups.
     """
 
     group: Group = None
@@ -83,7 +84,7 @@ class Context:
         Args:
             group: as in `Layout.process_groups()["cp"]`.
             transport: one of `TRANSPORTS`.
-            near: for "a2a+p2p", how many neighbours exchange heads; it divides the ranks.
+            near: for "a2a+p2p", the number of neighbours that exchange heads; it divides the ranks.
         """
         if transport != "a2a+p2p" or group is None or group.size() == 1:
             return Context(group, transport)
@@ -110,7 +111,7 @@ class Context:
         return place_in(self.group)[1]
 
     def packing(self, length: int, documents: Documents | None = None, parts: int = 1) -> Packing:
-        """Which rank has which positions; as in `Packing.of`. Without documents it is the same object each time."""
+        """The positions of each rank, as in `Packing.of`. Without documents, each call returns the same object."""
         if documents is not None:
             return Packing.of(length, self.ranks, documents, parts)
         if (length, parts) not in self._packings:
@@ -166,7 +167,7 @@ class ContextAttention:
         return self.packing.ready[place]
 
     def _with_dropout(self, attention: ParallelSelfAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Computed in plain PyTorch, over all keys, whatever the transport."""
+        """Attention in plain PyTorch, over all keys, whatever the transport."""
         order = uploaded(order_of(self.packing.held), query.device)
         key, value = (gather_of_ranks(each, 2, self.context.group)[:, :, order] for each in (key, value))
         return attention.attend_in_pytorch(query, key, value, self._seen_by(attention.window, query.device))
@@ -232,8 +233,8 @@ class _RankPlan:
 
     @cached_property
     def own(self) -> Blocks | None:
-        """The work while the first rows are in transit: this rank's rows attend to each other. None if a window reaches
-        from them into rows of other ranks."""
+        """The work while the first rows are in transit: this rank's rows attend to each other. None if their window
+        reaches into rows of other ranks."""
         if self.window is not None:
             return None
         return self._made_ready(self.packing.own_blocks(self.index), len(self.packing.held[self.index]))
@@ -289,7 +290,8 @@ Rows = tuple[Tensor, Tensor]
 
 
 def _send(step: _Step, key: Tensor, value: Tensor, group: Group) -> Callable[[], Rows]:
-    """Start to send this rank's rows of a step; the result waits for the arriving rows, in ascending order."""
+    """Start to send this rank's rows of a step. Calling the result waits for the arriving rows, and returns them in
+    ascending order."""
     both = torch.cat([key, value], 1).transpose(0, 2)  # (S, 2 H_k, B, D)
     out = both.index_select(0, torch.cat(step.sent)).contiguous()
     arriving = out.new_empty((sum(step.received), *out.shape[1:]))
@@ -305,7 +307,8 @@ def _send(step: _Step, key: Tensor, value: Tensor, group: Group) -> Callable[[],
 
 
 def _send_back(step: _Step, dkey: Tensor, dvalue: Tensor, group: Group) -> Callable[[Tensor, Tensor], None]:
-    """Start to return gradients of rows that have arrived; the result waits, and adds the returning ones."""
+    """Start to return gradients of rows that have arrived. Calling the result waits for this rank's own gradients to
+    return, and adds them."""
     both = torch.cat([dkey, dvalue], 1).transpose(0, 2)  # (T, 2 H_k, B, D)
     out = torch.empty_like(both, memory_format=torch.contiguous_format)
     out[step.order] = both
@@ -378,7 +381,7 @@ class _Attend(torch.autograd.Function):
 
 
 def _arriving(plan: _RankPlan, key: Tensor, value: Tensor) -> Iterator[tuple[_Step, Rows]]:
-    """Each step with its arrived rows, while those of the next one are in transit."""
+    """Each step with its arrived rows, while the rows of the next step are in transit."""
     pending = [_send(step, key, value, plan.group) for step in plan.steps[:1]]
 
     def steps() -> Iterator[tuple[_Step, Rows]]:

@@ -1,13 +1,13 @@
 """Data parallelism in one process: a batch is split over several devices, with a replica of the module on each.
 
 Four steps, each a function: `scatter` splits the inputs, `replicate` copies the module, `parallel_apply` runs each
-replica on its share, `gather` joins the outputs. All are differentiable, so backward takes the reverse path, and the
-gradients of all replicas end up in the module's parameters. `DataParallel` combines the four in order, with the
+replica on its share, `gather` joins the outputs. All four are differentiable, so backward takes the reverse path, and
+the gradients of all replicas end up in the module's parameters. `DataParallel` combines the four in order, with the
 semantics of torch.nn.DataParallel.
 
 Its limits: one Python process launches for all devices, parameters go out and gradients come back through the first
-device at every step, and nothing overlaps with the backward. It is for small jobs and for learning; a process for each
-GPU (torchrun and DistributedDataParallel) has none of these limits.
+device at every step, and nothing overlaps with the backward. It is meant for small jobs and for learning. One process
+per GPU (torchrun and DistributedDataParallel) has none of these limits.
 
 On the CPU it works with "cpu" named several times; the tests use this.
 """
@@ -46,10 +46,10 @@ class DataParallel(nn.Module):
       shares' losses is the batch's mean only if all shares have the same size: let the module return a value for each
       sample.
 
-    There are differences: shares differ by at most one sample. A parameter that no replica uses has no gradient instead
-    of zeros. `parameters()` works in a replica, and tensors in attributes are copied too. Dropout differs between GPUs
-    after `torch.manual_seed`, which gives all of them the same seed (here a GPU with the seed of an earlier one gets
-    the next free seed). On the CPU replicas draw from one generator, in any order.
+    It differs from torch.nn.DataParallel in some ways. Shares differ by at most one sample. A parameter that no replica
+    uses has no gradient instead of zeros. `parameters()` works in a replica, and tensors in attributes are copied too.
+    Dropout differs between GPUs after `torch.manual_seed`, which gives all of them the same seed (here a GPU with the
+    seed of an earlier one gets the next free seed). On the CPU replicas draw from one generator, in any order.
 
     Args:
         module: moved to the first device, in place.
@@ -58,7 +58,7 @@ class DataParallel(nn.Module):
         dim: dimension along which inputs are split and outputs are joined.
 
     Raises:
-        ValueError: no devices, or one that is neither an existing GPU nor the CPU.
+        ValueError: there are no devices, or one is neither an existing GPU nor the CPU.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class DataParallel(nn.Module):
             The result of `gather` for the outputs.
 
         Raises:
-            ValueError, TypeError: from the four functions; errors in arguments are raised before any replica runs.
+            ValueError, TypeError: as in the four functions. Errors in arguments are raised before any replica runs.
             BaseException: the first exception of a replica, with its number and device as a note.
         """
         given: dict[Any, Any] = dict(enumerate(args)) | kwargs
@@ -121,9 +121,9 @@ def parallel_apply(
         Their outputs, in order; nothing waits for the GPUs.
 
     Raises:
-        ValueError: not as many inputs, keyword arguments or devices as modules.
-        BaseException: the first exception of a module, when all have ended: the exception itself with its traceback,
-            and the module's number and device as a note.
+        ValueError: the number of inputs, keyword arguments or devices differs from that of modules.
+        BaseException: a module raised an exception. The first one is raised after all modules have ended, with its
+            traceback, and with the module's number and device as a note.
     """
     kwargs = [{}] * len(modules) if kwargs is None else kwargs
     for what, given in (("inputs", inputs), ("keyword arguments", kwargs), ("devices", devices)):
@@ -158,7 +158,7 @@ def _give_different_seeds(devices: Sequence[torch.device]) -> None:
     """Give generators of GPUs with the seed of an earlier device another seed."""
     gpus = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
     if gpus:
-        torch.cuda.init()  # before it there are no generators
+        torch.cuda.init()  # without it there are no generators yet
     taken: set[int] = set()
     for device in gpus:
         generator = torch.cuda.default_generators[device.index]

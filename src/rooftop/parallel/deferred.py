@@ -5,10 +5,10 @@
         loss.backward()      # gradients of inputs, norms, biases, embeddings
     later.make()             # weights of linear layers
 
-The previous rank waits for the gradient of the input; no rank waits for the gradient of a weight. So a linear layer
-with a deferral computes the input's gradient at once and postpones the weight's product. Both are in one autograd
-function of our own, so nothing depends on PyTorch's graph. Outside `collecting`, backward computes everything at once,
-with the same products and sums.
+The previous rank waits for the gradient of the input, but no rank waits for the gradient of a weight. So a linear layer
+with a deferral computes the input's gradient at once and postpones the product for the weight's gradient. Both are in
+one autograd function of our own, so nothing depends on PyTorch's graph. Outside `collecting`, backward computes
+everything at once, with the same products and sums.
 
 A layer that may defer is opaque to torch.compile: a compiled block is compiled around it.
 """
@@ -37,23 +37,24 @@ class Later:
         self._left.append((weight, make))
 
     def make(self) -> None:
-        """Compute them all, one after another, and add them to their weights' gradients; hooks run as in backward."""
+        """Compute all gradients, one after another, and add them to those of their weights. Hooks run as in
+        backward."""
         left, self._left = self._left, []
         for weight, make in left:  # in the order of backward
             _accumulate(weight, make)
 
 
 class Deferral:
-    """Where the linear layers of a model store the deferred gradients of their weights, during collection.
+    """A place where the linear layers of a model store the deferred gradients of their weights, during collection.
 
-    The state is an attribute and not thread-local, since autograd runs the backward of a GPU in its own threads.
+    The state is an attribute instead of thread-local, since autograd runs the backward of a GPU in its own threads.
     """
 
     def __init__(self) -> None:
         self.later: Later | None = None
 
     def add(self, weight: GradientEdge, make: Callable[[], Tensor]) -> None:
-        """Defer a weight's gradient to the collector; compute it now if there is none."""
+        """Defer a weight's gradient to the collector; without a collector, compute it now."""
         if self.later is not None:
             self.later.add(weight, make)
         else:
@@ -61,10 +62,10 @@ class Deferral:
 
     @contextmanager
     def collecting(self) -> Iterator[Later]:
-        """Within the block, a backward leaves the gradients of linear layers' weights to the returned object.
+        """Within the block, backward leaves the gradients of linear layers' weights to the returned object.
 
         Raises:
-            RuntimeError: they are being collected already.
+            RuntimeError: gradients are being collected already.
         """
         if self.later is not None:
             raise RuntimeError("Deferral: weight gradients are already being collected")

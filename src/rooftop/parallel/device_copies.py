@@ -1,12 +1,12 @@
 """Copies of tensors on other devices, whose gradients are summed on the tensors' own device.
 
-In forward every tensor goes to every device; in backward the gradients of its copies return and are added: a broadcast
-and a reduction, each the other's derivative. They are bound by the link, and for small tensors by the launch of a copy:
-tensors of up to `COALESCED_BYTES` travel together, in one buffer for each dtype. Larger ones are copied directly,
-without a second pass through memory.
+In forward every tensor goes to every device; in backward the gradients of the copies return and are added. This is a
+broadcast and a reduction, each the derivative of the other. Both are bound by the link or, for small tensors, by the
+launch of a copy. So tensors of up to `COALESCED_BYTES` travel together, in one buffer for each dtype. Larger ones are
+copied directly, without a second pass through memory.
 
 Each copy has its tensor's strides (channels last stays channels last), an address aligned for vector loads
-(`ALIGNMENT_BYTES`), and its own version counter, so that one may be written to while autograd keeps another.
+(`ALIGNMENT_BYTES`), and its own version counter, so that one copy may be written to while autograd keeps another.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ def copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[l
         For each device, the copies in the order of the tensors.
     """
     learning = [n for n, tensor in enumerate(tensors) if tensor.requires_grad and torch.is_grad_enabled()]
-    # A tensor that was computed has its own path back: joined with the others, that path would be traversed at each
-    # backward.
+    # A tensor that was computed gets a separate node. In a common node, its graph would be traversed at each backward.
     computed = [n for n in learning if tensors[n].grad_fn is not None]
     leaves = [n for n in learning if tensors[n].grad_fn is None]
     fixed = [n for n in range(len(tensors)) if n not in set(learning)]
@@ -110,7 +109,7 @@ def _moved(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
 
 @torch.no_grad()
 def _copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """New tensors with the same values and strides. Towards the host only a blocking copy is safe to read."""
+    """New tensors with the same values and strides. Only a blocking copy to the host is safe to read."""
     to_gpu = device.type == "cuda"
     together: dict[torch.dtype, list[int]] = {}
     made: dict[int, Tensor] = {}
@@ -125,13 +124,13 @@ def _copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         buffer = torch.empty(size, dtype=dtype, device=group[0].device)
         torch._foreach_copy_(_slices(buffer, group, starts), group)
         arrived = buffer.to(device, non_blocking=to_gpu)
-        # .data: unlike slices, they are no views and share no version counter.
+        # .data: unlike slices, these are not views and do not share a version counter.
         made |= {n: part.data for n, part in zip(numbers, _slices(arrived, group, starts), strict=True)}
     return [made[number] for number in range(len(tensors))]
 
 
 def _may_go_with_others(tensor: Tensor) -> bool:
-    """Small, plain, and without gaps or overlaps in memory."""
+    """Whether a tensor is small, plain, and without gaps or overlaps in memory."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout == torch.strided
@@ -162,10 +161,11 @@ def _current_streams(devices: Sequence[torch.device]) -> Streams:
 
 @contextmanager
 def _entered(streams: Streams, home: torch.device) -> Iterator[None]:
-    """Enters these streams within an autograd node, which knows only one device.
+    """Enter these streams within an autograd node, which only knows one device.
 
     Autograd adds gradients on a device's default stream unless it knows a better one. It assumes that a node's results
-    are ready on the default stream of its device or on the node's own. So these streams are waited for, and wait.
+    are ready on the default stream of its device or on the node's own. So this context makes those default streams and
+    these streams wait for each other.
     """
     autograds = [(torch.cuda.current_stream(device), torch.cuda.default_stream(device)) for device in streams]
     for stream, others in zip(streams.values(), autograds, strict=True):

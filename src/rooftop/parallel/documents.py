@@ -28,7 +28,7 @@ class Documents:
         spans: the documents of each sequence, in order; together they cover the whole sequence.
 
     Raises:
-        ValueError: spans that do not follow each other from 0 to `length`.
+        ValueError: the spans do not follow each other from 0 to `length`.
     """
 
     length: int
@@ -50,9 +50,9 @@ class Documents:
 
     @staticmethod
     def of_tokens(tokens: Tensor, end: int) -> Documents:
-        """Documents in tokens (B, S): a document ends with each token `end`, and with the sequence.
+        """The documents in tokens (B, S). A document ends at each token `end`, and at the end of the sequence.
 
-        Tokens on a GPU are copied to the host, which waits for them.
+        Tokens on a GPU are copied to the host, and the host waits for them.
         """
         if isinstance(end, bool) or not isinstance(end, int):
             raise ValueError(f"Documents: the end must be a token (an int), got {end!r}")
@@ -66,7 +66,8 @@ class Documents:
 
     @staticmethod
     def of_ends(length: int, ends: list[list[int]]) -> Documents:
-        """From the ends of each sequence's documents, ascending; the last end may be omitted if it is `length`."""
+        """Documents from the ascending ends of each sequence's documents. The last end may be omitted if it is
+        `length`."""
         rows = (
             [0, *each] if each and each[-1] == length else [0, *each, *([length] if length else [])] for each in ends
         )

@@ -46,7 +46,7 @@ class Place:
 
 
 class CounterDropouts:
-    """Creates the dropouts of a model on this rank, by probability and name.
+    """Create the dropouts of a model on this rank, by probability and name.
 
     Args:
         seed: seed of the masks, from 0 to 2^64 - 1.
@@ -66,7 +66,7 @@ class CounterDropouts:
         self.split, self.heads = split, heads
 
     def __call__(self, probability: float, name: str) -> CounterDropout:
-        """The dropout at a place of the model, by its name in the whole model."""
+        """The dropout at a place of the model, from its name in the whole model."""
         return CounterDropout(probability, name, self, of_weights=name.endswith("weights_dropout"))
 
     @property
@@ -80,7 +80,7 @@ class CounterDropouts:
 
     @contextmanager
     def at(self, place: Place) -> Iterator[None]:
-        """Within the block, use the masks of that place, wherever the training is by then."""
+        """Within the block, use the masks of that place, even if training has moved on."""
         before, self.place = self.place, place
         try:
             yield
@@ -97,8 +97,8 @@ class CounterDropouts:
             self.half = before
 
     def boxes(self, shape: tuple[int, ...], of_weights: bool) -> list[Box]:
-        """The parts of the whole mask for a local tensor of this shape. They follow each other along dimension 1, those
-        of attention's weights along dimension 2."""
+        """The parts of the whole mask for a local tensor of this shape. They follow each other along dimension 1, or
+        along dimension 2 for attention's weights."""
         (batch, batches), (half, halves) = self.place.batch, self.half
         part, parts = self.heads if of_weights else self.split
         chunks, along = self.place.chunks, 2 if of_weights else 1
@@ -114,7 +114,7 @@ class CounterDropouts:
 
 
 class CounterDropout(nn.Module):
-    """Drops with a probability; created by `CounterDropouts`."""
+    """Dropout with a probability, created by `CounterDropouts`."""
 
     def __init__(self, probability: float, name: str, made_by: CounterDropouts, of_weights: bool) -> None:
         super().__init__()
@@ -136,5 +136,5 @@ class CounterDropout(nn.Module):
         return parts[0] if len(parts) == 1 else torch.cat(parts, along)
 
     def extra_repr(self) -> str:
-        """Its probability and name."""
+        """The probability and the name."""
         return f"p={self.probability}, {self.name}"

@@ -1,4 +1,4 @@
-"""The errors of `rooftop.parallel`; a layout that does not fit is a `ValueError`."""
+"""The errors of `rooftop.parallel`. (A layout that does not fit raises a `ValueError`.)"""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from rooftop.errors import RooftopError
 
 
 class RankError(RooftopError, RuntimeError):
-    """A rank failed, is missing or was started with other settings than the rest; raised on every rank, with the rank's
-    number.
+    """A rank failed, is missing or was started with other settings than the rest. Every rank raises this error, which
+    names that rank.
     """

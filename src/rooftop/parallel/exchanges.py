@@ -1,16 +1,17 @@
-"""Collectives of a group's ranks, forward and backward: each function with the function that is its gradient.
+"""Collectives of a group's ranks, forward and backward. The gradient of each function is another of these functions.
 
 | function | forward | backward |
 |---|---|---|
 | `copy_to_ranks` | the same | sum over the ranks |
 | `sum_of_ranks` | sum over the ranks | the same |
-| `gather_of_ranks` | the ranks' parts, joined | sum over the ranks, of it this rank's part |
-| `scattered_sum_of_ranks` | sum over the ranks, of it this rank's part | the ranks' parts, joined |
+| `gather_of_ranks` | the ranks' parts, joined | this rank's part of the sum over the ranks |
+| `scattered_sum_of_ranks` | this rank's part of the sum over the ranks | the ranks' parts, joined |
 | `join_of_ranks` | the ranks' parts, joined | this rank's part |
 
-The first two surround the layers that tensor parallel ranks split. The next two do so if the activations between are
-split along the sequence. The last is for a result that all ranks use alike. Without a group nothing is communicated,
-and each function returns its argument. Gradients may be differentiated again: they consist of the same functions.
+The first two surround the layers that tensor parallel ranks split. The next two do so if the activations in between are
+split along the sequence. The last one is for a result that all ranks use alike. Without a group nothing is
+communicated, and each function returns its argument. Gradients can be differentiated again, since they consist of the
+same functions.
 
 Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3; Korthikanti et al., "Reducing Activation
 Recomputation in Large Transformer Models" (arXiv:2205.05198), section 4.2.2.
@@ -30,12 +31,12 @@ from rooftop.parallel.flight_records import ranks_in_words
 from rooftop.parallel.places import interrupted
 
 Group = ProcessGroup | None
-"""The ranks that exchange; None: only this one."""
+"""The ranks that exchange data; None: only this rank."""
 
 # ---- without gradients -------------------------------------------------------------------------------------------
 
 Pending = Callable[[], Tensor]
-"""A started operation: a call waits for it and returns the result."""
+"""A started operation. Calling it waits for the operation and returns the result."""
 
 # torch 2.13 has new names for the same functions.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -48,9 +49,7 @@ def place_in(group: Group) -> tuple[int, int]:
 
 
 def start_sum(x: Tensor, group: Group) -> Pending:
-    """The sum of all ranks' x, which is overwritten if it is contiguous; it must not be used before the sum is
-    complete.
-    """
+    """The sum of all ranks' x. A contiguous x is overwritten, and must not be used before the sum is complete."""
     if group is None or group.size() == 1:
         return lambda: x
     total = x.contiguous()
@@ -131,7 +130,7 @@ def gather_of_ranks(x: Tensor, dim: int, group: Group) -> Tensor:
     """All ranks' parts joined along a dimension. The ranks use it differently, so its gradient is the sum of theirs.
 
     Raises:
-        ValueError: in backward, a dimension that cannot be split among the ranks.
+        ValueError: in backward, if the dimension cannot be split among the ranks.
     """
     return x if group is None else _Gather.apply(x, dim, group)  # type: ignore[no-any-return]
 

@@ -89,7 +89,7 @@ def recorded() -> list[dict[str, Any]]:
 
 
 def progress() -> tuple[tuple[str, int, int], ...]:
-    """For each group its number, the last launched collective and the last ended one. A call takes 0.1 ms.
+    """For each group its number, the last launched collective and the last ended one. This takes 0.1 ms.
 
     The number counts all groups that this process has made. It is not the group's name: a name is used again once its
     group is destroyed.
@@ -116,7 +116,7 @@ def ranks_of_groups() -> dict[str, tuple[int, ...]]:
 
 
 def unfinished(dumps: Sequence[Mapping[str, Any]], groups: Mapping[str, tuple[int, ...]]) -> tuple[Operation, ...]:
-    """The operations that a rank has launched and that have not ended, oldest first.
+    """The operations that a rank has launched and that have not ended, the oldest first.
 
     Args:
         dumps: of this rank.
@@ -132,7 +132,7 @@ def unfinished(dumps: Sequence[Mapping[str, Any]], groups: Mapping[str, tuple[in
 
 
 def newest(dumps: Sequence[Mapping[str, Any]], groups: Mapping[str, tuple[int, ...]]) -> Operation | None:
-    """The last operation that a rank has launched: a failed one counts as ended."""
+    """The last operation that a rank has launched. (A failed operation counts as ended.)"""
     found = [
         (entry.get("time_created_ns") or 0, operation)
         for dump in dumps
@@ -179,7 +179,7 @@ def _tensor(entry: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Lack:
-    """A collective that some ranks of its group have not launched, or not reached.
+    """A collective that some ranks of its group have not launched or not reached.
 
     Attributes:
         operation: as the waiting ranks record it.
@@ -202,9 +202,9 @@ class Lack:
 
 
 def lacks(unfinished_of: Mapping[int, Sequence[Operation]]) -> list[Lack]:
-    """All collectives in which ranks wait, first those lacked by a rank that waits in none itself.
+    """All collectives in which ranks wait. Those lacked by a rank that is not waiting itself come first.
 
-    A rank that lacks one may itself wait in another: it is held up, and is not the cause.
+    A rank that lacks one collective may be waiting in another. It is then held up, and is not the cause.
 
     Args:
         unfinished_of: for each rank, its launched operations that have not ended.

@@ -15,7 +15,7 @@ from rooftop.parallel.replicas import places_of
 from rooftop.parallel.scattering import moved
 
 COMPARABLE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-"""Values that outputs may contain besides tensors, if they are equal in all replicas."""
+"""Types of values that outputs may contain besides tensors, if they are equal in all replicas."""
 
 
 def gather(outputs: Sequence[Any], device: torch.device | str, dim: int = 0) -> Any:
@@ -33,9 +33,9 @@ def gather(outputs: Sequence[Any], device: torch.device | str, dim: int = 0) -> 
         The same structure.
 
     Raises:
-        ValueError: no outputs; tensors that differ in dtype or in a size other than that along `dim`, or lack it; dicts
-            with other keys; other values that differ.
-        TypeError: structures that differ, or values that cannot be joined.
+        ValueError: there are no outputs; tensors lack the dimension `dim`, or differ in dtype or in another size; dicts
+            have different keys; or other values differ.
+        TypeError: the structures differ, or values cannot be joined.
     """
     place = places_of([device])[0]
     if not outputs:

@@ -16,9 +16,9 @@
 | any | that of its sequences | the data ranks |
 | tied, with a pipeline | that of the embedding, or of the head | the first and the last stage |
 
-They are summed once a step, however many micro-batches it has: after backward, or over the data ranks during the last
-backward (`summing`). If the data ranks share the parameters (`fully_sharded`), no sum over them remains: backward has
-done it, and each rank has some rows.
+Gradients are summed once a step, however many micro-batches it has: after backward, or over the data ranks during the
+last backward (`summing`). If the parameters are sharded over the data ranks (`fully_sharded`), backward itself sums
+over them, and each rank holds some rows.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from rooftop.parallel.shards import shards_of
 from rooftop.parallel.sums import Sums
 from rooftop.parallel.weight_places import WeightPlaces
 
-ZERO = 1e-6  # added to a norm before it divides, as torch.nn.utils.clip_grad_norm_ does
+ZERO = 1e-6  # added to the norm before dividing by it, as in torch.nn.utils.clip_grad_norm_
 
 
 class ModelGradients:
     """The operations on a model's gradients after backward.
 
-    Every rank must create it, and call its methods, together with the others: they communicate.
+    All ranks must create it and call its methods together, because they communicate.
 
     Args:
         model: this rank's model; the `shards` of its layers say what is split. Data ranks may share it
@@ -72,12 +72,12 @@ class ModelGradients:
     ) -> None:
         groups = groups or {}
         self.tensor, self.data = groups.get("tp"), groups.get("dp-cp")
-        self.of_model = groups.get("tp-pp", self.tensor)  # these hold the parts of one model
+        self.of_model = groups.get("tp-pp", self.tensor)  # these ranks hold the parts of one model
         self.sequence_parallel = sequence_parallel
         self.tied, self.tied_group = tied, groups.get("embedding") if tied is not None else None
         shards = shards_of(model)
         self._places = WeightPlaces(model)
-        # Tied parameters come once, under the first of their names.
+        # Tied parameters are listed once, under the first of their names.
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._own = dict(self.parameters)
         self._during: _During | None = None
@@ -89,7 +89,7 @@ class ModelGradients:
         self._sharing = {count: self._group_of(count) for count in sorted(holders)}
 
     def _group_of(self, holders: int) -> Group:
-        """This rank with those that hold the same parameter."""
+        """The group of this rank and those that hold the same parameter."""
         index, count = place_in(self.tensor)
         if holders == count or self.tensor is None:
             return self.tensor
@@ -105,7 +105,7 @@ class ModelGradients:
         It is for the last backward of a step, on all ranks alike. Gradients must not be changed until `sum_`.
 
         Raises:
-            RuntimeError: a second backward, or earlier sums are not finished.
+            RuntimeError: there is a second backward, or earlier sums are not finished.
         """
         if self._during is not None:
             raise RuntimeError("ModelGradients: sums have already begun: call sum_ once for each summing()")
@@ -115,7 +115,7 @@ class ModelGradients:
         hooks = [
             own.register_post_accumulate_grad_hook(partial(self._is_there, name))
             for name, own in self._own.items()
-            if own.requires_grad  # it may have been frozen since
+            if own.requires_grad  # the parameter may have been frozen since
         ]
         self._during = _During(self._in_order(), Sums(self.data))
         try:
@@ -128,7 +128,7 @@ class ModelGradients:
                 hook.remove()
 
     def _is_there(self, name: str, _: Tensor) -> None:
-        """Start the sum of this gradient, and of those that waited for it: all ranks sum in one order."""
+        """Start the sum of this gradient, and of those that waited for it. All ranks sum in the same order."""
         assert self._during is not None
         self._during.add(name, self._changed)
 
@@ -158,11 +158,11 @@ class ModelGradients:
         _sum((self._changed(name) for name, _ in self._here() if name == self.tied), self.tied_group)
 
     def _in_order(self) -> list[str]:
-        """The usual order in which backward computes them."""
+        """The order in which backward usually computes the gradients."""
         return [*reversed(self.parameters)]
 
     def _here(self) -> Iterator[tuple[str, Tensor]]:
-        """The existing gradients, by name; for sharded ones this rank's rows."""
+        """The existing gradients by name; for sharded parameters, this rank's rows."""
         for name, parameter in self.parameters.items():
             gradient = self.gradient_of(parameter)
             if gradient is not None:
@@ -188,7 +188,7 @@ class ModelGradients:
         Tensors that several ranks hold count once.
         """
         counted = list(self._counted())
-        every = list(self.parameters.values())  # the same on all ranks, some of which may count nothing
+        every = list(self.parameters.values())  # the same dtype on all ranks, some of which may count nothing
         wide = torch.float64 if any(each.dtype == torch.float64 for each in every) else torch.float32
         device = every[0].device if every else torch.device("cpu")
         norms = _norms(counted, wide)
@@ -212,7 +212,7 @@ class ModelGradients:
         """Scale all gradients, in place, so that their norm is at most `most`; return the norm before.
 
         Raises:
-            ValueError: `most` is NaN, 0 or less, which would reverse the gradients.
+            ValueError: `most` is NaN, 0 or negative. (A negative one would reverse the gradients.)
         """
         norm, scale = self.scale_for(most)
         gradients = [self._changed(name) for name, _ in self._here()]
@@ -237,7 +237,7 @@ class ModelGradients:
 def targets_of_all_ranks(targets: Tensor, data: Group, ignore_index: int = -100) -> Tensor:
     """The number of targets that count over all data ranks, (), int64, by which the sum of their losses is divided.
 
-    At least 1: if no target counts, the loss and its gradient are 0, as their sum is.
+    It is at least 1. So if no target counts, the loss and its gradient are 0, like the sum.
     """
     counted: Tensor = start_sum((targets != ignore_index).sum(), data)()
     return counted.clamp(min=1)
@@ -248,7 +248,7 @@ def _are_several(group: Group) -> bool:
 
 
 def _sum(tensors: Iterable[Tensor], group: Group) -> None:
-    """Sum each over the ranks, in place."""
+    """Sum each tensor over the ranks, in place."""
     if not _are_several(group):
         return
     sums = Sums(group)
@@ -258,7 +258,7 @@ def _sum(tensors: Iterable[Tensor], group: Group) -> None:
 
 
 class _During:
-    """The sums that a backward has started, and the rest.
+    """The sums that backward has started, and those that it has not started yet.
 
     Args:
         order: names, in the order in which all ranks sum.
@@ -269,7 +269,7 @@ class _During:
         self._there: set[str] = set()
 
     def add(self, name: str, gradient_of: Callable[[str], Tensor]) -> None:
-        """Mark one as ready: start all that are ready, up to the first that is not."""
+        """Mark a gradient as ready, and start the sums of all ready ones, up to the first that is not."""
         if name in self._there:
             raise RuntimeError(
                 f"ModelGradients: a second backward within summing(), for {name}: use summing() only for the last "
@@ -283,7 +283,7 @@ class _During:
 
 
 def _norms(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The 2-norm of each, (), in another order: those of one dtype together, in a few launches."""
+    """The 2-norm of each tensor, (), in a few launches for each dtype. So the results are in a different order."""
     of_dtypes: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         of_dtypes.setdefault(tensor.dtype, []).append(tensor)

@@ -24,7 +24,7 @@ def heads_here(x: Tensor, order: Tensor, group: Group) -> Tensor:
     Args:
         x: (B, H, S, D), of this rank's positions. If there are fewer heads than ranks, several ranks get the same head,
             and its gradient is the sum of theirs.
-        order: result of `order_of`, on the device of x; all ranks hold equally many positions.
+        order: result of `order_of`, on the device of x. All ranks hold equally many positions.
         group: the ranks.
 
     Returns:

@@ -1,12 +1,12 @@
-"""What the launcher says about this process: its rank, the number of ranks, and where they meet.
+"""Read from the launcher this process's rank, the number of ranks, and the address where they meet.
 
 | started by | known by |
 |---|---|
 | `torchrun`, or whatever sets the same variables | `RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`, `LOCAL_RANK` |
 | `srun` | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS`, `SLURM_LOCALID`, `SLURM_STEP_NODELIST`, `SLURM_JOB_ID` |
-| nobody: a process by itself | none of these |
+| nothing: a single process | none of these |
 
-A script in a SLURM allocation without `srun` is a process by itself: it lacks the variables of a step.
+A script in a SLURM allocation without `srun` is a single process, because it lacks the variables of a step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
-FIRST_PORT, PORTS = 20_000, 12_000  # below the ports that Linux assigns itself, from 32768
+FIRST_PORT, PORTS = 20_000, 12_000  # below 32768, where the ports begin that Linux assigns itself
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,10 @@ class Launch:
         rank, size: its rank, and the number of ranks.
         local_rank: its index among the ranks on this machine.
         launcher: "torchrun", "slurm" or "alone".
-        address, port: where the ranks meet; meaningless for a process by itself.
-        served: whether the launcher runs the store there; if not, rank 0 does.
-        attempt: how many times the launcher has restarted the ranks; each of several launchers has its own count.
+        address, port: where the ranks meet; meaningless for a single process.
+        served: whether the launcher runs the store at that address; if not, rank 0 runs it.
+        attempt: the number of times that the launcher has restarted the ranks. Each of several launchers has its own
+            count.
         elastic: whether torchrun itself started this process, and ends with it.
     """
 
@@ -47,7 +48,7 @@ class Launch:
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launch:
-    """Read the launcher's environment variables of this process. Communicates with nobody.
+    """Read the launcher's environment variables of this process, without any communication.
 
     Raises:
         ValueError: a variable of the launcher is missing, is not a number or contradicts another.

@@ -6,7 +6,7 @@
 
 `order` names the axes, from the one whose ranks are adjacent to the one whose ranks are farthest apart. With
 "tp-cp-dp-pp" the rank is `tp + TP * (cp + CP * (dp + DP * pp))`, with small letters for coordinates and capitals for
-sizes. Tensor parallel ranks, which communicate most, are neighbours on one machine; pipeline stages, which communicate
+sizes. Tensor parallel ranks communicate most, so they are neighbours on one machine. Pipeline stages, which communicate
 least, may be on different ones. A layout is arithmetic: only `mesh` and `process_groups` need torch.
 
 Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053); the order is that of Megatron-Core's `parallel_state`.
@@ -112,7 +112,7 @@ class Layout:
         """The coordinates of a rank on each axis, fastest first.
 
         Raises:
-            ValueError: no such rank.
+            ValueError: there is no such rank.
         """
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank!r}: the layout {self} has ranks 0 to {self.world_size - 1}")
@@ -159,7 +159,7 @@ class Layout:
         - "dp-cp": gradients are averaged over it; "tp-cp": one stage's activations are spread over it; "tp-pp": one
           model's parameters are spread over it;
         - "embedding": the first and the last stage of each pipeline, which sum the gradients of tied embeddings. It has
-          one rank if there is one stage; ranks of the stages between are in none.
+          one rank if there is one stage. Ranks of the stages in between are in no such group.
         """
         named = {name: self.groups_along(name) for name in (*AXES, *COMBINED)}
         return {**named, "embedding": [sorted({group[0], group[-1]}) for group in named["pp"]]}
@@ -179,7 +179,8 @@ class Layout:
         micro_batch: int | None = None,
         axes: Collection[str] = AXES,
     ) -> None:
-        """Raise for a layout that does not fit the world, the model or the batch. Omitted arguments are not checked.
+        """Raise an error if the layout does not fit the world, the model or the batch. Omitted arguments are not
+        checked.
 
         Args:
             world_size: number of ranks.
@@ -187,8 +188,8 @@ class Layout:
             kv_heads: heads of keys and values; tensor ranks split them, or several ranks share each.
             hidden: width of the model, which attention splits among the tensor ranks.
             feed_forward: width within the MLP, split among the tensor ranks.
-            vocabulary: rows of the embedding; tensor ranks may get unequal parts, none may get nothing.
-            layers: stages may get unequal parts, none may get nothing.
+            vocabulary: rows of the embedding. Tensor ranks may get unequal parts, but none may get nothing.
+            layers: number of layers. Stages may get unequal parts, but none may get nothing.
             sequence: length of a sequence. Each context rank gets two chunks, one from the front and one from the back,
                 so that causal work is balanced; with `sequence_parallel` the tensor ranks split a context rank's part.
             batch: sequences of one optimizer step over all ranks, split among the data ranks.
@@ -196,8 +197,9 @@ class Layout:
             axes: the axes that may have several ranks in the proposed layouts.
 
         Raises:
-            ValueError: everything that does not fit, and the nearest layouts of the world that do. Also raises for
-                sizes that are not positive integers, or if `kv_heads` does not divide `heads`: no layout fits these.
+            ValueError: the layout does not fit. The message lists everything that does not fit, and the nearest layouts
+                of the world that do. Also raised if a size is not a positive integer or `kv_heads` does not divide
+                `heads`, since no layout fits these.
         """
         given = {
             "heads": heads,
@@ -233,7 +235,7 @@ class Layout:
         Every rank must call this: it creates the groups along each axis.
 
         Args:
-            device_type: "cuda" or "cpu"; that of the process group if not given.
+            device_type: "cuda" or "cpu"; by default that of the process group.
 
         Raises:
             RuntimeError: there is no process group yet.
@@ -262,13 +264,13 @@ class Layout:
         is in no "embedding" group, and lacks that name.
 
         Args:
-            mesh: result of `mesh()`, whose groups are used; created if not given.
+            mesh: result of `mesh()`, whose groups are used; by default a new one.
 
         Returns:
             Name -> group; None for all names in a single process, which has no other ranks.
 
         Raises:
-            RuntimeError: several ranks and no process group yet.
+            RuntimeError: there are several ranks, but no process group yet.
             ValueError: the process group has another number of ranks.
         """
         import torch.distributed as dist
@@ -337,8 +339,8 @@ def _rows_in_words(dp: int, micro_batch: int) -> str:
 
 
 def _nearest(layout: Layout, world_size: int, sizes: Mapping[str, int], axes: Collection[str] = AXES) -> str:
-    """A sentence with the fitting layouts of the world that differ least, by the ratios of their sizes; without
-    pipelines and context ranks if the layout has none, if any of these fits."""
+    """A sentence with the fitting layouts of the world that differ least from this one, by the ratios of their sizes.
+    If this layout has no pipelines or context ranks, layouts without them are preferred."""
     used = [axis for axis in AXES if getattr(layout, axis) > 1]
 
     def distance(other: Layout) -> tuple[float, ...]:

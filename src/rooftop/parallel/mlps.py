@@ -28,14 +28,14 @@ class ParallelMLP(nn.Module):
         width: W, features of a position.
         hidden: total number of hidden features.
         activation: "swiglu", which is gated; or one of `rooftop.nn.LinearAct`.
-        bias: whether the linear layers have one.
+        bias: whether the linear layers have a bias.
         dropout: dropout of the result.
-        group: the ranks; None: only this one.
+        group: the ranks; None: only this rank.
         sequence_parallel: whether activations outside are split along the sequence.
         selective: whether backward recomputes the activated features (`rooftop.parallel.recomputing`).
 
     Raises:
-        ValueError: hidden features that cannot be split among the ranks, or an unknown activation.
+        ValueError: the hidden features cannot be split among the ranks, or the activation is unknown.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""Which positions attend to which when sequences are split among context parallel ranks: arithmetic, without processes.
+"""Compute which positions attend to which when sequences are split among context parallel ranks. This is arithmetic,
+without processes.
 
     packing = Packing.of(length=16, ranks=2)           # chunks from the front and from the back
     packing.held[0]                                    # positions of rank 0
@@ -7,7 +8,7 @@
 
 The work of a rank is a list of blocks. In a block some queries attend to some keys: all keys, or those up to their own
 position. No block crosses the border of a document, so the ranks neither compute nor send anything that a mask would
-exclude. With documents, the number of visible pairs decides which rank gets which chunk. All ranks get equally many
+exclude. With documents, chunks are assigned to ranks by their numbers of visible pairs. All ranks get equally many
 chunks.
 """
 
@@ -24,7 +25,8 @@ from rooftop.parallel.chunks import Chunks
 from rooftop.parallel.documents import Documents, Span
 
 CHUNKS_OF_RANK = (2, 4, 8, 16, 32, 64)
-"""Chunks of a rank for packed documents: the fewest that balance the work, since few chunks make large blocks."""
+"""Numbers of chunks per rank to try for packed documents. The smallest one that balances the work is used, since few
+chunks make large blocks."""
 BALANCED = 1.01
 """Largest work of a rank divided by the mean. Once it is below this, no finer chunks are tried."""
 
@@ -34,11 +36,13 @@ class Block:
     """Queries and the keys that they attend to.
 
     Attributes:
-        row: the sequence of the batch; None: all of them alike.
+        row: the sequence of the batch; None: all sequences alike.
         queries, keys: indices in the rank's positions, and in the rows that it received.
-        causal: each query attends to the keys up to its own; the queries are the last of the positions of the keys.
-            Without a window a block has as many keys as queries. Otherwise each query attends to all keys.
-        window: positions that a query of a causal block attends to, up to and including itself; None: all up to itself.
+        causal: whether each query attends to the keys up to its own position. The queries are then the last of the
+            positions of the keys. Without a window a block has as many keys as queries. If not causal, each query
+            attends to all keys.
+        window: the number of positions that a query of a causal block attends to, including itself; None: all positions
+            up to itself.
     """
 
     row: int | None
@@ -59,12 +63,12 @@ class Block:
 
 @dataclass(frozen=True)
 class Packing:
-    """Sequences of a batch, and which rank has which of their positions.
+    """The sequences of a batch, and the positions of each rank in them.
 
     Attributes:
         length: positions of a sequence.
         held: positions of each rank; the same for all sequences.
-        documents: the documents in the sequences; None: each sequence is one.
+        documents: the documents in the sequences; None: each sequence is one document.
         ready: tables that attention prepared, for the next layer and the next step.
     """
 
@@ -96,7 +100,7 @@ class Packing:
             parts: equal parts that the positions of a rank must have, as with sequence parallelism.
 
         Raises:
-            ValueError: a length that cannot be split this way; documents of another length.
+            ValueError: the length cannot be split this way, or the documents have another length.
         """
         if length < 1 or ranks < 1 or parts < 1:
             raise ValueError(f"Packing: length, ranks and parts must be positive, got {length}, {ranks} and {parts}")
@@ -126,7 +130,7 @@ class Packing:
 
     @property
     def spans(self) -> tuple[tuple[int | None, tuple[Span, ...]], ...]:
-        """The documents of each sequence; equal sequences once, under None."""
+        """The documents of each sequence. Equal sequences are listed once, under None."""
         if self.documents is None:
             return ((None, ((0, self.length),) if self.length else ()),)
         rows = self.documents.spans
@@ -149,10 +153,10 @@ class Packing:
         return list(self._blocks(list(self.held[to].runs()), runs, window))
 
     def own_blocks(self, rank: int) -> list[Block]:
-        """The blocks of only a rank's own rows: a causal block for each document.
+        """The blocks within a rank's own rows: a causal block for each document.
 
-        Its rows ascend, so the rows before a query in memory are those before it in the document, wherever the rows
-        between are.
+        A rank's rows are in ascending order. So the rows before a query in memory are before it in the document too,
+        even if other ranks have rows in between.
         """
         place = _counter(list(self.held[rank].runs()))
         spans = ((row, (place(first), place(end))) for row, documents in self.spans for first, end in documents)
@@ -162,7 +166,7 @@ class Packing:
         """The blocks that a rank computes with other ranks' rows at some positions: their queries attend to all of
         their keys.
 
-        No query is in two of them, and neighbours that attend to the same keys are in one.
+        No query is in two blocks, and neighbouring queries that attend to the same keys are in one block.
         """
         place, found = _counter(_united(spans)), list[Block]()
         for row, documents in self.spans:
@@ -268,11 +272,11 @@ def _balanced(documents: Documents, ranks: int) -> list[Chunks]:
             best, least = held, most
         if least <= BALANCED:
             break
-    return best or [Chunks.zigzag(length, index, ranks) for index in range(ranks)]  # this raises
+    return best or [Chunks.zigzag(length, index, ranks) for index in range(ranks)]  # this raises the error
 
 
 def _handed_out(documents: Documents, ranks: int, count: int) -> tuple[list[Chunks], float]:
-    """With `count` chunks per rank, the positions of each rank; and the most work of a rank relative to the mean."""
+    """The positions of each rank with `count` chunks per rank, and the largest work of a rank relative to the mean."""
     size = documents.length // (count * ranks)
     pairs = [0] * (count * ranks)
     for spans in documents.spans:

@@ -1,19 +1,20 @@
-"""A pipeline rank at work: it follows its instructions, and exchanges activations and gradients with others.
+"""Run a pipeline rank: follow its instructions, and exchange activations and gradients with other ranks.
 
     pipeline = Pipeline(schedule, group=groups["pp"], shape=(B, S, W), dtype=torch.bfloat16, device=world.device)
-    losses = pipeline.run(lambda stage, micro_batch, x: model(...))   # gradients are in the parameters then
+    losses = pipeline.run(lambda stage, micro_batch, x: model(...))   # afterwards, gradients are in the parameters
 
 The tensors between stages always have one shape and dtype, so no sizes are exchanged. For a micro-batch in flight a
 rank keeps autograd's tensors and the stage's input; it keeps its output only until it is sent.
 `rooftop.parallel.transfers` orders sends and receives so that no rank waits forever.
 
 If a schedule splits backwards, the linear layers of the model defer their weights' gradients
-(`rooftop.parallel.deferred`): the sums are the same, in the same order of micro-batches.
+(`rooftop.parallel.deferred`). The sums are the same, in the same order of micro-batches.
 
 A wait that another rank will never end fails like every communication within `rooftop.parallel.join`, and the error
-says which instruction was awaited, and from which rank. On a GPU the error refers to the GPU's position, not Python's.
+says which instruction was awaited, and from which rank. On a GPU, the error refers to the position of the GPU instead
+of Python's.
 
-The host waits for nothing in a step, so a CUDA graph can hold it, including its sends and receives.
+The host does not wait during a step, so a CUDA graph can contain the step with its sends and receives.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ the last stage to the micro-batch's share of the loss, ()."""
 
 
 class Pipeline:
-    """One rank of a pipeline. All its ranks create one and call it together.
+    """One rank of a pipeline. All ranks of the pipeline create a `Pipeline` and call it together.
 
     Args:
         schedule: a schedule for the group's number of ranks.
@@ -53,7 +54,7 @@ class Pipeline:
         program: this rank's work in a step.
 
     Raises:
-        ValueError: a schedule for another number of ranks, or one that splits backwards without a deferral.
+        ValueError: the schedule is for another number of ranks, or it splits backwards and there is no deferral.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Pipeline:
         self.progress = Progress(self._places(), device) if device.type == "cuda" else None
 
     def _places(self) -> Iterator[str]:
-        """Two places for each instruction: its wait, and its computation."""
+        """The words of two places for each instruction: its wait and its computation."""
         arriving = {each.transfer.made_by: each.transfer for each in self.program if isinstance(each, Receive)}
         for instruction in (each for each in self.program if isinstance(each, Instruction)):
             awaited = [arriving[each] for each in self.schedule.needs(instruction) if each in arriving]
@@ -97,7 +98,7 @@ class Pipeline:
         return f"awaiting the {transfer.made_by.words} of rank {self.global_rank(transfer.source)}"
 
     def run(self, compute: Compute) -> list[Tensor]:
-        """One step: all micro-batches forward and backward; gradients are added to those of the parameters.
+        """Run one step: all micro-batches forward and backward. Gradients are added to those of the parameters.
 
         Args:
             compute: runs a stage on a micro-batch. It is called at this rank's stages, in the schedule's order.
@@ -106,8 +107,8 @@ class Pipeline:
             The losses of the micro-batches in order, () each, detached; empty on a rank without the last stage.
 
         Raises:
-            RuntimeError: a rank failed; a note says what was computed or awaited. A stage returned something other than
-                a tensor of the common shape and dtype.
+            RuntimeError: a rank failed (a note says what was computed or awaited), or a stage returned something other
+                than a tensor of the common shape and dtype.
         """
         step = _Step(self, compute)
         for each in self.program:
@@ -128,7 +129,7 @@ class Pipeline:
 
 @dataclass
 class _Posted:
-    """A transfer under way, and its memory."""
+    """A transfer in progress, and its memory."""
 
     transfer: Transfer
     work: Any
@@ -144,8 +145,8 @@ class _Step:
             I.
         receiving: by the instruction that computes it: data in transit to this rank.
         made: by the instruction that computed it: data to send next, or for another stage of this rank.
-        sending: sends not known to have arrived: on a GPU those posted before a receive from the same rank. gloo
-            reports arrival only to a wait, at the end.
+        sending: sends that are not known to have arrived. On a GPU, sends posted before a completed receive from the
+            same rank have arrived. gloo reports arrival only when waited for, at the end.
         later: deferred weight gradients, from I to W.
         losses: by micro-batch.
         place: place of the next instruction in `Pipeline.progress`.
@@ -163,7 +164,7 @@ class _Step:
     place: int = 0
 
     def at(self, place: int) -> None:
-        """Mark the GPU's position for later questions."""
+        """Mark the GPU's position, so that it can be queried later."""
         if self.pipeline.progress is not None:
             self.pipeline.progress.mark(place)
 
@@ -277,7 +278,7 @@ class _Step:
 
 @contextmanager
 def _noting(what: str) -> Iterator[None]:
-    """Adds this rank's activity to an exception. Other ranks may ask what it waits for."""
+    """Add this rank's activity to an exception. Other ranks may ask what this rank is waiting for."""
     try:
         with awaiting(what.removeprefix("awaiting ")) if what.startswith("awaiting ") else nullcontext():
             yield

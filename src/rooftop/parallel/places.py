@@ -1,11 +1,11 @@
-"""This process's present activity, in words, for the other ranks: they quote it when it fails, or when they wait for
+"""The present activity of this process, in words. Other ranks quote it when this process fails or when they wait for
 it.
 
-report("step 12")                         # its last line, as others will quote it
+report("step 12")                         # its latest activity, as others will quote it
 with awaiting("the forward of rank 0"):   # what it waits for, where the flight recorder does not know
     work.wait()
 with others_wait("measuring this machine"):
-    ...                                   # takes long, and is not a hang
+    ...                                   # takes long, but is not a hang
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TORCH, ROOFTOP = LIBRARIES
 STANDARD = f"{threading.__file__.rpartition('/')[0]}/"
 INSTALLED = "/site-packages/"
 WAITING = "this rank was awaiting "
-"""The beginning of a GPU's description of its place if it waits there."""
+"""The prefix of a GPU's place in words, if the GPU waits there."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ _here = _Here()
 
 
 def report(words: str) -> None:
-    """Report this rank's activity: the others quote it if this rank dies, stops or keeps them waiting."""
+    """Report this rank's activity. The other ranks quote it if this rank dies, stops or keeps them waiting."""
     _here.reported = words
 
 
 @contextmanager
 def others_wait(words: str) -> Iterator[None]:
-    """Report work for which the other ranks wait, however long it takes: they do not complain."""
+    """Announce long work for which the other ranks wait, so that they do not report a hang."""
     before = _here.reported, _here.long
     _here.reported, _here.long = words, True
     try:
@@ -91,14 +91,15 @@ def others_wait(words: str) -> Iterator[None]:
 
 @contextmanager
 def awaiting(words: str) -> Iterator[None]:
-    """Say what this rank waits for while the block runs. After an error the words stay: other ranks may read them."""
+    """Say what this rank waits for while the block runs. After an error the words stay, because other ranks may still
+    read them."""
     _here.awaited = words
     yield
     _here.awaited = ""
 
 
 def interrupted(words: str) -> None:
-    """Record that a wait for this has failed."""
+    """Record in words what a failed wait was for."""
     _here.awaited = words
 
 
@@ -136,10 +137,10 @@ def _name(frame: FrameType) -> str:
 
 
 def _is_start(frame: FrameType) -> bool:
-    """Whether it is the script that only starts `rooftop`."""
+    """Whether a file is the script that only starts `rooftop`."""
     return frame.f_code.co_name == "<module>" and frame.f_code.co_filename.rpartition("/")[2] == "rooftop"
 
 
 def _short(file: str) -> str:
-    """A path from the package on, or its last two parts."""
+    """A path shortened to the part from the package on, or to its last two parts."""
     return file.removeprefix(ROOFTOP) if file.startswith(ROOFTOP) else "/".join(file.split("/")[-2:])

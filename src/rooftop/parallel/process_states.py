@@ -9,7 +9,7 @@ from pathlib import Path
 
 ALIVE, STOPPED, GONE = "alive", "stopped", "gone"
 OOM_KILLS = Path("/proc/vmstat")
-"""Its line oom_kill counts processes that the kernel has killed for lack of memory."""
+"""The line oom_kill of this file counts processes that the kernel has killed for lack of memory."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Process:
     Attributes:
         machine: machine and process namespace: containers on one machine count separately.
         number: its PID.
-        began: its start in ticks since the machine started, since PIDs are reused. 0: unknown.
+        began: its start, in ticks since the machine started; needed because PIDs are reused. 0: unknown.
     """
 
     machine: str
@@ -53,7 +53,7 @@ def _stat(number: int) -> tuple[str, int] | None:
 
 
 def oom_kills() -> int:
-    """How many processes this machine's kernel has killed for lack of memory; 0 if unknown."""
+    """The number of processes that this machine's kernel has killed for lack of memory; 0 if unknown."""
     try:
         lines = OOM_KILLS.read_text().splitlines()
     except OSError:

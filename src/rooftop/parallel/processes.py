@@ -3,26 +3,26 @@
     with join(layout, settings={"seed": 1}) as world:
         ...  # torch.distributed is up: NCCL where there is a GPU, gloo where there is none
 
-Whatever goes wrong, every rank raises, with the same words, and none waits for a rank that will not come:
+Whatever goes wrong, every rank raises an error with the same words, and none waits for a rank that will not come:
 
 - before anything is communicated, each rank checks its own environment, layout and device;
 - at a roll call (`rooftop.parallel.roll_call`) all ranks learn which rank is missing, cannot start, or has other
   settings;
-- a rank that raises within the block reports it, and the others raise when their communication with it breaks;
+- a rank that raises within the block reports its error, and the others raise when their communication with it breaks;
 - a thread of each rank detects a rank that was killed, stopped or hangs (`rooftop.parallel.watching`);
-- the block ends on no rank before it has ended on all.
+- no rank leaves the block before all ranks have reached its end.
 
 All this uses the store of torch.distributed and not collectives, since a failed rank cannot be relied on to join one.
 The keys of a block: one of each for a rank R, and two for all:
 
 | key | |
 |---|---|
-| `beat/R` | counts up while it lives |
-| `place/R`, `told/R` | where it was last; that it has told so since somebody asked |
-| `seen/R` | it knows which rank failed |
-| `ended/R` | SIGTERM has ended it |
-| `done/R`, `left/R` | it has ended the block; it has heard that all have |
-| `asked` | all are to tell where they are |
+| `beat/R` | a count that rises while the rank lives |
+| `place/R`, `told/R` | its last place; whether it has reported since a rank asked |
+| `seen/R` | the rank knows which rank failed |
+| `ended/R` | SIGTERM has ended the rank |
+| `done/R`, `left/R` | the rank has reached the end of the block; it knows that all have |
+| `asked` | all ranks are asked to report their places |
 | `failed` | the first failure |
 """
 
@@ -58,13 +58,13 @@ from rooftop.parallel.watching import Failure, Watch, first_line, note_interrupt
 PATIENCE_S = 20.0
 TIMEOUT_S = 600.0
 LATER_S = 30.0
-"""A communication times out by itself this long after `timeout_s`, when the error already says which rank keeps the
-others waiting.
+"""A communication times out by itself this long after `timeout_s`. By then, the error already names the rank that keeps
+the others waiting.
 """
 BROKEN = re.compile(r"Connection (closed|reset|refused)|Broken pipe|[Tt]imed out|NCCL|recvValue")
-"""Parts of errors that another rank's end may cause."""
+"""Parts of error messages that the end of another rank may cause."""
 CUT = re.compile(r"Connection (closed|reset)|Broken pipe")
-"""Parts of errors about a broken connection."""
+"""Parts of error messages about a broken connection."""
 
 
 @dataclass(frozen=True)
@@ -90,21 +90,20 @@ def join(
     patience_s: float = PATIENCE_S,
     timeout_s: float = TIMEOUT_S,
 ) -> Iterator[World]:
-    """Set up torch.distributed for the processes that a launcher started, within the block. Every rank must come here.
+    """Set up torch.distributed within the block, for the processes that a launcher started. Every rank must call this.
 
-    A process by itself is a world of one rank, without a process group. An existing group is used, and still exists
+    A single process is a world of one rank, without a process group. An existing group is used, and still exists
     afterwards. A group that is created here is destroyed at the end of the block. CUDA graphs that were captured in the
     block are reset before: NCCL waits for graphs that contain its work.
 
     Args:
-        layout: raises if it has another number of ranks than the world.
+        layout: a layout, which must have as many ranks as the world.
         settings: values that must be equal on all ranks, such as the seed or the sizes of the model; compared by
             `repr`.
         device: "cuda" or "cpu"; a GPU if there is one. On several GPUs a rank uses the one with its index on its
             machine, or the only one that SLURM makes visible.
         patience_s: maximum time between the arrival of the first and the last rank.
-        timeout_s: how long ranks may wait for a live one: in a communication, and between the first and the last rank
-            that end the block.
+        timeout_s: maximum time for which ranks wait for a live rank: in a communication, and at the end of the block.
 
     Raises:
         ValueError: the launcher's variables or the layout are wrong. Nothing has been communicated.
@@ -134,7 +133,8 @@ def join(
     try:
         with heard_by_a_thread() as termination, _ranks(launch, store, processes, termination, timeout_s) as ranks:
             if not there:
-                dist.distributed_c10d._world.group_count = 0  # one that could not start has been counted: keys differ
+                # a block that could not start also counts, so that the keys differ
+                dist.distributed_c10d._world.group_count = 0
                 dist.init_process_group(
                     "nccl" if where.type == "cuda" else "gloo",
                     store=dist.PrefixStore("group", store),  # type: ignore[attr-defined]
@@ -156,7 +156,7 @@ def join(
 def _ranks(
     launch: Launch, store: Any, processes: list[Process], termination: Termination, timeout_s: float
 ) -> Iterator[_Ranks]:
-    """The ranks, which fail together within the block."""
+    """Create the ranks, which fail together within the block."""
     launcher = os.getppid() if launch.elastic else None
     watch = Watch(store, launch.rank, launch.size, processes, launcher, termination, timeout_s)
     ranks = _Ranks(watch, holds_store=launch.rank == 0 and not launch.served)
@@ -204,13 +204,14 @@ def _at_the_store(
 
 
 _joined: Counter[tuple[str, int, int]] = Counter()  # blocks of this process, by the store at which its ranks meet
-_bound = False  # whether a group of this process was bound to its GPU
+_bound = False  # whether a group of this process was ever bound to its GPU
 
 
 def _bound_device(where: torch.device) -> torch.device | None:
-    """The GPU to which a group is bound: the group then connects at once, and groups of a layout are split from it.
+    """The GPU to which a group is bound. A bound group connects at once, and groups of a layout are split from it.
 
-    Only for the first group of a process: splitting a later one ends in a segmentation fault (pytorch/pytorch#192109).
+    This is only done for the first group of a process, because splitting a later one ends in a segmentation fault
+    (pytorch/pytorch#192109).
     """
     global _bound
     if where.type != "cuda" or _bound:
@@ -220,7 +221,7 @@ def _bound_device(where: torch.device) -> torch.device | None:
 
 
 def _place(kind: str, launch: Launch) -> tuple[torch.device, str]:
-    """The device of this rank, and any obstacle to its start."""
+    """The device of this rank, and the reason if the rank cannot start."""
     if kind not in ("cuda", "cpu"):
         raise ValueError(f"device={kind!r}: expected 'cuda' or 'cpu'; which GPU follows from the rank")
     if kind == "cpu":
@@ -274,10 +275,10 @@ class _Ranks:
             except BaseException as error:
                 first, mine = self._first_failure(error)
                 say(self.store, "seen", self.rank, LINGER_S, range(self.size))
-                if first.startswith(f"rank {self.rank} of {self.size} has given no sign of life"):
-                    time.sleep(LINGER_S)  # the others report first: a launcher ends all when one is gone
+                if first.startswith(f"rank {self.rank} of {self.size} has given no sign"):
+                    time.sleep(LINGER_S)  # the others report first, since a launcher ends all ranks when one is gone
                 at = self.watch.at
-                of_another = isinstance(error, RankError) and at  # the block has ended, as far as Python knows
+                of_another = isinstance(error, RankError) and at  # the block has ended as far as Python can tell
                 if not isinstance(error, Exception) or (first == mine and not of_another):
                     setattr(error, FAILURE, first)
                     raise
@@ -286,7 +287,7 @@ class _Ranks:
     def _first_failure(self, error: BaseException) -> tuple[str, str]:
         """The first failure of all ranks, and how this rank has failed."""
         mine = f"rank {self.rank} of {self.size} failed: {_reason(error)}"
-        if isinstance(error, RankError):  # names the rank that it is about
+        if isinstance(error, RankError):  # the error names the rank that failed
             mine = str(error)
         failure = Failure(mine, ())
         if isinstance(error, RuntimeError) and not isinstance(error, RankError) and BROKEN.search(str(error)):
@@ -302,7 +303,7 @@ class _Ranks:
         """Wait until the block has ended on all ranks.
 
         Raises:
-            RankError: it failed on one, or has not ended within `timeout_s` of this one.
+            RankError: the block failed on a rank, or has not ended there within `timeout_s` of this rank.
         """
         everybody = [f"done/{rank}" for rank in range(self.size)]
         self.store.set(f"done/{self.rank}", "1")

@@ -1,13 +1,13 @@
-"""The GPU's present position, read by the host without waiting: also while a CUDA graph replays.
+"""The GPU's present position, which the host reads without waiting, even while a CUDA graph replays.
 
     progress = Progress(["awaiting the forward of micro-batch 0 at stage 0 of rank 0", "computing ..."], device)
-    progress.mark(0)                       # in the stream, before what the words name
+    progress.mark(0)                       # in the stream, before the work that the words name
     progress.mark(progress.DONE)
     progress.words                         # where the GPU is now
 
 A mark is a copy of four bytes into the host's memory, which a graph contains like any other launch. Python runs far
-ahead of a GPU, so a rank rarely waits for its last launch. After communication is aborted, the GPU runs the rest of its
-queue. So `rooftop.parallel.join` queries all ranks before it aborts.
+ahead of a GPU, so the last launch is rarely what a rank waits for. And after communication is aborted, the GPU runs the
+rest of its queue. So `rooftop.parallel.join` queries all ranks before it aborts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Progress:
         _all.add(self)
 
     def mark(self, place: int) -> None:
-        """Record that the stream has reached a place, or with `DONE` passed the last one."""
+        """Record that the stream has reached a place or, with `DONE`, has passed the last one."""
         self._at.copy_(self._numbers[place + 1 : place + 2], non_blocking=True)
 
     @property

@@ -1,8 +1,9 @@
 """Random numbers that do not depend on the layout: initial values and dropout masks by seed, name and global position.
 
-A rank with a part of a tensor draws exactly the whole tensor's values there; a `Box` describes the part. So a model is
-the same bit for bit on any number of ranks, however it is cut, on CPU or GPU. Its dropout is the same too, also when
-forward is recomputed. The numbers are those of `rooftop.kernels.random_normal`, `random_uniform` and `counter_dropout`.
+A rank with a part of a tensor draws exactly the values that the whole tensor has there. A `Box` describes the part. So
+a model is the same bit for bit on any number of ranks, however it is cut, on CPU or GPU. Its dropout is the same too,
+even when forward is recomputed. The numbers are those of `rooftop.kernels.random_normal`, `random_uniform` and
+`counter_dropout`.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from torch import Tensor, nn
 
 from rooftop.kernels import Box, counter_dropout, random_key, random_normal, random_uniform
 
-Boxes = Box | Sequence[Box]  # several: one after the other along the first dimension of a local tensor
+Boxes = Box | Sequence[Box]  # several boxes follow each other along the first dimension of a local tensor
 
 
 @dataclass(frozen=True)
 class Stream:
     """All random numbers of a seed, from 0 to 2^64 - 1; each name has its own.
 
-    Names are those of the whole model, the same on every rank. In each method `box` is the tensor's part of the whole;
-    several boxes follow each other along its first dimension; None: the tensor is the whole.
+    Names are those of the whole model, the same on every rank. In each method, `box` is the part of the whole tensor.
+    Several boxes follow each other along the first dimension. None: the tensor is the whole.
     """
 
     seed: int
@@ -43,7 +44,8 @@ class Stream:
         """Fill a tensor of any floating point dtype with normal numbers, truncated to [low, high], and return it.
 
         Raises:
-            TypeError, ValueError: as `random_normal`; boxes with another number of elements than the tensor.
+            TypeError, ValueError: as in `random_normal`; also if the boxes have another number of elements than the
+                tensor.
         """
         key = random_key(self.seed, name)
         with torch.no_grad():
@@ -60,7 +62,8 @@ class Stream:
         """Fill a tensor of any floating point dtype with uniform numbers in [low, high), and return it.
 
         Raises:
-            TypeError, ValueError: as `random_uniform`; boxes of another number of elements than the tensor.
+            TypeError, ValueError: as in `random_uniform`; also if the boxes have another number of elements than the
+                tensor.
         """
         key = random_key(self.seed, name)
         with torch.no_grad():
@@ -76,7 +79,7 @@ class Stream:
 
         Args:
             x: any shape, bfloat16, float16, float32 or float64.
-            name: name of this dropout: two with the same name drop the same elements.
+            name: name of this dropout. Two dropouts with the same name drop the same elements.
             p: from 0 to 1.
             step: training step, from 0: each step has another mask; count micro-batches too. It may be a tensor, as for
                 `counter_dropout`.
@@ -84,7 +87,7 @@ class Stream:
             training: as `module.training`.
 
         Raises:
-            TypeError, ValueError: as `counter_dropout`; boxes of another number of elements than x.
+            TypeError, ValueError: as in `counter_dropout`; also if the boxes have another number of elements than x.
         """
         if not training or p == 0:
             return x
@@ -120,12 +123,12 @@ def _listed(box: Boxes | None) -> list[Box]:
 # ---- modules ---------------------------------------------------------------------------------------------------
 
 Init = Callable[[Stream, Tensor, str, Boxes | None], object]
-"""Fills a tensor, by stream, tensor, name and box."""
+"""A function that fills a tensor: (stream, tensor, name, box)."""
 
 
 @dataclass(frozen=True)
 class Normal:
-    """A rule: normal numbers, truncated if bounds are given."""
+    """A rule that fills with normal numbers, truncated if bounds are given."""
 
     mean: float = 0.0
     std: float = 1.0
@@ -138,7 +141,7 @@ class Normal:
 
 @dataclass(frozen=True)
 class Uniform:
-    """A rule: numbers uniform in [low, high)."""
+    """A rule that fills with uniform numbers in [low, high)."""
 
     low: float = 0.0
     high: float = 1.0
@@ -149,7 +152,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Constant:
-    """A rule: one value."""
+    """A rule that fills with one value."""
 
     value: float
 
@@ -168,24 +171,24 @@ def materialize(
 ) -> nn.Module:
     """Give memory and initial values to all parameters and buffers of a module that are on the meta device.
 
-    Only the module's own part is ever created: for a tensor with a box, that part. Tied parameters, which are one
-    tensor under several names, stay one, with the first name. A new parameter keeps the dtype, requires_grad and
-    attributes of the old one.
+    For a tensor with a box, only that part is ever created. Tied parameters (one tensor under several names) stay one
+    tensor, with the values of the first name. A new parameter keeps the dtype, requires_grad and attributes of the old
+    one.
 
     Args:
         module: changed in place. A tensor with a box has the shape of the part or of the whole.
-        rules: (pattern, init), the first whose pattern matches a tensor's name, as in a shell: "*.bias"; an init such
-            as Normal, Uniform or Constant, or another function of (stream, tensor, name, box).
-        stream: of the seed.
+        rules: pairs (pattern, init). The first pattern that matches a tensor's name, as in a shell, decides: "*.bias";
+            an init such as Normal, Uniform or Constant, or another function of (stream, tensor, name, box).
+        stream: the random numbers of a seed.
         boxes: for each tensor that is a part, by its name in the whole model, the part.
         device: the device of the new tensors.
-        whole_name: from a name in this module to that in the whole model, for stages of a pipeline.
+        whole_name: for stages of a pipeline, a function from a name in this module to the name in the whole model.
 
     Returns:
         The module.
 
     Raises:
-        ValueError: no rule matches a name, a box belongs to no tensor of the module, or has another size than its
+        ValueError: no rule matches a name, or a box belongs to no tensor of the module or has another size than its
             tensor.
     """
     boxes = dict(boxes or {})

@@ -1,4 +1,4 @@
-"""Recomputation: backward computes tensors again instead of keeping them from forward: less memory, more work.
+"""Recomputation: backward computes tensors again instead of keeping them from forward, which trades work for memory.
 
 | recompute | kept of a block | computed again in backward |
 |---|---|---|
@@ -8,7 +8,7 @@
 
 Selective recomputation drops tensors that elementwise work can compute again from tensors that are kept anyway:
 
-| dropped | is needed by | made again of |
+| dropped | is needed by | computed again from |
 |---|---|---|
 | the results of both norms | the weights of qkv and of the MLP's first layer | their inputs, which the norms keep |
 | normed or rotated queries and keys | attention | the projections, which the values keep |
@@ -16,8 +16,8 @@ Selective recomputation drops tensors that elementwise work can compute again fr
 | the MLP's activated features | the weight of its last layer | what was activated |
 | the weights of attention that dropout drops | attention in plain PyTorch | queries, keys, values: two products |
 
-With sequence parallelism the layers after the norms would keep all positions. Backward recomputes those of this rank,
-and gathers the others' while it computes the gradient of the input.
+With sequence parallelism, the layers after the norms would keep all positions. Instead, backward recomputes the
+positions of this rank, and gathers those of the others while it computes the gradient of the input.
 
 Gradients are the same bit for bit: the same kernels compute the same tensors, and masks depend on their position.
 
@@ -39,7 +39,7 @@ from rooftop.errors import did_you_mean
 from rooftop.parallel.dropouts import CounterDropouts, Place
 
 Recompute = bool | str
-"""False: nothing; True or "full": whole blocks; "selective"."""
+"""What backward recomputes. False: nothing; True or "full": whole blocks; "selective": see above."""
 GRANULARITIES = ("full", "selective")
 Result = TypeVar("Result")
 
@@ -48,7 +48,7 @@ def granularity_of(recompute: Recompute, caller: str) -> str | None:
     """ "full", "selective", or None: nothing is recomputed.
 
     Raises:
-        ValueError: any other word.
+        ValueError: it is another word.
     """
     if recompute is False or recompute is None:
         return None
@@ -67,9 +67,9 @@ def recomputed(function: Callable[..., Result], masks: CounterDropouts | None, *
     """The result of a function. Backward computes it again, with the masks of this place in the training.
 
     Args:
-        masks: masks of the dropouts inside; None: other dropouts, or none. With None, the generators' states are
+        masks: masks of the dropouts inside. None: there are other dropouts, or none; the generators' states are then
             restored.
-        given: its arguments, which are kept.
+        given: the function's arguments, which are kept.
     """
     place = masks.place if masks is not None else Place()
     step = place.step
@@ -92,7 +92,7 @@ def recomputed(function: Callable[..., Result], masks: CounterDropouts | None, *
 def made_again(made: Sequence[Tensor], make: Callable[..., Sequence[Tensor]], *sources: Tensor) -> Iterator[None]:
     """Within the block, where autograd would keep one of `made`, backward computes make(*sources) instead.
 
-    A tensor that shares memory with a source is kept: dropping it would free nothing.
+    A tensor that shares memory with a source is kept, because dropping it would free nothing.
 
     Args:
         made: the results of make(*sources).
@@ -125,12 +125,12 @@ def as_multiplied(x: Tensor) -> Tensor:
 
 
 def _memory(tensor: Tensor) -> int:
-    """A key that is equal for tensors with shared memory, also without memory (meta)."""
+    """A key that is equal for tensors that share memory; it also works on the meta device."""
     return tensor.untyped_storage()._cdata
 
 
 class _Kept:
-    """A kept tensor. With hooks, PyTorch leaves it to them to check that the tensor has not changed since."""
+    """A kept tensor. PyTorch leaves it to the hooks to check that it has not changed since."""
 
     __slots__ = ("tensor", "version")
 
@@ -147,11 +147,11 @@ class _Kept:
 
 
 class _Recipe:
-    """How to compute tensors again that were dropped together.
+    """The recomputation of tensors that were dropped together.
 
     Attributes:
         wanted: which of them were dropped.
-        ready: those that are computed, and not taken yet.
+        ready: the tensors that are computed but not taken yet.
     """
 
     def __init__(

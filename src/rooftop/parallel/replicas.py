@@ -1,9 +1,10 @@
 """A module's replicas: the same module with its tensors on other devices.
 
 A replica computes the same as the module: its parameters are copies through which gradients flow back, it has the same
-hooks, and it shares everything that is not a tensor. A hook that its forward registers belongs only to it: Hugging
-Face's models register hooks when hidden states are first requested, and otherwise each replica's hooks would run in all
-replicas. Each forward creates it and drops it afterwards, so writes to it are lost.
+hooks, and it shares everything that is not a tensor. A hook that a replica's forward registers belongs only to that
+replica. (Hugging Face's models register hooks when hidden states are first requested. If replicas shared them, each
+replica's hooks would run in all replicas.) Each forward creates the replicas and drops them afterwards, so writes to a
+replica are lost.
 """
 
 from __future__ import annotations
@@ -34,24 +35,25 @@ PLAIN = {bool, int, float, str, type(None)}
 def replicate(module: nn.Module, devices: Sequence[torch.device | str], detach: bool = False) -> list[nn.Module]:
     """The module on each device; gradients of the replicas' parameters are added to those of the module.
 
-    The first is the module itself: its forward's writes to buffers (running statistics of batch norms) and attributes
-    stay; those of the other replicas are lost. Parameters and modules with several names keep them in each replica.
-    Tensors in attributes (also in lists, tuples, dicts and dataclasses) are copied if they are on the module's device,
-    as are modules and bound methods in attributes. `parameters()` of a replica returns its tensors, which are not
+    The first replica is the module itself. What its forward writes to buffers (running statistics of batch norms) and
+    attributes stays; writes of the other replicas are lost. Parameters and modules with several names keep them in each
+    replica. Tensors in attributes (also in lists, tuples, dicts and dataclasses) are copied if they are on the module's
+    device, as are modules and bound methods in attributes. `parameters()` of a replica returns its tensors, which are
+    not
     leaves: their `.grad` stays None.
 
     Args:
         module: on the first device.
         devices: GPUs or "cpu"; one may be named several times.
-        detach: no gradients. The first is then a replica too, and shares its memory with the module.
+        detach: whether gradients are cut off. The first is then a replica too, which shares its memory with the module.
 
     Returns:
         One replica for each device.
 
     Raises:
-        ValueError: no devices, other kinds of devices, or a parameter or buffer that is not on the first.
-        TypeError: a compiled or scripted module, which only computes with its own parameters.
-        RuntimeError: a lazy module that has not seen an input yet.
+        ValueError: there are no devices, they are of another kind, or a parameter or buffer is not on the first device.
+        TypeError: the module is compiled or scripted, so it can only compute with its own parameters.
+        RuntimeError: a module is lazy and has not seen an input yet.
     """
     places = places_of(devices)
     _check(module, places[0])
@@ -67,7 +69,7 @@ def places_of(devices: Sequence[torch.device | str] | None) -> list[torch.device
     """Devices with their indices, as tensors name them; by default all GPUs, or the CPU if there are none.
 
     Raises:
-        ValueError: no devices, one that does not exist, or neither a GPU nor the CPU.
+        ValueError: there are no devices, or one does not exist or is neither a GPU nor the CPU.
     """
     places = devices_of(devices)
     for place in places:

@@ -1,22 +1,22 @@
-"""The roll call: it checks that all ranks are present, can start and have the same settings, or tells all ranks which
-do not.
+"""The roll call checks that all ranks are present, can start and have the same settings. Otherwise it tells all ranks
+which rank fails to.
 
 Ranks meet in a store. A launcher's store outlives the ranks: when it restarts all ranks, possibly others and fewer, the
 earlier ranks' entries still exist. So ranks have numbered meetings. A rank goes to the first meeting that has no
-verdict yet. If an earlier process with its rank was there, which has then ended, it closes that meeting, and all go on
-to the next one. Until that process comes, only a rank that answers counts as present. The restart count in the
-environment would not suffice: each launcher has its own.
+verdict yet. If an earlier process with the same rank was there and has ended, the rank closes that meeting, and all go
+on to the next one. Until then, only a rank that answers counts as present. The restart count in the
+environment would not suffice, since each launcher has its own.
 
 Keys of a meeting; none may be a key of `watching.py`, which uses the same store:
 
 | key | |
 |---|---|
-| `here/R` | the settings of rank R, what stands against its start, its process |
-| `who` | a rank wants to judge: each that reads this answers |
-| `answer/R` | rank R is there |
-| `verdict` | "=" and what is wrong ("=" alone: nothing), or `GO_ON`: to the next meeting |
-| `processes` | those of all ranks, by rank |
-| `heard/R` | rank R has heard a verdict that is not good |
+| `here/R` | the settings of rank R, the reason if it cannot start, its process |
+| `who` | a rank wants to decide; each rank that reads this answers |
+| `answer/R` | rank R is present |
+| `verdict` | "=" and the problem ("=" alone: no problem), or `GO_ON`: continue with the next meeting |
+| `processes` | the processes of all ranks, by rank |
+| `heard/R` | rank R has read a negative verdict |
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from rooftop.parallel.watching import first_line, poll
 JUDGING = 1.2
 """Rank 0 decides the roll call when its patience ends; another rank does so after this many times as long."""
 LINGER_S = 3.0
-"""A rank that runs the store, or has failed, stays this long so that the others hear why; they need a tenth of it."""
+"""A rank that runs the store, or has failed, stays this long so that the others can learn the reason. They need a tenth
+of this time."""
 ANSWER_S = 1.0
 """The maximum time that a waiting rank takes to answer."""
 GO_ON = "go on"
@@ -48,12 +49,12 @@ class StoreEnded(RankError):
 
 
 class MeetingOver(Exception):
-    """The verdict is about other processes: the next meeting may be that of this one."""
+    """The verdict is about other processes; this process may belong to the next meeting."""
 
 
 @dataclass(frozen=True)
 class RollCall:
-    """A meeting, from one rank's view.
+    """A meeting, as seen by one rank.
 
     Attributes:
         store: the meeting's store.
@@ -66,10 +67,10 @@ class RollCall:
     holds_store: bool
 
     def call(self, settings: Mapping[str, object], problem: str, patience_s: float) -> list[Process]:
-        """Wait until all ranks are here and agree; returns their processes, by rank.
+        """Wait until all ranks are present and agree; return their processes, by rank.
 
         Raises:
-            RankError: some are missing or disagree; the same on all that are here.
+            RankError: some ranks are missing or disagree. All present ranks raise the same error.
             MeetingOver: the meeting was that of other processes.
         """
         words = {name: repr(value) for name, value in settings.items()}
@@ -125,7 +126,7 @@ class RollCall:
         self._decide("=" + wrong)
 
     def _decide(self, verdict: str) -> None:
-        """Decide, unless there is a verdict; a rank that waits to be asked then stops waiting."""
+        """Decide, unless there is a verdict already. A rank that waits to be asked then stops waiting."""
         self.store.compare_set("verdict", "", verdict)
         self.store.set("who", "1")
 

@@ -1,7 +1,7 @@
-"""Split a batch into a share for each device: which values are cut, copied, passed on, or raise.
+"""Split a batch into a share for each device: values are split, copied or passed on, or raise an error.
 
-Tensors determine the number of samples. Lists and arrays of that length are split with them; otherwise a label would
-end up with another sample's image.
+Tensors determine the number of samples. Lists and arrays of that length are split too. Otherwise a label would end up
+with another sample's image.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ def scatter(inputs: Any, devices: Sequence[torch.device | str], dim: int = 0) ->
     """Split a batch into a share for each device.
 
     Args:
-        inputs: a tensor, or tensors in tuples, named tuples, lists, Mappings and dataclasses. All with a dimension are
-            split, and must have the same size along `dim`, the number of samples; those without are copied to each
+        inputs: a tensor, or tensors in tuples, named tuples, lists, Mappings and dataclasses. Tensors with a dimension
+            are split, and must have the same size along `dim`, the number of samples. Tensors without a dimension are
+            copied to each
             device. A container with one item per sample is split with them: lists (also of one tensor or dict per
             sample), tuples of strings or of objects other than numbers, and NumPy arrays. Any other value is the same
             object in every share.
-        devices: with n samples at most n devices get a share (the first ones), with none only the first; without
-            tensors to split, all do.
+        devices: with n samples at most the first n devices get a share. With no samples, only the first device does;
+            without tensors to split, all devices do.
         dim: the dimension along which tensors and arrays are split; may be negative.
 
     Returns:
@@ -44,10 +45,10 @@ def scatter(inputs: Any, devices: Sequence[torch.device | str], dim: int = 0) ->
         share that stays on its device is a view.
 
     Raises:
-        ValueError: no devices, tensors without this dimension or of different sizes along it, or a list whose tensors
-            do not show whether it has one item per sample.
-        TypeError: a value that cannot be split but contains tensors or can be read only once: other objects, a
-            PackedSequence, a cache, an iterator.
+        ValueError: there are no devices, tensors lack this dimension or have different sizes along it, or the tensors
+            in a list do not show whether it has one item per sample.
+        TypeError: a value cannot be split, and contains tensors or can only be read once (other objects, a
+            PackedSequence, a cache, an iterator).
     """
     places = places_of(devices)
     for leaf in leaves(inputs):
@@ -99,7 +100,7 @@ class _Samples:
     """The number of samples, their dimension, and the containers with one item per sample.
 
     Attributes:
-        lists_tell: whether all tensors are in lists: then a list is not a list of samples, but of tensors to split.
+        lists_tell: whether all tensors are in lists. A list is then a list of tensors to split, not of samples.
     """
 
     dim: int
@@ -123,7 +124,7 @@ class _Samples:
             return False
         found = list(leaves(part))
         tensors = [leaf for leaf in found if isinstance(leaf, Tensor)]
-        if type(part) is tuple:  # sizes, steps, states: often tuples, and not of samples
+        if type(part) is tuple:  # sizes, steps and states are often tuples, which do not contain samples
             return not tensors and len(set(map(type, part))) == 1 and not all(isinstance(n, SETTINGS) for n in found)
         with_dimensions = _with_dimensions(part)
         return not with_dimensions or not (self.lists_tell or all(map(self._fits, with_dimensions)))
@@ -135,7 +136,7 @@ class _Samples:
         return isinstance(leaf, range | array) and len(leaf) == self.count
 
     def check(self, part: Any, outermost: bool = True) -> None:
-        """Raise for tensors of other sizes that are not in a list of samples."""
+        """Raise an error for tensors of other sizes that are not in a list of samples."""
         if isinstance(part, Tensor):
             if part.dim() and _size(part, self.dim) != self.count:
                 here = torch.empty(self.count, device="meta")
@@ -145,8 +146,8 @@ class _Samples:
                 self.check(value, outermost=False)
 
     def refuse_ambiguous_lists(self, part: Any, outermost: bool = True) -> None:
-        """Raise for ambiguous lists: two tensors of two rows together with two images may be two sequences, or one item
-        per image.
+        """Raise an error for ambiguous lists. For example, a list of two tensors of two rows, together with two images,
+        may be two sequences or one item per image.
         """
         if self.lists_tell or self.count < 2:
             return
@@ -167,7 +168,7 @@ class _Samples:
 
 @dataclass(frozen=True)
 class _Share:
-    """Takes the samples from `start` to `end` of a value, on a device; all, if there are no samples.
+    """Take the samples from `start` to `end` of a value, on a device. If there are no samples, take the whole value.
 
     A repeated tensor is copied once.
     """
@@ -216,7 +217,7 @@ class _Share:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device. Towards the host only a blocking copy is safe to read."""
+    """The tensor on a device. Only a blocking copy to the host is safe to read."""
     return tensor.to(device, non_blocking=device.type == "cuda")
 
 

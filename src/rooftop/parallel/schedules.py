@@ -39,14 +39,14 @@ from rooftop.errors import did_you_mean
 
 KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradients"}
 UNITS: Mapping[str, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
-"""Default duration of an instruction. A backward has two matrix products for each of the forward's."""
+"""Default durations of instructions. A backward has two matrix products for each product of the forward."""
 
 
 class Instruction(NamedTuple):
     """One unit of a rank's work: one micro-batch at one stage.
 
     Attributes:
-        kind: of `KINDS`: "F"; "B", all of a backward; or its halves "I" and "W".
+        kind: one of `KINDS`: "F", "B" (a whole backward), or its halves "I" and "W".
         stage: its number in the whole pipeline, from 0.
         micro_batch: its number in the step, from 0.
     """
@@ -60,7 +60,7 @@ class Instruction(NamedTuple):
 
     @property
     def words(self) -> str:
-        """For a message: "forward of micro-batch 3 at stage 1"."""
+        """The words for a message: "forward of micro-batch 3 at stage 1"."""
         return f"{KINDS[self.kind]} of micro-batch {self.micro_batch} at stage {self.stage}"
 
 
@@ -115,7 +115,7 @@ class Schedule:
         return {(each.stage, each.micro_batch): each for each in every if each.kind in ("B", "I")}
 
     def needs(self, instruction: Instruction) -> list[Instruction]:
-        """The instructions whose results an instruction needs; the adjacent stage's comes first."""
+        """The instructions whose results an instruction needs, that of the adjacent stage first."""
         kind, stage, micro_batch = instruction
         if kind == "W":
             return [self._gradients[stage, micro_batch]]
@@ -133,8 +133,7 @@ class Schedule:
             units: duration of each kind, as integers; None: as `UNITS`.
 
         Raises:
-            ValueError: units for other kinds, units that are not integers, or not a unit for every kind in the
-                schedule.
+            ValueError: a unit is for another kind or is not an integer, or a kind in the schedule has no unit.
         """
         for kind, number in (units or {}).items():
             if isinstance(number, bool) or not isinstance(number, int):
@@ -162,12 +161,12 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each instruction of a schedule runs.
+    """The times at which the instructions of a schedule run.
 
     Attributes:
         times: (start, end) of each instruction.
         makespan: from the first start to the last end of all ranks.
-        idle: time in which ranks compute nothing, of all ranks together.
+        idle: time in which ranks compute nothing, summed over all ranks.
         held: for each rank, the maximum number of (stage, micro-batch) pairs whose activations it keeps at a time: from
             the start of their forward to the end of their backward, or of their weight gradients.
     """
@@ -196,9 +195,9 @@ def simulate(
         transfer: seconds from the end of an instruction to the start of one that needs its result, on another rank.
 
     Raises:
-        TypeError: no schedule, or seconds that are neither.
-        ValueError: seconds for an unknown kind, or not for all kinds in the schedule; times that are not finite numbers
-            of 0 or more; ranks that wait for each other forever, with the names of the instructions.
+        TypeError: the schedule is not a `Schedule`, or `seconds` is neither a mapping nor a function.
+        ValueError: a kind is unknown or lacks a duration; a time is not a finite number of 0 or more; or ranks would
+            wait for each other forever (the message names the instructions).
     """
     takes = _checked_seconds(schedule, seconds)
     _check_time("transfer", transfer)
@@ -337,7 +336,7 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def gpipe(ranks: int, micro_batches: int) -> Schedule:
-    """All forwards, then all backwards. It is simple, and holds all micro-batches."""
+    """All forwards, then all backwards. This is simple, but holds the activations of all micro-batches."""
     every = range(micro_batches)
     return _one_stage_each(
         "gpipe", micro_batches, [[*_all("F", rank, every), *_all("B", rank, every)] for rank in range(ranks)]
@@ -345,8 +344,8 @@ def gpipe(ranks: int, micro_batches: int) -> Schedule:
 
 
 def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
-    """After as many forwards as there are later ranks, forwards and backwards alternate. It holds at most `ranks`
-    micro-batches.
+    """A rank starts with as many forwards as there are later ranks; then forwards and backwards alternate. It holds at
+    most `ranks` micro-batches.
     """
     lists = []
     for rank in range(ranks):
@@ -360,7 +359,8 @@ def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
 
 
 def interleaved(ranks: int, micro_batches: int, stages_per_rank: int) -> Schedule:
-    """1F1B with several stages a rank, the layers in as many loops over the ranks: a smaller bubble, more transfers.
+    """1F1B with several stages per rank: the layers loop over the ranks that many times. The bubble is smaller, but
+    there are more transfers.
 
     Micro-batches go through a rank's stages in groups of about as many as there are ranks. If `ranks` does not divide
     `micro_batches`, groups are as equal as possible, and at least that large.
@@ -383,7 +383,8 @@ def interleaved(ranks: int, micro_batches: int, stages_per_rank: int) -> Schedul
 
 
 def zb_h1(ranks: int, micro_batches: int) -> Schedule:
-    """1F1B with split backwards: a third of its bubble, the same memory. Weight gradients wait until a rank would idle.
+    """1F1B with split backwards: a third of the bubble and the same memory. Weight gradients wait until a rank would
+    idle.
 
     Rank r computes weight gradients r micro-batches late, so that it holds as many activations as the first rank does.
     """
@@ -401,8 +402,8 @@ def zb_h1(ranks: int, micro_batches: int) -> Schedule:
 
 
 def zbv(ranks: int, micro_batches: int) -> Schedule:
-    """Two stages a rank in the shape of a V, with split backwards: idle only while the pipeline fills; the memory of
-    1F1B.
+    """Two stages per rank in the shape of a V, with split backwards. Ranks idle only while the pipeline fills, and
+    memory is that of 1F1B.
 
     The first half of the model goes down the ranks and the second half up again. So the first rank has both ends,
     including embedding and head. The order is that for forwards, input and weight gradients of equal length.
@@ -458,7 +459,7 @@ def _all(kind: str, stage: int, micro_batches: Sequence[int]) -> Iterator[Instru
 
 
 def _shared_out(number: int, parts: int) -> list[range]:
-    """The numbers from 0 on in consecutive parts as equal as possible, the larger ones first."""
+    """The numbers from 0 on, in consecutive parts that are as equal as possible, the larger parts first."""
     least, more = divmod(number, parts)
     ends = [least * part + min(part, more) for part in range(parts + 1)]
     return [range(a, b) for a, b in pairwise(ends)]
@@ -493,11 +494,11 @@ def schedule_of(name: str, ranks: int, micro_batches: int, stages_per_rank: int 
         name: of `SCHEDULES`.
         ranks: number of ranks of the pipeline.
         micro_batches: micro-batches of a step; may be fewer than the ranks.
-        stages_per_rank: None: the schedule's own, 1 or 2; an interleaved one needs a number.
+        stages_per_rank: None: the schedule's own number, 1 or 2. An interleaved schedule needs a number.
 
     Raises:
-        TypeError: a name that is not a str, or sizes that are no int.
-        ValueError: another name, sizes that are not positive, or stages that the schedule does not have.
+        TypeError: the name is not a str, or a size is not an int.
+        ValueError: the name is unknown, a size is not positive, or the schedule does not support that many stages.
     """
     if not isinstance(name, str):
         raise TypeError(

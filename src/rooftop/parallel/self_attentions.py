@@ -1,7 +1,7 @@
 """Causal self-attention with its heads split over tensor parallel ranks.
 
 Each rank has some heads of the queries, with the heads of keys and values that they use. If there are fewer of the
-latter than ranks, several ranks hold the same one: their gradients are summed with those of parameters that are not
+latter than ranks, several ranks hold the same one. Their gradients are summed like those of parameters that are not
 split (`ModelGradients`).
 
 Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3; Ainslie et al., "GQA" (arXiv:2305.13245).
@@ -34,7 +34,7 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class Remembered(Protocol):
-    """Supplies attention with positions that are not in its layer's input: from a cache, or from other ranks."""
+    """A supply of positions that are not in the layer's input: from a cache, or from other ranks."""
 
     def attended(self, attention: ParallelSelfAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Queries (B, H, S, D), keys and values (B, H_k, S, D) of new positions; returns (B, H, S, D)."""
@@ -51,20 +51,20 @@ class ParallelSelfAttention(nn.Module):
         heads: number of heads of the queries.
         kv_heads: number of heads of keys and values, which groups of queries share; None: as many as `heads`.
         head_features: D, of each head; None: the heads share W evenly.
-        bias: whether the linear layers have one.
-        out_bias: whether the last of them has one; None: as the others.
+        bias: whether the linear layers have a bias.
+        out_bias: whether the last linear layer has a bias; None: like the others.
         norms_epsilon: epsilon of RMS norms of each head's queries and keys; None: no such norms.
-        window: positions that a position attends to, up to and including itself; None: all up to itself.
+        window: the number of positions that a position attends to, including itself; None: all positions up to itself.
         layer: its number, for the cache.
-        weights_dropout: dropout of attention's weights; training then uses plain PyTorch, not the kernel.
+        weights_dropout: dropout of attention's weights; training then uses plain PyTorch instead of the kernel.
         dropout: dropout of the result.
         group: the ranks; None: only this one.
         sequence_parallel: whether activations outside are split along the sequence.
         selective: whether backward recomputes cheap tensors (`rooftop.parallel.recomputing`).
 
     Raises:
-        ValueError: heads that do not divide the width or each other, or that cannot be split among the ranks; an empty
-            window.
+        ValueError: heads do not divide the width or each other, or cannot be split among the ranks; or the window is
+            empty.
     """
 
     def __init__(
@@ -209,8 +209,8 @@ class ParallelSelfAttention(nn.Module):
 
 
 def _head_norm(features: int, epsilon: float | None, group: Group) -> RMSNorm | None:
-    """One weight for all heads. Each rank has it whole, with the gradient of its own heads; these gradients are summed
-    over the ranks.
+    """A norm with one weight for all heads. Each rank has the whole weight, with the gradient of its own heads; these
+    gradients are summed over the ranks.
     """
     if epsilon is None:
         return None
@@ -239,7 +239,7 @@ def _check(width: int, heads: int, kv_heads: int, head_features: int | None, gro
 
 
 def attend_with_dropout(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, dropout: nn.Module) -> Tensor:
-    """Attend in plain PyTorch: the weights (B, H, S, T) are a tensor, of which `dropout` drops elements.
+    """Attend in plain PyTorch, where the weights are a tensor (B, H, S, T); `dropout` drops its elements.
 
     Args:
         query: (B, H, S, D). key, value: (B, H_k, T, D), where H_k divides H.

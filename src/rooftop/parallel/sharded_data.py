@@ -1,4 +1,5 @@
-"""Fully sharded data parallelism: data ranks shard parameters, gradients and optimizer, with PyTorch's FSDP2.
+"""Fully sharded data parallelism: parameters, gradients and optimizer are sharded over the data ranks with PyTorch's
+FSDP2.
 
                      +-- rows of rank 0 --+                       +-- rows of rank 0, summed
     a block's        |                    |  all-gather, computed |
@@ -6,12 +7,13 @@
                         float32, with the                            float32, what the optimizer steps
                         optimizer's state
 
-Each rank holds some rows of each parameter. A unit, such as a block, has whole parameters only while it computes; those
-of the next unit are gathered meanwhile. The data ranks shard a tensor parallel rank's part in the same way as a whole
-parameter: the two ways of splitting are independent.
+Each rank holds some rows of each parameter. A unit, such as a block, has whole parameters only while it computes; the
+parameters of the next unit are gathered meanwhile. The data ranks shard a tensor parallel rank's part in the same way
+as a whole
+parameter; the two ways of splitting are independent.
 
-`fully_shard` of PyTorch does all this. It is applied so that the numbers equal those of every other layout: gradients
-are sums over the data ranks, as in `ModelGradients`, and initial values are drawn only for a rank's own rows.
+`fully_shard` of PyTorch does all this. Here it is applied so that the numbers equal those of every other layout:
+gradients are sums over the data ranks, as in `ModelGradients`, and initial values are drawn only for a rank's own rows.
 
 Source: Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054); Zhao et al. 2023, "PyTorch FSDP" (arXiv:2304.11277).
 """
@@ -41,26 +43,26 @@ def fully_sharded(
     dtype: torch.dtype | None = None,
     kept: Sequence[nn.Module] = (),
 ) -> None:
-    """Shard a model's parameters over data ranks, in place. Every rank of the group must call it.
+    """Shard a model's parameters over data ranks, in place. Every rank of the group must call this.
 
-    Afterwards parameters are DTensors, of which each rank holds rows. Backward stores in them the sum over the data
-    ranks, so a mean loss must be divided by the targets of all ranks. Call the model itself, not its parts: only then
-    are its own parameters gathered.
+    Afterwards parameters are DTensors, and each rank holds some of their rows. Backward stores in them the sum over the
+    data ranks, so a mean loss must be divided by the targets of all ranks. Call the model itself, not its parts: only
+    then are its own parameters gathered.
 
     Args:
         model: best on the meta device, so that no rank ever holds the whole; then `to_empty` gives it memory.
         units: modules in the model whose parameters are gathered together, each shortly before it runs, in order. The
-            model itself is the last one, with the parameters of no other unit. Modules that share a parameter belong to
-            one unit.
+            model itself is the last unit, with the remaining parameters. Modules that share a parameter belong to one
+            unit.
         data: the ranks; at least two.
         device_type: "cuda" or "cpu", of the group.
         dtype: the dtype in which parameters are gathered and used; None: their own. The parameters, their gradients and
             the sums keep their own dtype, so that float32 ones lose nothing.
-        kept: units whose parameters stay gathered from forward to backward; best the last ones of forward.
+        kept: units whose parameters stay gathered from forward to backward; preferably the last units of forward.
 
     Raises:
-        ValueError: fewer than two ranks, parameters of several dtypes or none, units that are not in the model or
-            repeated, or `kept` ones that are not units.
+        ValueError: there are fewer than two ranks, there are no parameters or they have several dtypes, a unit is not
+            in the model or is repeated, or a `kept` module is not a unit.
     """
     if data is None or data.size() < 2:
         raise ValueError(
@@ -71,21 +73,21 @@ def fully_sharded(
     mesh = DeviceMesh.from_group(data, device_type, mesh_dim_names=("dp",))
     # Blocks return views of their kernels' results, which nothing changes in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
-    # Inputs are not cast: the cosines and sines of positions are float32, and in bfloat16 they would be useless.
+    # Inputs are not cast, because the cosines and sines of positions are float32, and would be useless in bfloat16.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, cast_forward_inputs=False)
     for module in (*units, model):
         stays = module is model or any(module is each for each in kept)
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=not stays)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # a plain sum; gloo has no other
+        module.set_force_sum_reduction_for_comms(True)  # a plain sum, because gloo supports no other
 
 
 def sum_in_backward(model: nn.Module, wanted: bool) -> None:
-    """Set whether the next backward of a sharded model sums gradients over the data ranks; each then has its rows of
-    the sums.
+    """Set whether the next backward of a sharded model sums gradients over the data ranks. If so, each rank gets its
+    rows of the sums.
 
-    Otherwise each rank accumulates them as a whole, which takes their memory, until a backward sums them.
+    Otherwise each rank accumulates whole gradients, which take memory, until a backward sums them.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -117,7 +119,8 @@ def _check_units(model: nn.Module, units: Sequence[nn.Module], kept: Sequence[nn
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, or an unsharded tensor itself; the same memory, without gradients."""
+    """This rank's part of a sharded tensor, or an unsharded tensor itself. The result shares the memory and has no
+    gradient."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
@@ -148,7 +151,8 @@ def shard_here(parameter: Tensor, shard: Shard | None) -> Shard:
 
 
 def _rows_here(parameter: DTensor) -> tuple[int, int]:
-    """(first row, number of rows) of this rank: the same for each rank, but the last ones may have fewer."""
+    """(first row, number of rows) of this rank. All ranks have equally many rows, except that the last ones may have
+    fewer."""
     index, count = parameter.device_mesh.get_local_rank(), parameter.device_mesh.size()
     rows = -(-parameter.shape[0] // count)
     start = min(index * rows, parameter.shape[0])

@@ -1,4 +1,5 @@
-"""A tensor parallel rank's part of a parameter: one record for initial values, sums and norms of gradients.
+"""A tensor parallel rank's part of a parameter. One record serves for initial values and for sums and norms of
+gradients.
 
 A split layer describes each of its split parameters in its attribute `shards`; parameters without a record are whole on
 every rank.
@@ -22,7 +23,7 @@ class Piece:
     Attributes:
         box: the part of the whole parameter.
         holders: the number of ranks with the same rows, adjacent in their group.
-        first: whether this rank is the first of them.
+        first: whether this rank is the first of these ranks.
     """
 
     box: Box
@@ -30,7 +31,7 @@ class Piece:
     first: bool = True
 
     def rows(self, start: int, count: int) -> Piece:
-        """`count` of these rows, from `start` on."""
+        """The piece of `count` of these rows, from `start` on."""
         box = self.box
         begin = (box.start[0] + start * box.strides[0], *box.start[1:])
         return Piece(Box(box.shape, begin, (count, *box.size[1:]), box.stride), self.holders, self.first)
@@ -38,11 +39,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's part of a parameter: pieces, one after another along the first dimension, and then padding.
+    """A rank's part of a parameter: pieces one after another along the first dimension, then padding.
 
     Attributes:
         pieces: empty if all is padding.
-        padding: rows after them that the whole parameter does not have; they are 0 and get no gradient.
+        padding: the number of rows after the pieces that the whole parameter does not have; they are 0 and get no
+            gradient.
     """
 
     pieces: tuple[Piece, ...]
@@ -73,7 +75,7 @@ class Shard:
 
 
 def shards_of(model: nn.Module) -> dict[str, Shard]:
-    """The records of a model's split parameters by their names; a parameter under two names has both."""
+    """The records of a model's split parameters by their names. A parameter with two names is listed under both."""
     found: dict[str, Shard] = {}
     for name, module in model.named_modules():
         records: Mapping[str, Shard] = getattr(module, "shards", {})

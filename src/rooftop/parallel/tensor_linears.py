@@ -50,7 +50,7 @@ SEQUENCE = -2  # the dimension of positions, in (B, S, W) and (S, W)
 
 
 class ColumnParallelLinear(Deferring, LinearAct):
-    """A linear layer and an activation; each rank computes some of the features.
+    """A linear layer and an activation, where each rank computes some of the features.
 
     Args:
         in_features: features of the input, which every rank has whole.
@@ -60,19 +60,20 @@ class ColumnParallelLinear(Deferring, LinearAct):
         activation: as in `rooftop.nn.LinearAct`.
         blocks: name -> number of equal blocks, such as heads, into which its features may be split. Fewer blocks than
             ranks: several ranks hold the same one.
-        padded: for one layer: whether the features need not be a multiple of the ranks. All ranks have the same number;
-            the last ranks pad with 0.
+        padded: for a single layer: whether the features need not be a multiple of the ranks. All ranks then have the
+            same number of features, and the last ranks pad with 0.
         group: the ranks; None: an ordinary layer.
         sequence_parallel: whether the input is split along dimension -2.
 
     Attributes:
         parts: name -> features on this rank, in their order.
-        deferral: may take the weight's gradient (`rooftop.parallel.deferred`); None: backward computes it.
+        deferral: the deferral that may take the weight's gradient (`rooftop.parallel.deferred`); None: backward
+            computes it.
         gathers_again: with sequence parallelism, whether only this rank's part of the input is kept for backward, which
             gathers the others' again.
 
     Raises:
-        ValueError: features or blocks that cannot be split among the ranks.
+        ValueError: features or blocks cannot be split among the ranks.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class ColumnParallelLinear(Deferring, LinearAct):
         With `with_before` also the activation's input, without a gradient, as in `linear_act_and_before`.
 
         Raises:
-            ValueError: a residual, with more than one rank or with `with_before`.
+            ValueError: a residual is combined with more than one rank or with `with_before`.
         """
         if residual is not None and (self.group is not None or with_before):
             raise ValueError(
@@ -153,16 +154,16 @@ class ColumnParallelLinear(Deferring, LinearAct):
         return begin_copy(input, self.group)
 
     def product_of(self, entered: Tensor) -> Tensor:
-        """The rest of `forward`, without communication."""
+        """The rest of `forward`, which does not communicate."""
         return product(entered, self.weight, self.bias, self.activation, None, self.deferral)
 
     def extra_repr(self) -> str:
-        """That of `rooftop.nn.LinearAct`, and this rank's part of the whole."""
+        """The text of `rooftop.nn.LinearAct`, and this rank's part of the whole."""
         return f"{super().extra_repr()}{_said(self.group, self.sequence_parallel)}, parts={self.parts}"
 
 
 class RowParallelLinear(Deferring, LinearAct):
-    """A linear layer; each rank multiplies some of the input's features, and the result is the sum over ranks.
+    """A linear layer where each rank multiplies some of the input's features, and the result is the sum over ranks.
 
     Args:
         in_features: features of the whole input; each rank holds a part of them.
@@ -172,7 +173,7 @@ class RowParallelLinear(Deferring, LinearAct):
         sequence_parallel: whether the result is split along dimension -2.
 
     Raises:
-        ValueError: input features that cannot be split among the ranks.
+        ValueError: the input features cannot be split among the ranks.
     """
 
     def __init__(
@@ -201,7 +202,7 @@ class RowParallelLinear(Deferring, LinearAct):
         S.
 
         Raises:
-            ValueError: a residual, with more than one rank; a sequence that cannot be split among the ranks.
+            ValueError: a residual is combined with more than one rank, or the sequence cannot be split among the ranks.
         """
         if self.group is None:
             return product(input, self.weight, self.bias, self.activation, residual, self.deferral)
@@ -212,7 +213,7 @@ class RowParallelLinear(Deferring, LinearAct):
             total = scattered_sum_of_ranks(partial, SEQUENCE, self.group)
         elif torch.is_grad_enabled():
             total = sum_of_ranks(partial, self.group)
-        else:  # no other reference: it is summed in place, which saves a copy
+        else:  # nothing else refers to it, so it is summed in place without a copy
             total = start_sum(partial, self.group)()
         return self.with_bias(total)
 
@@ -232,7 +233,7 @@ class RowParallelLinear(Deferring, LinearAct):
         return total if self.bias is None else total + self.bias.to(total.dtype)
 
     def extra_repr(self) -> str:
-        """That of `rooftop.nn.LinearAct`, and how it is split."""
+        """The text of `rooftop.nn.LinearAct`, and how the layer is split."""
         return f"{super().extra_repr()}{_said(self.group, self.sequence_parallel)}"
 
 
@@ -309,7 +310,7 @@ def _deferrable_product(
     split: Split,
     deferral: Deferral,
 ) -> tuple[Tensor, Tensor]:
-    """Its backward has a side effect, so torch.compile must not trace it."""
+    """A function whose backward has a side effect, so that torch.compile must not trace it."""
     x, weight, bias = under_autocast(x, weight, bias)
     if not weight.requires_grad or not torch.is_grad_enabled():
         return _ColumnProduct.apply(x, weight, bias, activation, group, split, None)  # type: ignore[no-any-return]
@@ -350,7 +351,7 @@ class _ColumnProduct(torch.autograd.Function):
         ctx.activation, ctx.group, ctx.has_bias = activation, group, bias is not None
         ctx.later = later
         ctx.mark_non_differentiable(before)
-        ctx.set_materialize_grads(False)  # no zeros for the activation's input
+        ctx.set_materialize_grads(False)  # without zeros for the gradient of the activation's input
         return y.view(*whole.shape[:-1], weight.shape[0]), before
 
     @staticmethod
@@ -360,7 +361,8 @@ class _ColumnProduct(torch.autograd.Function):
             return (None,) * 8
         x, weight, before = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
-        # It overlaps with the gradient of x, unless the weight's is deferred: until then the part takes less memory.
+        # The gathering overlaps with the computation of x's gradient. If the weight's gradient is deferred, only the
+        # part is kept until then, because it takes less memory.
         gathering = start_gather(x, SEQUENCE, ctx.group) if ctx.gathers and for_weight else None
         shape = (*dy.shape[:-1], weight.shape[1])
         dz, dbias = dy.reshape(-1, dy.shape[-1]), None

@@ -1,4 +1,4 @@
-"""SIGTERM, handled by a thread at once, even while the main thread is inside a collective or a kernel launch.
+"""Handle SIGTERM at once in a thread, even while the main thread is inside a collective or a kernel launch.
 
 A launcher sends SIGTERM to all ranks as soon as one of them dies. By default it ends a process immediately, before that
 process can report which rank died. Within `heard_by_a_thread` the process keeps running, and the thread that reads
@@ -18,10 +18,11 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Termination:
-    """Whether this process was asked to end.
+    """The request to this process to end, if it has arrived.
 
     Attributes:
-        handler: our handler of SIGTERM; None: the program's own handler receives it, or none was requested.
+        handler: our handler of SIGTERM. None: the program's own handler receives the signal, or no handler was
+            requested.
     """
 
     handler: object = None
@@ -93,7 +94,8 @@ def _go_on() -> None:
 
 
 def _as_before() -> None:
-    """In a fork, such as a worker of a DataLoader: SIGTERM ends it as usual, and does not reach its parent."""
+    """Run in a fork, such as a worker of a DataLoader, so that SIGTERM ends it as usual and does not reach its
+    parent."""
     for termination in _active:
         signal.set_wakeup_fd(-1)
         if termination.ours:

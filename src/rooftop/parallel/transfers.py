@@ -1,15 +1,15 @@
-"""Sends and receives of a pipeline's ranks, in one order for all ranks: none can wait forever.
+"""The sends and receives of a pipeline's ranks, in one order for all ranks, so that no rank can wait forever.
 
     steps = program_of(schedule, rank=1)
 
-A pair of ranks sends both ways, activations and gradients. NCCL executes a rank's posted operations one by one. So both
-ends must post in the same order, and a rank that posts a receive too early delays the sends after it. The order here is
-that in which the simulated schedule computes the data. Everything that a transfer waits for comes earlier in that
-order. So the first unfinished transfer can always be completed, however long instructions really take.
+A pair of ranks sends activations one way and gradients the other way. NCCL executes a rank's posted operations one by
+one. So both ends must post in the same order, and a rank that posts a receive too early delays the sends after it. The
+order here is that in which the simulated schedule computes the data. Everything that a transfer waits for comes earlier
+in that order. So the first unfinished transfer can always be completed, however long instructions really take.
 
-A rank posts a receive ahead of the instruction that needs it, as far as the order allows: the data arrive while the
-previous instruction is computed. On a GPU a waiting receive occupies multiprocessors that the instruction needs: there
-it is posted only when it is needed.
+A rank posts a receive ahead of the instruction that needs it, as far as the order allows. So the data arrive while the
+previous instruction is computed. On a GPU, a waiting receive occupies multiprocessors that the instruction needs, so
+there it is posted only when it is needed.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ def stage_after(instruction: Instruction, stages: int) -> int | None:
 
 
 def program_of(schedule: Schedule, rank: int, ahead: int = AHEAD) -> list[Step]:
-    """A rank's program in a step: its instructions, and its sends and receives, posted up to `ahead` instructions
-    early. The others need not post them as early.
+    """A rank's program in a step: its instructions, sends and receives. Receives are posted up to `ahead` instructions
+    early; the other ranks need not do so.
 
-    Receives and sends have the order of `transfers_of`. An instruction's receives come before it, its send directly
-    after it.
+    Receives and sends have the order of `transfers_of`. An instruction's receives come before it, and its send comes
+    directly after it.
     """
     waiting = [each for each in transfers_of(schedule) if rank in (each.source, each.target)]
     sends = {each.made_by: each for each in waiting if each.source == rank}

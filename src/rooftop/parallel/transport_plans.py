@@ -1,12 +1,11 @@
-"""The transport of context parallel attention, if the user names none: from a measured table, or from a formula.
+"""Choose the transport of context parallel attention if the user names none, from a measured table or a formula.
 
 The formula computes the exposed time of a forward pass on the busiest rank, in seconds:
 
-    p2p          what a step's rows take beyond the work on those before, and a merge for each step
-    all_gather   what all rows take beyond the work on a rank's own
-    a2a          all that moves, since attention waits for it
+    p2p the time of a step's rows beyond the work on the rows before, and a merge for each step all_gather the time of
+    all rows beyond the work on the rank's own rows a2a the time of everything that moves, since attention waits for it
 
-Backward takes about twice as long in both, so it changes no choice.
+Backward takes about twice as long for every transport, so it does not change the choice.
 """
 
 from __future__ import annotations
@@ -17,17 +16,19 @@ RATE = 4e14
 """Rate of attention, flop/s: bfloat16, forward and backward, 32 k to 64 k positions, one H100
 (results/h100/context_attention.json)."""
 LINK = 1.5e11
-"""A rank's simultaneous send and receive rate over NVLink, bytes/s. Assumed: not measured yet."""
+"""A rank's rate over NVLink while it sends and receives at the same time, bytes/s. This is an assumption; it is not
+measured yet."""
 MERGE = 1.5e12
-"""Bytes a second that a merge reads and writes. Assumed: about half of what an H100's memory gives."""
+"""Bytes per second that a merge reads and writes. This is an assumption: about half of the rate of an H100's memory."""
 START_S = 2e-5  # of an exchange
 WIDTH = 2  # bytes of an element
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """The properties that decide: heads of queries and keys of a rank (after tensor parallel ranks), features of a
-    head, positions of a sequence, context parallel ranks, and whether layers have windows."""
+    """The properties on which the choice depends: heads of queries and of keys on a rank (after splitting over tensor
+    parallel ranks), features of a head, positions of a sequence, context parallel ranks, and whether layers have
+    windows."""
 
     heads: int
     kv_heads: int
@@ -44,7 +45,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class TransportPlan:
-    """A transport and why.
+    """A transport and the reason for it.
 
     Attributes:
         transport: one of `rooftop.parallel.TRANSPORTS`.
@@ -59,7 +60,7 @@ class TransportPlan:
 
 @dataclass(frozen=True)
 class Measured:
-    """The fastest measured transport: forward and backward with that many ranks and at least that many positions."""
+    """The fastest measured transport, forward and backward, for this many ranks and at least this many positions."""
 
     ranks: int
     least_length: int

@@ -1,15 +1,16 @@
-"""Two halves of a batch in turns: tensor ranks communicate one half while they compute the other.
+"""Compute two halves of a batch in turns: tensor ranks communicate one half while they compute the other.
 
 A layer that ranks share ends with a sum over them, and the next layer begins with the whole result. Without halves, a
-rank has nothing to compute while it communicates. With two halves it has: each goes through its layers in phases, and
-the halves alternate. S (sums) and G (gathers) of the halves a and b, between their phases:
+rank has nothing to compute while it communicates. With two halves, each goes through its layers in phases, and the
+halves alternate. S (sums) and G (gathers) of the halves a and b, between their phases:
 
     computed   a first | b norm | a second | b first | a norm | b second | a first | b norm | ...
     exchanged    S of b         | G of b   |  S of a          |  G of a  |   S of b         | ...
 
 `first` is the linear layer that begins with the gathered tensor, `second` the rest up to the linear layer that ends
 with a sum, `norm` the operation after the sum. Backward takes the reverse order: autograd runs the latest operations
-first. So an exchange that began before a phase of the other half and was awaited after it keeps this order in reverse.
+first. An exchange began before a phase of the other half and was awaited after it. So in backward it surrounds that
+phase, too.
 
 Source: Wang et al. 2024, "Domino: Eliminating Communication in LLM Training via Generic Tensor Slicing and Overlapping"
 (arXiv:2409.15241).
@@ -30,7 +31,7 @@ from rooftop.parallel.exchanges import Group, Pending, start_gather, start_scatt
 Start = Callable[[Tensor], Pending]
 Result = TypeVar("Result")
 Phases = Generator[None, None, Result]
-"""Computes a phase, and at each `yield` lets other phases run."""
+"""A generator that computes phases, and lets other phases run at each `yield`."""
 
 
 def take_turns(
@@ -61,7 +62,7 @@ def take_turns(
 
 
 class OnItsWay:
-    """A communication that runs during other computation; so does its gradient's.
+    """A communication that runs during other computation. The communication of its gradient does so, too.
 
     Args:
         x: tensor to exchange. there, back: start its exchange, and that of the result's gradient.
@@ -72,19 +73,19 @@ class OnItsWay:
         self._begun: Tensor = _Begin.apply(x, self._way)
 
     def arrived(self) -> Tensor:
-        """Wait for it; once."""
+        """Wait for the result. Call this once."""
         return _End.apply(self._begun, self._way)  # type: ignore[no-any-return]
 
 
 def begin_gather(x: Tensor, dim: int, group: Group) -> OnItsWay:
-    """Starts `gather_of_ranks`."""
+    """Start `gather_of_ranks`."""
     return OnItsWay(
         x, lambda given: start_gather(given, dim, group), lambda given: start_scattered_sum(given, dim, group)
     )
 
 
 def begin_scattered_sum(x: Tensor, dim: int, group: Group) -> OnItsWay:
-    """Starts `scattered_sum_of_ranks`.
+    """Start `scattered_sum_of_ranks`.
 
     Raises:
         ValueError: the dimension cannot be split among the ranks.
@@ -95,13 +96,14 @@ def begin_scattered_sum(x: Tensor, dim: int, group: Group) -> OnItsWay:
 
 
 def begin_sum(x: Tensor, group: Group) -> OnItsWay:
-    """Starts `sum_of_ranks`. x is overwritten: nothing else may need it."""
+    """Start `sum_of_ranks`. x is overwritten, so nothing else may need it."""
     return OnItsWay(x, lambda given: start_sum(given, group), _already)
 
 
 def begin_copy(x: Tensor, group: Group) -> OnItsWay:
-    """`copy_to_ranks`: x at once; the communication of its gradient runs during other computation. The gradient is
-    overwritten: only one function may use it.
+    """`copy_to_ranks` that returns x at once. The communication of the gradient runs during other computation. The
+    gradient is
+    overwritten, so only one function may use it.
     """
     return OnItsWay(x, _already, lambda given: start_sum(given, group))
 
@@ -111,7 +113,7 @@ def _already(x: Tensor) -> Pending:
 
 
 class _Way:
-    """The exchanges under way, one after another; nothing stays of a graph that is dropped."""
+    """The exchanges in progress, one after another. If a graph is dropped, nothing of it stays here."""
 
     __slots__ = ("back", "pending", "there")
 
@@ -120,7 +122,7 @@ class _Way:
         self.pending: Pending | None = None
 
     def begin(self, start: Start, x: Tensor) -> Tensor:
-        """Start an exchange, which replaces the one under way."""
+        """Start an exchange, which replaces the one in progress."""
         self.pending = start(x)
         return x.new_empty(0)
 

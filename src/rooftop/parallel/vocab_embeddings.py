@@ -19,12 +19,12 @@ from rooftop.parallel.tensor_linears import SEQUENCE
 class VocabParallelEmbedding(Embedding):
     """An embedding; each rank has some of the rows.
 
-    All ranks have equally many rows; if they do not divide the vocabulary, the last ones are padding, which no token
-    uses.
+    All ranks have equally many rows. If the ranks do not divide the vocabulary, the last rows are padding, which no
+    token uses.
 
     Args:
         vocabulary: number of tokens of the whole table.
-        features: of each.
+        features: features of each token.
         group: the ranks; None: an ordinary embedding.
         sequence_parallel: whether the result is split along the sequence.
 
@@ -46,7 +46,7 @@ class VocabParallelEmbedding(Embedding):
         S.
 
         Raises:
-            IndexError: an invalid token, on the CPU; on a GPU the program stops with a device error.
+            IndexError: a token is invalid (on the CPU; on a GPU the program stops with a device error).
             ValueError: a sequence that cannot be split among the ranks.
         """
         if self.group is None:
@@ -76,7 +76,7 @@ class VocabParallelEmbedding(Embedding):
 def _check(tokens: Tensor, vocabulary: int) -> None:
     inside = ((tokens >= 0) & (tokens < vocabulary)).all()
     if tokens.device.type != "cpu":
-        torch._assert_async(inside)  # the device stops; the host does not wait for it here
+        torch._assert_async(inside)  # an invalid token stops the device; the host does not wait here
     elif not inside:
         wrong = tokens[(tokens < 0) | (tokens >= vocabulary)][0].item()
         raise IndexError(f"VocabParallelEmbedding: index out of range: token {wrong} of a vocabulary of {vocabulary}")

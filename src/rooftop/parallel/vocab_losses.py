@@ -44,7 +44,7 @@ class Classes:
 
     Attributes:
         group: the ranks.
-        vocabulary: classes of all ranks; columns beyond them are padding.
+        vocabulary: number of classes of all ranks; columns beyond them are padding.
         start: the class of this rank's first column.
         here: number of columns that are classes.
         ignore_index, label_smoothing, z_loss: as in `rooftop.kernels.cross_entropy`.
@@ -59,7 +59,7 @@ class Classes:
     z_loss: float
 
     def places(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """The targets' columns on this rank, 0 for others, and whether they are here: (N,) both."""
+        """The targets' columns on this rank (0 for targets on other ranks), and whether they are here: (N,) both."""
         column = target - self.start
         here = (column >= 0) & (column < self.here) & (target != self.ignore_index)
         return column.where(here, 0), here
@@ -76,7 +76,7 @@ def own_statistics(x: Tensor, target: Tensor, classes: Classes) -> tuple[Tensor,
         return values.new_full(values.shape[:1], -math.inf), values.new_zeros(3, len(values))
     column, here = classes.places(target)
     maximum = values.amax(1)
-    apart = values - maximum.masked_fill(maximum == -math.inf, 0.0)[:, None]  # others may have more than -inf
+    apart = values - maximum.masked_fill(maximum == -math.inf, 0.0)[:, None]  # other ranks may have more than -inf
     found = apart.gather(1, column[:, None])[:, 0].where(here, 0.0)
     every = apart.sum(1) if classes.label_smoothing else torch.zeros_like(maximum)
     return maximum, torch.stack((apart.exp_().sum(1), found, every))
@@ -165,7 +165,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dhidden = torch.empty_like(hidden) if for_hidden else None
         dweight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if for_weight else None
         inverse = _inverse(target, mean, classes, wide)
-        # In float16 the gradient of the logits would underflow before a loss scale can help.
+        # In float16, a gradient of the logits that is divided by the rows would underflow before a loss scale can help.
         late = hidden.dtype == torch.float16
         within = torch.ones_like(inverse) if late else inverse
         losses = hidden.new_empty(len(hidden), dtype=wide)
@@ -226,7 +226,7 @@ def vocab_parallel_cross_entropy(
         gradient of its own logits.
 
     Raises:
-        TypeError, ValueError: as `cross_entropy`; a vocabulary that needs fewer or more ranks.
+        TypeError, ValueError: as in `cross_entropy`; also if the vocabulary needs fewer or more ranks.
         RuntimeError: a second derivative.
     """
     check_index("vocab_parallel_cross_entropy", ignore_index)
@@ -264,7 +264,7 @@ def vocab_parallel_linear_cross_entropy(
     z_loss: float = 0.0,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """`vocab_parallel_cross_entropy` of hidden @ weight.T; only some of its rows exist at a time.
+    """`vocab_parallel_cross_entropy` of hidden @ weight.T, of which only some rows exist at a time.
 
     The forward pass computes the gradients, chunk by chunk; backward only scales them.
 
@@ -280,7 +280,8 @@ def vocab_parallel_linear_cross_entropy(
         () in the dtype of hidden, float32 under autocast; the same on all ranks.
 
     Raises:
-        TypeError, ValueError: as `rooftop.kernels.linear_cross_entropy`; a vocabulary that needs fewer or more ranks.
+        TypeError, ValueError: as in `rooftop.kernels.linear_cross_entropy`; also if the vocabulary needs fewer or more
+            ranks.
         RuntimeError: a second derivative.
     """
     check_index("vocab_parallel_linear_cross_entropy", ignore_index)
@@ -326,7 +327,7 @@ def _classes(
     label_smoothing: float,
     z_loss: float,
 ) -> Classes | None:
-    """This rank's part of the vocabulary; None: all of it."""
+    """This rank's part of the vocabulary; None: the whole vocabulary."""
     index, count = place_in(group)
     total = columns * count if vocabulary is None else vocabulary
     if not 0 < total <= columns * count:

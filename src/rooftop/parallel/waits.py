@@ -9,7 +9,8 @@ from rooftop.parallel.flight_records import lacks, ranks_in_words
 from rooftop.parallel.places import Place
 
 NOTE_S = 20.0
-"""Seconds after which a note names the rank that others wait for. That rank may be healthy: a note ends nothing."""
+"""Seconds after which a note names the rank that others wait for. That rank may be healthy, so a note does not end
+anything."""
 MOST_SHOWN = 3
 
 
@@ -52,7 +53,7 @@ class Wait:
 
 
 class Waits:
-    """Tracks, on one rank, how long each rank has been waiting."""
+    """A record, on one rank, of how long each rank has been waiting."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -2,17 +2,17 @@
 
 | what it sees | how | after |
 |---|---|---|
-| a failure that another rank has told | in the store | 0.2 s |
-| a rank of this machine whose process is gone | /proc | 0.2 s |
-| one that a signal has stopped | /proc | `STOPPED_S` |
-| a machine without a sign of life, or a rank alone on it | its ranks count in the store | `SILENT_S` |
+| a failure that another rank has reported | in the store | 0.2 s |
+| the end of a rank's process on this machine | /proc | 0.2 s |
+| a rank of this machine that a signal has stopped | /proc | `STOPPED_S` |
+| a machine without a sign of life, or a rank alone on it | its ranks' counts in the store | `SILENT_S` |
 | the end of the launcher that started this rank | the number of its parent | 0.2 s |
-| SIGTERM: the launcher ends all, since one is gone | `rooftop.parallel.terminations` | 0.2 s |
+| SIGTERM, which the launcher sends to all since one is gone | `rooftop.parallel.terminations` | 0.2 s |
 | ranks that wait for one that is alive | flight recorders and places | `NOTE_S`: a note; `timeout_s`: an end |
 
 Each rank watches the next one on its machine, and the first rank of a machine watches the next machine. A live rank
-gets `timeout_s`: it may compile, save or read, or hold Python's lock and so keep its own thread from sending
-heartbeats.
+gets `timeout_s`, because it may compile, save, read, or hold Python's lock (which keeps its own thread from sending
+heartbeats).
 
 The rank that detects a failure asks all others what they wait for, and writes the failure to the store with their
 answers. Then each rank ends its waits in NCCL or gloo. A rank whose main thread does not end by itself is killed.
@@ -53,10 +53,10 @@ from rooftop.parallel.terminations import Termination
 from rooftop.parallel.waits import Waits, context
 
 WATCH_S = 0.2
-"""How often a rank sends a heartbeat and checks whether another rank has failed."""
+"""Seconds between a rank's heartbeats, and between its checks whether another rank has failed."""
 SILENT_S = 20.0
 """A rank on another machine without a sign of life for this long has failed. A thread sends the signs, whatever the
-rank computes; but code that holds Python's lock stops that thread."""
+rank computes, unless code that holds Python's lock stops that thread."""
 STOPPED_S = 8.0
 """A rank of this machine that a signal has stopped for this long has failed."""
 SILENCE_S = 3.0
@@ -64,24 +64,25 @@ SILENCE_S = 3.0
 NOTICING_S = 1.0
 """All ranks notice a failure within this time. A stopped rank that is woken later finds no others to continue with."""
 TELLING_S = 1.0
-"""How long the rank that detected a failure waits for the others to report what they are waiting for."""
+"""Seconds for which the rank that detected a failure waits until the others report what they are waiting for."""
 ARRIVING_S = 0.6
-"""A rank that is asked while it waits for nothing answers after this time: it may soon wait for the failed rank."""
+"""A rank that is asked while it waits for nothing answers after this time, because it may soon wait for the failed
+rank."""
 PLACE_S = 0.4
-"""How often a rank reports where it is, if that has changed."""
+"""Seconds between a rank's reports of its place, if that has changed."""
 LOOK_S = 1.0
-"""How often one rank checks which ranks are waiting for which."""
+"""Seconds between checks, by one rank, which ranks are waiting for which."""
 STUCK_S = 2.0
 """The flight recorder is read only if no collective has finished for this long, since reading it takes 0.1 s."""
 LEAVING_S = 60.0
-"""How long a program may take to leave the block after a failure before its process is ended."""
+"""Seconds that a program may take to leave the block after a failure, before its process is ended."""
 ENDED = ("its process has ended", "their processes have ended")
-NO_TAG = (1 << 30) + 7  # of a message that is never sent
+NO_TAG = (1 << 30) + 7  # tag of a message that is never sent
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Which ranks have failed, and the message, without what others were waiting for."""
+    """The ranks that have failed, and the message without what others were waiting for."""
 
     words: str
     culprits: tuple[int, ...]
@@ -135,7 +136,7 @@ class Watch:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Watch within the block."""
+        """Watch the other ranks within the block."""
         thread = threading.Thread(target=self._run, args=(self.store.clone(),), name="rooftop ranks", daemon=True)
         thread.start()
         try:
@@ -147,16 +148,16 @@ class Watch:
     # ---- called by the main thread ----
 
     def tell(self, failure: Failure) -> str:
-        """Report a failure and return the first failure of all ranks: this one, unless another is known."""
+        """Report a failure, and return the first failure of all ranks: this one, unless an earlier one is known."""
         if not self.noticed.is_set():
             try:
                 return self._tell(self.store, failure)
-            except RuntimeError:  # the store ended with the rank that ran it: the thread will report it
+            except RuntimeError:  # the store ended with the rank that ran it, which the thread will report
                 self.noticed.wait(2 * WATCH_S)
         return self.failure or failure.words
 
     def gone(self, error: BaseException) -> Failure | None:
-        """Which ranks have ended silently, if that may have caused this rank's error. It takes `SILENCE_S`."""
+        """The ranks that have ended silently, if that may have caused this rank's error. This takes `SILENCE_S`."""
         try:
             before = beats(self.store, self.size)
             if self.noticed.wait(SILENCE_S):
@@ -188,7 +189,7 @@ class Watch:
                 )
         if not self.failure:
             return
-        self.at = all_places()  # a GPU that is freed continues
+        self.at = all_places()  # once freed, a GPU continues
         self.noticed.set()
         abort_communication()
         if failure is not None:
@@ -206,7 +207,8 @@ class Watch:
         )
 
     def _leave(self) -> None:
-        """End this process if its main thread does not leave the block: it may hang where nothing frees it."""
+        """End this process if its main thread does not leave the block, because it may hang where nothing can free
+        it."""
         until, asked_until = time.monotonic() + LEAVING_S, float("inf")
         while not self._stop.wait(WATCH_S):
             if self.termination.asked and asked_until == float("inf"):
@@ -225,7 +227,7 @@ class Watch:
         if self._next == self.rank:
             return None
         state, now = self.processes[self._next].state(), time.monotonic()
-        # A check that was late counts as one in time: a scheduler may have stopped both.
+        # A late check counts as one in time, because a scheduler may have stopped both ranks.
         passed_s, self._looked_there_at = min(now - self._looked_there_at, 2 * WATCH_S), now
         self._stopped_s = self._stopped_s + passed_s if state == STOPPED else 0.0
         if state == GONE:
@@ -290,7 +292,7 @@ class Watch:
         return Failure(words, tuple(ranks))
 
     def _let_wait(self, store: Any) -> Failure | None:
-        """Rank 0 checks which ranks wait for which, and rank 1 does if rank 0 gives no signs of life."""
+        """Check which ranks wait for which. Rank 0 does this, or rank 1 if rank 0 gives no signs of life."""
         now = time.monotonic()
         if self.rank > 1 or now - self._looked_at < LOOK_S:
             return None
@@ -359,14 +361,14 @@ class Watch:
                 self._moved = moved, now
             waits = any(launched > ended for _, launched, ended in moved) and now - self._moved[1] >= STUCK_S
             return unfinished(recorded(), ranks_of_groups()) if waits or asked else ()
-        except RuntimeError as error:  # a CUDA error: the training does not depend on the recorder
+        except RuntimeError as error:  # a CUDA error is ignored, because training does not depend on the recorder
             self._recorder_works = False
             words = f"rooftop: note: rank {self.rank} cannot read PyTorch's flight recorder ({first_line(error)})"
             print(words, file=sys.stderr, flush=True)
             return ()
 
     def _wake(self, ranks: Iterable[int]) -> None:
-        """Wake stopped ranks of this machine: they learn of the failure and end. Launchers wait for that."""
+        """Wake stopped ranks of this machine, so that they learn of the failure and end. Launchers wait for that."""
         for rank in ranks:
             if rank in self._here and self.processes[rank].state() == STOPPED:
                 with suppress(OSError):
@@ -392,7 +394,7 @@ class _Signs:
 
 
 def beats(store: Any, ranks: int | Iterable[int]) -> dict[int, int]:
-    """How many heartbeats each rank has sent."""
+    """The number of heartbeats that each rank has sent."""
     return {rank: store.add(f"beat/{rank}", 0) for rank in (range(ranks) if isinstance(ranks, int) else ranks)}
 
 
@@ -403,8 +405,8 @@ def places_of(store: Any, ranks: Iterable[int]) -> dict[int, Place]:
 
 
 def note_interrupted() -> None:
-    """Remember what this rank waited for when it failed: what it reported, or else the last operation that it
-    launched."""
+    """Remember what this rank waited for when it failed: what it reported or, without a report, the last operation that
+    it launched."""
     last = newest(recorded(), ranks_of_groups()) if dist.is_initialized() and not place_here(()).awaited else None
     if last is not None:
         interrupted(last.words)
@@ -426,7 +428,7 @@ def abort_communication() -> None:
 
 
 def _break_gloo(group: dist.ProcessGroup) -> None:
-    """When a wait of gloo times out, gloo breaks all connections of the group, and so all other waits fail.
+    """Let a wait of gloo time out: gloo then breaks all connections of the group, so that all other waits fail.
 
     A wait for a rank that has already died fails at once and breaks nothing, so each rank is tried.
     """
@@ -437,7 +439,7 @@ def _break_gloo(group: dist.ProcessGroup) -> None:
 
 
 def poll(done: Callable[[], bool], until: float) -> bool:
-    """Whether it is done before a time (of `time.monotonic`); the checks become less frequent."""
+    """Whether something is done before a time (of `time.monotonic`). The checks become less frequent."""
     pause_s = 0.001
     while not done():
         if time.monotonic() >= until:

@@ -1,7 +1,7 @@
-"""The parameters of a model at their places, and whether others have replaced them since.
+"""Remember the parameters of a model at their places, and find out whether others have replaced them.
 
 `load_state_dict(..., assign=True)` and `module.weight = nn.Parameter(...)` replace tensors that an optimizer, hooks and
-CUDA graphs refer to. Those would continue with the old ones, and training would have no effect.
+CUDA graphs refer to. Those would continue with the old tensors, and training would have no effect.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class WeightPlaces:
         """Check that each place still has its original parameter.
 
         Raises:
-            RuntimeError: one does not; the message begins with `who`, and has the remedy.
+            RuntimeError: a place has another parameter. The message begins with `who` and has the remedy.
         """
         for name, _, found in self._replaced():
             what = "nothing" if found is None else "another tensor"
@@ -42,7 +42,7 @@ class WeightPlaces:
 
     @torch.no_grad()
     def take_back(self, who: str) -> dict[nn.Parameter, Tensor]:
-        """Put parameters back in their places, with the present values.
+        """Put the original parameters back in their places, with the present values.
 
         Returns: for each parameter that was put back, the tensor that had replaced it.
 

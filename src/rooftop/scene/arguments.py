@@ -1,4 +1,4 @@
-"""Checks of numbers that users give; errors say what was given and what was expected."""
+"""Checks of numbers from users. Errors say what was given and what was expected."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 MAX_SIDE = 16384  # pixels
-LEAST, MOST = 1e-30, 1e30  # of lengths: float32 holds them, and their products with a mesh's lengths
+LEAST, MOST = 1e-30, 1e30  # limit of lengths; float32 can hold them, and their products with a mesh's lengths
 
-MOST_SHOWN = 200  # letters of what was given
+MOST_SHOWN = 200  # characters of the given value in a message
 
 _shortened = reprlib.Repr()
 _shortened.maxstring = _shortened.maxother = 80
@@ -31,7 +31,7 @@ def real_numbers(values: ArrayLike, name: str, expected: str) -> NDArray[np.floa
     """A copy, in float64.
 
     Raises:
-        ValueError: they are not all numbers, or are complex.
+        ValueError: some values are not numbers, or are complex.
     """
     try:
         array = np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
@@ -46,7 +46,7 @@ def whole_number(name: str, value: object, low: int, high: int, what: str = "an 
     """An integer from `low` to `high`: a Python or NumPy integer.
 
     Raises:
-        ValueError: it is no integer, or out of range; the message begins with `name`.
+        ValueError: it is not an integer, or is out of range; the message begins with `name`.
     """
     try:
         number = None if isinstance(value, bool | np.bool_) else operator.index(value)  # type: ignore[arg-type]
@@ -66,7 +66,7 @@ def number_in(name: str, value: object, low: float, high: float) -> float:
     """A number from `low` to `high`.
 
     Raises:
-        ValueError: it is no number, or out of range; the message begins with `name`.
+        ValueError: it is not a number, or is out of range; the message begins with `name`.
     """
     try:
         number = float(value)  # type: ignore[arg-type]

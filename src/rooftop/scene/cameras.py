@@ -1,7 +1,7 @@
 """Cameras: perspective, parallel, or with OpenCV's calibration.
 
-A camera looks along z, with x to the right and y down, and the centre of the pixel in column i and row j is at (i, j):
-OpenCV's conventions throughout.
+A camera looks along z, with x to the right and y down. The centre of the pixel in column i and row j is at (i, j).
+These are OpenCV's conventions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Camera:
         width, height: pixels.
         fx, fy: pixels for one unit, seen from one unit away; in a parallel view, pixels for one unit.
         cx, cy: the pixel through which the axis passes.
-        near: world units along the axis; nearer surfaces are not shown. It does not affect the precision of depths.
+        near: world units along the axis; surfaces nearer than this are not shown. It does not affect the precision of
+            depths.
         orthographic: whether all rays are parallel.
     """
 
@@ -72,7 +73,7 @@ class Camera:
         """A perspective view from `eye` to `target`, with `up` towards the upper edge; all in world units.
 
         Raises:
-            ValueError: eye and target are the same, `up` points along the view, or an angle or size is impossible.
+            ValueError: eye and target are the same, `up` points along the view, or an angle or size is out of range.
         """
         fov_y_degrees = number_in("fov_y_degrees", fov_y_degrees, 1e-3, 179.999)
         height = whole_pixels("height", height)
@@ -135,13 +136,13 @@ class Camera:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for cameras with the same view."""
+        """A value that is equal for cameras with the same view."""
         numbers = self.width, self.height, self.fx, self.fy, self.cx, self.cy, self.near, self.orthographic
         return self.world_to_camera.tobytes(), *numbers
 
     @property
     def position(self) -> NDArray[np.float64]:
-        """(3,) in the world."""
+        """The camera's position (3,) in the world."""
         position: NDArray[np.float64] = -self.world_to_camera[:3, :3].T @ self.world_to_camera[:3, 3]
         return position
 
@@ -227,6 +228,6 @@ def _looking(eye: ArrayLike, target: ArrayLike, up: ArrayLike) -> NDArray[np.flo
 
 
 def _cross(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The cross product of two vectors; `np.cross`, intended for many, takes ten times as long."""
+    """The cross product of two vectors. (`np.cross`, which is meant for many vectors, takes ten times as long.)"""
     (ax, ay, az), (bx, by, bz) = a.tolist(), b.tolist()
     return np.array((ay * bz - az * by, az * bx - ax * bz, ax * by - ay * bx))

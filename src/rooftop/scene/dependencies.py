@@ -1,8 +1,8 @@
-"""Which pages a page needs, so that it can be drawn while other pages are absent.
+"""The pages that a page needs, so that it can be drawn while all others are absent.
 
-A group of clusters may be drawn only where the clusters that replace it could be drawn too: a renderer goes from those
-to the group, and back from the group to them. So the page of a group needs the pages of all clusters that replace the
-group. Pages hold groups from the coarsest level to the finest: a page needs only earlier pages.
+A group of clusters may be drawn only if the clusters that replace it could be drawn too, because a renderer switches
+between the two. So the page of a group needs the pages of all clusters that replace the
+group. Pages hold groups from the coarsest level to the finest, so a page needs only earlier pages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class PageNeeds:
-    """The pages that each page needs directly; those need others.
+    """The pages that each page needs directly. (Those may need others.)
 
     Attributes:
         starts: (pages + 1,) the start of each page's list in `pages`.
@@ -34,7 +34,8 @@ class PageNeeds:
 
     @classmethod
     def between(cls, pages: int, fine: Ints, coarse: Ints) -> PageNeeds:
-        """From pairs of pages: `fine[k]` needs `coarse[k]`. Pairs may repeat; a page that needs itself is ignored."""
+        """Build it from pairs of pages: `fine[k]` needs `coarse[k]`. Pairs may repeat; a page that needs itself is
+        ignored."""
         pairs = np.unique(np.stack([fine, coarse], 1)[fine != coarse], axis=0).reshape(-1, 2)
         return cls(np.searchsorted(pairs[:, 0], np.arange(pages + 1)), pairs[:, 1].copy())
 

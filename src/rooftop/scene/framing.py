@@ -1,4 +1,4 @@
-"""Framing of a whole scene: its outline, directions around it, and the distance from which a camera sees all of it."""
+"""Frame a whole scene: its outline, directions around it, and the distance from which a camera sees everything."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rooftop.scene.scenes import Scene
 Floats = NDArray[np.float64]
 
 THREE_QUARTERS = (-50.0, 25.0)  # degrees: azimuth and elevation of the default view
-MARGIN = 0.94  # of the picture that the scene may fill
-NEAR = 1e-5  # of the scene's size: the near plane does not affect the precision of depths
-FEW = 256  # up to this many instances: their outline is found from their vertices
+MARGIN = 0.94  # share of the picture that the scene may fill
+NEAR = 1e-5  # near plane, as a share of the scene's size; it does not affect the precision of depths
+FEW = 256  # up to this many instances, the outline is found from their vertices
 
 
 def outline(world: Scene) -> Floats:
@@ -29,7 +29,7 @@ def outline(world: Scene) -> Floats:
         placed = transforms[mesh_of == number]
         low, high = np.add(mesh.meta["bounds"], mesh.meta["origin"])
         points = np.array([np.where([k & 1, k & 2, k & 4], high, low) for k in range(8)])
-        if mesh.meta.get("roots") == 1 and len(placed) <= FEW:  # then all of the mesh is in its first page
+        if mesh.meta.get("roots") == 1 and len(placed) <= FEW:  # the whole mesh is then in its first page
             clusters = range(int(mesh.page(0)[PAGE_CLUSTERS]))
             points = np.concatenate([mesh.decode(cluster).positions for cluster in clusters])
         found.append((points @ placed[:, :3, :3].transpose(0, 2, 1) + placed[:, None, :3, 3]).reshape(-1, 3))

@@ -28,14 +28,15 @@ OUTPUTS = (
 
 @dataclass(frozen=True)
 class StreamingStats:
-    """Pages of a frame of a renderer with `pool_bytes`; `loaded` and `evicted` count since the previous frame.
+    """The pages of a frame, for a renderer with `pool_bytes`. `loaded` and `evicted` count since the previous frame.
 
     Attributes:
-        wanted: pages that the frame would draw from if it had them; `missing` of these were absent.
+        wanted: pages that the frame would draw from if all were resident; `missing`: those that were absent.
         resident: pages in the pool that a frame can draw from.
         loaded, loaded_bytes: pages that were read, and their bytes; evicted: pages that were removed for others.
         resident_bytes, pool_bytes: of the slots that hold resident pages, and of all slots.
-        error_pixels: the possible error of the picture in pixels: `pixel_error` if nothing is missing, else more.
+        error_pixels: the possible error of the picture in pixels. It is `pixel_error` if nothing is missing, else
+            larger.
     """
 
     wanted: int
@@ -59,12 +60,12 @@ class FrameStats:
         occluded: instances, nodes, groups and clusters that the previous frame hid, and that the second pass tested
             again.
         second_pass_clusters: those of `clusters` that only the second pass found visible.
-        large_triangles: drawn in tiles, in shadow maps too.
-        shadow_maps: number drawn for this frame; the others are from earlier frames.
+        large_triangles: number of triangles that were drawn in tiles, including those of shadow maps.
+        shadow_maps: number of shadow maps drawn for this frame; the others are from earlier frames.
         stage_ms: milliseconds of each stage, if requested.
         streaming: statistics of the pages, if the renderer has a pool.
         nodes: nodes of all instances' trees whose children culling visited.
-        groups: groups that culling visited: their clusters are the candidates, and `clusters` counts those that remain.
+        groups: groups that culling visited. Their clusters are the candidates, and `clusters` counts those that remain.
     """
 
     clusters: int
@@ -92,13 +93,13 @@ class GBuffer:
         triangle: int32, its number in the cluster, 0 to 127.
         level: int32, of detail; 0 is the finest.
         uv: float32 (..., 2); nan for background, and for meshes without uv.
-        velocity: float32 (..., 2), pixels to the right and down since the renderer's previous frame; 0 is background,
-            nan where the point was behind the camera then.
+        velocity: float32 (..., 2), pixels to the right and down since the renderer's previous frame. 0 is background;
+            nan means that the point was behind the camera in that frame.
         material: int32.
-        coverage: bool, whether a surface covers the pixel's centre: it serves as a stencil, and as a mask for the
-            others.
-        material_depth: float32, (material + 1) / 65536, exactly: a depth that equals that of a material's pixels and of
-            no others; 0 is background.
+        coverage: bool, whether a surface covers the pixel's centre. It serves as a stencil, and as a mask for other
+            outputs.
+        material_depth: float32, exactly (material + 1) / 65536: a depth value that is unique to the material; 0 is
+            background.
         color: float32 (..., 3), 0 to 1, shaded, as displayed (sRGB); 0 is background.
         base_color: float32 (..., 3), 0 to 1, not shaded, in linear light: the material's colour times its texture times
             the vertices' colour; for meshes without materials, the colour that `color` shades. nan is background.

@@ -1,6 +1,6 @@
-"""An open geometry file: everything except its pages is read and checked at once, and a page on request.
+"""Open geometry files: everything except the pages is read and checked at once, and a page on request.
 
-`Geometry.decode` is the reference for a renderer's kernels: it reads the same words, in plain NumPy and float64.
+`Geometry.decode` is the reference for a renderer's kernels. It reads the same words in plain NumPy and float64.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Geometry:
     Attributes:
         path: of the file.
         meta: the file's description of itself (docs/scene-format.md).
-        materials: the look of each material, by its number; None if the file does not say.
+        materials: each material by its number; None if the file has no materials.
         nodes: (N, NODE_CHILDREN, CHILD_WORDS) int32, the tree; nodes_offset: its start, in bytes.
         pages: number of pages.
         page_offsets, page_lengths: (pages,) int64, in bytes; page_reach: number of clusters of each by the tree.
@@ -118,7 +118,7 @@ class Geometry:
 
         Raises:
             FileNotFoundError: the file does not exist.
-            GeometryFileError: it is damaged or no geometry file.
+            GeometryFileError: the file is damaged, or is not a geometry file.
         """
         path = Path(path)
         with path.open("rb") as file:
@@ -128,7 +128,7 @@ class Geometry:
             return cls(path, data, identity_of(file.fileno()))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Only the path is pickled: unpickling opens the file, also on another machine.
+        """Pickle only the path. Unpickling opens the file, even on another machine.
 
         Raises, there:
             FileNotFoundError, GeometryFileError: as in `open`.
@@ -142,7 +142,7 @@ class Geometry:
         return zlib.crc32(self._checksums.tobytes())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Geometry:
-        """Returns itself, since it never changes."""
+        """Return this object itself, since it never changes."""
         return self
 
     def page(self, page: int) -> Words:
@@ -174,7 +174,7 @@ class Geometry:
             raise GeometryFileError(self.path, f"page {page}: {wrong}", start)
 
     def check_sum(self, page: int, words: Words) -> None:
-        """Check only the checksum.
+        """Check the checksum alone.
 
         Raises:
             GeometryFileError: it is wrong.
@@ -185,9 +185,7 @@ class Geometry:
 
     @cached_property
     def needs(self) -> PageNeeds:
-        """Which pages each page needs. Files before version 3 do not state it: all their pages are read for it,
-        once.
-        """
+        """The pages that each page needs. Files before version 3 do not state this, so all their pages are read once."""
         if self._stored_needs is not None:
             return self._stored_needs
         fine, coarse = [], []
@@ -303,7 +301,7 @@ class Geometry:
 
     @cached_property
     def attributes(self) -> int:
-        """The attributes of its pages: `HAS_NORMALS` and others of `layouts.py`, as bits."""
+        """The attributes of the file's pages: `HAS_NORMALS` and others of `layouts.py`, as bits."""
         has = {
             "has_normals": layouts.HAS_NORMALS,
             "has_uv": layouts.HAS_UV,
@@ -372,7 +370,7 @@ def _opened_again(path: Path, content: int) -> Geometry:
 
 
 def identity_of(descriptor: int) -> tuple[int, ...]:
-    """The identity of an open file: it changes if another file takes its name, or if it is written to."""
+    """The identity of an open file. It differs if another file takes its name, or if the file is written to."""
     found = os.fstat(descriptor)
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
@@ -423,14 +421,14 @@ def _meta(path: Path, data: mmap.mmap, start: int, length: int) -> dict[str, Any
     except (ValueError, RecursionError) as error:
         raise GeometryFileError(path, f"its description is not JSON ({error})", start) from None
     if isinstance(meta, dict):
-        meta.setdefault("has_colors", False)  # files from before there were any
+        meta.setdefault("has_colors", False)  # older files have no materials
     for name, kind in _NEEDED.items():
         if not isinstance(meta, dict) or not isinstance(meta.get(name), kind):
             raise GeometryFileError(path, f"its description lacks {name}", start)
     for name, shape in (("origin", (3,)), ("bounds", (2, 3))):
         if not _are_numbers(meta[name], shape):
             raise GeometryFileError(path, f"its description has no {name} of shape {shape}", start)
-    most = len(data) // 4  # for items of a word or more
+    most = len(data) // 4  # for items of one word or more
     for name, low, high in (
         ("grid_exponent", -126, 100),
         ("uv_exponent", -126, 100),

@@ -1,7 +1,7 @@
-"""The heads of clusters: convert between the rows of numbers in Python and the words in a page.
+"""Convert heads of clusters between rows of numbers in Python and words in a page.
 
-Version 4 packs them: a page of the finest level has no words for what its clusters replace, and a mesh without normals
-has none for normals. docs/scene-format.md and `layouts.py` describe the positions.
+Version 4 packs heads: a page of the finest level has no words for what its clusters replace, and a mesh without normals
+has no words for normals. docs/scene-format.md and `layouts.py` describe the positions.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ from rooftop.scene.arguments import short
 
 Bytes = npt.NDArray[np.uint8]
 
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TGA", "TIFF", "GIF", "DDS")  # as Pillow calls them
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TGA", "TIFF", "GIF", "DDS")  # Pillow's names of the formats
 MOST_SIDE = 1 << 14  # texels
-MOST_TEXELS = 1 << 27  # of an image: 0.5 GB on the device; Pillow itself refuses 1.3 times as many
+MOST_TEXELS = 1 << 27  # texels of an image: 0.5 GB on the device. Pillow itself refuses images with 1.3 times as many
 _LIMIT = f"a texture has at most {MOST_SIDE} texels on a side and {MOST_TEXELS:,} in all: make it smaller"
 
 
@@ -46,7 +46,7 @@ class Texture:
         Raises:
             FileNotFoundError: the file does not exist.
             InputError: the file is not an image that Pillow reads, or too large.
-            TypeError, ValueError: values of another shape, dtype or range.
+            TypeError, ValueError: the values have another shape, dtype or range.
         """
         if isinstance(image, Texture):
             return image
@@ -72,11 +72,11 @@ class Texture:
 
     @property
     def is_file(self) -> bool:
-        """Whether it is held as the original file, not as texels."""
+        """Whether the image is held as the original file instead of as texels."""
         return self._encoded is not None
 
     def encoded(self) -> bytes:
-        """As an image file: the original one, else a PNG."""
+        """The image as a file: the original file, or else a PNG."""
         if self._encoded is not None:
             return self._encoded()
         file = io.BytesIO()
@@ -134,7 +134,8 @@ def _check_size(size: tuple[int, int], name: str) -> None:
 
 
 def _in_rgb(image: Image.Image) -> Image.Image:
-    """Any mode in 8 bits of red, green and blue; 16-bit grey is rounded, and Pillow truncates 16-bit colours."""
+    """An image of any mode in 8 bits of red, green and blue. 16-bit grey is rounded; 16-bit colours are truncated by
+    Pillow."""
     if image.mode in ("I;16", "I;16L", "I;16B", "I"):
         rounded = np.rint(np.asarray(image.convert("I")).clip(0, 65535) / 257)
         return Image.fromarray(rounded.astype(np.uint8)).convert("RGB")

@@ -13,7 +13,7 @@ Number = TypeVar("Number", bound=np.generic)
 
 REMOVED = -1  # in place of the mesh of a removed instance
 GROWTH = 1.5  # factor by which a full array grows
-FEW_CHANGES = 1024  # rows that the log always keeps; it keeps more, up to half the instances
+FEW_CHANGES = 1024  # rows that the log always keeps; at most it keeps half as many rows as there are instances
 
 
 class Instances:
@@ -76,7 +76,8 @@ class Instances:
 
 
 class Changes:
-    """A bounded log of changed rows. Each change gets a new version; a reader that is too far behind must reread all.
+    """A bounded log of changed rows. Each change gets a new version; a reader that is too far behind must read
+    everything again.
 
     Attributes:
         version: the current one.
@@ -135,7 +136,8 @@ def first_flat(linear: Floats, ratio: float, least: float) -> int | None:
     """The first linear map (N, 3, 3) whose largest singular value is below `least`, or whose smallest is below `ratio`
     times its largest; None if there is none."""
     size = np.sqrt((linear * linear).sum((1, 2)))  # at least the most, and at most sqrt(3) of it
-    # The smallest is at least |determinant| / most^2: maps that pass by this bound need no singular values.
+    # The smallest is at least |determinant| / most^2. If a map passes by this bound, its singular values are not
+    # needed.
     doubtful = np.flatnonzero((abs(_determinants(linear)) < 2 * ratio * size**3) | (size < 2 * least))
     if not len(doubtful):
         return None
@@ -145,6 +147,6 @@ def first_flat(linear: Floats, ratio: float, least: float) -> int | None:
 
 
 def _determinants(linear: Floats) -> Floats:
-    """(N,) of (N, 3, 3), written out: it takes a seventh of the time of NumPy's decomposition of each."""
+    """The results (N,) for (N, 3, 3), written out, which takes a seventh of the time of NumPy's decompositions."""
     a, b, c, d, e, f, g, h, i = linear.reshape(-1, 9).T
     return a * (e * i - f * h) - b * (d * i - f * g) + c * (d * h - e * g)  # type: ignore[no-any-return]

@@ -1,14 +1,15 @@
-"""The layout of a geometry file: counted in 32-bit words, little endian. docs/scene-format.md explains it.
+"""The layout of a geometry file, in 32-bit words, little endian. docs/scene-format.md explains it.
 
 The builder writes these words, and the kernels read them without conversion: a page has the same bytes on disk and on
-the device. Lengths are in object units, relative to the mesh's origin; grid coordinates are integers, a power of two of
-object units apart.
+the device. Lengths are in object units, relative to the mesh's origin. Grid coordinates are integers; their step is a
+power of two, in object units.
 """
 
 from __future__ import annotations
 
 MAGIC = b"ROOFTOPG"
-VERSIONS = (1, 2, 3, 4)  # readable: 2 has colours, 3 lists the pages that a page needs, 4 has short heads and fans
+# readable versions: 2 has colours, 3 lists the pages that a page needs, 4 has short heads and fans
+VERSIONS = (1, 2, 3, 4)
 VERSION = 4  # the version that is written
 PAGE_BYTES = 128 << 10  # at most
 

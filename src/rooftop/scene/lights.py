@@ -3,10 +3,10 @@
     scene.add_light(DirectionalLight((1, 0.5, -2)))
     scene.add_light(SpotLight((0, 0, 3), (0, 0, -1), angle_degrees=40))
 
-A directional light has a map for each cascade of each camera: a part of the camera's view; near parts are small and so
-have finer maps. A cascade is a sphere around that part. Its size does not change as the camera moves and rotates, and
-its map moves by whole texels, so a static scene has the same shadows in every frame. A spot light has one map, a point
-light six.
+A directional light has a map for each cascade of each camera. A cascade is a part of the camera's view; near parts are
+small, so their maps are finer. A map covers the sphere around its part. The sphere's size does not change as the camera
+moves and rotates, and the map moves by whole texels, so a static scene has the same shadows in every frame. A spot
+light has one map, a point light six.
 
 Source: Zhang et al. 2006, "Parallel-Split Shadow Maps for Large-scale Virtual Environments"; Valient 2008, "Stable
 Rendering of Cascaded Shadow Maps"; attenuation by distance as of glTF's KHR_lights_punctual.
@@ -27,8 +27,9 @@ from rooftop.scene.arguments import LEAST, MOST, number_in, real_numbers, short,
 from rooftop.scene.cameras import Camera
 
 MOST_CASCADES = 8
-UNIFORM = 0.2  # position between logarithmic borders of cascades and equal ones
-NEAREST = 1 / 500  # of the distance: the start of the first cascade, if the camera's near plane is not farther
+UNIFORM = 0.2  # position of the borders of cascades between logarithmic and equal steps
+# the start of the first cascade, as a share of the distance, unless the camera's near plane is farther
+NEAREST = 1 / 500
 MARGIN = 2  # texels at each edge of a map that no pixel of its cascade uses
 NEAR_OF_RANGE = 1e-3  # distance from which spot and point lights cast shadows, relative to their range
 
@@ -39,15 +40,15 @@ Vector = Sequence[float]
 
 @dataclass(frozen=True)
 class DirectionalLight:
-    """A light as far away as the sun.
+    """A light from infinitely far away, like the sun.
 
     Attributes:
         direction: the direction in which it shines, in the world; of any length.
         color: (3,) on surfaces that face it, 0 or more; 1 is white.
         cascades: maps for each camera, 1 to 8.
         size: texels along each edge of a map.
-        distance: how far from the camera there are shadows, in world units; None: a power of two beyond the scene's
-            farthest corner.
+        distance: the distance from the camera up to which there are shadows, in world units; None: a power of two
+            beyond the scene's farthest corner.
     """
 
     direction: Vector
@@ -125,7 +126,7 @@ class SpotLight:
         object.__setattr__(self, "soft", number_in("soft", self.soft, 0.0, 1.0))
 
     def maps(self, cameras: Sequence[Camera], bounds: Floats) -> list[Camera]:
-        """As for `DirectionalLight`: one map, whatever the cameras."""
+        """The view of its only map, whatever the cameras; arguments as in `DirectionalLight`."""
         turn = _turn_along(np.asarray(self.direction))
         wide = math.tan(math.radians(self.angle_degrees) / 2)
         return [_from_point(np.asarray(self.position), turn, wide, self.size, self.range)]
@@ -148,7 +149,8 @@ class PointLight:
         object.__setattr__(self, "size", _map_size(self.size))
 
     def maps(self, cameras: Sequence[Camera], bounds: Floats) -> list[Camera]:
-        """As for `DirectionalLight`: six maps, towards +x, -x, +y, -y, +z and -z, whatever the cameras."""
+        """The views of its six maps, towards +x, -x, +y, -y, +z and -z, whatever the cameras; arguments as in
+        `DirectionalLight`."""
         turns = (_turn_along(sign * np.eye(3)[axis]) for axis in range(3) for sign in (1.0, -1.0))
         return [_from_point(np.asarray(self.position), turn, 1.0, self.size, self.range) for turn in turns]
 
@@ -157,7 +159,8 @@ Light = DirectionalLight | SpotLight | PointLight
 
 
 def borders(near: float, far: float, count: int) -> list[float]:
-    """Where `count` cascades begin and end, from near to far: between equal steps and equal factors."""
+    """The distances at which `count` cascades begin and end, from near to far, between equal steps and equal
+    factors."""
     if near >= far:
         return [near + (far if far > 0 else near) * k / count for k in range(count + 1)]
     shares = [k / count for k in range(count + 1)]
@@ -173,7 +176,8 @@ def _spheres_of(camera: Camera, ends: Floats) -> tuple[Floats, Floats]:
     corners[:, :, 0], corners[:, :, 1], corners[:, :, 2] = np.repeat(x, 2), np.tile(y, 2), ends[:, None]
     if not camera.orthographic:
         corners[:, :, :2] *= ends[:, None, None]
-    # On the line between both ends' middles, equally far from the corners of both; within the visible part.
+    # The centre is on the line between the middles of both ends, equally far from the corners of both, and within the
+    # visible part.
     middles = corners.mean(1)
     reach = np.linalg.norm(corners - middles[:, None], axis=2).max(1)
     between = middles[1:] - middles[:-1]
@@ -198,7 +202,8 @@ def _depths_along(direction: tuple[float, ...], bounds: bytes) -> tuple[Floats, 
     corners = np.array(list(itertools.product(*box.T)))
     along = corners @ turn[2]
     step = 2.0 ** math.ceil(math.log2(max(np.ptp(along), np.ptp(box, axis=0).max(), LEAST) / 64))
-    begin = math.floor(along.min() / step) * step - step  # in steps: it moves rarely as casters do
+    # rounded to steps, so that it changes rarely when casters move
+    begin = math.floor(along.min() / step) * step - step
     return turn, corners, step, begin
 
 

@@ -1,5 +1,5 @@
-"""Materials in a geometry file: a table in JSON, and images in their original encoding. docs/scene-format.md describes
-both."""
+"""The sections for materials in a geometry file: a table in JSON, and images in their original encoding.
+docs/scene-format.md describes both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The look of a surface: a colour and an image of it, by the number of its material.
+"""The material of a surface: a colour and a texture, by the material's number.
 
 Colours and images are displayed values (sRGB), like vertex colours; images are filtered in linear light. Nothing is
 transparent: alpha of an image is ignored.
@@ -16,13 +16,13 @@ from rooftop.scene.arguments import real_numbers, short
 if TYPE_CHECKING:
     from rooftop.scene.images import Texture
 
-TABLE, IMAGES = "material", "images"  # sections of a geometry file; a section's name has at most 8 bytes
+TABLE, IMAGES = "material", "images"  # names of sections of a geometry file; a name has at most 8 bytes
 WRAPS = ("repeat", "clamp", "mirror")
 MAGNIFIED = ("linear", "nearest")
 
 
 class Material:
-    """The look of faces with a material's number.
+    """A material: the look of the faces with its number.
 
     Args:
         color: red, green and blue from 0 to 1, as displayed (sRGB). It multiplies the texture, and the colours of
@@ -31,13 +31,12 @@ class Material:
             or tensor (H, W), (H, W, 3) or (H, W, 4) of uint8, or of floats from 0 to 1. Alpha is ignored. It has at
             most 16384 texels on a side and 2^27 in all.
         wrap: "repeat", "clamp" or "mirror", for u and v outside of 0 to 1; or a pair, for u and for v.
-        magnified: "linear", or "nearest": the values between the texels of a texture seen from near.
+        magnified: interpolation between the texels of a texture seen from near: "linear" or "nearest".
         name: a readable name.
 
     Raises:
-        FileNotFoundError, InputError: the texture's file is missing, or is not an image that can be read, or is too
-            large.
-        TypeError, ValueError: invalid numbers or words.
+        FileNotFoundError, InputError: the texture's file is missing, is not an image that can be read, or is too large.
+        TypeError, ValueError: a number or a word is invalid.
 
     Example:
         >>> Material((0.9, 0.8, 0.7), texture="bricks.jpg")
@@ -68,7 +67,7 @@ class Material:
         self.color: tuple[float, float, float] = (float(numbers[0]), float(numbers[1]), float(numbers[2]))
         self.texture: Texture | None = None
         if texture is not None:
-            from rooftop.scene.images import Texture  # Pillow, for which scenes without textures need not wait
+            from rooftop.scene.images import Texture  # imports Pillow, which scenes without textures do not need
 
             self.texture = Texture.of(texture)
         self.wrap: tuple[str, str] = (str(both[0]), str(both[1]))
@@ -76,7 +75,7 @@ class Material:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it changes no colour."""
+        """Whether the material leaves colours unchanged."""
         return self.texture is None and self.color == (1.0, 1.0, 1.0)
 
     def __repr__(self) -> str:
@@ -92,8 +91,8 @@ def checked_materials(materials: Sequence[Material], numbers: int, whose: str) -
         whose: the mesh's name in messages.
 
     Raises:
-        TypeError: these are not materials.
-        ValueError: they are fewer than the mesh has numbers.
+        TypeError: an entry is not a material.
+        ValueError: there are fewer materials than the mesh has numbers.
     """
     given = tuple(materials) if isinstance(materials, Sequence) else (materials,)
     wrong = [each for each in given if not isinstance(each, Material)]
@@ -110,13 +109,13 @@ def checked_materials(materials: Sequence[Material], numbers: int, whose: str) -
 
 
 def to_linear(values: Any) -> Any:
-    """Values as displayed (sRGB, IEC 61966-2-1), 0 to 1, in linear light."""
+    """Convert displayed values (sRGB, IEC 61966-2-1), 0 to 1, to linear light."""
     values = np.asarray(values, np.float64)
     return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
 
 
 def to_displayed(values: Any) -> Any:
-    """Values in linear light, 0 to 1, as displayed (sRGB)."""
+    """Convert values in linear light, 0 to 1, to displayed values (sRGB)."""
     values = np.asarray(values, np.float64)
     curved = 1.055 * np.maximum(values, 0) ** (1 / 2.4) - 0.055
     return np.where(values == 1, 1.0, np.where(values <= 0.0031308, values * 12.92, curved))  # 1.055 - 0.055 is not 1

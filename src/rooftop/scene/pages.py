@@ -21,12 +21,12 @@ def groups_in(page: Words) -> int:
 
 
 def groups_of(page: Words) -> Words:
-    """Its groups, (G, GROUP_WORDS) int32."""
+    """The groups of a page, (G, GROUP_WORDS) int32."""
     return page[layouts.PAGE_WORDS :][: groups_in(page) * layouts.GROUP_WORDS].reshape(-1, layouts.GROUP_WORDS)
 
 
 def page_head_words(page: Words, attributes: int) -> int:
-    """How many words a head of the page has."""
+    """The number of words of a head in the page."""
     if not attributes & layouts.SHORT_HEADS:
         return layouts.CLUSTER_WORDS
     replaces = bool(page[layouts.PAGE_GROUPS] & layouts.PAGE_REPLACES)
@@ -45,7 +45,7 @@ def heads_of(page: Words, attributes: int) -> Words:
 
 
 def wrong_in_page(page: Words, attributes: int, all_groups: int) -> str | None:
-    """The problem with a page, so that code that reads its clusters stays inside the page.
+    """Find the problem with a page, so that code that reads its clusters stays inside the page.
 
     Args:
         attributes: attributes of the file, see `Geometry.attributes`.
@@ -104,7 +104,7 @@ def _masks_fit(
     vertices: npt.NDArray[np.int64],
     references: npt.NDArray[np.int64],
 ) -> bool:
-    """Whether the masks of each cluster count as many vertices and references as its head says: then no reference
+    """Whether the masks of each cluster count as many vertices and references as its head says. No reference then
     points outside the stream."""
     kind = heads[:, layouts.CLUSTER_MASKS]
     places = heads[:, layouts.CLUSTER_STREAMS, None] + np.arange(layouts.NEW_WORDS)

@@ -1,7 +1,7 @@
 """Pictures of a frame for viewing, and points for programs.
 
 Colours are chosen in Oklab (Ottosson 2020, "A perceptual color space for image processing"), where equal steps look
-equal: distances as lightness, numbers as hues. Background is nearly black in every picture.
+equal. Distances become lightness, numbers become hues. Background is nearly black in every picture.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Bytes = NDArray[np.uint8]
 
 NIGHT = (16, 19, 26)  # background
 LEVEL_HUE_DEGREES = 29.0  # between levels of detail: from red over yellow, green and blue to violet in 11 steps
-LEVELS = 12  # coarser ones have the colour of the last
-MOST_OVERDRAW = 32  # this many times or more: the lightest
+LEVELS = 12  # coarser levels have the colour of the last one
+MOST_OVERDRAW = 32  # a pixel covered this many times or more is the lightest
 
 
 @dataclass(frozen=True)
 class Points:
-    """Points of surfaces, one for each pixel that shows one, view after view, row after row.
+    """Points of surfaces: one for each pixel that shows a surface, view after view, row after row.
 
     Attributes:
         xyz: (N, 3), in the world.
-        view: int32 (N,), the view that saw each.
+        view: int32 (N,), the view that saw each point.
         columns: further outputs of the frame by name, (N,) or (N, C), in their dtypes.
     """
 
@@ -74,7 +74,7 @@ def picture(frame: GBuffer, name: str, view: int = 0) -> Bytes:
 
 
 def colored(name: str, values: Tensor) -> Tensor:
-    """Values of an output as colours, on the device where they are.
+    """Convert values of an output to colours, on their device.
 
     Args:
         name: of the output.
@@ -98,8 +98,8 @@ def points(
         frame: result of `Renderer.render`, with "depth" and all `columns`.
         cameras: the frame's cameras.
         columns: names of outputs, such as "color", "normal" or "instance", to add to each point.
-        dtype: of the points. They are computed in float64: for large world coordinates, such as those of maps, float64
-            also keeps fine detail.
+        dtype: dtype of the points, which are computed in float64. For large world coordinates, such as those of maps,
+            only float64 keeps fine detail.
 
     Raises:
         KeyError: an output was not rendered.
@@ -146,7 +146,7 @@ def _any(values: Tensor) -> Tensor:
     return (values != 0).any(-1)
 
 
-_COVERED: dict[str, Callable[[Tensor], Tensor]] = {  # for the others, whether the number is not -1
+_COVERED: dict[str, Callable[[Tensor], Tensor]] = {  # for other outputs, whether the number is not -1
     "depth": torch.isfinite,
     "normal": _any,
     "uv": lambda uv: uv.isfinite().all(-1),
@@ -157,7 +157,7 @@ _COVERED: dict[str, Callable[[Tensor], Tensor]] = {  # for the others, whether t
     "coverage": lambda covered: covered,
     "material_depth": lambda depth: depth > 0,
     "overdraw": lambda times: times > 0,
-    "shadow": lambda shares: shares.isfinite().any(-1),  # without lights nothing
+    "shadow": lambda shares: shares.isfinite().any(-1),  # without lights there is nothing
 }
 
 # ---- colours (N, 3) of N values --------------------------------------------------------------------------------------
@@ -199,14 +199,14 @@ def _of_number(number: Tensor) -> Tensor:
     """Neighbouring numbers look different: hue, lightness and chroma are parts of a hash (Steele 2014, SplitMix)."""
     mixed = (number.long() + 1) * _signed(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        above = (mixed >> shift) & ((1 << (64 - shift)) - 1)  # as of an unsigned number
+        above = (mixed >> shift) & ((1 << (64 - shift)) - 1)  # like an unsigned number
         mixed = (mixed ^ above) * _signed(factor)
     parts = [((mixed >> shift) & 0xFFFF).double() / 0x10000 for shift in (48, 32, 16)]
     return _oklch(0.5 + 0.38 * parts[1], 0.06 + 0.1 * parts[2], 360 * parts[0])
 
 
 def _signed(word: int) -> int:
-    """The int64 of the same 64 bits; torch multiplies these, and drops overflowing bits."""
+    """The int64 of the same 64 bits, which torch multiplies modulo 2^64."""
     return word - (1 << 64) if word >> 63 else word
 
 

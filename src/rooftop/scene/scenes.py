@@ -1,4 +1,4 @@
-"""The contents of a picture: meshes, and instances of them with their transforms."""
+"""The contents of a scene: meshes, and instances of them with their transforms."""
 
 from __future__ import annotations
 
@@ -53,16 +53,17 @@ class Scene:
         return tuple(self._materials)
 
     def add_mesh(self, mesh: str | PathLike[str] | Geometry, *, materials: Sequence[Material] | None = None) -> int:
-        """Add a geometry file (from `scene.build`) or an open one; returns the number by which instances name it.
+        """Add a geometry file (from `scene.build`) or an open `Geometry`; return the number by which instances refer to
+        it.
 
         Args:
-            materials: the look of faces, one for each material number, instead of the file's. The same file may be
-                added again with others.
+            materials: one material for each material number, instead of the file's. The same file may be added again
+                with other materials.
 
         Raises:
-            GeometryFileError: the file is no geometry file, or incomplete.
-            TypeError, ValueError: these are not materials, fewer than the file has numbers, or with a texture for a
-                mesh without texture coordinates.
+            GeometryFileError: the file is not a geometry file, or is incomplete.
+            TypeError, ValueError: an entry is not a material, there are fewer than the file has numbers, or one has a
+                texture but the mesh has no texture coordinates.
         """
         opened = mesh if isinstance(mesh, Geometry) else Geometry.open(Path(mesh))
         chosen = opened.materials
@@ -77,7 +78,7 @@ class Scene:
         return len(self._meshes) - 1
 
     def add_instance(self, mesh: int, transform: ArrayLike | None = None) -> int:
-        """Add an instance of a mesh; returns its number, which pictures show.
+        """Add an instance of a mesh; return its number, which frames contain.
 
         Args:
             transform: (4, 4) or (3, 4), object to world; points are columns. Default: the mesh's own position.
@@ -89,7 +90,7 @@ class Scene:
         return self.add_instances(mesh, matrix[None])[0]
 
     def add_instances(self, mesh: int, transforms: ArrayLike) -> range:
-        """Add as many instances as there are transforms, (N, 4, 4); returns their numbers."""
+        """Add one instance for each transform, (N, 4, 4); return their numbers."""
         mesh = _given_by("add_mesh", "mesh", mesh, len(self.meshes))
         matrices = _checked(transforms)
         if self.placed.count + len(matrices) > MAX_INSTANCES:
@@ -108,10 +109,10 @@ class Scene:
         self.move_all([instance], affine(transform, "transform")[None])
 
     def move_all(self, instances: Sequence[int], transforms: ArrayLike) -> None:
-        """Move many at once: as many numbers, each once, as there are transforms (N, 4, 4).
+        """Move many instances at once: their numbers, each once, and equally many transforms (N, 4, 4).
 
         Raises:
-            ValueError: as in `move`; then none is moved.
+            ValueError: as in `move`. No instance is moved then.
         """
         matrices = _checked(transforms)
         self.placed.move(self._numbers(instances, len(matrices)), matrices)
@@ -125,10 +126,10 @@ class Scene:
         self.remove_all([instance])
 
     def remove_all(self, instances: Sequence[int]) -> None:
-        """Remove many from the scene at once: their numbers, each once.
+        """Remove many instances at once, by their numbers, each once.
 
         Raises:
-            ValueError: as in `remove`; then none is removed.
+            ValueError: as in `remove`. No instance is removed then.
         """
         self.placed.remove(self._numbers(instances))
 
@@ -136,7 +137,7 @@ class Scene:
         """Numbers of existing instances, each once.
 
         Raises:
-            ValueError: not all exist, or some repeat.
+            ValueError: a number does not exist or is repeated.
         """
         given = np.asarray(instances)
         whole = given.ndim == 1 and (given.dtype.kind in "iu" or not len(given))
@@ -162,7 +163,7 @@ class Scene:
         return tuple(self._lights)
 
     def add_light(self, light: Light) -> int:
-        """Add a light, which casts shadows; returns its number. A scene without lights is shaded from one side, without
+        """Add a light, which casts shadows; return its number. A scene without lights is shaded from one side, without
         shadows.
 
         Raises:
@@ -174,7 +175,7 @@ class Scene:
         return len(self._lights) - 1
 
     def set_light(self, number: int, light: Light) -> None:
-        """Replace a light by another: elsewhere, or of another kind.
+        """Replace a light by another one, possibly of another kind.
 
         Raises:
             ValueError: there is no such light, or this is not a light.
@@ -209,7 +210,7 @@ def _given_by(method: str, name: str, number: object, count: int) -> int:
     """Check a number that a method has returned, one of `count`.
 
     Raises:
-        ValueError: it is not one of them.
+        ValueError: there is no such number.
     """
     if not count:
         raise ValueError(f"{name}={short(number)}: there are none yet; {method} returns their numbers")

@@ -12,14 +12,12 @@ from rooftop.scene.instances import Floats, Instances, grown
 
 
 class WorldBounds:
-    """The bounds of a scene's instances, from call to call."""
+    """The bounds of a scene's instances, kept from call to call."""
 
     def __init__(self) -> None:
         self._version = self._known = 0
-        self._sides: Floats = np.empty(
-            (0, 6)
-        )  # for each instance the lowest corner, and the highest one with the other sign
-        self._lowest = np.full(6, np.inf)  # of all of them
+        self._sides: Floats = np.empty((0, 6))  # for each instance, the lowest corner and the negated highest corner
+        self._lowest = np.full(6, np.inf)  # of all instances together
         self._halves = np.empty((0, 2, 3))  # for each mesh: centre and half size of its box
 
     def of(self, instances: Instances, meshes: Sequence[Geometry]) -> Floats:
@@ -30,7 +28,7 @@ class WorldBounds:
             before = self._sides[rows[rows < self._known]]
             sides = self._sides[rows] = self._sides_of(instances, rows, meshes)
             self._known = instances.count
-            if (before <= self._lowest).any():  # one that was at the edge has moved
+            if (before <= self._lowest).any():  # an instance at the edge has moved
                 self._lowest = self._sides[: self._known].min(0)
             else:
                 self._lowest = np.minimum(self._lowest, sides.min(0))

@@ -410,7 +410,7 @@ class FramesConvolution(nn.Conv3d):
         if frames.is_cuda and channels < WIDE:
             weight = F.pad(weight, (0, 0, 0, 0, 0, 0, 0, WIDE - channels))
         taps = F.conv2d(frames.flatten(0, 1), weight, padding=1).unflatten(0, frames.shape[:2])[:, :, :channels]
-        before, at, *after = taps.split(self.out_channels, 2)  # (T, N, O, H, W) each, of the frame that was read
+        before, at, *after = taps.split(self.out_channels, 2)  # (T, N, O, H, W) each, by the frame that was read
         nothing = torch.zeros_like(at[:1])
         y = at + torch.cat((nothing, before[:-1]))
         if ahead:

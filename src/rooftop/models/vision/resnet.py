@@ -56,7 +56,7 @@ class Block(nn.Module):
 
     expansion: ClassVar[int]
     relu: nn.Module
-    downsample: nn.Module | None  # blocks assign in torchvision's order, which is that of modules and state dicts
+    downsample: nn.Module | None  # blocks assign in torchvision's order, for equal state dicts
 
     @property
     def last_norm(self) -> nn.Module:

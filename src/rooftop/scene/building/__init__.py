@@ -1,1 +1,1 @@
-"""Building geometry files: meshes checked, cut into clusters, simplified level by level, written as pages."""
+"""Build geometry files: check meshes, cut them into clusters, simplify them level by level, and write pages."""

@@ -1,8 +1,8 @@
-"""Where batches of triangles meet: the places that several batches use, and the facts about the mesh that depend on
-several batches.
+"""The borders between batches of triangles: the places that several batches use, and the facts about the mesh that
+depend on several batches.
 
-Connected parts, and edges that are not between two faces, are found batch by batch, on all cores. Only the parts at
-places that several batches use are processed again, by one process.
+Connected parts, and edges that are not between two faces, are found batch by batch, on all cores. A single process then
+combines the results at places that several batches use.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Numbers = npt.NDArray[np.uint32]
 
 
 class SharedPlaces:
-    """Which places are used by several owners (batches, or groups).
+    """The places that several owners (batches or groups) use.
 
     Attributes:
         several: (places,) 1 if more than one owner uses a place; undefined for unused places.
@@ -42,8 +42,8 @@ class SharedPlaces:
     def own(self, at: Numbers, owners: Any) -> None:
         """Record the owners (T,), or one owner, of triangles with these places (T, 3), in a first pass.
 
-        Workers write to the same arrays. Whichever owner of a place is stored last, the others find a different one
-        there.
+        Workers write to the same arrays. Whichever owner of a place is stored last, the other owners find a different
+        one there.
         """
         self.owner[at] = np.asarray(owners, np.int32)[..., None]
         self.several[at] = 0
@@ -53,7 +53,7 @@ class SharedPlaces:
         self.several[at[self.owner[at] != np.asarray(owners, np.int32)[..., None]]] = 1
 
     def hold(self, places: Numbers) -> None:
-        """After that: these places count as used by several."""
+        """After both passes: count these places as used by several owners."""
         self.several[places] = 1
 
 
@@ -82,7 +82,7 @@ class Connections:
 
     @classmethod
     def of(cls, excerpt: Excerpt, several: npt.NDArray[np.uint8]) -> Connections:
-        """From the triangles of a batch.
+        """Find the parts and edges of a batch from its triangles.
 
         Args:
             excerpt: the batch.
@@ -132,7 +132,7 @@ class Whole:
 
     @classmethod
     def of(cls, batches: list[Connections], used: Callable[[int], Numbers], vertices: Vertices) -> Whole:
-        """Of all batches.
+        """Combine the results of all batches.
 
         Args:
             batches: in order.
@@ -154,7 +154,7 @@ class Whole:
 
     @classmethod
     def of_faces(cls, vertices: Vertices, faces: Numbers) -> Whole:
-        """From a mesh as a single batch."""
+        """The results for a mesh that is a single batch."""
         several = np.zeros(int(vertices.place.max()) + 1, np.uint8)
         return cls.of([Connections.of(Excerpt.of(vertices, faces), several)], lambda _: np.unique(faces), vertices)
 
@@ -201,6 +201,6 @@ def components(begin: Ints, end: Ints, count: int) -> tuple[int, npt.NDArray[np.
         apart = a != b
         a, b = a[apart], b[apart]
     first = np.empty(count, np.int32)
-    first[root[::-1]] = things[::-1]  # for equal roots the last assignment stays: the first item
+    first[root[::-1]] = things[::-1]  # for equal roots the last assignment stays, which is that of the first item
     is_first = first[root] == things
     return int(np.count_nonzero(is_first)), (np.cumsum(is_first, dtype=np.int32) - np.int32(1))[first[root]]

@@ -41,8 +41,8 @@ class BuildReport:
         triangles: triangles of the mesh, after repairs.
         levels: from the finest to the coarsest.
         fill: triangles of all clusters, as a fraction of the clusters' capacity.
-        size_bytes: size of the file; image_bytes: the part for textures; bytes_per_triangle: the other bytes per
-            triangle of the mesh.
+        size_bytes: size of the file; image_bytes: the part for textures; bytes_per_triangle: the other bytes, divided
+            by the mesh's triangles.
         precision: the step of the grid, in object units.
         roots: clusters without a coarser replacement; why_several: why there is more than one, or None.
         repairs: the repairs made to the mesh.
@@ -117,8 +117,8 @@ def _build(
     workers: int | None,
     lock_borders: bool,
 ) -> BuildReport:
-    """As `build`. `arrays`: vertices, faces, normals, uv, materials and colors; `linear_colors`: whether these are in
-    linear light."""
+    """Like `build`. `arrays` has vertices, faces, normals, uv, materials and colors. `linear_colors`: whether the
+    colors are in linear light."""
     vertices, faces, normals, uv, materials, colors = arrays
     began = time.perf_counter()
     team = Workers.of(workers)
@@ -173,12 +173,12 @@ def build_file(
         path: path of the new file; by default next to the mesh, with the suffix .rtg.
         normals: "file": from the file, if all its parts have them, else none; "smooth": computed; "flat": none are
             stored, and a renderer uses the faces' normals. precision, progress, workers, lock_borders: as for `build`.
-        textures: whether images of materials are kept; without them their colours are.
+        textures: whether images of materials are kept; otherwise only their colours are.
 
     Raises:
         FileNotFoundError, InputError: the file is missing, cannot be read or has no triangles; or an image that it
             names is missing, damaged or too large.
-        ValueError: the output would replace the mesh, or the mesh cannot be built from.
+        ValueError: the output would replace the mesh, or nothing can be built from the mesh.
         MissingExtraError: trimesh or meshoptimizer is not installed.
     """
     source = Path(mesh)
@@ -198,11 +198,12 @@ def build_file(
 def _sections(
     table: Sequence[Material] | None, materials: npt.ArrayLike | None, has_uv: bool
 ) -> list[tuple[bytes, bytes]]:
-    """The sections of a file about its materials. All images are decoded, so that none is damaged."""
+    """The sections of a file about its materials. All images are decoded, to make sure that none is damaged."""
     if table is None:
         return []
     given = np.zeros(0) if materials is None else np.asarray(materials)
-    numbers = int(given.max()) + 1 if given.dtype.kind in "iu" and given.size else 1  # others raise later
+    # readers of the other formats raise later
+    numbers = int(given.max()) + 1 if given.dtype.kind in "iu" and given.size else 1
     checked = checked_materials(table, numbers, "the mesh")
     for each in checked:
         if each.texture is not None:

@@ -1,4 +1,4 @@
-"""Cut pieces of a mesh into clusters of at most 128 triangles, and encode each at once.
+"""Cut pieces of a mesh into clusters of at most 128 triangles, and encode each cluster at once.
 
 A piece is a run of triangles: of the given mesh, or of a simplified group. Clusters grow triangle by triangle over
 shared edges (meshoptimizer's meshlets), never from one piece into another.
@@ -44,7 +44,7 @@ class Clusters:
     encoded: Encoded
 
     def part(self, chosen: Ints) -> Clusters:
-        """These clusters, in ascending order."""
+        """A selection of these clusters, in ascending order."""
         if len(chosen) == len(self.triangles):
             return self
         rows = taken(starts_of(self.triangles)[chosen], self.triangles[chosen])
@@ -88,7 +88,7 @@ def localized(corners: Corners, counts: Ints) -> Local:
 
 
 def local_points(vertices: Vertices, local: Local) -> npt.NDArray[np.float32]:
-    """Positions of the pieces' vertices in steps of the grid, from each piece's first vertex: exact."""
+    """Exact positions of the pieces' vertices, in steps of the grid, relative to each piece's first vertex."""
     grid = vertices.grid[local.vertices]
     counts = np.diff(local.starts)
     first = grid[np.minimum(local.starts[:-1], max(len(grid) - 1, 0))]
@@ -163,4 +163,5 @@ def _meshlets(
 
 LEAST_TRIANGLES = 96  # a cluster with at least this many triangles may end if its next one
 SPLIT_FACTOR = 2.0  # is farther away than this many times its radius,
-SPLIT_FROM = 2 * layouts.MAX_TRIANGLES  # in a piece with more triangles: few clusters must become fewer
+# in a piece with more triangles than this; smaller pieces need as few clusters as possible
+SPLIT_FROM = 2 * layouts.MAX_TRIANGLES

@@ -1,7 +1,7 @@
 """Clusters as words: heads and streams, as in docs/scene-format.md, for many clusters at once.
 
-Nothing here loops over triangles or vertices. A stream of all clusters is written by shifting every value to its bit
-and adding up the values of each word.
+Nothing here loops over triangles or vertices. The streams of all clusters are written by shifting every value to its
+bit and adding up the values of each word.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ Shorts = npt.NDArray[np.int16]  # numbers of a cluster's vertices, and their cou
 _BEGIN = np.array([0, 1, 2, 2, 0, 1, 0, 0], np.int32)
 _TURN = (_BEGIN[:, None] + np.arange(3, dtype=np.int32)) % 3
 _NEW = np.array([0, 1, 1, 2, 1, 2, 2, 3], np.int16)
-_IS_NEW = np.arange(3) >= 3 - np.arange(4)[:, None]  # which corners are, by how many
-# How a triangle gets its corners: by how many are new, or EXPLICIT. Which corners are stored, and what is subtracted.
+_IS_NEW = np.arange(3) >= 3 - np.arange(4)[:, None]  # which corners are new, by how many there are
+# How a triangle gets its corners: by the number of new ones, or EXPLICIT. The tables say which corners are stored, and
+# what is subtracted.
 _EXPLICIT = 4
 _STORED = np.array([[0, 0, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0], [1, 1, 1]], bool)
 _OFF = np.array([[1, 1, 2], [1, 1, 1], [1, 1, 1], [1, 1, 1], [1, 2, 2]], np.int16)
@@ -35,7 +36,7 @@ _REFERENCES = _STORED.sum(1)
 
 @dataclass(frozen=True)
 class Encoded:
-    """Clusters as in pages, except for the parts that depend on their page.
+    """Clusters in the form of pages, except for the parts that depend on their page.
 
     Attributes:
         heads: (C, CLUSTER_COLUMNS) uint32; spheres, errors, sources and stream positions are not filled in yet.
@@ -48,7 +49,7 @@ class Encoded:
     counts: Ints
 
     def part(self, chosen: Ints) -> Encoded:
-        """These clusters, in this order."""
+        """A selection of these clusters, in the given order."""
         words = taken(starts_of(self.counts)[chosen], self.counts[chosen])
         return Encoded(self.heads[chosen], self.streams[words], self.counts[chosen])
 
@@ -249,7 +250,7 @@ def _boxed(
     for axis in range(values.shape[1]):
         column = values[chosen, axis].astype(np.int32)
         base = lowest(column, starts)
-        above = (column - base[at]).view(np.uint32)  # also correct beyond 2^31
+        above = (column - base[at]).view(np.uint32)  # correct even beyond 2^31
         columns.append(above)
         bases.append(base)
         extents.append(highest(above, starts))

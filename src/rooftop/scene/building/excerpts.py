@@ -34,7 +34,7 @@ class Excerpt:
 
     @classmethod
     def of(cls, vertices: Vertices, corners: Numbers) -> Excerpt:
-        """From these triangles (T, 3)."""
+        """The excerpt for these triangles (T, 3)."""
         numbers, local = numbered(corners, len(vertices.grid))
         merged = vertices.merged[numbers]
         if (merged != numbers).any():
@@ -50,6 +50,7 @@ class Excerpt:
         return cls(replace(vertices, merged=merged, **rows), numbers, local)
 
     def in_mesh(self, corners: Numbers, added: Added, vertices: int) -> tuple[Numbers, Added]:
-        """The corners as numbers of the mesh, which has `vertices` vertices; added vertices follow them."""
+        """The corners as numbers of the mesh's vertices. The mesh has `vertices` vertices; added vertices follow
+        them."""
         numbers = np.concatenate([self.numbers, np.arange(vertices, vertices + len(added.sources), dtype=np.uint32)])
         return numbers[corners], replace(added, sources=self.numbers[added.sources].astype(np.int64))

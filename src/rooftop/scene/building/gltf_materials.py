@@ -1,10 +1,10 @@
 """Materials of a glTF document: base colours and their images.
 
-A factor is in linear light, and an image is as displayed; here both are kept as displayed. For a texture it reads its
-sampler (how it repeats, whether it is magnified by nearest texels), KHR_texture_transform, its set of coordinates, and
-images in the file, next to it or in a `data:` URI, including those of EXT_texture_webp and MSFT_texture_dds. Images in
-KHR_texture_basisu raise an error with their name. For the older KHR_materials_pbrSpecularGlossiness the diffuse colour
-is read.
+In glTF a factor is in linear light, and an image holds displayed values; here both are kept as displayed values. What
+is read of a texture: its sampler (how it repeats, whether it is magnified by nearest texels), KHR_texture_transform,
+its set of coordinates, and its image. The image may be in the file, next to it or in a `data:` URI, including those of
+EXT_texture_webp and MSFT_texture_dds. Images in KHR_texture_basisu raise an error with their name. For the older
+KHR_materials_pbrSpecularGlossiness, the diffuse colour is read.
 
 Source: the glTF 2.0 specification of the Khronos Group (3.8 and 3.9), and its registry of extensions.
 """
@@ -27,7 +27,7 @@ Document = dict[str, Any]
 
 _WRAPS = {10497: "repeat", 33071: "clamp", 33648: "mirror"}
 _NEAREST = 9728
-_SOURCES = ("EXT_texture_webp", "MSFT_texture_dds")  # whose images can be read
+_SOURCES = ("EXT_texture_webp", "MSFT_texture_dds")  # extensions whose images can be read
 WITHOUT = "give textures=False (--no-textures) to leave textures out"
 
 

@@ -4,7 +4,7 @@ an error with their name.
 Simple means triangles whose positions, normals and texture coordinates are float32, with each value in its place. The
 format has more: integers that stand for -1..1 (quantized meshes), values that replace some of others (sparse
 accessors), strips and fans of triangles. Their bytes are read here, and written after the others. Points and lines are
-no surfaces: they are ignored with a warning. Meshes compressed by Draco or meshoptimizer, and instances in an
+not surfaces, so they are ignored with a warning. Meshes compressed by Draco or meshoptimizer, and instances in an
 extension, raise an error: a reader without them would misread the file silently.
 
 Source: the glTF 2.0 specification of the Khronos Group, and its registry of extensions.
@@ -57,7 +57,7 @@ def plain_gltf(path: Path, textures: bool = True) -> tuple[bytes | None, list[Pa
         number, and there are no images. The materials, by that number.
 
     Raises:
-        InputError: it is damaged, or has geometry in an unsupported form.
+        InputError: the file is damaged, or has geometry in an unsupported form.
     """
     try:
         document, binary = _parts(path)
@@ -111,7 +111,7 @@ class _Plain:
         self._document, self._binary, self._path = document, binary, path
         self._buffers: list[bytes] | None = None
         self._added: list[bytes] = []  # after the buffers, each for one view
-        self._made: dict[tuple[int, bool], int] = {}  # accessor, whether indices -> its simple one
+        self._made: dict[tuple[int, bool], int] = {}  # (accessor, whether it has indices) -> the simple accessor
         self._changed = False
 
     def take_materials(self, textures: bool) -> list[PartMaterial]:
@@ -152,7 +152,7 @@ class _Plain:
         for name in _READ:
             if name in attributes and self._is_other(self._accessor(attributes[name]), (_FLOAT32,)):
                 attributes[name] = self._plain(attributes[name], is_index=False)
-        if "TEXCOORD_0" in attributes and "material" not in primitive:  # without which they are not read
+        if "TEXCOORD_0" in attributes and "material" not in primitive:  # readers ignore coordinates without this name
             self._document.setdefault("materials", []).append({})
             primitive["material"], self._changed = len(self._document["materials"]) - 1, True
         mode, indices = primitive.get("mode", _TRIANGLES), primitive.get("indices")

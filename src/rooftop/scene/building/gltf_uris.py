@@ -12,7 +12,7 @@ from rooftop.scene.arguments import short
 
 
 def content_of(uri: str, document: Path, what: str) -> bytes:
-    """The bytes of a `data:` URI, or of a file in the document's folder or below it; links in it are followed.
+    """The bytes of a `data:` URI, or of a file in the document's folder or below it. Symbolic links are followed.
 
     Args:
         what: words for the beginning of a message, such as "mesh.gltf names".

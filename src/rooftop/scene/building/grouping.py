@@ -16,7 +16,7 @@ LEAST, MOST = 8, 32
 USUAL = 20  # meshoptimizer makes groups of at most 11/8 of it: 27
 GROUP_BYTES = layouts.PAGE_BYTES - 4 * (
     layouts.PAGE_WORDS + layouts.GROUP_WORDS + 1
-)  # of clusters, in a page of its own
+)  # bytes of a group's clusters, if it has a page of its own
 
 
 def group(places: npt.NDArray[np.uint32], triangles: Ints, spheres: npt.NDArray[np.float32], sizes: Ints) -> Ints:
@@ -42,7 +42,7 @@ def group(places: npt.NDArray[np.uint32], triangles: Ints, spheres: npt.NDArray[
 def _small_ones_joined(parts: Ints, spheres: npt.NDArray[np.float32]) -> Ints:
     """Join parts of fewer than LEAST clusters (isolated bodies, leftovers between full parts) along Morton's curve.
 
-    The last one joins its neighbour there: alone it would not become fewer clusters.
+    The last part joins its neighbour on the curve, because alone it would not become fewer clusters.
     """
     sizes = np.bincount(parts)
     small = np.flatnonzero((sizes > 0) & (sizes < LEAST))

@@ -1,8 +1,8 @@
-"""The levels of a mesh: clusters, grouped, simplified, and cut again, until one is left.
+"""Build the levels of a mesh: group clusters, simplify the groups and cut them again, until one cluster is left.
 
 A step takes the front (the coarsest clusters so far), groups it, and replaces each group by the clusters of its
 simplified triangles. Clusters of a group that does not shrink stay in the front, to be grouped differently the next
-time. After a few times, and when nothing shrinks any more, they stay for good, without a replacement.
+time. After a few tries, or when nothing shrinks any more, they stay for good without a replacement.
 
 Batches of groups are processed in parallel. The division of the mesh into batches, and the places of groups, depend
 only on the mesh: the file is the same, bit for bit, whatever the number of workers.
@@ -39,17 +39,18 @@ Words = npt.NDArray[np.uint32]
 Progress = Callable[[str, float], None]
 V = TypeVar("V", bound=np.generic)
 
-PIECE_TRIANGLES = 1 << 14  # of the given mesh, cut together: clusters do not extend from one piece into another
+# triangles of the given mesh that are cut together; clusters do not extend from one piece into another
+PIECE_TRIANGLES = 1 << 14
 PIECES = 4  # of a batch
-BATCH_TRIANGLES = 1 << 16  # of groups that are simplified together, at most
-BATCHES = 64  # at least, each of
-LEAST_TRIANGLES = 1 << 13  # each: with enough work, 16 workers or more have it
-RUN_CLUSTERS = 1 << 11  # clusters among which groups are found: no group extends from one run into another
+BATCH_TRIANGLES = 1 << 16  # most triangles of groups that are simplified together
+BATCHES = 64  # least number of batches, each of
+LEAST_TRIANGLES = 1 << 13  # this many triangles; so 16 workers or more have enough work
+RUN_CLUSTERS = 1 << 11  # clusters of a run in which groups are found; no group extends from one run into another
 GROWTH = 1 + 2**-10 + 2**-20  # an error is larger than those below it by 1 + 2^-10, also when rounded to float32
 TRIES = 3
 MOST_LEVELS = 255
 LONGEST_HEAD = head_words(replaces=True, normals=True, uv=True)
-CUTTING = 0.45  # of the time of a build, approximately
+CUTTING = 0.45  # approximate share of the time of a build
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Front:
         corners: (T, 3) of all, cluster by cluster.
         triangles: (C,).
         numbers: (C,) of the clusters, in order of creation.
-        tries: (C,) how often each was in a group that did not shrink.
+        tries: (C,) the number of times that each was in a group that did not shrink.
     """
 
     corners: Words
@@ -69,7 +70,7 @@ class Front:
     tries: Ints
 
     def part(self, chosen: Ints) -> Front:
-        """These clusters, in this order."""
+        """A selection of these clusters, in the given order."""
         starts = starts_of(self.triangles)[:-1]
         rows = taken(starts[chosen], self.triangles[chosen])
         return Front(self.corners[rows], self.triangles[chosen], self.numbers[chosen], self.tries[chosen])
@@ -86,7 +87,8 @@ class Hierarchy:
         lengths: (C,) the words of each cluster's streams.
         levels: (C,).
         groups: (C,) the group of each cluster.
-        spheres: (G, 4) float32, errors: (G,) float32: of each group; the error of terminal ones is NEVER.
+        spheres: (G, 4) float32, errors: (G,) float32: of each group; the error of groups without a replacement is
+            NEVER.
         non_manifold_edges: of the mesh.
         unshrunk: number of clusters without a replacement because no group with them shrank.
     """
@@ -117,7 +119,7 @@ def build_levels(mesh: Mesh, progress: Progress, workers: Workers, lock_borders:
 
 
 class _Column(Generic[V]):
-    """An array that grows: appended parts are joined on request."""
+    """An array that grows; appended parts are joined on request."""
 
     def __init__(self, first: npt.NDArray[V]) -> None:
         self._pieces = [first]
@@ -133,7 +135,7 @@ class _Column(Generic[V]):
 
 @dataclass(frozen=True)
 class _Cut:
-    """A worker's result for the mesh's own triangles, whose corners it has reordered in place."""
+    """A worker's result for triangles of the mesh, whose corners it has reordered in place."""
 
     triangles: Ints
     spheres: Reals
@@ -200,15 +202,16 @@ class _Step:
 
 
 class _Levels:
-    """The data that is built step by step.
+    """The data of a build, step by step.
 
-    The workers of a team see everything as it was when they were forked. Of mutable state they use the shared corners
+    The workers of a team see everything as it was when they were forked. The only mutable state that they use is the
+    shared corners
     of the front, and `mesh`: code that changes `mesh` makes the team forget it.
     """
 
     def __init__(self, mesh: Mesh, progress: Progress, lock_borders: bool) -> None:
         self.mesh = mesh
-        self.corners = shared(mesh.faces.shape, np.uint32)  # of the front, allocated before everything else
+        self.corners = shared(mesh.faces.shape, np.uint32)  # corners of the front, allocated before everything else
         self._told, self._progress = 0.0, progress
         self.lock_borders = lock_borders
         self.places = int(mesh.vertices.place.max()) + 1
@@ -303,7 +306,7 @@ class _Levels:
         return Front(corners, triangles, np.concatenate(kept), np.zeros(len(triangles), np.int64))
 
     def _next(self, front: Front, total: int, team: Team) -> Front:
-        """One step."""
+        """Run one step."""
         what = f"simplifying {len(front.triangles):,} clusters"
         self.progress(what, self._fraction(len(front.triangles), total))
         numbers = front.numbers
@@ -362,12 +365,12 @@ class _Levels:
         return _joined(fronts, self.corners)
 
     def progress(self, what: str, fraction: float) -> None:
-        """Report the progress; a front that shrinks less than expected does not move it back."""
+        """Report the progress. It never goes back, even if a front shrinks less than expected."""
         self._told = max(self._told, fraction)
         self._progress(what, self._told)
 
     def _fraction(self, left: int, total: int) -> float:
-        """The finished fraction of the whole build, when `left` of the finest clusters' number remain."""
+        """The finished fraction of the whole build when the fraction `left` of the finest clusters remains."""
         return 1 - (1 - CUTTING) * left / total
 
     def _grouped(self, front: Front, team: Team) -> Ints:
@@ -490,7 +493,7 @@ class _Levels:
 
 
 class _Fraction:
-    """Reports the finished fraction of items."""
+    """Report the finished fraction of items."""
 
     def __init__(self, items: int, told: Callable[[float], None]) -> None:
         self.items, self.told, self.done = items, told, 0
@@ -501,7 +504,7 @@ class _Fraction:
 
 
 def _batches(triangles: Ints) -> list[tuple[int, int]]:
-    """Consecutive groups of about as many triangles together: first and end of each batch."""
+    """Batches of consecutive groups with about equally many triangles: first and end of each batch."""
     size = min(max(int(triangles.sum()) // BATCHES, LEAST_TRIANGLES), BATCH_TRIANGLES)
     of = starts_of(triangles)[:-1] // size
     first = np.flatnonzero(np.concatenate([[True], of[1:] != of[:-1]]))
@@ -509,7 +512,7 @@ def _batches(triangles: Ints) -> list[tuple[int, int]]:
 
 
 def _joined(fronts: list[Front], corners: Words) -> Front:
-    """The fronts as one; their corners are written to the start of `corners`."""
+    """The fronts joined to one, whose corners are written to the start of `corners`."""
     count = sum(len(each.corners) for each in fronts)
     return Front(
         np.concatenate([each.corners for each in fronts], out=corners[:count]),

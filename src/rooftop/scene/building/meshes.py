@@ -25,10 +25,10 @@ Floats = npt.NDArray[np.float64]
 
 STEPS_PER_EDGE = 64  # the grid is at least this much finer than the mean edge,
 STEPS = 1 << 14  # and than the mesh: a quarter of a pixel if it fills a picture 4096 wide
-MOST_STEPS = 1 << 24  # along an axis: integers up to this are exact in float32, in which renderers compute
+MOST_STEPS = 1 << 24  # steps along an axis; integers up to this are exact in float32, in which renderers compute
 STEPS_PER_SMALL_EDGE = 16  # and than the edges of most faces that it would remove otherwise
 NEEDLE = 0.01  # height of a face over its longest edge, below which it may be removed
-UV_STEPS_PER_EDGE = 8  # or more, by the step below: a texture that is finer than the mesh determines it
+UV_STEPS_PER_EDGE = 8  # or more, by the step below, if a texture is finer than the mesh
 UV_STEP = 2.0**-13  # half a texel of a texture 4096 wide
 MOST_UV_STEPS = (1 << 30) - 1  # so that the range from the lowest to the highest has 31 bits
 LARGEST, SMALLEST = 2.0**60, 2.0**-60  # a mesh, and a step of its grid: squares stay far from float32's limits
@@ -68,7 +68,7 @@ class Repairs:
     """The repairs made to the mesh before the build.
 
     Attributes:
-        degenerate_faces: dropped, since two of their corners are at the same place: they have almost no area.
+        degenerate_faces: dropped, since two of their corners are at the same place, so they have almost no area.
         small_faces: dropped, since two of their corners are at the same place of the grid, although they have an area.
         duplicate_faces: dropped, since the same face exists already.
         unused_vertices: dropped.
@@ -93,7 +93,7 @@ class Mesh:
     Attributes:
         vertices: with one more for each place with a seam, which `Vertices.merged` names.
         faces: (F, 3) uint32.
-        origin: offset subtracted from all positions, in object units; a point of the grid.
+        origin: offset subtracted from all positions, in object units; it is a point of the grid.
         uv_length: the average length of a step of uv on the surface, in steps of the grid.
     """
 
@@ -128,8 +128,8 @@ def checked_mesh(
         workers: the workers.
 
     Raises:
-        TypeError: an array that does not hold numbers, or not integers.
-        ValueError: invalid shapes, indices or numbers.
+        TypeError: an array does not hold numbers, or integers where these are needed.
+        ValueError: a shape, index or number is invalid.
     """
     points = _numbers("vertices", positions, 3)
     triangles = _integers("faces", faces, (None, 3))
@@ -330,7 +330,7 @@ def _mean_edge(points: npt.NDArray[Any], faces: npt.NDArray[Any]) -> float:
 def _grid_exponent(
     points: Floats, faces: npt.NDArray[np.int64], extent: Floats, precision: float | None
 ) -> tuple[int, bool]:
-    """The exponent of the grid's step, and whether it is larger than it should be."""
+    """The exponent of the grid's step, and whether it had to be larger than the edges need."""
     largest = float(extent.max())
     if not math.isfinite(largest) or largest > LARGEST:
         raise ValueError(f"the mesh is {largest:.3g} units long; at most {LARGEST:.3g} can be computed with in float32")
@@ -370,8 +370,8 @@ def _edges_of_small(points: Floats, faces: npt.NDArray[np.int64]) -> Floats:
 
 
 def _finer_exponent(small: Floats, largest: float) -> int | None:
-    """An exponent for faces with these shortest edges; no finer than a mesh of that length can have. None if that keeps
-    none."""
+    """An exponent that keeps faces with these shortest edges, but is no finer than a mesh of that length allows. None
+    if that keeps no face."""
     least = max(math.ceil(math.log2(largest / MOST_STEPS)), math.ceil(math.log2(SMALLEST)))
     kept = small[small > 2 * math.ldexp(1.0, least)]
     if not len(kept):

@@ -1,8 +1,8 @@
-"""meshoptimizer, which cuts and simplifies meshes: the only module that calls it.
+"""Call meshoptimizer, which cuts and simplifies meshes. No other module calls it.
 
-Its Python package wraps only a part of its functions. These are called directly in its library, which releases the
-interpreter's lock while it works, so threads run in parallel. Pointers are addresses: the caller keeps the arrays alive
-and in C order.
+Its Python package wraps only a part of its functions. So functions are called directly in its library, which releases
+the interpreter's lock, and threads run in parallel. Pointers are addresses: the caller keeps the arrays alive and in C
+order.
 """
 
 from __future__ import annotations

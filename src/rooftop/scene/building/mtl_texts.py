@@ -1,10 +1,10 @@
 """Materials of an OBJ file: Kd and map_Kd of the .mtl files that it names.
 
 Colours and images are as displayed (sRGB), as in the programs that write such files. `map_Kd` is multiplied by `Kd`, as
-the format says. With it a Kd of 0 0 0 counts as white, because some programs write that. Of the options of `map_Kd` it
-reads -s and -o (scale and offset of the texture coordinates), and -clamp. Others are skipped, with a warning if they
-would change the picture. A path may have blanks, backslashes or a drive: a file that is missing at its path is looked
-up next to the .mtl file.
+the format says. Together with `map_Kd`, a Kd of 0 0 0 counts as white, because some programs write that. The options -s
+and -o of `map_Kd` (scale and offset of the texture coordinates) and -clamp are read. Others are skipped, with a warning
+if they would change the picture. A path may have blanks, backslashes or a drive. If its file is missing there, it is
+looked up next to the .mtl file.
 
 Source: the MTL specification of Alias|Wavefront (Object files, appendix B1, "Material file format").
 """
@@ -42,7 +42,7 @@ _HARMLESS = {
     "-texres",
     "-bm",
     "-boost",
-}  # options for filtering in other programs, and for bump maps
+}  # ignored: options for filtering in other programs, and for bump maps
 
 
 def materials_of_obj(content: bytes, path: Path, textures: bool) -> dict[str, PartMaterial] | None:
@@ -72,7 +72,7 @@ def materials_of_obj(content: bytes, path: Path, textures: bool) -> dict[str, Pa
 
 
 def _libraries(names: str, path: Path) -> list[Path]:
-    """The files of a line: one whose name may have blanks, or several."""
+    """The files that a line names: one file whose name has blanks, or several files."""
     whole = _beside(names, path.parent)
     if whole is not None:
         return [whole]
@@ -87,7 +87,7 @@ def _libraries(names: str, path: Path) -> list[Path]:
 
 
 def _beside(name: str, folder: Path) -> Path | None:
-    """A file by the path in another one, or by its file name in that one's folder."""
+    """The file at a path from another file or, by its name, in the folder of that file."""
     for each in (name, name.replace("\\", "/"), PureWindowsPath(name).name):
         file = folder / each
         if each and file.is_file():

@@ -14,7 +14,7 @@ from rooftop.scene.layouts import NORMAL_MIDDLE
 
 Floats = npt.NDArray[np.float64]
 
-FACES = 1 << 16  # faces in a batch of sums: the sums do not depend on the number of workers
+FACES = 1 << 16  # faces in a batch of sums, so that the sums do not depend on the number of workers
 
 
 def unit_vectors(vectors: npt.NDArray[Any]) -> Floats:
@@ -31,8 +31,8 @@ def unit_vectors(vectors: npt.NDArray[Any]) -> Floats:
 def smooth_normals(points: Floats, faces: npt.NDArray[np.int64], workers: Workers = ALONE) -> Floats:
     """A normal (V, 3) for each vertex: the mean of its faces', weighted by their angles there.
 
-    Vertices at the same place share one, also along seams. (Thuermer and Wuethrich, Computing Vertex Normals from
-    Polygonal Facets, 1998.)
+    Vertices at the same place share one normal, even along seams. (Thuermer and Wuethrich, Computing Vertex Normals
+    from Polygonal Facets, 1998.)
     """
     place = equal_to(points + 0.0, workers)  # -0.0 is 0.0
 
@@ -69,7 +69,7 @@ def octahedral(directions: Floats) -> npt.NDArray[np.uint16]:
 
 
 def from_octahedral(numbers: npt.NDArray[Any]) -> Floats:
-    """The unit vectors (N, 3) for two numbers each."""
+    """The unit vectors (N, 3) from two numbers each."""
     flat = (numbers.astype(np.float64) - NORMAL_MIDDLE) / NORMAL_MIDDLE
     z = 1 - np.abs(flat).sum(1)
     folded = (1 - np.abs(flat[:, ::-1])) * np.where(flat < 0, -1.0, 1.0)

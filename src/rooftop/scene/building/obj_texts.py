@@ -28,7 +28,7 @@ _FACE, _VERTEX = re.compile(rb"\nf ([^\n]*)"), re.compile(rb"\nv ([^\n]*)")
 _COLORED = re.compile(rb"\nv(?:[ \t]+[^\s]+){3}((?:[ \t]+[^\s]+){3})")
 _OTHER_INDICES = re.compile(rb"/\S*")
 _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
-_STRAIGHT = 1e-12  # of the square of a polygon's size: a corner that turns less counts as straight
+_STRAIGHT = 1e-12  # of the squared size of a polygon; a corner that turns by less counts as straight
 
 
 def utf8(content: bytes) -> bytes:
@@ -50,7 +50,7 @@ def plain_obj(content: bytes, name: str) -> bytes:
         content: content of a file. name: the file's name in messages.
 
     Raises:
-        InputError: a face that names a missing vertex, or indices that are not numbers.
+        InputError: a face names a missing vertex, or an index is not a number.
     """
     content = utf8(content)
     if _is_plain(b"\n" + content):
@@ -66,7 +66,7 @@ def brightest(content: bytes) -> float | None:
 
 
 def _is_plain(text: bytes) -> bool:
-    """Whether a text, after a line feed, needs no change. It uses the fastest checks for large texts."""
+    """Whether a text, which follows a line feed, needs no change. The checks are the fastest for large texts."""
     if any(mark in text for mark in _MARKS_OF_OTHERS) or (b"\r" in text and _LONE_RETURN.search(text)):
         return False
     if (b"\n " in text and _INDENTED.search(text)) or _BACKWARD.search(text):
@@ -105,7 +105,7 @@ def _table(lines: list[bytes]) -> Points:
     """The numbers of lines with equally many words; for `v/vt/vn` the first number.
 
     Raises:
-        ValueError: a word is not a number, or lines differ in how many they have.
+        ValueError: a word is not a number, or lines have different numbers of words.
     """
     text = b" ".join(lines)
     if b"/" in text:
@@ -120,7 +120,7 @@ def _table(lines: list[bytes]) -> Points:
 
 
 def _concave(polygons: Points) -> npt.NDArray[np.bool_]:
-    """For (P, N, 3) corners: whether one turns against the others."""
+    """For polygons with corners (P, N, 3): whether a corner turns against the others."""
     edges = np.roll(polygons, -1, 1) - polygons
     turns = np.cross(np.roll(edges, 1, 1), edges)
     normals = np.cross(polygons - polygons[:, :1], np.roll(polygons, -1, 1) - polygons[:, :1]).sum(1)

@@ -13,7 +13,7 @@ from rooftop.scene.building.workers import CHUNK, Stage, chunks, give_back, shar
 BITS = 20  # of each axis
 HALF = 15  # bits of what `ordering` sorts by at once
 PARTS = 1 << HALF
-MOST_PIECES = 64  # of the faces: each has a count for each part
+MOST_PIECES = 64  # pieces of the faces; each has a count for each part
 
 
 def morton_codes(points: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
@@ -37,11 +37,12 @@ def _codes(points: npt.NDArray[Any], low: npt.NDArray[np.float64], extent: float
 
 
 def ordering(points: npt.NDArray[Any], faces: npt.NDArray[np.uint32], ordered: npt.NDArray[np.uint32]) -> list[Stage]:
-    """Stages that write faces (F, 3) into `ordered`, which is shared: along the curve, by the points of their first
-    corners.
+    """Stages that sort faces (F, 3) along the curve, by the points of their first corners, into the shared array
+    `ordered`.
 
-    They sort by the upper 30 bits of the codes: faces are divided into parts by the upper half of these, then sorted in
-    each part by the lower half. Both halves have 15 bits, which NumPy sorts by counting. Equal codes keep their order.
+    They sort by the upper 30 bits of the codes: faces are divided into parts by the upper half of these bits, and each
+    part is sorted by the lower half. Both halves have 15 bits, which NumPy sorts by counting. Equal codes keep their
+    order.
     """
     low, extent = _cube(points)
     size = max(CHUNK, -(-len(faces) // MOST_PIECES))

@@ -1,4 +1,4 @@
-"""The look of a part in a mesh file, before its texture coordinates are known."""
+"""The material of a part in a mesh file, before its texture coordinates are known."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PartMaterial:
     Attributes:
         material: colour and texture.
         placing: 2 x 3, from the file's texture coordinates (u, v, 1), v upwards, to those for the texture look-up. It
-            is applied to the mesh's coordinates, since each part has its own.
+            is applied to the mesh's coordinates, since each part has its own placing.
         see_through: the file's transparency settings, for a warning; "" if none.
     """
 
@@ -30,6 +30,6 @@ class PartMaterial:
     see_through: str = ""
 
     def placed(self, uv: Floats) -> Floats:
-        """(V, 2) of a part."""
+        """Apply the placing to the coordinates (V, 2) of a part."""
         matrix = np.array(self.placing)
         return uv if self.placing == AS_IT_IS else uv @ matrix[:, :2].T + matrix[:, 2]

@@ -1,4 +1,4 @@
-"""Rows of different lengths, one after the other in one array: their starts, and sums and extremes of each.
+"""Rows of different lengths, one after the other in one array: their starts, their sums and their extremes.
 
 And numbers for their items.
 """
@@ -13,7 +13,7 @@ import numpy.typing as npt
 Numbers = npt.NDArray[Any]
 Counts = npt.NDArray[np.int64]
 
-DENSE = 8  # possible values per actual value, up to which marking each is faster than sorting
+DENSE = 8  # up to this many possible values per actual value, marking is faster than sorting
 
 
 def starts_of(counts: npt.ArrayLike) -> Counts:

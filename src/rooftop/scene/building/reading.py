@@ -1,4 +1,4 @@
-"""Meshes from files, through trimesh: all parts of a scene combined at their positions."""
+"""Read meshes from files through trimesh, with all parts of a scene combined at their positions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rooftop.scene.building.part_materials import PartMaterial
 from rooftop.scene.materials import Material
 
 Floats = npt.NDArray[np.float64]
-HEAD_BYTES = 1 << 16  # bytes in which a PLY file's head is searched
+HEAD_BYTES = 1 << 16  # bytes in which the header of a PLY file is searched
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class MeshFile:
         normals: (V, 3) if all parts have them, or None.
         uv: (V, 2) if all parts have them, or if any textured part has (0 elsewhere); or None.
         colors: (V, 3) uint8 if any part has them, white elsewhere; or None.
-        materials: (F,) the part of each face: parts that are placed several times count once.
+        materials: (F,) the part of each face. A part that is placed several times counts once.
         parts: the number of placed parts.
         table: the look of each part, by the numbers of `materials`; None if none has a colour or a texture.
         linear_colors: whether `colors` are in linear light, as in glTF; else they are displayed values.
@@ -137,7 +137,7 @@ def read_mesh(path: Path, textures: bool = True) -> MeshFile:
                 "has uv",
                 stacklevel=2,
             )
-        elif not most <= 1:  # trimesh has made them white
+        elif not most <= 1:  # trimesh has made these white
             raise InputError(
                 f"{path}: colours of its vertices go up to {most:g}, but an OBJ file has colours from 0 to 1: divide "
                 f"them by {255 if most > 2 else most:g}, or remove them"
@@ -174,8 +174,8 @@ def _load_trimesh() -> ModuleType:
 
 
 def _loaded(trimesh: ModuleType, path: Path, textures: bool) -> tuple[Any, dict[str, PartMaterial]]:
-    """Its scene, and its materials by their names in it. OBJ files and glTF files are converted to their simple form
-    first. Their materials are read here, and trimesh only reports which part has which."""
+    """The scene of a file, and its materials by their names in the scene. OBJ files and glTF files are converted to
+    their simple form first. Their materials are read here, and trimesh only reports which part has which."""
     suffix = path.suffix.lower()
     if suffix in (".glb", ".gltf"):
         plain, materials = plain_gltf(path, textures)
@@ -246,7 +246,7 @@ def _colors(part: Any) -> npt.NDArray[np.uint8] | None:
     """(V, 3) or (V, 4) uint8: the colours of its vertices, or None.
 
     Raises:
-        InputError: they have another shape, or are not finite.
+        InputError: the colours have another shape, or are not finite.
     """
     if part.visual.kind == "vertex":
         found = part.visual.vertex_colors

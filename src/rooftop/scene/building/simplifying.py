@@ -1,7 +1,8 @@
 """Groups simplified to half their triangles, with fixed borders.
 
-A vertex that another group also uses is locked by its place: every vertex there is locked, whatever its attributes. The
-remaining triangles use vertices of the mesh; parts that grew use copies of them. Errors are in steps of the grid.
+If another group uses a vertex too, its place is locked: every vertex there stays, whatever its attributes. The
+remaining triangles use vertices of the mesh; parts that grew use copies of such vertices. Errors are in steps of the
+grid.
 
 Several methods are tried until a group shrinks:
 
@@ -42,8 +43,8 @@ SAFETY = 2.0
 SHRUNK = 0.85  # of the triangles may remain for a group to count as simplified
 NORMAL_EDGES = 0.5  # a normal that is off by 1 counts as much as a vertex that is off by this many mean edges
 CELL_SEARCH = 10  # cell sizes to try, each halving the interval
-VERTICES_USED = 0.9  # of 255, by a cluster that is full: the remaining clusters share slightly less
-COLOR_EDGES = 0.5  # a colour that is black instead of white counts the same
+VERTICES_USED = 0.9  # vertices of a full cluster, of 255; the remaining clusters share slightly less
+COLOR_EDGES = 0.5  # a colour that is black instead of white counts as much
 UV_EDGES = 0.25  # and a texture that moved by one edge counts as much as a vertex that is off by this many
 
 
@@ -142,7 +143,7 @@ def without_flat(vertices: Vertices, corners: Corners) -> Corners:
 
 
 def _target(triangles: int, vertices: int) -> int:
-    """About half, in full clusters: of 128 triangles, or of fewer if they share few vertices."""
+    """About half the triangles, in full clusters: of 128 triangles, or of fewer if they share few vertices."""
     full = min(layouts.MAX_TRIANGLES, int(VERTICES_USED * layouts.MAX_VERTICES * triangles / vertices))
     return max(1, round(triangles / (2 * full))) * full
 
@@ -218,10 +219,10 @@ def _together(columns: list[npt.NDArray[Any]]) -> Floats:
 
 
 def _by_cells(vertices: Vertices, corners: Corners, locked: npt.NDArray[np.bool_]) -> tuple[Corners, float]:
-    """Vertices moved to the first vertex in their grid cell, except for locked ones: ignores topology.
+    """Move vertices to the first vertex in their grid cell, except for locked ones. This ignores topology.
 
     The cells have the smallest size that leaves half the triangles. No point of the surface moves farther than its
-    corners: the error is exact.
+    corners, so the error is exact.
     """
     places, at = np.unique(vertices.place[corners], return_inverse=True)
     at = at.reshape(-1, 3)

@@ -1,11 +1,12 @@
-"""Small parts of a mesh, such as leaves: fewer and larger ones that cover the same area.
+"""Replace small parts of a mesh, such as leaves, by fewer and larger ones that cover the same area.
 
 Leaves, blades of grass or gravel cannot be simplified by moving vertices: each has only a few triangles already.
-Without them, pictures from far away would miss the area that they cover. So of two neighbours one is removed, and the
-other grows until it has the area of both; a narrow one grows in width first. If parts hide each other, as in clumps of
-leaves, that would be too much: samples of the group measure its coverage before and after. Vertices of a part that grew
-are new ones, copies of the old in all but the position. Its error is about its width: if they are narrower than a
-pixel, two parts look like one that covers the same area.
+If they were removed, pictures from far away would miss the area that they cover. So one of two neighbours is removed,
+and the other grows until it has the area of both; a narrow part grows in width first. If parts hide each other, as in
+clumps of
+leaves, that would cover too much. So samples of the group measure its coverage before and after. The vertices of a part
+that grew are new ones: copies of the old vertices at other positions. The error is about the part's width: parts
+narrower than a pixel look like one part that covers the same area.
 
 This treats only *loose* parts: those that lie completely in one group and share no vertices with other groups.
 """
@@ -31,17 +32,17 @@ Ints = npt.NDArray[np.int64]
 Corners = npt.NDArray[np.uint32]
 Floats = npt.NDArray[np.float64]
 
-SEEN = 1.75  # of half the width of a part that replaces two: its error
-MOST_GROWTH = 4.0  # of a part's area in one round: a needle would grow without limit
-FAR_LARGER = 4.0  # ratio of a part's area to its neighbour's, from which on it always stays
+SEEN = 1.75  # the error of a part that replaces two, as a share of half its width
+MOST_GROWTH = 4.0  # growth of a part's area in one round; without a limit, a needle would grow forever
+FAR_LARGER = 4.0  # a part always stays if its area is at least this many times its neighbour's
 LIKE = 2.0  # median errors of pairs: pairs with more, such as a leaf and its tree, are not merged
-MISSING = 0.05  # of the area of all parts: allowed loss for parts that simplification removes completely
-LARGE_PARTS = 16  # ratio of half their widths to an error, from which on they need not grow
-UNCHANGED = 0.01  # of its area: a part that would grow by less does not change
-ROUNDS = 4  # of growing and moving back into the group's room; wider parts replace area that is cut off
+MISSING = 0.05  # allowed loss of area, as a share of all parts, for parts that simplification removes completely
+LARGE_PARTS = 16  # parts need not grow if half their width is at least this many times the error
+UNCHANGED = 0.01  # a part that would grow by less than this share of its area does not change
+ROUNDS = 4  # rounds of growing and moving back into the group's room; wider parts replace area that is cut off
 HITS, SIDES = 10_000, (64, 512)  # triangle hits by samples of a picture; least and most samples along its side
-LOOKS = 2  # at most, at what a group covers
-OVERLAP = 1.5  # the power of the missing area by which areas grow: much of it is hidden
+LOOKS = 2  # most looks at what a group covers
+OVERLAP = 1.5  # areas grow by this power of the missing area, because much of the growth is hidden
 LEAST, LARGE = 1e-30, 1e30
 
 
@@ -95,7 +96,7 @@ class LooseParts:
         self._vertices = vertices
         self._corners = corners
         parts = vertices.parts[corners]
-        joined = (parts != parts[:, :1]).any(1)  # by moving vertices together
+        joined = (parts != parts[:, :1]).any(1)  # removed by moving vertices together
         held = np.concatenate([parts[joined].ravel(), parts[locked[corners].any(1), 0]])
         self.ids = np.setdiff1d(parts[:, 0], held)
 
@@ -157,7 +158,7 @@ class LooseParts:
             runs = np.array([len(chosen)])
         second = np.flatnonzero(within(runs) % 2 == 1)
         pairs = np.column_stack([chosen[second - 1], chosen[second]])
-        pairs[::2] = pairs[::2, ::-1]  # always keeping the larger one would make grass taller
+        pairs[::2] = pairs[::2, ::-1]  # if the larger part always stayed, grass would grow taller
         smaller = FAR_LARGER * shapes.areas[pairs[:, 0]] < shapes.areas[pairs[:, 1]]
         pairs[smaller] = pairs[smaller, ::-1]
         kept, gone = pairs.T
@@ -181,7 +182,7 @@ class LooseParts:
 
     def without(self, corners: Corners, pairs: Pairs) -> Corners:
         """The triangles without those of removed parts."""
-        gone = np.zeros(len(self) + 1, bool)  # the last one represents triangles of no loose part
+        gone = np.zeros(len(self) + 1, bool)  # the last entry stands for triangles that belong to no loose part
         gone[pairs.gone] = True
         return corners[~gone[self._numbers(corners)]]
 
@@ -247,7 +248,7 @@ class LooseParts:
         places = meshopt.same_rows(grown)[1].astype(np.int64)
         corners, stays = left.copy(), np.ones(len(left), bool)
         corners[rows] = (triangles + len(grid)).astype(np.uint32)
-        stays[rows] = ~repeats(places[triangles])  # a part may be cut off completely
+        stays[rows] = ~repeats(places[triangles])  # since a part may be cut off completely
         return Thinned(corners[stays], error, Added(used.astype(np.int64), grown, places))
 
     def _shared(self, areas: Floats, lost: npt.NDArray[np.bool_], there: npt.NDArray[np.bool_]) -> Floats:
@@ -346,7 +347,7 @@ def _growth(ratios: Floats, slenderness: Floats) -> tuple[Floats, Floats]:
 
 
 def _again(ratios: Floats) -> Floats:
-    """The additional growth of parts that were squeezed: in two directions, so that one of them is enough."""
+    """The additional growth of parts that were squeezed. It is in both directions, since one may be blocked."""
     growth: Floats = np.clip(np.where(ratios > 1, ratios, np.sqrt(ratios)), 1 / MOST_GROWTH, MOST_GROWTH)
     return growth
 
@@ -359,7 +360,7 @@ class _Room:
     Attributes:
         middle: middle of the box around the group. half: (3,) of its extent. radius: of the sphere around all points.
         parts: (N,) the part of each point.
-        most: (P, 3) how far parts may extend along each axis.
+        most: (P, 3) the maximum extent of parts along each axis.
     """
 
     middle: Floats
@@ -423,7 +424,7 @@ def _covered_along(triangles: Floats, side: int) -> int:
     left, right = np.ones(len(of), bool), np.ones(len(of), bool)
     for corner in range(3):
         (ax, ay), (bx, by) = triangles[:, corner].T, triangles[:, (corner + 1) % 3].T
-        turn = (ay - by)[of] * x + (bx - ax)[of] * y + (ax * by - ay * bx)[of]  # from which side of its edge it is seen
+        turn = (ay - by)[of] * x + (bx - ax)[of] * y + (ax * by - ay * bx)[of]  # on which side of an edge the sample is
         left &= turn >= 0
         right &= turn <= 0
     seen = np.zeros(side * side, bool)

@@ -1,8 +1,8 @@
 """The tree over the groups: eight children for each node, the root first.
 
-The groups of a level are packed along Morton's curve, eight to a node, and these nodes again, and so on: one tree for
-each level, as in Nanite. A node's error is that of its worst group, so a tree over all levels at once would have to be
-opened everywhere. The levels' roots are packed last.
+The groups of a level are packed along Morton's curve, eight to a node; these nodes are packed in the same way, and so
+on. So each level has one tree, as in Nanite. A node's error is that of its worst group, so a single tree over all
+levels would have to be opened everywhere. The levels' roots are packed last.
 """
 
 from __future__ import annotations

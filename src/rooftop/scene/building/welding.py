@@ -1,6 +1,6 @@
-"""Merge equal vertices, and remove duplicate faces: on all cores, in memory that is a small part of the mesh's.
+"""Merge equal vertices and remove duplicate faces, on all cores, with little memory compared with the mesh.
 
-Rows are divided by a hash of their contents: equal ones are in one part, and each part is processed separately.
+Rows are divided by a hash of their contents. Equal rows are then in one part, and each part is processed separately.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rooftop.scene.building.workers import ALONE, Stage, Workers, chunks, shared
 Ints = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.uint32]
 
-PART = 1 << 17  # rows of a part, about
+PART = 1 << 17  # approximate rows of a part
 NO_CORNER = (1 << 32) - 1
 
 
 def equal_to(rows: npt.NDArray[Any], workers: Workers) -> Numbers:
-    """The first row that is equal to each (N,), by its bytes.
+    """For each row, the first row that has equal bytes, (N,).
 
     Args:
         rows: (N, K), of 32 or 64 bits a number.
@@ -137,7 +137,7 @@ def weld(
     def renumber(piece: slice) -> None:
         corners[piece] = number[corners[piece]]
         turned[piece] = lowest_first(corners[piece])
-        turned[piece][flat[piece]] = NO_CORNER  # equal to none that is left
+        turned[piece][flat[piece]] = NO_CORNER  # equal to no remaining face
 
     first, more = _looking_for_equals(turned)
     pieces = chunks(len(faces))

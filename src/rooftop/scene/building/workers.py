@@ -1,11 +1,11 @@
 """Work on all cores, by forked processes.
 
-Most of a build is NumPy on arrays of medium size, which holds the interpreter's lock: threads would wait for each
+Most of a build is NumPy on arrays of medium size. That holds the interpreter's lock, so threads would wait for each
 other. A forked process sees all data of its parent without a copy, and sends back its results. Items are taken from a
 pipe, one after another. Results are in the order of the items, so they do not depend on the number of workers.
 
-Forking a process takes milliseconds for each gigabyte of its parent. So a team's processes stay for several runs, and
-get the data that the parent has computed since they were forked.
+Forking a process takes milliseconds for each gigabyte of its parent. So a team's processes stay for several runs. They
+are sent the data that the parent has computed since they were forked.
 
 If processes cannot be forked safely (anywhere but on Linux), the calling process does the work.
 """
@@ -37,17 +37,17 @@ T = TypeVar("T")
 R = TypeVar("R")
 V = TypeVar("V", bound=np.generic)
 Stage = tuple[Callable[[Any], Any], Sequence[Any]]  # the function, and its arguments
-Call = Callable[[Any, Any], Any]  # called with a state and an item
+Call = Callable[[Any, Any], Any]  # functions, called with a state and an item
 
 TOKEN = struct.Struct("<I")
-NO_MORE = (1 << 32) - 1  # a token: the worker that takes it is done with the stage
+NO_MORE = (1 << 32) - 1  # a token that tells the worker that takes it that the stage is done
 COMMAND = struct.Struct("<IIQQQ")  # which call, which stage, which mail, its start in memory, its bytes
 LENGTH = struct.Struct("<Q")
 MOST_TOKENS = 8192  # a pipe holds 16,384 of four bytes
-PIPE_BYTES = 1 << 20  # of results: with the usual 64 KB a worker waits for its reader
+PIPE_BYTES = 1 << 20  # size of a pipe for results; with the usual 64 KB, a worker waits for its reader
 ALIGNMENT = 64  # of the arrays that are sent
 CHUNK = 1 << 18  # rows of an array that are worked on together
-SHORT = 1 << 15  # by threads: the C library keeps what each of them had allocated at once
+SHORT = 1 << 15  # limit for threads, because the C library keeps the memory that each of them had allocated
 _DONE, _RESULT, _ERROR = range(3)
 
 
@@ -62,7 +62,7 @@ class Workers:
         """`count` workers, or one per CPU of this process.
 
         Raises:
-            ValueError: fewer than one.
+            ValueError: `count` is below one.
         """
         if count is None:
             return cls(cpus())
@@ -77,7 +77,7 @@ class Workers:
         """The results of all items, in order.
 
         Args:
-            work: called in a forked process: its changes are lost, except to `shared` arrays.
+            work: called in a forked process, so its changes are lost, except to `shared` arrays.
             items: its arguments, in order.
             what: the current activity, for messages.
             done: called with the number of each item whose result has arrived.
@@ -91,7 +91,7 @@ class Workers:
             return team.run_items(work, items, what, done, before)
 
     def threads(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """Like `run`, with threads: for short work that NumPy does without the interpreter's lock."""
+        """Like `run`, but with threads, for short work that NumPy does without the interpreter's lock."""
         if self.count < 2 or len(items) < 2:
             return [work(item) for item in items]
         with ThreadPoolExecutor(min(self.count, len(items))) as pool:
@@ -104,7 +104,7 @@ class Workers:
 
 @dataclass(frozen=True)
 class _WithoutState:
-    """Makes a function of an item accept a state and an item."""
+    """Make a function of an item accept a state and an item."""
 
     work: Callable[[Any], Any]
 
@@ -112,7 +112,7 @@ class _WithoutState:
         return self.work(item)
 
 
-ALONE = Workers(1)  # no process but the calling one
+ALONE = Workers(1)  # no other process than the calling one
 
 
 def cpus() -> int:
@@ -127,7 +127,8 @@ def shared(shape: int | tuple[int, ...], dtype: type[V]) -> npt.NDArray[V]:
 
 
 def give_back(array: npt.NDArray[Any]) -> None:
-    """Free the memory of a `shared` array, in all processes: it then contains zeros. If the system cannot, it stays."""
+    """Free the memory of a `shared` array, in all processes. It then contains zeros. If the system cannot do this,
+    nothing changes."""
     base: Any = array
     while not isinstance(base, mmap.mmap):
         base = base.obj if isinstance(base, memoryview) else base.base
@@ -145,8 +146,8 @@ def chunks(count: int, size: int | None = None) -> list[slice]:
 class Team:
     """Processes that are forked when they are first needed, and stay until the `with` block ends.
 
-    They have all data that their parent had then. Later they only get the state and the items of a run: call `forget`
-    when other data that they use has changed. They see at once what their parent writes to `shared` arrays.
+    They have all data that their parent had at that time. Later they only get the state and the items of a run. So call
+    `forget` when other data that they use has changed. They see at once what their parent writes to `shared` arrays.
     """
 
     def __init__(self, count: int, calls: Sequence[Call]) -> None:
@@ -289,7 +290,7 @@ class _Processes:
         tokens = [*range(0, len(items), run), *[NO_MORE] * self.count]
         _write(self.tokens[1], b"".join(map(TOKEN.pack, tokens)))
         for worker in self.workers.values():
-            with contextlib.suppress(BrokenPipeError):  # it has died, which is detected below
+            with contextlib.suppress(BrokenPipeError):  # the process has died, which is detected below
                 _write(worker.commands, COMMAND.pack(call, stage, *self.mail.place))
         working = set(self.workers)
         while working:
@@ -340,7 +341,7 @@ class _Processes:
         try:  # in the worker
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets the signal, and ends its workers
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            gc.disable()  # it would write to memory that is shared until then
+            gc.disable()  # garbage collection would write to memory that is still shared
             for file in (read, tell, self.tokens[1]):
                 os.close(file)
             for other, worker in self.workers.items():
@@ -395,7 +396,7 @@ class _Mail:
     """
 
     def __init__(self, inherited: Any) -> None:
-        """`inherited`: the first content, which workers have since they were forked."""
+        """`inherited` is the first content, which workers have had since they were forked."""
         self.place = (0, 0, 0)
         self.open = True
         self._content = inherited
@@ -403,7 +404,7 @@ class _Mail:
         self._file = os.memfd_create("rooftop scene build")
 
     def forget(self) -> None:
-        """In the parent, which does not need the content."""
+        """Called in the parent, which does not need the content."""
         self._content = None
 
     def post(self, content: Any) -> None:
@@ -435,12 +436,12 @@ class _Mail:
 
 
 def _run(items: Sequence[Any]) -> int:
-    """The number of items of a token."""
+    """The number of items that a token stands for."""
     return -(-len(items) // MOST_TOKENS) or 1
 
 
 def _send(results: int, kind: int, number: int, value: Any) -> None:
-    """Arrays are sent in their memory layout, after the rest."""
+    """Send data; arrays follow the rest, in their memory layout."""
     arrays: list[pickle.PickleBuffer] = []
     body = pickle.dumps(value, protocol=5, buffer_callback=arrays.append)
     views = [array.raw() for array in arrays]

@@ -1,4 +1,4 @@
-"""Clusters and groups into pages, pages into a file, as docs/scene-format.md says."""
+"""Write clusters and groups into pages, and pages into a file, as docs/scene-format.md says."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _page_plan(hierarchy: Hierarchy, normals: bool, uv: bool) -> tuple[_Order, I
     starts = starts_of(counts)[:-1]
     words = np.add.reduceat(hierarchy.lengths[order.clusters], starts) + layouts.GROUP_WORDS
     replaces = np.logical_or.reduceat(_replaces(hierarchy.heads)[order.clusters], starts)
-    empty = layouts.PAGE_WORDS + 1  # with the word of zeros
+    empty = layouts.PAGE_WORDS + 1  # including the word of zeros
     pages, first, held, clusters, any_replaces = [], 0, empty, 0, False
     for group, (size, count, its) in enumerate(zip(words.tolist(), counts.tolist(), replaces.tolist(), strict=True)):
         whole = held + size + (clusters + count) * head_words(any_replaces or its, normals, uv)
@@ -225,7 +225,7 @@ def _nodes(
 
 @contextmanager
 def renamed_when_done(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears under its name when it is complete; after an exception, nothing is left behind."""
+    """Create a file that appears under its name when it is complete. After an exception, nothing is left behind."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "w+b") as file:

@@ -1,7 +1,7 @@
 """Pages on the device, loaded when needed: `Renderer(scene, pool_bytes=...)`. docs/scene.md explains it.
 
 Read in this order: `page_graph.py` (all pages of a scene, and which needs which), `slots.py` (which page is in which
-slot), `requests.py` (the culls' requests), `streamed_cull.py` (the cull with absent pages), `answers.py` (how the host
+slot), `requests.py` (the culls' requests), `streamed_cull.py` (culling with absent pages), `answers.py` (how the host
 reads the requests), `plans.py` (what to load, and what to evict for it), `loading.py` (threads that read, check and
-upload), `admission.py` (making pages visible to kernels), and `pool.py`, which combines all of it for a renderer.
+upload), `admission.py` (making pages visible to kernels), and `pool.py`, which combines these for a renderer.
 """

@@ -1,8 +1,8 @@
-"""Makes arrived pages visible to the kernels, if all offsets in them stay inside the page.
+"""Make arrived pages visible to the kernels, if all offsets in them stay inside the page.
 
 A checksum shows that a page is unchanged, not that its content is valid. `Geometry.check_page` checks the structure in
-NumPy, which takes half a millisecond of Python's lock for a page: as long as a frame. So the device makes the same
-checks before it stores the page's position. A wrong page stays absent, and the next answer names it; the host then
+NumPy. That holds Python's lock for half a millisecond per page, which is as long as a frame. So the device makes the
+same checks before it stores the page's position. A wrong page stays absent, and the next answer names it; the host then
 calls `check_page` for the error.
 """
 
@@ -94,7 +94,7 @@ def added_up(sizes: Sizes, reference_bits: wp.int32, position_bits: wp.int32, at
 
 @wp.func
 def old_sizes(words: wp.array(dtype=wp.int32), head: wp.int64, attributes: wp.int32):
-    """From a head before version 4."""
+    """The sizes from a head before version 4."""
     sizes = Sizes()
     counts = word_at(words, head + wp.int64(CLUSTER_COUNTS))
     sizes.fits = True
@@ -120,7 +120,7 @@ def old_sizes(words: wp.array(dtype=wp.int32), head: wp.int64, attributes: wp.in
 
 @wp.func
 def short_sizes(words: wp.array(dtype=wp.int32), head: wp.int64, attributes: wp.int32, replaces: wp.bool):
-    """Of a short head."""
+    """The sizes from a short head."""
     sizes = Sizes()
     counts = word_at(words, head + wp.int64(HEAD_COUNTS))
     box = word_at(words, head + wp.int64(HEAD_BOX))
@@ -151,7 +151,7 @@ def short_sizes(words: wp.array(dtype=wp.int32), head: wp.int64, attributes: wp.
 
 @wp.func
 def masks_fit(words: wp.array(dtype=wp.int32), masks: wp.int64, sizes: Sizes):
-    """Whether the masks count as many vertices and references as the head says: then no reference points outside of the
+    """Whether the masks count as many vertices and references as the head says. No reference then points outside of the
     stream."""
     ones = wp.int32(0)
     twos = wp.int32(0)
@@ -227,7 +227,7 @@ def names_fit(
 
 @wp.kernel
 def check_pages(words: wp.array(dtype=wp.int32), arriving: wp.array2d(dtype=wp.int64), wrong: wp.array(dtype=wp.int32)):
-    """Sets `wrong` for each arriving page; LANES threads share a page."""
+    """Set `wrong` for each arriving page; LANES threads share a page."""
     k = wp.tid() // LANES
     lane = wp.tid() % LANES
     place = arriving[k, PLACE]
@@ -272,7 +272,7 @@ def admit_pages(
     page_at: wp.array(dtype=wp.int64),
     refused: wp.array(dtype=wp.int32),
 ):
-    """Sets a page's position if it is valid; otherwise stores the highest number of such a page, plus one."""
+    """Set a page's position if the page is valid. Of the invalid pages, store the highest number plus one."""
     k = wp.tid()
     page = arriving[k, PAGE]
     if wrong[k] == 0:

@@ -1,4 +1,4 @@
-"""The memory of requests on the device, and the host's copy of it."""
+"""The memory of requests on the device, and the host's copy."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Answer:
 
     Attributes:
         counters: of the frame.
-        wanted: number of wanted pages; missing: the absent ones, the most wanted first; pixels: how much each is
-            wanted.
-        refused: a page in which kernels would leave the page; the frame is wrong.
+        wanted: number of wanted pages. missing: the absent ones, the most wanted first. pixels: the error in pixels
+            without each.
+        refused: a page with offsets that point outside it; the frame is wrong.
     """
 
     counters: list[int]
@@ -59,18 +59,18 @@ class RequestBuffers:
         self.values: Any = Requests()
         for name, tensor in self.tensors.items():
             setattr(self.values, name, wp.from_torch(tensor))
-        self.tensors["wanted_first"] = torch.zeros_like(self.tensors["wanted"])  # the host's alone
+        self.tensors["wanted_first"] = torch.zeros_like(self.tensors["wanted"])  # used by the host alone
 
     def keep_first(self) -> None:
-        """Keeps the requests of a frame's first pass: they do not depend on what the frame draws."""
+        """Keep the requests of a frame's first pass, which do not depend on what the frame draws."""
         self.tensors["wanted_first"].copy_(self.tensors["wanted"])
 
     def clear(self) -> None:
-        """Clears all requests before a frame."""
+        """Clear all requests before a frame."""
         self.tensors["wanted"].zero_()
 
     def collect(self, counters: torch.Tensor, threads: int, aging: bool = True) -> None:
-        """The answer of a frame with these counters, from its culls' requests."""
+        """Compute the answer of a frame with these counters, from the requests of its culls."""
         answer = self.tensors["answer"]
         answer[COUNTERS:LIST].zero_()
         answer[:COUNTERS].copy_(counters)
@@ -92,7 +92,7 @@ class RequestBuffers:
         return Answer(words[:COUNTERS].tolist(), int(words[WANTED]), missing[order], pixels[order], refused)
 
     def use(self, first: bool = False) -> Use:
-        """How pages were used, or only by the first pass; two copies from the device."""
+        """How pages were used by the frame, or by its first pass alone. This takes two copies from the device."""
         names = ("wanted_first" if first else "wanted", "ages")
         wanted, ages = (self.tensors[name].cpu().numpy().copy() for name in names)
         return Use(wanted.view(np.float32), ages)

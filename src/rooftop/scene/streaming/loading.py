@@ -26,13 +26,13 @@ from rooftop.scene.geometry import Geometry, identity_of
 from rooftop.scene.streaming.page_graph import PageGraph
 
 SLOT_WORDS = layouts.PAGE_BYTES // 4
-THREADS = 8  # 128 KB are read in about 0.1 ms from the system's cache and checked in as long
-LEAVE = (-1,)  # sorts before every load
+THREADS = 8  # 128 KB are read from the system's cache in about 0.1 ms, and checked in the same time
+LEAVE = (-1,)  # sorts before every request
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A requested page: `size_bytes` of it are in its slot, or `error` says why not."""
+    """A requested page. `size_bytes` bytes of it are in its slot, or `error` has the reason why not."""
 
     page: int
     size_bytes: int
@@ -78,13 +78,13 @@ class Loader:
         return found
 
     def wait(self) -> list[Arrival]:
-        """Everything that is in flight."""
+        """Wait for everything that is in flight, and return it."""
         found: list[Arrival] = []
         try:
             while self.in_flight:
                 found.append(self._done.get())
                 self.in_flight -= 1
-        except BaseException:  # an interrupt of the program, which may continue
+        except BaseException:  # the program was interrupted, and may continue
             for each in found:
                 self._done.put(each)
             self.in_flight += len(found)
@@ -140,7 +140,7 @@ def _read(geometry: Geometry, page: int, file: int, words: np.ndarray[Any, Any])
     """Read a page into memory and check its checksum; returns its bytes.
 
     Raises:
-        GeometryFileError: it cannot be read, or has been changed.
+        GeometryFileError: the page cannot be read, or was changed.
     """
     start, length = int(geometry.page_offsets[page]), int(geometry.page_lengths[page])
     into, held = words.data.cast("B")[:length], 0
@@ -159,7 +159,7 @@ def _read(geometry: Geometry, page: int, file: int, words: np.ndarray[Any, Any])
 
 
 def _opened(meshes: Iterable[Geometry]) -> list[int]:
-    """A descriptor for each mesh; meshes of one file share it."""
+    """A file descriptor for each mesh; meshes of one file share it."""
     found: list[int] = []
     by_file: dict[tuple[int, ...], int] = {}
     try:
@@ -191,7 +191,7 @@ def _open(mesh: Geometry) -> int:
 
 
 def _end(tasks: queue.PriorityQueue[tuple[Any, ...]], workers: list[threading.Thread], files: list[int]) -> None:
-    """The threads end after their present page; then the files are closed."""
+    """End the threads after their present page, then close the files."""
     for _ in workers:
         tasks.put(LEAVE)
     for worker in workers:

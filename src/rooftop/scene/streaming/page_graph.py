@@ -1,4 +1,4 @@
-"""All pages of a scene's meshes under one numbering, and which of them need which."""
+"""All pages of a scene's meshes in one numbering, and the pages that each of them needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 class PageGraph:
-    """Pages of all meshes, mesh after mesh. A page needs only earlier pages, so a walk ends.
+    """The pages of all meshes, mesh after mesh. A page needs only earlier pages, so following needs always ends.
 
     Attributes:
         meshes: the meshes of the pages.
@@ -51,7 +51,7 @@ class PageGraph:
         return mesh, page - int(self.first_page[mesh])
 
     def with_needs(self, chosen: Mask) -> Mask:
-        """(pages,) these pages, and all that they need."""
+        """(pages,) these pages and all pages that they need."""
         found = chosen.copy()
         new = np.flatnonzero(chosen)
         while len(new):

@@ -18,7 +18,7 @@ Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]
 
-MARGIN = 1.25  # a page is evicted for another only if that one is wanted this much more: otherwise two would alternate
+MARGIN = 1.25  # a page is evicted only for a page that is wanted this much more; otherwise two pages would alternate
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def plan_some(
     Args:
         pages, pixels: the most wanted first.
         most: maximum number of pages to read.
-        use: called only if a slot has to be found.
+        use: returns how pages were used; called only if a slot has to be freed.
         urgent: whether pages that are wanted now, but less, may be evicted.
     """
     plan, victims = Plan(), None
@@ -71,12 +71,13 @@ def plan_some(
 
 
 class _Victims:
-    """Pages in the order of eviction: the oldest first, of equals the least wanted, of those the finest."""
+    """Pages in the order of eviction: the oldest first; among equally old ones the least wanted; among these the
+    finest."""
 
     def __init__(self, slots: Slots, use: Use, most: int) -> None:
         self.slots, self.use = slots, use
         pages = slots.candidates()
-        if len(pages) > most:  # of thousands only the first are needed, and all that are equal to the last of them
+        if len(pages) > most:  # only the first of thousands are needed, and all that are equal to the last of these
             pixels = np.minimum(use.pixels[pages], np.float32(2**31)).astype(np.float64)
             worth = pixels - use.ages[pages] * 2.0**32
             pages = pages[worth <= np.partition(worth, most - 1)[most - 1]]
@@ -84,7 +85,7 @@ class _Victims:
         self.next = 0
 
     def take(self, count: int, pixels: float, keep: Collection[int]) -> list[int] | None:
-        """The next `count` victims; None if fewer may be evicted for a page with these pixels."""
+        """The next `count` pages to evict; None if fewer may be evicted for a page with these pixels."""
         found: list[int] = []
         at = self.next
         while len(found) < count and at < len(self.pages):
@@ -106,7 +107,7 @@ def plan_all(slots: Slots, target: Mask, use: Use) -> Plan:
     """Read all absent pages of a target that fits into the slots. Nothing is loading at the time.
 
     Args:
-        target: (pages,) with all that its pages need, and all roots.
+        target: (pages,) a set of pages with all pages that they need, and all roots.
     """
     absent, lost = (target & (slots.state == state) for state in (ABSENT, LOST))
     given_up = give_up_beside(slots, target, use, int(absent.sum()) - slots.free)

@@ -21,9 +21,9 @@ from rooftop.scene.streaming.page_graph import PageGraph
 from rooftop.scene.streaming.plans import Plan, best_that_fit, give_up_beside, plan_all, plan_some
 from rooftop.scene.streaming.slots import RESIDENT, Slots
 
-MOST_WORDS = 2**31 - 1  # of a Warp array
+MOST_WORDS = 2**31 - 1  # length limit of a Warp array
 MOST_OF_A_FRAME = 32  # pages: planning takes the host about 40 microseconds for each
-MOST_IN_FLIGHT = 128  # pages: what 8 threads read in a few frames; a loading page takes a slot
+MOST_IN_FLIGHT = 128  # pages that 8 threads read in a few frames; a loading page takes a slot
 AT_ONCE, AHEAD = 0.0, 1.0  # pages that a frame waits for are read before pages that are only expected
 
 Mask = npt.NDArray[np.bool_]
@@ -45,10 +45,10 @@ class Pool:
         self.graph = PageGraph(meshes)
         count = slots_of(self.graph, pool_bytes)
         self.slots = Slots(self.graph, count)
-        # A read of two words may begin at the last.
+        # A read of two words may begin at the last word.
         self.words = torch.empty(count * SLOT_WORDS + 2, dtype=torch.int32, device=device)
         self.page_at = torch.full((self.graph.count,), -1, dtype=torch.int64, device=device)
-        self._words = self.words[:MOST_WORDS]  # the part that Warp may know; its kernels also read beyond it
+        self._words = self.words[:MOST_WORDS]  # the part that fits a Warp array; kernels also read beyond it
         self.requests = RequestBuffers(self.graph, self.page_at)
         self.loader = Loader(self.graph, self.words)
         self._changed: set[int] = set()  # pages whose position the device does not know yet
@@ -56,7 +56,7 @@ class Pool:
         self.load(self.graph.roots)
 
     def begin(self) -> None:
-        """Before a frame: arrived pages become resident. Waits for nothing.
+        """Call before a frame: arrived pages become resident. This does not wait.
 
         Raises:
             GeometryFileError: a page could not be read, or is wrong.
@@ -65,9 +65,9 @@ class Pool:
         self._tell()
 
     def ask(self, answer: Answer, urgent: bool = True) -> None:
-        """Begin to load the missing pages, as far as there is room. `urgent`: whether a displayed frame missed them."""
+        """Begin to load the missing pages as far as there is room. `urgent`: whether a displayed frame lacked them."""
         most = min(MOST_OF_A_FRAME, min(MOST_IN_FLIGHT, self.slots.count) - self.loader.in_flight)
-        first = 2 * MOST_IN_FLIGHT  # no more is requested at once, even if half of it is in flight
+        first = 2 * MOST_IN_FLIGHT  # no more is requested at once, even if half of the pages are in flight
         pages, pixels = answer.missing[:first].tolist(), answer.pixels[:first].tolist()
         plan = plan_some(self.slots, pages, pixels, most, self.requests.use, urgent)
         order = dict(zip(pages, pixels, strict=True))
@@ -81,15 +81,15 @@ class Pool:
         return target if target.sum() <= self.slots.count else None
 
     def has(self, target: Mask) -> bool:
-        """Whether all of a target is resident."""
+        """Whether all pages of a target are resident."""
         return bool((self.slots.state[target] == RESIDENT).all())
 
     def best_target(self) -> Mask:
-        """(pages,) of these, the first ones that fit."""
+        """(pages,) the first of these pages that fit."""
         return best_that_fit(self.slots, self.requests.use().pixels)
 
     def load(self, target: Mask, alone: bool = False) -> None:
-        """Load all of a target, and wait for it. `alone`: nothing else stays.
+        """Load all pages of a target, and wait for them. `alone`: no other page stays.
 
         Raises:
             GeometryFileError: a page could not be read, or is wrong.
@@ -148,7 +148,7 @@ class Pool:
             raise errors[0]
 
     def _tell(self) -> None:
-        """Tell the device where pages are; earlier frames have ended."""
+        """Tell the device where pages are. Earlier frames must have ended."""
         if not self._changed:
             return
         pages, device = np.array(sorted(self._changed), np.int64), self.page_at.device
@@ -194,7 +194,7 @@ def slots_of(graph: PageGraph, pool_bytes: int) -> int:
 
 def checked_pool_bytes(pool_bytes: object) -> int | None:
     """Raises:
-    ValueError: it is not a number of bytes.
+    ValueError: the value is not a number of bytes.
     """
     if pool_bytes is None:
         return None

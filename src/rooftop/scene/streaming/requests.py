@@ -1,4 +1,4 @@
-"""The culls' requests: how much a frame wants each page, and which of these are absent.
+"""The requests of culling: how much a frame wants each page, and which of the wanted pages are absent.
 
 The culls write `wanted`; `collect` turns it into ages and a list of absent pages. The list follows the frame's counters
 in one tensor, so the host (`answers.py`) reads both at once, when it waits for the frame anyway.
@@ -30,7 +30,7 @@ class Requests:
 
 @wp.kernel
 def collect(requests: Requests, page_at: wp.array(dtype=wp.int64), aging: wp.int32, stride: wp.int32):
-    """The ages, and the answer. `aging`: whether unwanted pages become older."""
+    """Update the ages and write the answer. `aging`: whether unwanted pages become older."""
     if wp.tid() == 0:
         requests.answer[REFUSED] = requests.refused[0]
     for page in range(wp.tid(), requests.wanted.shape[0], stride):

@@ -1,4 +1,4 @@
-"""Which page is in which slot of the pool. Plain bookkeeping: no device, no threads, no files.
+"""Record which page is in which slot of the pool. This is plain bookkeeping without device, threads or files.
 
 The invariant: all pages that a held page needs are held, and all pages that a resident page needs are resident. So a
 page is evicted only if no held page needs it, and becomes resident only after the pages that it needs.
@@ -47,7 +47,7 @@ class Slots:
     def lacking(self, page: int) -> list[int]:
         """The pages to read for a page: itself and those that it needs, if absent or lost; coarser ones first."""
         if self.state[page] == ABSENT and (self.state[self.graph.needs.of(page)] == RESIDENT).all():
-            return [page]  # nearly always: the pages that it needs were wanted more
+            return [page]  # nearly always true, since the pages that it needs were wanted more
         seen, found, new = {page}, [], [page]
         while new:
             at = new.pop()
@@ -61,7 +61,7 @@ class Slots:
         return sorted(found)
 
     def take(self, page: int) -> int:
-        """A free slot for an absent page, all of whose needs are held; for a lost page its own slot."""
+        """Take a free slot for an absent page; all pages that it needs must be held. A lost page keeps its own slot."""
         needs = self.graph.needs.of(page)
         assert self.state[page] in (ABSENT, LOST)
         assert (self.state[needs] != ABSENT).all()
@@ -79,7 +79,7 @@ class Slots:
         self._arrived.add(page)
 
     def publish(self) -> list[int]:
-        """Arrived pages, all of whose needs are resident, become resident; returns their numbers."""
+        """Make arrived pages resident if all pages that they need are; return their numbers."""
         published = []
         for page in sorted(self._arrived):  # a page comes after the pages that it needs
             if (self.state[self.graph.needs.of(page)] == RESIDENT).all():

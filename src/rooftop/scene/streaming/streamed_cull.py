@@ -39,12 +39,12 @@ def ask_for(
     slot: wp.int32,
     page: wp.int32,
 ):
-    """A group (a child of the tree) requests its page."""
+    """Let a group (a child of the tree) request its page."""
     sphere = three(resident.nodes, row, slot, CHILD_SPHERE)
     radius = real(resident.nodes[row, slot, CHILD_SPHERE + 3])
     error = real(resident.nodes[row, slot, CHILD_ERROR])
     pixels = wp.cast(pixels_off(resident, views, frame, pair, sphere, radius, error), wp.int32)
-    if requests.wanted[page] < pixels:  # for numbers that are not negative, the bits have the same order
+    if requests.wanted[page] < pixels:  # the bits of numbers that are not negative have the same order
         wp.atomic_max(requests.wanted, page, pixels)
 
 

@@ -1,1 +1,1 @@
-"""The viewer: a page in a browser that shows a scene, and the server of its pictures (`rooftop scene view`)."""
+"""The viewer (`rooftop scene view`): a web page that shows a scene, and the server for its pictures."""

@@ -1,4 +1,4 @@
-"""A page's request, from its JSON: each number is checked before anything is drawn."""
+"""Parse a page's request from JSON. Each number is checked before anything is drawn."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ FORMATS = ("jpeg", "png")
 
 @dataclass(frozen=True)
 class Asked:
-    """A picture that a tab of a browser wants.
+    """A picture that a browser tab requests.
 
     Attributes:
-        tab: its name; of two pictures for one tab, the newer counts.
+        tab: the tab's name. Of two requests of one tab, only the newer counts.
         view: None for the home view.
         move: how the view moves before it is drawn.
-        framed: whether all of the scene is to be in the picture.
+        framed: whether the whole scene must be in the picture.
         size: width and height in pixels.
-        window: the size for which home and framed views are made; other than `size`, where a smaller picture will do
-            while the camera moves.
-        show: what, of `modes.MODES`.
+        window: the size for which home and framed views are computed. It differs from `size` if a smaller picture
+            suffices while the camera moves.
+        show: the mode, one of `modes.MODES`.
         light: the direction to the light; None keeps the renderer's own.
         pixel_error: as in `Renderer`; None for the initial value.
         format: "jpeg" or "png".
         quality: quality of JPEG, 1 to 100.
-        at: the pixel (column, row) whose point is wanted, where a point is asked for.
+        at: the pixel (column, row) whose point is requested, if any.
     """
 
     tab: str
@@ -52,10 +52,10 @@ class Asked:
 
 
 def content_of(body: bytes) -> Any:
-    """The JSON of a request.
+    """Parse the JSON of a request.
 
     Raises:
-        InputError: it is none. NaN and Infinity, which Python reads, are not JSON.
+        InputError: it is not JSON. (NaN and Infinity, which Python accepts, are not JSON.)
     """
 
     def refuse(word: str) -> None:
@@ -70,14 +70,14 @@ def content_of(body: bytes) -> Any:
 
 
 def asked(content: object, modes: Collection[str]) -> Asked:
-    """A request of the page.
+    """Read a request of the page.
 
     Args:
-        content: of its JSON.
-        modes: modes in which the scene can be shown.
+        content: the request's JSON.
+        modes: the modes in which the scene can be shown.
 
     Raises:
-        InputError: a name is not known, or a value is not valid.
+        InputError: a name is unknown or a value is invalid.
     """
     if not isinstance(content, Mapping):
         raise InputError(f"the request is {content!r:.80}: expected an object")

@@ -1,4 +1,4 @@
-"""One thread that draws for all pages: the newest picture that each of them wants, one page after the other."""
+"""A single thread draws for all pages: the newest picture that each page requests, one page after the other."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from rooftop.scene.viewing.asking import Asked
 from rooftop.scene.viewing.modes import MODES, Pages, image_of
 from rooftop.scene.viewing.viewpoints import FOV_Y_DEGREES, Vector, Viewpoint
 
-WARM_UP = (64, 48)  # pixels of the picture that loads kernels and pages before anybody asks
+WARM_UP = (64, 48)  # size of the picture that loads kernels and pages before the first request
 
 
 class DroppedError(Exception):
-    """A newer picture for the same tab came before this one was drawn, or the viewer has ended."""
+    """A newer request of the same tab arrived before this picture was drawn, or the viewer has ended."""
 
 
 class DrawingError(RooftopError, RuntimeError):
@@ -41,10 +41,10 @@ class Drawn:
 
     Attributes:
         image: (height, width, 3) uint8.
-        view: from where it was taken.
+        view: the view from which it was drawn.
         stats: statistics of the frame, as plain values.
-        ms: milliseconds: of each of the renderer's stages, then "colours", which ends with the image on the host.
-        memory_bytes: on a GPU, memory that PyTorch has allocated there; None on a CPU.
+        ms: milliseconds of each of the renderer's stages, then of "colours", which ends with the image on the host.
+        memory_bytes: memory that PyTorch has allocated on the GPU; None on a CPU.
     """
 
     image: NDArray[np.uint8]
@@ -56,7 +56,7 @@ class Drawn:
 
 @dataclass
 class _Job:
-    """Work for the thread, and its result."""
+    """A piece of work for the thread, and its result."""
 
     work: Callable[[], Any]
     done: threading.Event = field(default_factory=threading.Event)
@@ -69,19 +69,20 @@ class _Job:
 
 
 class Drawing:
-    """Draws a scene for pages; any thread may ask.
+    """Draw a scene for pages. Any thread may request pictures.
 
     Args:
-        world: is not changed while this draws; with `shadows` its first light is put where a page has it.
+        world: the scene, which must not change while this draws. With `shadows`, its first light is set as the page
+            requests.
         device: as in `Renderer`.
-        pixel_error: as in `Renderer`, where a page does not say another.
-        up, fov_y_degrees: of the home view.
-        pool_bytes: as in `Renderer`. Pictures are then drawn from the pages that are there.
-        shadows: whether what is lit casts shadows. The scene must have no lights.
+        pixel_error: as in `Renderer`, unless a page requests another value.
+        up, fov_y_degrees: for the home view.
+        pool_bytes: as in `Renderer`. With it, pictures are drawn from the resident pages.
+        shadows: whether objects cast shadows. The scene must then have no lights.
 
     Attributes:
-        renderer: only its thread may draw with it.
-        usual_error, usual_light: pixel error and light of a request that names none.
+        renderer: only the drawing thread may use it.
+        usual_error, usual_light: pixel error and light for requests that do not set them.
         scene_size: the diagonal of the scene's box, in world units.
 
     Raises:
@@ -101,34 +102,35 @@ class Drawing:
         low, high = world.bounds()
         self.world, self.scene_size = world, max(float(np.linalg.norm(high - low)), 1e-9)
         self._outline, self._up, self._fov = outline(world), up, fov_y_degrees
-        self.home((16, 16)).camera((16, 16), self.scene_size)  # refuses an up or an angle that is none
+        self.home((16, 16)).camera((16, 16), self.scene_size)  # refuses an invalid `up` or angle
         self.renderer = Renderer(world, device, pixel_error=pixel_error, pool_bytes=pool_bytes)
-        self._sun: tuple[float, ...] | None = None  # from where the light comes that casts shadows
+        self._sun: tuple[float, ...] | None = None  # the direction from which the shadow-casting light comes
         if shadows:
             self._sun = tuple(self.renderer.light)
             world.add_light(_sun_from(self._sun))
         self.usual_error, self.usual_light = self.renderer.pixel_error, self.renderer.light
         self._pages: Pages | None = None
-        self._waiting: dict[str, _Job] = {}  # the newest of each tab; the tab that waits longest is first
+        # the newest request of each tab; the tab that has waited longest comes first
+        self._waiting: dict[str, _Job] = {}
         self._changed = threading.Condition()
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="drawing", daemon=True)
         self._thread.start()
 
     def home(self, size: tuple[int, int]) -> Viewpoint:
-        """The view at the beginning, of a picture of this size."""
+        """The initial view for a picture of this size."""
         return Viewpoint.home(self._outline, self._up, self._fov, size)
 
     def warm_up(self) -> None:
-        """Draw a small picture, so that kernels and pages are loaded when somebody asks."""
+        """Draw a small picture, so that kernels and pages are loaded before the first request."""
         self._submit("warm up", _Job(lambda: self.renderer.render(self.home(WARM_UP).camera(WARM_UP, self.scene_size))))
 
     def picture(self, asked: Asked) -> Drawn:
-        """Draw the requested picture; waits for it.
+        """Draw the requested picture, and wait for it.
 
         Raises:
-            InputError: the view has moved to where no camera can be.
-            DroppedError: a newer one came for the same tab, or `stop` was called.
+            InputError: the view has moved to a place where no camera is possible.
+            DroppedError: a newer request of the same tab arrived, or `stop` was called.
             DrawingError: the renderer failed.
         """
         view = self._view(asked)
@@ -138,10 +140,10 @@ class Drawing:
     def point(self, asked: Asked) -> tuple[list[float] | None, Viewpoint]:
         """The point in the world that the pixel `asked.at` shows, and the view turned towards it.
 
-        If it shows background, None, and the unchanged view.
+        If the pixel shows background: None and the unchanged view.
 
         Raises:
-            InputError: no pixel is given. And as in `picture`.
+            InputError: no pixel is given; also as in `picture`.
         """
         if asked.at is None:
             raise InputError("at is missing: expected the pixel's column and row")
@@ -150,10 +152,10 @@ class Drawing:
         return found, view if found is None else view.towards(found)
 
     def stop(self, patience_s: float = 0.5) -> bool:
-        """End the thread; who waits for a picture gets DroppedError.
+        """End the thread. Callers that wait for a picture get a DroppedError.
 
         Returns:
-            Whether it has ended within `patience_s` seconds. A picture that is being drawn cannot be broken off.
+            Whether the thread ended within `patience_s` seconds. A picture that is being drawn cannot be interrupted.
         """
         with self._changed:
             self._stopped = True
@@ -218,7 +220,7 @@ class Drawing:
                 job.end(DroppedError())
                 return
             older = self._waiting.get(tab)
-            self._waiting[tab] = job  # takes the older one's place in the queue
+            self._waiting[tab] = job  # takes the place of the older request in the queue
             self._changed.notify()
         if older is not None:
             older.end(DroppedError())
@@ -248,5 +250,5 @@ class Drawing:
 
 
 def _sun_from(light: Sequence[float]) -> DirectionalLight:
-    """A light that comes from a direction."""
+    """A light from a direction."""
     return DirectionalLight([-number for number in light])

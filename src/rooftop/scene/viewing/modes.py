@@ -1,4 +1,4 @@
-"""The modes of the page: the shaded surface, and false colours of the renderer's data."""
+"""The viewer's modes: the shaded surface, and false colours of the renderer's data."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ class Mode:
     """A way to show a frame.
 
     Attributes:
-        label: on the page.
-        meaning: a sentence for the page.
-        outputs: outputs that the renderer fills for it.
-        needs: the entry of a geometry file's meta data that says whether a mesh has it; "" if all have.
-        numbers: (H, W[, C]) values to be coloured as the output of the mode's name; the output itself if None.
+        label: the mode's label on the page.
+        meaning: an explanation for the page, in one sentence.
+        outputs: the renderer's outputs that the mode needs.
+        needs: the entry of a geometry file's metadata that says whether a mesh supports the mode; "" if all meshes do.
+        numbers: a function that returns values (H, W[, C]), which are coloured like the output with the mode's name.
+            None: that output itself.
     """
 
     label: str
@@ -36,10 +37,10 @@ class Mode:
 
 
 class Pages:
-    """Which page of its file each pixel is drawn from; pages are counted over all meshes of a scene.
+    """The page from which each pixel is drawn. Pages are numbered over all meshes of a scene.
 
     Attributes:
-        count: how many pages there are.
+        count: the number of pages.
     """
 
     def __init__(self, world: Scene, device: torch.device) -> None:
@@ -49,7 +50,7 @@ class Pages:
         self._mesh_of = torch.from_numpy(world.instances()[0]).to(device)
 
     def of(self, frame: GBuffer) -> Tensor:
-        """(H, W) int64, -1 for background, of a frame with "instance" and "cluster"."""
+        """The pages (H, W) int64, -1 for background, of a frame with "instance" and "cluster"."""
         instance, cluster = frame["instance"][0], frame["cluster"][0]
         key = (self._mesh_of[instance.clamp(min=0)].long() << 32) + cluster
         page = torch.searchsorted(self._firsts, key, right=True) - 1
@@ -84,22 +85,22 @@ MODES = {
 
 
 def modes_of(world: Scene) -> list[str]:
-    """The modes whose data some mesh has."""
+    """The modes that at least one mesh has the data for."""
     metas = [mesh.meta for mesh in world.meshes]
     return [name for name, mode in MODES.items() if not mode.needs or any(meta[mode.needs] for meta in metas)]
 
 
 def image_of(frame: GBuffer, name: str, pages: Pages) -> Tensor:
-    """(H, W, 3) uint8 on the frame's device; the frame has the mode's outputs."""
+    """The picture (H, W, 3) uint8, on the frame's device. The frame must have the mode's outputs."""
     numbers = MODES[name].numbers
     return colored(_PAINTED_AS.get(name, name), frame[name][0] if numbers is None else numbers(frame, pages))
 
 
-_PAINTED_AS = {"page": "cluster"}  # as numbers are
+_PAINTED_AS = {"page": "cluster"}  # coloured like numbers
 
 
 def legend_of(name: str) -> list[dict[str, Any]]:
-    """Colours and their meanings, {"color": "#rrggbb", "label": text}; empty where the meaning says it all."""
+    """The legend: {"color": "#rrggbb", "label": text} for each colour; empty if the explanation suffices."""
     if name == "level":
         labels = [*map(str, range(LEVELS - 1)), f"{LEVELS - 1}+"]
         return _entries(_hexes("level", range(LEVELS), torch.int32), labels)

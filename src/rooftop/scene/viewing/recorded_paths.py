@@ -1,4 +1,4 @@
-"""The path of a camera over time: recorded by the page, replayed there, and rendered by `rooftop scene render --path`.
+"""The path of a camera over time. The page records and replays it, and `rooftop scene render --path` renders it.
 
 {"rooftop_path": 1, "views": [{"seconds": 0.0, "eye": [3, 0, 1], "target": [0, 0, 0], "up": [0, 0, 1],
                                "fov_y_degrees": 50}, ...]}
@@ -25,7 +25,7 @@ MOST_SECONDS = 1e5
 
 @dataclass(frozen=True)
 class RecordedPath:
-    """Views, each at its time.
+    """Views with their times.
 
     Attributes:
         seconds: (N,) ascending.
@@ -41,7 +41,8 @@ class RecordedPath:
         return self.seconds[-1] - self.seconds[0]
 
     def at(self, seconds: float) -> Viewpoint:
-        """The view at a time, in a straight line between those that were recorded; before and after, the nearest."""
+        """The view at a time, interpolated linearly between the recorded views. Before the first and after the last
+        view, the nearest one."""
         after = bisect_right(self.seconds, seconds)
         if after == 0 or after == len(self.views):
             return self.views[min(after, len(self.views) - 1)]
@@ -56,21 +57,21 @@ class RecordedPath:
         return Viewpoint(eye, target, up, between("fov_y_degrees"))
 
     def evenly(self, frames: int) -> list[Viewpoint]:
-        """`frames` views, at equal time intervals, from the first to the last."""
+        """`frames` views at equal time intervals, from the first to the last."""
         times = np.linspace(self.seconds[0], self.seconds[-1], frames)
         return [self.at(seconds) for seconds in times.tolist()]
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """The path as an object for JSON."""
         both = zip(self.seconds, self.views, strict=True)
         return {"rooftop_path": FORMAT, "views": [{"seconds": seconds} | view.plain() for seconds, view in both]}
 
     @classmethod
     def of_plain(cls, content: object, where: str = "path") -> RecordedPath:
-        """From an object of JSON.
+        """Read a path from an object of JSON.
 
         Raises:
-            InputError: it is not a path; `where` begins the message.
+            InputError: it is not a path; the message begins with `where`.
         """
         if not isinstance(content, Mapping) or "rooftop_path" not in content:
             raise InputError(f"{where}: expected a path recorded by `rooftop scene view`, with rooftop_path and views")
@@ -96,10 +97,10 @@ class RecordedPath:
 
     @classmethod
     def read(cls, path: Path) -> RecordedPath:
-        """From a file.
+        """Read a path from a file.
 
         Raises:
-            InputError: it cannot be read, or is not a path.
+            InputError: the file cannot be read, or is not a path.
         """
         try:
             content = json.loads(path.read_text(encoding="utf-8"))

@@ -1,8 +1,9 @@
-"""The server of the page and its pictures.
+"""The server for the page and its pictures.
 
-Who may ask: only a page that this server has sent. Each request carries the token of the printed address (the page in a
-header, which a foreign page cannot send without being asked first, and it is never allowed to); its Host header names
-this machine and no domain that an attacker could point at it; its Origin header, where there is one, is this server.
+Only a page that this server has sent may make requests. Three checks make sure of that. Each request carries the token
+of the printed address; the page sends it in a header, which pages of other origins cannot do without a permission that
+is never given. The Host header names this machine, and not a domain that an attacker could point at it. The Origin
+header, if present, is this server.
 """
 
 from __future__ import annotations
@@ -34,29 +35,31 @@ from rooftop.scene.viewing.modes import MODES, legend_of, modes_of
 from rooftop.scene.viewing.recorded_paths import RecordedPath
 
 MOST_BODY = {"/frame": 1 << 16, "/point": 1 << 16, "/path": 1 << 26}  # bytes
-LEFT_UNREAD = 1 << 16  # bytes: a longer body that is not needed is not read
-IDLE_S = 60.0  # that a connection without requests stays open
-SHARP = 90  # from this quality on, JPEG keeps colours at full resolution: edges of false colours stay edges
+LEFT_UNREAD = 1 << 16  # bytes; a longer body that is not needed is not read
+IDLE_S = 60.0  # seconds for which a connection without requests stays open
+SHARP = 90  # from this quality on, JPEG keeps colours at full resolution, so that edges of false colours stay sharp
 HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",  # the address has the token
+    "Referrer-Policy": "no-referrer",  # the address contains the token
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
 
 
 class Viewer(ThreadingHTTPServer):
-    """Serves one scene to any number of tabs, each with its own camera. A context manager: leaving it closes all.
+    """Serve one scene to any number of tabs, each with its own camera. As a context manager, it closes everything at
+    the end.
 
     Args:
-        drawing: the drawing thread; this does not stop it. host, port: address to listen on; port 0 is a free one.
+        drawing: the drawing thread, which the server does not stop. host, port: address to listen on; port 0 is a free
+            one.
 
     Attributes:
         token: token that each request must carry.
 
     Raises:
-        InputError: the address cannot be listened at.
+        InputError: the server cannot listen on the address.
     """
 
     daemon_threads = True
@@ -81,21 +84,21 @@ class Viewer(ThreadingHTTPServer):
         return f"http://{f'[{name}]' if ':' in name else name}:{self.port}/?token={self.token}"
 
     def server_bind(self) -> None:
-        """As socketserver's: that of http.server asks for the machine's name, which may take seconds."""
+        """Bind like socketserver does. (http.server would also look up the machine's name, which may take seconds.)"""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.host, int(self.server_address[1])
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that has gone is not an error: the page breaks off pictures that it no longer wants."""
+        """Ignore errors of closed connections, because the page cancels pictures that it no longer needs."""
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
     def is_named(self, host: str | None) -> bool:
         """Whether a Host header names this server.
 
-        Any port will do, since a tunnel has its own. "localhost" and numbers of loopback are accepted. Where the server
-        listens beyond loopback, so are the names of this machine and all numbers: no name server of an attacker's can
-        make a number point here.
+        Any port is accepted, since a tunnel has its own port. "localhost" and loopback addresses are accepted. If the
+        server listens beyond loopback, so are this machine's names and all numeric addresses, because an attacker's
+        name server cannot redirect those.
         """
         beyond = not is_loopback(self.host)
         try:
@@ -112,7 +115,7 @@ class Viewer(ThreadingHTTPServer):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server that listens there."""
+    """Whether only this machine can reach a server that listens on this host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -125,7 +128,7 @@ def _names_of_this_machine() -> frozenset[str]:
 
 
 def facts_of(drawing: Drawing) -> dict[str, Any]:
-    """Facts about the scene for the page, for JSON."""
+    """Facts about the scene for the page, as an object for JSON."""
     world, device = drawing.world, drawing.renderer.device
     return {
         "files": [mesh.path.name for mesh in world.meshes],
@@ -142,7 +145,7 @@ def facts_of(drawing: Drawing) -> dict[str, Any]:
         "size": drawing.scene_size,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "kernels": drawing.renderer.kernels,
-        "pixel_error": drawing.usual_error,  # not the renderer's, which are those of the last picture
+        "pixel_error": drawing.usual_error,  # not the renderer's values, which are those of the last picture
         "light": list(drawing.usual_light),
         "most_pixels": MOST_PIXELS,
         "modes": [
@@ -153,7 +156,7 @@ def facts_of(drawing: Drawing) -> dict[str, Any]:
 
 
 def page(nonce: str) -> str:
-    """The complete page: its style and script are inline, and `nonce` allows them to run."""
+    """The complete page. Its style and script are inline, and `nonce` allows them to run."""
     files = resources.files("rooftop.scene.viewing") / "page_files"
     text = (files / "page.html").read_text(encoding="utf-8")
     for name in ("page.css", "page.js"):
@@ -173,7 +176,7 @@ def encoded(drawn: Drawn, format: str, quality: int) -> bytes:
 
 
 class _RefusedError(Exception):
-    """A request that is answered with a status and a sentence."""
+    """A request that is refused, with a status and a sentence."""
 
     def __init__(self, status: HTTPStatus, sentence: str) -> None:
         super().__init__(sentence)
@@ -184,7 +187,7 @@ class _Handler(BaseHTTPRequestHandler):
     """One connection."""
 
     server: Viewer
-    protocol_version = "HTTP/1.1"  # a connection serves picture after picture
+    protocol_version = "HTTP/1.1"  # a connection serves several pictures, one after another
     server_version, sys_version = "rooftop", ""
     timeout = IDLE_S
     disable_nagle_algorithm = True
@@ -196,7 +199,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer({"/frame": self._send_frame, "/point": self._send_point, "/path": self._send_path})
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the address has the token."""
+        """Nothing: the address contains the token."""
 
     def _answer(self, routes: dict[str, Any]) -> None:
         self._unread = self.command == "POST"
@@ -223,7 +226,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_error(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}")
 
     def _check_sender(self, token: str | None) -> None:
-        """Raises _RefusedError unless a page of this server asks, or a person who has its address.
+        """Raise _RefusedError unless the request comes from a page of this server, or from a person who has its
+        address.
 
         Args:
             token: token in the address; None if it is in the Authorization header.
@@ -255,7 +259,7 @@ class _Handler(BaseHTTPRequestHandler):
         return content_of(body)
 
     def _body_bytes(self) -> int:
-        """As the request says; -1 if it does not."""
+        """The length of the body that the request states; -1 if it states none."""
         length = self.headers.get("Content-Length", "")
         return int(length) if length.isascii() and length.isdecimal() and len(length) < 16 else -1
 
@@ -292,14 +296,14 @@ class _Handler(BaseHTTPRequestHandler):
         self._send_json(HTTPStatus.OK, {"point": point, "view": view.plain()})
 
     def _send_path(self) -> None:
-        """A path that was loaded, looked at as `rooftop scene render --path` looks at it."""
+        """Check a loaded path in the same way as `rooftop scene render --path`."""
         self._send_json(HTTPStatus.OK, RecordedPath.of_plain(self._content()).plain())
 
     def _send_json(self, status: HTTPStatus, content: Any) -> None:
         self._send(status, "application/json", json.dumps(content).encode())
 
     def _send_error(self, status: HTTPStatus, sentence: str) -> None:
-        if self._unread:  # who still sends would not read the answer
+        if self._unread:  # a client that is still sending would not read the answer
             length = self._body_bytes()
             self.rfile.read(length if 0 < length <= LEFT_UNREAD else 0)
             self.close_connection = True

@@ -1,6 +1,7 @@
-"""Where a person looks from, and how that moves: around a point, aside, nearer, and through the scene.
+"""The viewpoint of the user, and its moves: around a point, sideways, nearer, and through the scene.
 
-A drag is such that what is under the pointer follows it. "Up" stays up: azimuth and elevation change, nothing rolls.
+While the user drags, the point under the pointer follows the pointer. "Up" stays up: azimuth and elevation change, but
+nothing rolls.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ Floats = NDArray[np.float64]
 Vector = tuple[float, float, float]
 
 FOV_Y_DEGREES = 50.0
-MOST_ELEVATION_DEGREES = 89.5  # beyond, "up" would be along the view
-NEAREST, FARTHEST = 1e-6, 1e6  # that zooming comes to the target and goes from it, in sizes of the scene
-NEAR_OF_DISTANCE = 1e-3  # the near plane, in distances to the target, where that is nearer than NEAR
+MOST_ELEVATION_DEGREES = 89.5  # beyond this elevation, "up" would be along the view
+NEAREST, FARTHEST = 1e-6, 1e6  # least and greatest distance from the target in zooming, in sizes of the scene
+NEAR_OF_DISTANCE = 1e-3  # the near plane as a share of the distance to the target, if that is nearer than NEAR
 KEYS = ("eye", "target", "up", "fov_y_degrees")
 
 
 @dataclass(frozen=True)
 class Viewpoint:
-    """A perspective view, without the size of its picture. All methods return another one.
+    """A perspective view, without the size of its picture. Methods that move the view return a new one.
 
     Attributes:
-        eye: where the camera is, in the world.
+        eye: the camera's position, in the world.
         target: the point that it looks at and orbits.
-        up: what stays up.
-        fov_y_degrees: from the lower to the upper edge.
+        up: the direction that stays up.
+        fov_y_degrees: angle from the lower to the upper edge.
     """
 
     eye: Vector
@@ -46,7 +47,7 @@ class Viewpoint:
 
     @classmethod
     def home(cls, points: Floats, up: Vector, fov_y_degrees: float, size: tuple[int, int]) -> Viewpoint:
-        """From the front, the right and a little above; all of the scene is in the picture.
+        """The view from the front, the right and a little above, with the whole scene in the picture.
 
         Args:
             points: (N, 3), the scene's outline.
@@ -59,15 +60,15 @@ class Viewpoint:
 
     @property
     def distance(self) -> float:
-        """From the eye to the target."""
+        """The vector from the eye to the target."""
         return float(np.linalg.norm(np.subtract(self.target, self.eye)))
 
     def camera(self, size: tuple[int, int], scene_size: float) -> Camera:
-        """The camera that takes the picture.
+        """The camera for the picture.
 
         Args:
             size: width and height in pixels.
-            scene_size: in world units; the near plane is a fixed part of it.
+            scene_size: size of the scene, in world units; the near plane is a fixed share of it.
 
         Raises:
             ValueError: the view is along `up`, or a number is too large.
@@ -76,7 +77,7 @@ class Viewpoint:
         return Camera.look_at(self.eye, self.target, self.up, self.fov_y_degrees, *size, near=near)
 
     def framed(self, points: Floats, size: tuple[int, int]) -> Viewpoint:
-        """In the same direction, with all points (N, 3) in the picture."""
+        """The view in the same direction, with all points (N, 3) in the picture."""
         middle = (points.min(0) + points.max(0)) / 2
         far = max(float(np.linalg.norm(np.ptp(points, axis=0))), 1e-9)
         backward = np.subtract(self.eye, self.target) / self.distance
@@ -85,56 +86,56 @@ class Viewpoint:
         return replace(moved, eye=_vector(middle + distance * backward))
 
     def orbited(self, right_degrees: float, down_degrees: float) -> Viewpoint:
-        """Around the target, at the same distance; the near side of the scene goes right and down."""
+        """Orbit around the target at the same distance; the near side of the scene moves right and down."""
         offset = np.subtract(self.eye, self.target)
         return replace(self, eye=_vector(self.target + self._turned(offset, -right_degrees, down_degrees)))
 
     def looked(self, right_degrees: float, down_degrees: float) -> Viewpoint:
-        """Turned from the same place to the right and down; the target moves along at the same distance."""
+        """Turn to the right and down at the same place; the target moves along at the same distance."""
         ahead = np.subtract(self.target, self.eye)
         return replace(self, target=_vector(self.eye + self._turned(ahead, -right_degrees, -down_degrees)))
 
     def panned(self, right: float, down: float) -> Viewpoint:
-        """Moved sideways: the target moves right and down in the picture, by these fractions of the picture's
-        height."""
+        """Move sideways: the target moves right and down in the picture, by these fractions of the picture's height."""
         across, below, _ = self._axes()
         height = 2 * self.distance * math.tan(math.radians(self.fov_y_degrees) / 2)
         return self._shifted(-height * (right * across + down * below))
 
     def zoomed(self, doublings: float, scene_size: float) -> Viewpoint:
-        """Towards the target (doublings < 0) or away from it, by powers of two of the distance."""
+        """Move towards the target (doublings < 0) or away from it, by powers of two of the distance."""
         low, high = NEAREST * scene_size, FARTHEST * scene_size
         distance = min(max(self.distance * 2.0 ** min(max(doublings, -99.0), 99.0), low), high)
         offset = np.subtract(self.eye, self.target)
         return replace(self, eye=_vector(self.target + distance / self.distance * offset))
 
     def flown(self, right: float, up: float, forward: float) -> Viewpoint:
-        """Through the scene, in world units: along the view, aside, and along `up`."""
+        """Move through the scene, in world units: along the view, sideways, and along `up`."""
         across, _, ahead = self._axes()
         return self._shifted(right * across + up * around(self.up)[2] + forward * ahead)
 
     def towards(self, point: Sequence[float]) -> Viewpoint:
-        """Turned from the same place to a point, which the camera then orbits; unchanged if it is there."""
+        """Turn at the same place to a point, which the camera then orbits. The view is unchanged if the camera is at
+        that point."""
         target = _vector(point)
         return self if target == self.eye else replace(self, target=target)
 
     def moved(self, move: Mapping[str, tuple[float, ...]], scene_size: float) -> Viewpoint:
-        """Apply all moves that a page has gathered since its last picture; `MOVES` has the names."""
+        """Apply all moves that a page has collected since its last picture; `MOVES` has their names."""
         view = self
         for name, amounts in move.items():
             view = MOVES[name].apply(view, amounts, scene_size)
         return view
 
     def plain(self) -> dict[str, Any]:
-        """For JSON, as `rooftop scene render --camera` reads it."""
+        """The view as an object for JSON, which `rooftop scene render --camera` reads."""
         return {name: list(value) if isinstance(value := getattr(self, name), tuple) else value for name in KEYS}
 
     @classmethod
     def of_plain(cls, content: object, where: str = "camera") -> Viewpoint:
-        """From an object of JSON.
+        """Read a view from an object of JSON.
 
         Raises:
-            InputError: it is another object, or no view; `where` begins the message.
+            InputError: it is not a view; the message begins with `where`.
         """
         if not isinstance(content, Mapping):
             raise InputError(f"{where}: expected an object with {', '.join(KEYS)}, not {content!r:.80}")
@@ -164,7 +165,7 @@ class Viewpoint:
         return replace(self, eye=_vector(self.eye + by), target=_vector(self.target + by))
 
     def _turned(self, direction: Floats, azimuth_degrees: float, elevation_degrees: float) -> Floats:
-        """A direction turned around `up`, and then upwards, as far as possible; its length stays."""
+        """A direction turned around `up` and then upwards, as far as possible, with its length unchanged."""
         length = float(np.linalg.norm(direction))
         x, y, z = around(self.up) @ (direction / length)
         azimuth = math.degrees(math.atan2(y, x)) + azimuth_degrees
@@ -175,11 +176,11 @@ class Viewpoint:
 
 @dataclass(frozen=True)
 class Move:
-    """A way to move.
+    """A kind of move.
 
     Attributes:
-        amounts: how many numbers say how far.
-        apply: the view after (view, these numbers, size of the scene).
+        amounts: the number of its parameters.
+        apply: a function from (view, these numbers, size of the scene) to the new view.
     """
 
     amounts: int
@@ -193,14 +194,14 @@ MOVES = {
     "zoom_doublings": Move(1, lambda view, by, size: view.zoomed(by[0], size)),
     "fly": Move(3, lambda view, by, _: view.flown(*by)),
 }
-"""What a page may ask for, in the names of its JSON."""
+"""The moves that a page may request, by their names in JSON."""
 
 
 def finite_numbers(content: object, count: int, where: str) -> tuple[float, ...]:
     """`count` numbers of JSON.
 
     Raises:
-        InputError: the content is of another kind, or a number is not finite or too large.
+        InputError: the content is of another kind, or a number is not finite or is too large.
     """
     values = content if isinstance(content, list | tuple) else ()
     if len(values) != count or not all(type(value) in (int, float) and abs(value) <= MOST for value in values):
@@ -212,7 +213,7 @@ def checked_moves(content: object) -> dict[str, tuple[float, ...]]:
     """The moves of a request, by their names.
 
     Raises:
-        InputError: one is not known, or has other than its numbers.
+        InputError: a move is unknown, or has a wrong number of parameters.
     """
     if not isinstance(content, Mapping):
         raise InputError(f"move is {content!r:.80}: expected an object with any of {', '.join(MOVES)}")
