@@ -35,7 +35,7 @@ def analyze(
     progress: Progress = lambda what, fraction: None,
     **kwargs: Any,
 ) -> Report:
-    """How far one step of a model is from the limits of this machine, and why.
+    """Measure how far one step of a model is from the limits of this machine, and why.
 
     The model runs on its parameters' device, with the arguments unchanged. Its weights, buffers, gradients and train
     flags, the arguments and the random state are the same afterwards (with `optimizer`, its steps do change the
@@ -43,13 +43,13 @@ def analyze(
     original object.
 
     Args:
-        target: an `nn.Module`, run in eval mode without gradients, or with `train=True` in training mode, forward and
-            backward; or any other callable, called directly.
+        target: an `nn.Module`, which runs in eval mode without gradients, or with `train=True` forward and backward in
+            training mode. Or any other callable, which is called directly.
         *args, **kwargs: its arguments.
         train: also run the backward pass.
         optimizer: also step this optimizer.
-        loss: makes the loss from the output. Without `loss`, a one-element output is the loss; other outputs get fixed
-            random gradients.
+        loss: computes the loss from the output. Without `loss`, a one-element output is the loss; other outputs get
+            fixed random gradients.
         compile: compile the target with `torch.compile` first: True, or one of its modes ("reduce-overhead").
         trace: also write the profiler's trace of one step to this file, for Perfetto or chrome://tracing.
         ceilings: ceilings to compare with. None measures the ceilings that the step needs on this machine (cached,
@@ -58,7 +58,7 @@ def analyze(
         progress: called with (the current activity, fraction done).
 
     Raises:
-        TypeError, ValueError: wrong arguments.
+        TypeError, ValueError: an argument is wrong.
         CeilingsFileError: the ceilings are for another kind of device.
         ModelRunError: the model raised or ran out of memory.
 
@@ -94,14 +94,15 @@ def analyze(
 
     if not isinstance(program, SharedProgram):
         return report()
-    of_first = program.lead(report)  # rank 0 measures, the others run each of its steps with it; all get its report
+    # rank 0 measures, and the other ranks run each of its steps with it; all get its report
+    of_first = program.lead(report)
     ranks = measure_ranks(program, program.device)
     assert ranks is not None
     return with_ranks(of_first, ranks)
 
 
 def _require_data(program: Program) -> None:
-    """Fake tensors have shapes and no data: nothing can be measured on them.
+    """Refuse fake tensors, which have shapes and no data, so that nothing can be measured on them.
 
     Raises:
         ValueError: the program has fake tensors.

@@ -4,13 +4,13 @@
 tensors. Nearly all operators are the same on both. Some composite operators check the device and call other operators;
 `rooftop.analysis.gpu_operators.CHOSEN_BY_DEVICE` has the GPU's version of each.
 
-The places where this table takes effect, so that no caller is missed:
+The table takes effect at these places, so that no caller is missed:
 
     dispatcher      a kernel for the autograd key of the CPU: calls from Python, C++ (`F.multi_head_attention_forward`,
                     TorchScript) and the backward pass all pass through it
     dispatch mode   the same under `torch.inference_mode`, where composite operators skip autograd
     foreach         optimizers and `clip_grad_norm_` ask PyTorch which devices have kernels for lists of tensors
-    autocast        `torch.autocast("cuda")` casts, by the CPU's list of operators, as the tensors are the CPU's
+    autocast `torch.autocast("cuda")` casts, but by the CPU's list of operators, since the tensors are on the CPU
 
 All of this applies to one thread and one `with` block. Programs in other threads get their usual operators.
 """
@@ -47,7 +47,7 @@ def as_on_gpu() -> Iterator[None]:
     """Within the block, composite operators on CPU tensors of this thread call the operators that they would call on an
     NVIDIA GPU.
 
-    Enter it after every other dispatch mode that must see the operators.
+    Enter this after every other dispatch mode that must see the operators.
     """
     _acquire()
     before = _is_active()
@@ -65,7 +65,7 @@ def _is_active() -> bool:
 
 
 class _WholeComposites(TorchDispatchMode):
-    """Composite operators that are not decomposed, as under `torch.inference_mode`."""
+    """A mode for composite operators that are not decomposed, as under `torch.inference_mode`."""
 
     supports_higher_order_operators = True  # without it PyTorch ends the program at the first of them
 
@@ -73,7 +73,7 @@ class _WholeComposites(TorchDispatchMode):
         instead = CHOSEN_BY_DEVICE.get(func)
         if instead is None:
             return func(*args, **(kwargs or {}))
-        with self:  # one may call another: attention calls dropout
+        with self:  # one may call another, as attention calls dropout
             return instead(func, *args, **(kwargs or {}))
 
 
@@ -119,7 +119,8 @@ def _for_this_thread(func: Any, instead: Callable[..., Any]) -> Callable[..., An
 
 
 def _let_lists_be_taken(stack: ExitStack) -> None:
-    """PyTorch handles a whole list of tensors at once if it knows that their device and type support it."""
+    """Let PyTorch handle a whole list of tensors at once, which it does if their device and type are known to support
+    it."""
     devices = _foreach_utils._get_foreach_kernels_supported_devices
 
     def with_this_threads_cpu() -> list[str]:
@@ -152,7 +153,8 @@ def _let_autocast_reach_the_cpu(stack: ExitStack) -> None:
 
 
 def _let_flex_attention_have_gradients(stack: ExitStack) -> None:
-    """On a CPU it refuses tensors that require a gradient. A program that uses it has imported its module."""
+    """Allow a function that refuses tensors that require a gradient on a CPU. A program that uses it has imported its
+    module."""
     module = sys.modules.get("torch.nn.attention.flex_attention")
     refuse = getattr(module, "_validate_device", None)
     if refuse is None:
@@ -166,7 +168,7 @@ def _let_flex_attention_have_gradients(stack: ExitStack) -> None:
 
 
 def _autocast_in_force() -> AbstractContextManager[Any]:
-    """Apply the GPU's autocast, if a prediction runs under it, to the CPU."""
+    """If a prediction runs under the GPU's autocast, apply it to the CPU."""
     if not torch.is_autocast_enabled("cuda"):
         return nullcontext()
     return torch.autocast("cpu", torch.get_autocast_dtype("cuda"))

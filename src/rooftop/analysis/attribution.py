@@ -70,7 +70,8 @@ class ModuleTraffic:
 
 @dataclass(frozen=True)
 class OptimizerTraffic:
-    """The least bytes that the optimizers of one step read and write, and whether one refuses CUDA graph capture."""
+    """The least bytes that the optimizers of one step read and write, and whether an optimizer refuses CUDA graph
+    capture."""
 
     read: int = 0
     written: int = 0
@@ -100,9 +101,9 @@ class ModuleTracker:
         self.uncounted: dict[str, str] = {}
         self._thread = threading.get_ident()
         self._optimizers = WeakIdKeyDictionary()  # optimizers whose `step` ran -> how often
-        self._optimizer_traffic: OptimizerTraffic | None = None  # of a snapshot
+        self._optimizer_traffic: OptimizerTraffic | None = None  # set for a snapshot
         self._paths = ModulePaths()
-        self._running = RunningCalls()  # each within the backward node that called it, None: no node
+        self._running = RunningCalls()  # each with the backward node that called it, or None
         self._makers = NodeMakers()
         self._optimizing = 0
         self._is_following = False
@@ -135,7 +136,7 @@ class ModuleTracker:
             leaving = register_module_forward_hook(self._leaving, with_kwargs=True, always_call=True)
             hooks.callback(entering.remove)
             hooks.callback(leaving.remove)
-            # `remove` does not remove this one, and while it exists torch takes the slow path through each module
+            # `remove` does not remove this hook, and while it exists torch takes the slow path through each module
             hooks.callback(_global_forward_hooks_with_kwargs.pop, leaving.id, None)
             hooks.enter_context(_unwarned())
             self._is_following = True
@@ -143,7 +144,7 @@ class ModuleTracker:
             yield
 
     def snapshot(self) -> ModuleTracker:
-        """A tracker that is never active and keeps this one's present knowledge of the step."""
+        """A tracker that is never active, and keeps what this one knows about the step now."""
         kept = ModuleTracker()
         kept.traffic = {scope: replace(traffic) for scope, traffic in self.traffic.items()}
         kept._optimizer_traffic = self.optimizer_traffic()
@@ -153,7 +154,7 @@ class ModuleTracker:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Optimizers whose `step` ran, and that still exist."""
+        """Existing optimizers whose `step` ran."""
         return list(self._optimizers)
 
     def optimizer_traffic(self) -> OptimizerTraffic:
@@ -248,7 +249,7 @@ class ModuleTracker:
         # After an exception (also the one that ends a recomputation early) torch passes the output alone.
         *kwargs, output = kwargs_and_output
         scope = None if self._is_elsewhere() else self._running.leave(sys._getframe(1))
-        if scope is None:  # entered before the tracker was, or in another thread
+        if scope is None:  # the call began before the tracker was active, or in another thread
             return
         self._makers.runs(self._outside())
         if type(module).__name__ in self.uncounted:
@@ -263,7 +264,7 @@ class ModuleTracker:
             self.uncounted[type(module).__name__] = f"{type(error).__name__}: {error}"
 
     def _outside(self) -> str:
-        """The maker of nodes that are created outside the module that has just ended."""
+        """Set the maker of the nodes that are created after the module that has just ended."""
         node = torch._C._current_autograd_node()
         if node is not None:
             return self._running_in(node)[0]
@@ -294,7 +295,7 @@ class ModuleTracker:
         self._optimizing += 1
         try:
             self._optimizers[optimizer] = self._optimizers.get(optimizer, 0) + 1
-        except Exception as error:  # one without weak references
+        except Exception as error:  # an object without weak references
             pass_on(error)
             self.uncounted[type(optimizer).__name__] = f"{type(error).__name__}: {error}"
         return self._closure_outside(args, kwargs) if self._is_following else None
@@ -308,10 +309,10 @@ class ModuleTracker:
             self._optimizing = max(0, self._optimizing - 1)
 
     def _closure_outside(self, args: Any, kwargs: Any) -> Any:
-        """The arguments of `Optimizer.step`, the optimizer first, with a closure that marks its work as outside the
-        optimizer.
+        """The arguments of `Optimizer.step`, the optimizer first. Their closure is replaced by one that marks its work
+        as outside the optimizer.
 
-        None, for no change, if there is no closure.
+        None, which means no change, if there is no closure.
         """
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
@@ -331,8 +332,8 @@ class ModuleTracker:
 
 @contextmanager
 def _unwarned() -> Iterator[None]:
-    """Suppresses the warning that a compiled module runs under hooks: the hooks are ours. The program's other filters
-    stay.
+    """Suppress the warning that a compiled module runs under hooks, since these hooks are ours. The program's other
+    filters stay.
 
     `warnings.filterwarnings` would make Python forget which warnings it has shown, and show them again.
     """

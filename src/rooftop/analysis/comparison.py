@@ -1,7 +1,7 @@
 """Differences between two reports: the step's figures, its operators, its modules.
 
-Operators are compared by phase and name, over all their shapes and dtypes: a change of dtype, layout or batch does not
-make a new operator, so its effect is visible. Modules are compared by path.
+Operators are compared by phase and name, over all their shapes and dtypes. So a change of dtype, layout or batch does
+not make a new operator, and its effect is visible. Modules are compared by path.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rooftop.hardware.figures import in_words
 from rooftop.hardware.histories import figures_of
 
 SAME_CEILING = 0.01  # relative
-LEAST_NOISE = 0.01  # of the wall time: the difference of two runs of one program on a quiet machine
+LEAST_NOISE = 0.01  # relative difference of the wall times of two runs of one program on a quiet machine
 
 
 @dataclass(frozen=True)

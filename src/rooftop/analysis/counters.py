@@ -7,9 +7,10 @@ moved, and how busy they kept it:
       -> ncu runs it and counts between cudaProfilerStart and cudaProfilerStop     `hardware_counters`
       -> one `KernelCounters` for each launch, one `KernelRow` for each kernel     `parse_counters`, `kernel_rows`
 
-ncu runs the kernels one at a time and empties the caches before each. So a kernel here finds its inputs in DRAM,
-although in the real step they may still be in L2; and its last results may still be in L2 when its counters are read.
-Bytes below the required ones are therefore no error; bytes far above are traffic that a better kernel would avoid.
+ncu runs the kernels one at a time and empties the caches before each. So a kernel finds its inputs in DRAM here,
+although in the real step they may still be in L2. Its last results may still be in L2 when its counters are read.
+Therefore, fewer bytes than required are not an error. Far more bytes than required are traffic that a better kernel
+would avoid.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ OPTIONS = (
     *("--csv", "--page", "raw", "--print-units", "base"),
     *("--print-kernel-base", "mangled"),  # demangled here, as PyTorch's profiler does: the names must be the same
     *("--profile-from-start", "off"),
-    *("--target-processes", "application-only"),  # not the compiler's workers
+    *("--target-processes", "application-only"),  # excludes the compiler's workers
     *("--graph-profiling", "node"),  # kernels inside CUDA graphs one by one
     *("--clock-control", "none"),  # the clocks of the other measurements
     *("--cache-control", "all"),
@@ -81,12 +82,12 @@ class KernelCounters:
     """One launch of a kernel. A counter that this chip lacks is nan.
 
     Attributes:
-        name: as PyTorch's profiler and `OperatorRow.kernels` have it.
+        name: the same as in PyTorch's profiler and `OperatorRow.kernels`.
         ms: duration, with empty caches at its start.
         dram_read_bytes, dram_written_bytes: between L2 and DRAM. l2_bytes: through L2, both ways.
-        issue_percent: executed instructions, of the most that could be issued.
-        tensor_percent: time in which the tensor cores worked, of the duration.
-        occupancy_percent: resident warps of an active multiprocessor, of the most that it can hold.
+        issue_percent: executed instructions, as a share of the most that could be issued.
+        tensor_percent: time in which the tensor cores worked, as a share of the duration.
+        occupancy_percent: resident warps of an active multiprocessor, as a share of the most that it can hold.
         registers: registers of each thread. shared_bytes: shared memory of each block. grid, block: (x, y, z), in
         blocks and in threads.
     """
@@ -176,8 +177,8 @@ def hardware_counters(arguments: Sequence[str], timeout_s: float = TIMEOUT_S) ->
         timeout_s: the command is ended after this time; a step of thousands of kernels takes ncu minutes.
 
     Raises:
-        MeasurementError: no GPU, no ncu, no permission to read the counters, or the command failed, ran no kernel or
-            did not finish in time. The message says what to do.
+        MeasurementError: there is no GPU, no ncu or no permission to read the counters; or the command failed, ran no
+            kernel or did not finish in time. The message says what to do.
     """
     if not torch.cuda.is_available():
         raise MeasurementError(NO_GPU.format(torch=torch.__version__))
@@ -204,7 +205,7 @@ def find_ncu() -> str:
     """Path of ncu: on PATH, in the CUDA toolkit, or the newest of a separate installation.
 
     Raises:
-        MeasurementError: there is none.
+        MeasurementError: ncu is not installed.
     """
     toolkits = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     folders = [f"{toolkit}/bin" for toolkit in (*toolkits, "/usr/local/cuda")]
@@ -247,7 +248,7 @@ def _run(command: Sequence[str], timeout_s: float) -> tuple[int, str]:
 
 
 def _complaint(found: str, output: str) -> str:
-    """The error, in ncu's words and the program's last ones."""
+    """The error, with ncu's message and the program's last lines."""
     lines = [line for line in (found + "\n" + output).splitlines() if line.startswith(("==ERROR==", "==WARNING=="))]
     last = [line for line in output.splitlines() if line.strip() and not line.startswith("==")][-1:]
     words = " ".join(line.split("==", 2)[-1].strip().removeprefix("rooftop: error: ") for line in [*lines[:2], *last])
@@ -261,7 +262,7 @@ def parse_counters(text: str) -> list[KernelCounters]:
     are messages.
 
     Raises:
-        MeasurementError: a table without the needed columns.
+        MeasurementError: the table lacks a needed column.
     """
     lines = [line for line in text.splitlines() if line and not line.startswith("==")]
     table = csv.DictReader(lines)
@@ -282,7 +283,7 @@ def _launch(row: dict[str, str]) -> KernelCounters:
 
 
 def _number(text: str | None) -> float:
-    """ "1,234.5" as a number; nan for what is not there ("", "n/a")."""
+    """ "1,234.5" as a number; nan for a missing value ("", "n/a")."""
     try:
         return float((text or "").replace(",", ""))
     except ValueError:
@@ -290,7 +291,7 @@ def _number(text: str | None) -> float:
 
 
 def _three(text: str) -> tuple[int, ...]:
-    """ "(132, 1, 1)" """
+    """Parse "(132, 1, 1)"."""
     return tuple(int(number) for number in re.findall(r"\d+", text))
 
 
@@ -315,9 +316,9 @@ def kernel_rows(launches: Iterable[KernelCounters]) -> list[KernelRow]:
 
 
 def counted_step(program: Program) -> None:
-    """Run a program as `analyze` does, warm, and then one more step in which ncu counts.
+    """Warm a program up as `analyze` does, then run one more step in which ncu counts.
 
-    Without ncu, it is a step like any other. The program's state is preserved.
+    Without ncu, this is a step like any other. The program's state is preserved.
 
     Raises:
         ModelRunError: the program raised.

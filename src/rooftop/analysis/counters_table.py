@@ -1,4 +1,4 @@
-"""Counters as a table: each kernel's measured traffic next to the traffic that its operators require."""
+"""A table of counters: each kernel's measured traffic next to the traffic that its operators require."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rooftop.analysis.report_contents import OperatorRow
 REREADING = 1.3
 """Ratio of moved to counted bytes from which a kernel is reported to move data more than once."""
 LEAST_BYTES = 1 << 18
-"""Kernels with fewer bytes have no ratio: on an H200 a kernel with 4 bytes to read reads 5 kB, its own code and
+"""Kernels with fewer bytes than this get no ratio. On an H200, a kernel that needs 4 bytes reads 5 kB: its own code and
 constants."""
 
 
@@ -29,8 +29,8 @@ class Counted:
 
     Attributes:
         bytes: None if no operator names the kernel, or an operator of it has no cost formula.
-        shared: some of these operators also run other kernels. Their bytes were divided among the kernels in proportion
-            to the moved bytes, so that the ratio is that of the operators.
+        shared: whether some of these operators also run other kernels. Their bytes are divided among the kernels in
+            proportion to the moved bytes, so the ratio is that of the operators.
     """
 
     bytes: float | None
@@ -40,8 +40,8 @@ class Counted:
 def counted_bytes(rows: Sequence[KernelRow], operators: Sequence[OperatorRow]) -> dict[str, Counted]:
     """Kernel name -> the bytes that the operators that launched it must move.
 
-    Copies and fills of the driver are not kernels: ncu does not count them, and an operator's bytes then belong to its
-    kernels.
+    The driver's copies and fills are not kernels, and ncu does not count them. All bytes of an operator then belong to
+    its kernels.
     """
     by_name = {row.name: row for row in rows}
     counted: dict[str, Counted] = {}

@@ -1,4 +1,5 @@
-"""Removes fake tensors that a predicted program has stored. They have no values, so the program could not use them.
+"""Remove fake tensors that a predicted program has stored, because they have no values and the program could not use
+them.
 
 Programs store results for later: masks in a `functools.lru_cache`, tables in a global or in an attribute of a class.
 Known places get their earlier contents back. If fake tensors are still stored elsewhere, an error names the place.
@@ -42,10 +43,10 @@ MOST_STEPS = 30
 
 @contextmanager
 def fakes_taken_out(roots: Iterable[Any], mode: FakeTensorMode) -> Iterator[list[Any]]:
-    """Restores every container reachable from the roots that holds fake tensors of the mode after the block.
+    """After the block, restore every container reachable from the roots that holds fake tensors of the mode.
 
-    Other changes stay: a library that has initialized itself must not do so again. Yields a list, to which the owners
-    of the restored containers are added.
+    Other changes stay: a library that has initialized itself must not do so again. The context yields a list, to which
+    the owners of the restored containers are added.
     """
     containers = _Reached(roots).containers
     owners: list[Any] = []
@@ -64,9 +65,9 @@ def _holds_fakes(values: list[Any], mode: FakeTensorMode) -> bool:
 
 
 class _Reached(Held):
-    """Also follows classes and their methods, caches of functions, and attributes of tensors.
+    """A search that also follows classes and their methods, caches of functions, and attributes of tensors.
 
-    Ignores installed packages that do not use PyTorch: they have much code and no tensors.
+    It ignores installed packages that do not use PyTorch, which have much code but no tensors.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
@@ -123,7 +124,7 @@ def _is_outside_libraries(module: object) -> bool:
 
 
 def _of_class(kind: type) -> Iterator[Container]:
-    """Its attributes, the functions behind them, and the classes that it derives from."""
+    """The attributes of a class, the functions behind them, and its base classes."""
 
     def read() -> list[Any]:
         return [part for entry in vars(kind).items() if not entry[0].startswith("__") for part in entry]
@@ -145,13 +146,13 @@ def _of_class(kind: type) -> Iterator[Container]:
             functions.append(value.__func__)
         elif isinstance(value, property):
             functions += [each for each in (value.fget, value.fset, value.fdel) if each is not None]
-        elif isinstance(value, types.FunctionType):  # also those with names such as __call__
+        elif isinstance(value, types.FunctionType):  # including those with names such as __call__
             functions.append(value)
     yield Container(kind, lambda: functions)
 
 
 def _of_named_modules(function: types.FunctionType) -> Iterator[Container]:
-    """The globals of other modules that it may name: "tables.MASKS"."""
+    """The globals of other modules that a function may name: "tables.MASKS"."""
     for _, module in globals_by_name(function):
         if isinstance(module, types.ModuleType) and _is_outside_libraries(module.__name__):
             names = vars(module)
@@ -180,7 +181,7 @@ def _of_cache(function: Any) -> Iterator[Container]:
 
 
 def require_no_fakes(mode: FakeTensorMode, name: str, emptied: list[Any]) -> None:
-    """Checks that no fake tensor of a mode is stored anywhere after the mode has ended.
+    """Check that no fake tensor of a mode is stored anywhere after the mode has ended.
 
     Args:
         name: name of the predicted program, for the error.
@@ -234,7 +235,7 @@ def _where_kept(fakes: list[FakeTensor], emptied: list[Any]) -> str | None:
         seen |= {id(each) for each in frontier}
         if not frontier:
             break
-    # Objects frozen by `gc.freeze` are not listed: they may lead to what was emptied.
+    # Objects frozen by `gc.freeze` are not listed; they may lead to emptied places.
     return None if leads_to_emptied or gc.get_freeze_count() else by_class
 
 
@@ -253,7 +254,8 @@ def _name_of(holder: Any, held: set[int]) -> str | None:
 
 
 def _is_end(holder: Any) -> bool:
-    """Whether a search for holders stops here: holders of classes, modules and frames are irrelevant."""
+    """Whether a search for holders stops at this object, because holders of classes, modules and frames are
+    irrelevant."""
     return isinstance(holder, (type, types.ModuleType, types.FrameType)) or _is_of_module(holder)
 
 

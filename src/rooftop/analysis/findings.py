@@ -21,8 +21,8 @@ class Findings:
     """One step, as the input of the rules.
 
     Attributes:
-        operators: in order of execution. rows: the same, grouped. summary, gaps: the step as a whole. ceilings:
-        ceilings to compare with.
+        operators: in order of execution. rows: the same operators, grouped. summary, gaps: the step as a whole.
+        ceilings: ceilings to compare with.
         plain: the run under the profiler alone, None where nothing was run.
         host_ms: host time of the step, None if unknown.
         best_ms: wall time of the fastest steps, None where nothing was run.
@@ -32,7 +32,7 @@ class Findings:
             if it then fails.
         host_work: bytes and flops of a GPU's step that the CPU computed.
         faults: page faults of a step; none on a GPU.
-        batched: whether more samples need no more launches; a detector's list of images does need more.
+        batched: whether more samples need no more launches. (A detector's list of images does need more.)
         timed: measurements of one rule, by name, for others that need them too.
     """
 
@@ -62,9 +62,9 @@ class Findings:
 
     @property
     def quiet_wall_ms(self) -> float:
-        """Wall time with the host at its fastest: the GPU goes from kernel to kernel, or waits for the host.
+        """Wall time with the host at its fastest, when the GPU either goes from kernel to kernel or waits for the host.
 
-        Between two kernels of a stream the GPU needs about as long as inside a graph.
+        The GPU's time between two kernels of a stream is about the same as inside a graph.
         """
         least_ms = self.summary.wall_ms if self.best_ms is None else self.best_ms
         if self.host_ms is None:
@@ -115,7 +115,7 @@ class Findings:
         return torch.device(self.ceilings.kind)
 
     def undisturbed_ms(self, labelled_ms: float) -> float:
-        """Time of operators in a plain step: together at most the time in which the device is busy there."""
+        """The time of operators in a plain step. Together it is at most the time in which the device is busy there."""
         return labelled_ms * self._undisturbed
 
     @cached_property
@@ -124,11 +124,11 @@ class Findings:
         return min(1.0, self.summary.busy_ms / labelled_ms) if labelled_ms else 1.0
 
     def saved_ms(self, labelled_ms: float, more_host_ms: float = 0.0) -> float:
-        """The time that a step gains if operators take that much less: nothing beyond the point where the host is
-        slower.
+        """The time that a step gains if operators take that much less. Beyond the point where the host is slower,
+        nothing is gained.
 
-        It compares the step and the host at their fastest: other work of the host delays the step with and without the
-        change alike.
+        The step and the host are compared at their fastest, because other work of the host delays the step with and
+        without the change alike.
 
         Args:
             labelled_ms: time of the operators. more_host_ms: additional host time to launch them.
@@ -150,7 +150,7 @@ class Findings:
         return (self.host_ms or 0.0) * operators / max(1, len(self.operators))
 
     def saved_by_ms(self, after_ms: Sequence[float], more_host_ms: float = 0.0) -> float:
-        """`saved_ms` if the time after the change is known for each operator (labelled, in order of execution).
+        """Like `saved_ms`, if the time after the change is known for each operator (labelled, in order of execution).
 
         The GPU may wait for the host in one part of the step while the host is far ahead in another. So gains of small
         operators are lost if the host launches no faster, and large operators at the end run after all launches.
@@ -171,7 +171,7 @@ class Findings:
         return done_ms
 
     def _launched(self, part: float) -> float:
-        """The fraction of its time after which the host has launched this part of the step."""
+        """The fraction of the host's time after which it has launched this part of the step."""
         pace = self.plain.launched if self.plain is not None else ()
         return (
             pace[min(len(pace) - 1, round(part * len(pace)) - 1)] if len(pace) > 1 and part * len(pace) >= 1 else part
@@ -179,7 +179,8 @@ class Findings:
 
 
 def waits_for_device(op: MeasuredOperator) -> bool:
-    """Whether the host waits for an operator: for copies only if they go to the host, or come from pageable memory."""
+    """Whether the host waits for an operator. It only waits for copies that go to the host or come from pageable
+    memory."""
     if not op.record.place:
         return False
     is_copy = op.record.name in ("aten::copy_", "aten::_to_copy")

@@ -1,9 +1,10 @@
-"""Restores the arguments of a step: caches of keys and values, states, lists, tensors.
+"""Restore the arguments of a step: caches of keys and values, states, lists, tensors.
 
 A step is run many times. An object that it changes (a cache that grows by a token, a counter) would make each run a
 different problem, and the caller would find it changed afterwards. So containers and attributes that the first runs
 change are restored before each further run, and everything at the end. Small tensors that are written in place
-(positions, lengths) are restored before each run, others only at the end: they change no sizes.
+(positions, lengths) are restored before each run. Others are only restored at the end, because they do not affect
+sizes.
 
 The same applies to the target's own state: attributes of its modules, closures and globals of its functions. Objects
 that the first run creates for later runs (a mask) stay until the end. Logs are never restored: lists of numbers, and
@@ -21,12 +22,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rooftop.analysis import held_objects
 from rooftop.analysis.held_objects import Container, Held
 
-SMALL_BYTES = 4096  # of a tensor that is restored before each run
+SMALL_BYTES = 4096  # maximum size of a tensor that is restored before each run
 LOOKS = 2  # runs whose changes are checked: the first one may also create what later ones use
 
 
 class GivenObjects:
-    """The initial state of a step's arguments, and of its target's own state.
+    """The initial state of a step's arguments and of its target.
 
     Args:
         target: the target; None: its own state is ignored.
@@ -40,7 +41,8 @@ class GivenObjects:
         self.changed: list[str] = []
         self._complete = held.complete
         self._containers = held.containers
-        predicted = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # nothing has values
+        # on fake tensors nothing has values
+        predicted = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
         tensors = [] if predicted else held.tensors
         self._state = _State(target, {id(container.owner) for container in held.containers})
         tensors += [] if predicted else self._state.small_tensors(besides=held.tensors)
@@ -138,7 +140,7 @@ _PLAIN = {"dict", "list", "set", "deque", "cell", "type"}
 
 
 class _State:
-    """The state that a step's target keeps from run to run.
+    """The state of a step's target that lasts from run to run.
 
     Args:
         target: a module or another callable; None keeps nothing.
@@ -147,7 +149,7 @@ class _State:
     Attributes:
         containers: their initial contents.
         changing: containers that do not stay as the first run leaves them.
-        trains: whether a target that is not a module changes weights: its state then continues with them.
+        trains: whether a target that is not a module changes weights. Its state then stays as the runs leave it.
     """
 
     def __init__(self, target: Any, others: set[int]) -> None:
@@ -223,13 +225,13 @@ class _Value:
         return self.is_written() or self.is_moved()
 
     def is_moved(self) -> bool:
-        """Whether it has another shape, shows other memory, or has become part of a graph."""
+        """Whether the tensor has another shape, refers to other memory, or has become part of a graph."""
         same = _layout(self.tensor) == self._layout
         same = same and self.tensor.untyped_storage()._cdata == self._storage._cdata
         return not same or self.tensor.requires_grad
 
     def lay_out(self) -> None:
-        """Undo that, without gradients."""
+        """Undo these changes, without gradients."""
         if not self.is_moved():
             return
         if self.tensor.grad_fn is not None:
@@ -256,7 +258,8 @@ def _is_left(tensor: Tensor) -> bool:
 
 
 def _version_of(tensor: Tensor) -> int | None:
-    """How often it was written to; None if that is not counted (tensors made under `torch.inference_mode`)."""
+    """The number of times that the tensor was written to; None if that is not counted (tensors made under
+    `torch.inference_mode`)."""
     with torch._C.DisableTorchFunctionSubclass():
         return None if tensor.is_inference() else tensor._version
 
@@ -267,7 +270,7 @@ def _layout_of(tensor: Tensor) -> str:
 
 
 def _value_of(tensor: Tensor) -> _Value | None:
-    """None if it cannot be kept. If the step writes to it, a note says so."""
+    """A copy of the tensor; None if it cannot be copied. A note then says so if the step writes to it."""
     try:
         if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
             return None

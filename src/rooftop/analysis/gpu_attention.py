@@ -1,4 +1,5 @@
-"""Scaled dot-product attention as on an NVIDIA GPU: in one kernel if it has one, else product by product.
+"""Scaled dot-product attention as PyTorch computes it on an NVIDIA GPU: in one kernel if one supports the call, else
+product by product.
 
 It follows PyTorch's ATen/native/transformers/attention.cpp and cuda/sdp_utils.cpp, for GPUs from Ampere on.
 """
@@ -29,7 +30,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """In one kernel if a GPU has one for these shapes, types and masks, else product by product."""
+    """Attention in one kernel if a GPU has one for these shapes, types and masks, else product by product."""
     if query.dim() == 3 and all(t.dim() == 3 for t in (key, value)) and torch.__version__ >= TorchVersion("2.14"):
         # (H, S, D): from this release on a batch of one
         mask = attn_mask.unsqueeze(0) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask

@@ -73,7 +73,7 @@ def _dropout(func: Any, input: Tensor, p: float, train: bool) -> Tensor:
 
 
 def _composed(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Composed of other operators, as on the CPU."""
+    """Compute it by other operators, as on the CPU."""
     return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
@@ -83,4 +83,4 @@ CHOSEN_BY_DEVICE: dict[Any, Callable[..., Any]] = {
     aten.rms_norm.default: _rms_norm,
     aten.dropout.default: _dropout,
 }
-"""What each operator does on a GPU, called with the operator before its arguments."""
+"""The GPU's version of each operator, called with the operator before its arguments."""

@@ -56,7 +56,7 @@ def _packed_layers(
     train: bool,
     bidirectional: bool,
 ) -> Any:
-    """The same for sequences of several lengths."""
+    """Like the above, for sequences of several lengths."""
     settings = (params, has_biases, num_layers, dropout, train, bidirectional)
     if not _cudnn_takes(data):
         return _as_on_a_cpu(func, data, batch_sizes, hx, *settings)
@@ -133,7 +133,7 @@ def _pad(
     func: Any, data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
     sizes = _values(batch_sizes, func)
-    # The same on both devices, but PyTorch reads the sizes, and fake tensors have none.
+    # This is the same on both devices, but PyTorch reads the batch sizes, which fake tensors do not have.
     padded = data.new_full((max(len(sizes), total_length), sizes[0], *data.shape[1:]), padding_value)
     for steps, size, rows in _runs(sizes):
         padded[steps, :size] = data[rows].unflatten(0, (-1, size))

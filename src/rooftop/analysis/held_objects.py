@@ -1,4 +1,4 @@
-"""Finds all containers, attributes, variables and tensors that values, functions and modules refer to, and restores
+"""Find all containers, attributes, variables and tensors that values, functions and modules refer to, and restore
 containers to their earlier contents.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rooftop.hardware.source_lines import LIBRARIES
 
-MOST_ENTRIES = 200_000  # that are visited
+MOST_ENTRIES = 200_000  # limit of visited entries
 
 _CLOSED = (
     *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.CodeType),
@@ -32,7 +32,7 @@ _ALIVE = (
     *("asyncio", "concurrent", "io", "_io", "logging", "multiprocessing", "queue", "selectors", "socket", "subprocess"),
     *("threading", "torch.cuda", "torch.distributed", "torch.profiler", "torch.utils.data"),
 )
-"""Packages whose objects are not followed either: threads and processes use them."""
+"""Packages whose objects are not followed either, because threads and processes use them."""
 _TRAINING = ("torch.amp", "torch.optim")
 """Packages whose objects hold the state of a training. They are followed only if nothing is computed."""
 _CODE = (types.FunctionType, types.MethodType, partial, _lru_cache_wrapper, staticmethod, classmethod, property, type)
@@ -97,7 +97,7 @@ class Held:
 
 @contextmanager
 def left_as_they_were(targets: Iterable[Any], logs: bool = True) -> Iterator[None]:
-    """Restores everything that the targets refer to after a block in which nothing is computed: containers, attributes,
+    """After a block in which nothing is computed, restore everything that the targets refer to: containers, attributes,
     optimizers, gradients and `requires_grad`.
 
     Args:
@@ -137,7 +137,7 @@ class _Gradient:
 
 @cache
 def _is_closed(kind: type[Any], training: bool = False) -> bool:
-    """Whether objects of a class are not followed. Iterators are not followed: they cannot be set back."""
+    """Whether objects of a class are not followed. Iterators, for example, are not, because they cannot be set back."""
     if issubclass(kind, Tensor):
         return False
     if issubclass(kind, _CLOSED) or hasattr(kind, "__next__"):
@@ -157,7 +157,7 @@ def _undecorated(value: Any) -> Any:
 
 
 def _is_of_libraries(value: Any) -> bool:
-    """Whether a function or a class belongs to PyTorch, Rooftop or Python: it has no state of the program."""
+    """Whether a function or a class belongs to PyTorch, Rooftop or Python, and so has no state of the program."""
     if isinstance(value, type):
         package = value.__module__.partition(".")[0]
         return package in ("torch", "rooftop") or (package in sys.stdlib_module_names and package != "__main__")
@@ -165,7 +165,7 @@ def _is_of_libraries(value: Any) -> bool:
 
 
 def _is_installed(value: Any) -> bool:
-    """Whether a function or a class belongs to an installed package: following it would traverse the whole package."""
+    """Whether a function or a class belongs to an installed package. Following it would traverse the whole package."""
     return isinstance(value, (types.FunctionType, type)) and _is_in_site_packages(value.__module__)
 
 
@@ -198,7 +198,7 @@ class Container:
         self._write(self.items)
 
     def logs(self) -> bool:
-        """Whether it is a plain container or a variable, and holds only numbers and text, before and now."""
+        """Whether this is a plain container or a variable that held and holds only numbers and text."""
         plain = type(self.owner) in (list, dict, set, deque, OrderedDict, defaultdict, types.CellType)
         return plain and all(map(_is_plain, chain(self.items, self.now())))
 
@@ -236,7 +236,7 @@ def _containers_of(value: Any, of_modules: bool, installed: bool) -> Iterator[Co
     elif isinstance(value, (tuple, frozenset)):
         yield _passed(value, value)
     elif isinstance(value, _lru_cache_wrapper):
-        yield _passed(value, [value.__wrapped__])  # `fake_leftovers` takes out what has no values
+        yield _passed(value, [value.__wrapped__])  # `fake_leftovers` removes fake tensors
     elif isinstance(value, (staticmethod, classmethod)):
         yield _passed(value, [value.__func__])
     elif isinstance(value, property):
@@ -255,7 +255,7 @@ def _containers_of(value: Any, of_modules: bool, installed: bool) -> Iterator[Co
 
 
 def mapping_of(mapping: dict[Any, Any], owner: Any) -> Container:
-    """Keys and values, alternating. Written with the methods of `dict`, even if a subclass overrides them."""
+    """Keys and values, alternating. They are written with the methods of `dict`, even if a subclass overrides these."""
     kind: type[MutableMapping[Any, Any]] = OrderedDict if isinstance(mapping, OrderedDict) else dict
 
     def write(items: list[Any]) -> None:
@@ -297,7 +297,7 @@ def _of_class(kind: type) -> Iterator[Container]:
 
 
 def _of_function(function: types.FunctionType, installed: bool) -> Iterator[Container]:
-    """Its closure, its defaults, and the globals that it names."""
+    """A function's closure, its defaults, and the globals that it names."""
     for cell in function.__closure__ or ():
         contents = partial(getattr, cell, "cell_contents")
         yield _place(cell, contents, partial(setattr, cell, "cell_contents"), partial(delattr, cell, "cell_contents"))

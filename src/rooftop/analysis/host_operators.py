@@ -13,12 +13,12 @@ from rooftop.analysis.formats import quantity_text
 from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.cost import FREE
 
-LEAST_WORK = 1_000_000  # bytes and flops in a step; the counters of an optimizer or a loader are less
+LEAST_WORK = 1_000_000  # bytes plus flops in a step; the counters of an optimizer or a loader need less
 MOST_NAMES = 3
 
 
 def host_work(operators: Sequence[MeasuredOperator]) -> tuple[list[MeasuredOperator], Counter[str]]:
-    """Separates the work of the CPU from that of the GPU.
+    """Separate the work of the CPU from that of the GPU.
 
     Returns:
         All operators, with a cost of zero for those that ran on the CPU; and for these, bytes plus flops by name.

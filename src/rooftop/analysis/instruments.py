@@ -1,8 +1,8 @@
 """The instruments that watch a step. Each instrument is a context around one step and has its `result` afterwards.
 
-    Plain        the profiler alone: when the device works, memory over time, waits, transfers
-    Labelled     every operator by name, module and time (the counting mode and, on a GPU, the profiler)
-    Compiled     every operator of compiled code, from the profiler alone
+    Plain the profiler alone: the device's busy time, memory over time, waits, transfers Labelled every operator by
+    name, module and time (the counting mode and, on a GPU, the profiler) Compiled every operator of compiled code, from
+    the profiler alone
 
 On a GPU an operator's time is that of its kernels, joined through the profiler's correlation ids (see `kernel_join`),
 as they run in steps without labels (see `kernel_times`). On a CPU it is the host's clock around the operator.
@@ -50,11 +50,11 @@ class Plain:
         busy_ms: time during which the device works: the union of its kernels; 0 on a CPU.
         kernels: work on the device.
         memory: (ms since the start of the step, bytes allocated) at each change.
-        waiting_ms: time for which the device was idle because the host waited for it, and only then could launch the
-            next work.
+        waiting_ms: time for which the device was idle because the host had waited for it, and could only then launch
+            the next work.
         loading_ms: time for which the step waited for a `DataLoader`.
         compiled: whether compiled code ran.
-        launched: when the host launched each piece of work, as ascending fractions of its launch time.
+        launched: the times at which the host launched each piece of work, as ascending fractions of its launch time.
     """
 
     busy_ms: float
@@ -89,7 +89,7 @@ class Labelled:
         return cls(records, times, sum(k.ms for k in orphans), (*map(tuple, kernels), tuple(orphans)))
 
     def timed_by(self, undisturbed: KernelTimes) -> Labelled | None:
-        """The same with each kernel's time without labels; None if that run launched other kernels."""
+        """The same result with each kernel's time without labels; None if that run launched other kernels."""
         launched = in_launch_order([kernel for group in self.kernels for kernel in group])
         times_ms = undisturbed.of(launched)
         if times_ms is None:
@@ -110,7 +110,7 @@ class MeasuredOperator:
 
 
 def require_folder_of(trace: str | os.PathLike[str] | None) -> None:
-    """Check before any run that a trace can be written: the profiler would only print that it could not.
+    """Check before any run that a trace can be written. The profiler itself would only print a message if it cannot.
 
     Raises:
         ValueError: the trace cannot be written.
@@ -211,7 +211,7 @@ def _memory_timeline(events: Iterable[Any], device: torch.device, base_bytes: in
 
 
 class _HostClock:
-    """Times the `with` block; one instance serves one run."""
+    """A timer of the `with` block; one instance serves one run."""
 
     def __init__(self) -> None:
         self.times_ms: list[float] = []
@@ -227,7 +227,7 @@ class _HostClock:
 
 
 class LabelledInstrument:
-    """See `Labelled`; `tracker`, which is active, knows modules and phases.
+    """The instrument for `Labelled`. `tracker`, which must be active, knows modules and phases.
 
     Attributes:
         full_at: time (`time.perf_counter`) at which `limit` operators had been recorded, and the rest ran unrecorded;
@@ -265,18 +265,18 @@ class LabelledInstrument:
 
 
 def _as_it_ran(record: Record) -> Record:
-    """On the meta device nothing is moved or computed: an operator there costs nothing."""
+    """Set the cost of operators on the meta device to zero, because nothing is moved or computed there."""
     return replace(record, cost=FREE) if record.device == "meta" and record.cost is not None else record
 
 
-RECORDED_OBJECTS = 200_000  # of some 15,000 operators
+RECORDED_OBJECTS = 200_000  # records of some 15,000 operators
 
 
 @contextmanager
 def _seldom_collecting() -> Iterator[None]:
-    """Within the block, Python looks for garbage after 200,000 new objects instead of 700.
+    """Within the block, Python collects garbage after 200,000 new objects instead of 700.
 
-    Each search visits all records made so far, which are no garbage, and takes longer than making them.
+    Each collection visits all records made so far, which are not garbage, and takes longer than making them.
     """
     first, *others = gc.get_threshold()
     ours = (max(first, RECORDED_OBJECTS), *others)
@@ -325,14 +325,14 @@ class CompiledInstrument:
 
 
 FASTER = 3
-"""One in this many labelled runs of a step counts, the fastest ones."""
+"""The fastest of the labelled runs of a step count: one in this many."""
 
 
 def medians(
     runs: Sequence[Labelled], notes: list[str], undisturbed: KernelTimes | None = None
 ) -> tuple[list[MeasuredOperator], float]:
-    """Each operator's median time over the faster runs, if all ran the same operators on the same sizes; otherwise only
-    the last run.
+    """Each operator's median time over the faster runs, if all runs had the same operators on the same sizes.
+    Otherwise, only the last run counts.
 
     Other work of a host only adds to a run, as it does to the steps, of which the lower tenth is the wall time. Also
     the median time of kernels without an operator. A note on runs that differ is added to `notes`.

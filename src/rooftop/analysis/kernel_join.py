@@ -1,4 +1,4 @@
-"""Which kernel belongs to which operator: the profiler's events joined through their correlation ids.
+"""Find the operator of each kernel: join the profiler's events through their correlation ids.
 
 The profiler gives one flat list: operators and labels with the thread and time at which they ran on the host, calls of
 the CUDA runtime, and kernels with the time at which they ran on the device. A kernel has the id of the innermost
@@ -98,7 +98,7 @@ class _Labels:
             spans.sort()
 
     def open_at(self, time_ns: int, thread: int | None) -> int | None:
-        """The number of the label open at this host time on this thread (None: on any)."""
+        """The number of the label that was open at this host time on this thread (None: on any thread)."""
         spans = self._threads.get(thread, [])
         position = bisect_right(spans, (time_ns, float("inf"), 0)) - 1
         if position >= 0 and time_ns <= spans[position][1]:

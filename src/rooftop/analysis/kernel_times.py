@@ -20,7 +20,7 @@ from rooftop.hardware.sequences import synchronize
 from rooftop.hardware.traces import Trace
 
 WATCHED_S, MOST_WATCHED_STEPS = 0.3, 10
-MOST_WATCHED_KERNELS = 6_000  # the profiler needs some 0.2 ms for each of them
+MOST_WATCHED_KERNELS = 6_000  # kernels; the profiler needs some 0.2 ms for each of them
 LEAD = 1  # steps of a watched sequence that are not counted
 
 

@@ -1,9 +1,9 @@
-"""This machine's ceilings for a program: only the needed ones are measured.
+"""Get this machine's ceilings for a program, measuring only those that it needs.
 
 A program's needs are known after it has run: the precisions of its operators, and whether it copies between host and
-device. `analyze` measures then. A recording measures before its program the ceilings that most programs need, while the
-device's memory is still free, and afterwards only the missing ones. Either way, operators above their roof raise the
-ceilings.
+device. `analyze` measures then. A recording measures the ceilings that most programs need before its program runs,
+while the device's memory is still free. Afterwards it measures only the missing ones. Either way, operators above their
+roof raise the ceilings.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def machine_ceilings(profile: Profile, progress: Progress = lambda what, fractio
 def completed_ceilings(likely: Ceilings, profile: Profile) -> tuple[Ceilings, list[str]]:
     """The ceilings of a program that has run; the likely ones were measured before it.
 
-    The measurement must fit into the memory that the program left free. If that is too little, the earlier ceilings are
-    used, and a note says so.
+    The measurement must fit into the memory that the program left free. If it does not, the earlier ceilings are used,
+    and a note says so.
     """
     try:
         with _torch_as_before(likely):
@@ -56,7 +56,7 @@ def completed_ceilings(likely: Ceilings, profile: Profile) -> tuple[Ceilings, li
 
 @contextmanager
 def _torch_as_before(likely: Ceilings) -> Iterator[None]:
-    """Uses as many threads as those measurements; the program's own setting is restored."""
+    """A context that uses as many threads as those measurements, and then restores the program's own setting."""
     threads = torch.get_num_threads()
     if likely.kind == "cpu":
         torch.set_num_threads(likely.threads)

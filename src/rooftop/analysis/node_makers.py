@@ -27,11 +27,11 @@ _next_number = torch._C._autograd._get_sequence_nr
 
 @dataclass
 class _Made:
-    """The nodes of one thread: `scopes[i]` created those from number `numbers[i]` on."""
+    """The nodes of one thread: `scopes[i]` created the nodes from number `numbers[i]` on."""
 
     numbers: list[int] = field(default_factory=list)
     scopes: list[str] = field(default_factory=list)
-    run_later: list[bool] = field(default_factory=list)  # whether a later backward pass may run them
+    run_later: list[bool] = field(default_factory=list)  # whether a later backward pass may run these nodes
     next: int = 0  # the next number when the thread was last checked
 
     def change(self, scope: str, number: int, run_later: bool) -> None:
@@ -67,22 +67,22 @@ class NodeMakers:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all nodes: the next step, in this thread, creates others."""
+        """Forget all nodes, because the next step, in this thread, creates others."""
         self._made = {threading.get_ident(): _Made(next=_next_number())}
 
     def runs(self, scope: str) -> None:
-        """From here on this scope creates the nodes of this thread."""
+        """Record that from here on, this scope creates the nodes of this thread."""
         made = self._of_this_thread()
         made.next = _next_number()
         made.change(scope, made.next, run_later=torch._C._current_autograd_node() is None)
 
     def operator(self, scope: str | None = None, recomputed: bool = False) -> None:
-        """An operator runs, and may have created its node.
+        """Record that an operator runs and may have created its node.
 
         Args:
             scope: in the backward pass, the operator's scope.
-            recomputed: its module runs again there. If its node runs at all, it runs in a pass that was started by a
-                node.
+            recomputed: whether its module is being recomputed. If its node runs at all, it runs in a pass that was
+                started by a node.
         """
         made = self._of_this_thread()
         since, made.next = made.next, _next_number()

@@ -1,7 +1,7 @@
-"""The end of an optimizer's step, also if it raises.
+"""Notice the end of an optimizer's step, even if the step raises.
 
-PyTorch puts a profiler label around each `Optimizer.step`. The hooks of an optimizer run inside that label, and those
-for the end of the step do not run if it raises. The label always ends.
+PyTorch puts a profiler label around each `Optimizer.step`. The hooks of an optimizer run inside that label, and the
+hooks for the end of the step do not run if it raises. But the label always ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A script's work in other processes, and its time: a report of the script does not include it.
+"""Find a script's work in other processes and its time, because a report of the script does not include it.
 
 Processes are noted when the script starts them: `multiprocessing` (hogwild, `mp.spawn`), the workers of a `DataLoader`,
 other programs. Their CPU time is read from time to time while they live. Processes that ended between two readings are
@@ -24,14 +24,15 @@ from unittest.mock import patch
 import psutil
 
 LOOK_EVERY_S = 0.5
-LEAST_SHARE = 0.02  # of the CPU time of all: a process below this is not mentioned, unless it used many seconds
+# share of the CPU time of all processes; one below this is not mentioned unless it used many seconds
+LEAST_SHARE = 0.02
 LEAST_S = 0.5
 WORKER, LOADER, PROGRAM, FORK = "multiprocessing", "DataLoader", "program", "fork"
 
 
 @dataclass
 class _Child:
-    """A process that the script started: its kind, its name ("fork", "gcc"), its CPU seconds at the last look."""
+    """A process that the script started: its kind, its name ("fork", "gcc"), and its CPU seconds when last read."""
 
     kind: str
     name: str
@@ -39,7 +40,7 @@ class _Child:
 
 
 class OtherProcesses:
-    """While active (`with`), notes the processes that this one starts; `said` and `cpu_s` afterwards.
+    """While active (`with`), note the processes that this one starts. `said` and `cpu_s` are available afterwards.
 
     Attributes:
         children: by process id.
@@ -105,7 +106,7 @@ class OtherProcesses:
         return fork
 
     def _note(self, pid: int | None, child: _Child) -> None:
-        if not pid or self._done.is_set() or os.getpid() != self._process:  # a forked process is on its own
+        if not pid or self._done.is_set() or os.getpid() != self._process:  # a forked process is not watched further
             return
         self.children[pid] = child
         if self._watch is None:

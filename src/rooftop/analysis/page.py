@@ -1,7 +1,7 @@
 """The report as one self-contained HTML page: no network, no other file.
 
-The template renders all text on the server's side, so the page can be read without JavaScript. plotly draws the charts
-from data that is embedded as JSON; its script is embedded too.
+The template contains all text, so the page can be read without JavaScript. plotly draws the charts from data that is
+embedded as JSON; its script is embedded too.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _interval(summary: Mapping[str, Any]) -> str:
     return text.partition("(")[2].removesuffix(")")
 
 
-COLUMNS = (  # of the operators: (heading, whether it holds numbers)
+COLUMNS = (  # columns of the operators: (heading, whether it holds numbers)
     *(("operator", False), ("phase", False), ("shapes", False), ("dtype", False), ("calls", True), ("measured", True)),
     *(("share", True), ("roof", True), ("% of roof", True), ("bound", False), ("gap", True)),
 )

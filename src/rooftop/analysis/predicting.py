@@ -1,8 +1,8 @@
 """`rooftop.predict`: the time of a step on another machine, without running it.
 
-The step is run on fake tensors, which have shapes and no data, so neither the other machine nor its memory is needed; a
-model of 7 billion parameters is counted on a laptop. Each operator takes its roof on the other machine, so the report
-is a lower bound: the kernel gap is zero, and the launch gap is the cost of eager launches beyond the kernels.
+The step is run on fake tensors, which have shapes and no data. So neither the other machine nor its memory is needed,
+and a laptop can count a model of 7 billion parameters. Each operator takes its roof on the other machine, so the report
+is a lower bound. The kernel gap is zero, and the launch gap is the cost of eager launches beyond the kernels.
 
 For ceilings of a GPU the step uses the operators that PyTorch chooses there (`rooftop.analysis.as_on_gpu`), and
 products use TF32 if PyTorch allows it.
@@ -59,7 +59,7 @@ def predict(
     name: str | None = None,
     **kwargs: Any,
 ) -> Report:
-    """The least time of one step of a model on the machine with these ceilings.
+    """Predict the least time of one step of a model on the machine with these ceilings.
 
     Nothing is computed, and the model does not change, even if a callable holds it. Results that it caches (in a
     `functools.lru_cache`, a global, an attribute of a class) are removed.
@@ -76,8 +76,8 @@ def predict(
     Raises:
         TypeError: `ceilings` is not Ceilings (a machine's name, for example), `optimizer` makes none, `dtype` is not
             floating.
-        InputError: the model does nothing or cannot be copied; it reads values (`.item()`, `nonzero`), which fake
-            tensors do not have; or it has stored fake tensors in a place from which they cannot be removed.
+        InputError: the model does nothing or cannot be copied, reads values (`.item()`, `nonzero`), which fake tensors
+            do not have, or has stored fake tensors in a place from which they cannot be removed.
         ModelRunError: the model raised.
 
     Example:
@@ -147,7 +147,7 @@ def predict(
 
 @dataclass(frozen=True)
 class _CountedStep:
-    """The counts of a step on fake tensors. It holds none of these tensors.
+    """The counts of a step on fake tensors, without any of these tensors.
 
     Attributes:
         ended: the mode that made them; None if the caller's mode is still active.
@@ -173,7 +173,7 @@ def _counted_step(
     loss: Callable[[Any], Tensor] | None,
     dtype: torch.dtype | None,
 ) -> _CountedStep:
-    """Runs a step on fake tensors as a kind of device ("cpu", "cuda") would run it.
+    """Run a step on fake tensors as a kind of device ("cpu", "cuda") would run it.
 
     The caller provides a copy of the context, so that changes of context variables are lost afterwards.
     """
@@ -247,7 +247,8 @@ def _counted(program: Program, tracker: ModuleTracker, on_gpu: bool) -> list[Rec
 
 
 class _DeviceCounting(CountingMode):
-    """Counts what the device does. An optimizer's step counters belong to the host: numbers that fake tensors know."""
+    """Count what the device does. An optimizer's step counters belong to the host, and fake tensors know their
+    numbers."""
 
     def observe(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._locate()[1] == "optimizer":
@@ -298,7 +299,7 @@ def _fake(value: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None) -> Ten
 
 
 class _FakeCopies(TorchFunctionMode):
-    """Copies with fake tensors in place of real ones; references to the same object stay the same.
+    """Copy objects, with fake tensors in place of real ones. References to the same object stay the same.
 
     Parameters, buffers and arguments are cast to `dtype`; other tensors of a module are not, as with `nn.Module.to`.
     """
@@ -355,7 +356,7 @@ _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _DataStays(TorchFunctionMode):
-    """Refuses `tensor.data = ...` on a real tensor of a program: its values could not be restored."""
+    """Refuse `tensor.data = ...` on a real tensor of a program, because its values could not be restored."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _SET_DATA and not isinstance(args[0], FakeTensor):
@@ -367,7 +368,7 @@ class _DataStays(TorchFunctionMode):
 
 
 class _Untouched(TorchDispatchMode):
-    """Leaves a callable's real tensors unchanged.
+    """Keep a callable's real tensors unchanged.
 
     Each gets a fake twin for the operators: `FakeTensorMode` alone computes in-place operators on real tensors.
     Gradients and the state of optimizers are put back at the end.
@@ -381,7 +382,7 @@ class _Untouched(TorchDispatchMode):
         self._twins: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}  # id -> real, fake, its gradient before
         self._states: dict[torch.optim.Optimizer, dict[Any, Any]] = {}
         self._hooks = ExitStack()
-        self._scales = False  # whether an optimizer steps whose numbers scale its steps and decide nothing
+        self._scales = False  # whether an optimizer is stepping, whose numbers only scale its steps and decide nothing
 
     def __enter__(self) -> _Untouched:
         self._hooks.callback(register_optimizer_step_pre_hook(self._optimizer_entering).remove)
@@ -400,7 +401,7 @@ class _Untouched(TorchDispatchMode):
             optimizer.state.update(state)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in self._mode.lift_fns:  # torch.tensor(...): FakeTensorMode makes what is new a fake tensor itself
+        if func not in self._mode.lift_fns:  # torch.tensor(...): FakeTensorMode itself makes new tensors fake
             args, kwargs = tree_map_only(Tensor, self._twin, (args, kwargs))
         if func is torch.ops.aten._local_scalar_dense.default and self._scales and args[0].constant is None:
             return 1.0

@@ -9,8 +9,8 @@ There are several kinds of runs, because each disturbs something (see `instrumen
    cannot be labelled (PyTorch does not run compiled code under a mode): its operators come from the profiler and the
    compiler (see `compiled`).
 
-The first kind is repeated between the others. So all of them see the same machine, and changes of the machine show in
-the interval of the wall time.
+The first kind is repeated between the others. So all kinds see the same machine, and changes of the machine show in the
+interval of the wall time.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ Progress = Callable[[str, float], None]
 
 WARM_UP_STEPS = 2
 COMPILED_WARM_UP_STEPS = 5  # compile, warm up and capture CUDA graphs, forward and backward
-BLOCK_S = 0.25  # of steps in sequence
+BLOCK_S = 0.25  # seconds of steps in sequence
 BLOCKS_S, LEAST_BLOCKS, MOST_BLOCKS = 3.0, 2, 10
 """All blocks together take about this long, with these limits on their number."""
 AGREEMENT, QUIET_BLOCKS = 0.03, 4
 """Later blocks are skipped if the interval of the wall time is at most this wide, relative to it."""
 ALONE_S, LEAST_ALONE, MOST_ALONE = 0.25, 2, 20  # single steps, at each of two moments
 QUEUE_LENGTH = 1000  # a GPU takes about this many launches before the host must wait
-LABELLED_S = 1.5  # labelled runs of a program together, but at least ...
+LABELLED_S = 1.5  # seconds of all labelled runs of a program together, but at least ...
 LEAST_LABELLED, MOST_LABELLED = 3, 9  # ... and at most this many. On a GPU one is enough where it launched the same
 # kernels as the steps without labels: their times are known.
 LONG_LABELLED_S = 4.0  # two are enough after this time
 _measuring = threading.RLock()
-"""Analyses in several threads take turns: they would disturb each other, and a second profiler beside the first ends
+"""Analyses in several threads take turns. They would disturb each other, and a second profiler at the same time ends
 the process with a segmentation fault (PyTorch 2.13)."""
-UNEXPLAINED = 0.01  # of the wall time: kernels that together exceed it by more contradict it
+UNEXPLAINED = 0.01  # share of the wall time; kernels that together exceed the wall time by more contradict it
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Profile:
         device: the device of the step.
         operators: in order of execution.
         wall: wall time of a step in sequence. latency: time of one step alone; None on a CPU, where the two are the
-            same, and if none was run.
+            same, and if no single step was run.
         host_ms: host time to launch a step; None if unknown (a CPU, or a step with so many kernels that the host must
             wait for a free slot in the queue).
         busy_ms: time during which the device works: union of its kernels (GPU), sum of the operators (CPU).
@@ -97,7 +97,7 @@ class Profile:
         compilation: what `torch.compile` did, None if nothing is compiled.
         load: other programs' use of the CPU during the measurement.
         faults: page faults of a plain step. labelled_faults: those of a labelled step. Both are 0 on a GPU.
-        pulse: how fast the CPU was during the measurement; None on a GPU and for a recorded program.
+        pulse: the CPU's speed during the measurement; None on a GPU and for a recorded program.
         otherwise: page faults and time of plain steps that ran later, if their page faults differ from the first ones.
         notes: facts about this measurement that a reader should know.
     """
@@ -158,7 +158,8 @@ def profile_program(
         progress("profiling", 0.3)
         with PlainInstrument(device, _allocated_bytes(program), trace) as plain:
             program.step()
-        if not plain.result.compiled:  # it only contains compiled parts, or may not compile them
+        # it contains compiled parts that are not the target itself, or that it may not compile
+        if not plain.result.compiled:
             graphs = None
         if blocks > LEAST_BLOCKS:
             clock.run_block(BLOCK_S)
@@ -192,7 +193,7 @@ def _kernel_times(program: Program, clock: StepClock, plain: Plain) -> KernelTim
 
 
 def _traced_more_ms(program: Program, clock: StepClock, plain: Plain, times: KernelTimes) -> float | None:
-    """See `Profile.traced_more_ms`. A program that fails here fails only under these answers, so the error is
+    """See `Profile.traced_more_ms`. A program that fails here only fails because of these answers, so the error is
     ignored.
     """
     questions = TracingQuestions()
@@ -221,7 +222,8 @@ def _labelled_runs(
 ) -> tuple[list[Labelled], ModuleTracker, PageFaults]:
     """As many labelled runs as fit into their time, with the tracker and the page faults of the last run.
 
-    On a CPU blocks of plain steps run between the first ones: the two are compared, so both must see the same machine.
+    On a CPU, blocks of plain steps run between the first labelled runs. The two are compared, so both must see the same
+    machine.
 
     Args:
         blocks: largest number of blocks.

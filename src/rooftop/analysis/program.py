@@ -1,4 +1,4 @@
-"""One step of the user's program, which can be run again and again.
+"""One step of the user's program, in a form that can be run repeatedly.
 
 For a module the step is a forward pass without gradients, or (training) forward, backward and, if an optimizer is
 given, its step. Any other callable is called directly. Everything that the step changes is restored afterwards: in a
@@ -38,8 +38,8 @@ class Program:
         compile: compile the target with `torch.compile`: True, or one of its modes ("reduce-overhead").
 
     Raises:
-        TypeError: `target` or `loss` is not callable, or `optimizer` is no optimizer.
-        ValueError: an optimizer or a loss without `train`, or an unsupported device.
+        TypeError: `target` or `loss` is not callable, or `optimizer` is not an optimizer.
+        ValueError: an optimizer or a loss is given without `train`, or the device is not supported.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Program:
         self.optimizer = optimizer
         self._loss = loss
         self._output_gradients: list[Tensor] | None = None
-        self._given: GivenObjects | None = None  # while the program is preserved
+        self._given: GivenObjects | None = None  # set while the program is preserved
         self.notes: list[str] = []
         if self.device.type not in ("cpu", "cuda"):
             raise ValueError(
@@ -102,9 +102,9 @@ class Program:
     def samples(self) -> int | None:
         """The number of samples of a step, from the first argument with tensors; None if unknown.
 
-        A tensor has them in its first dimension. In a list each tensor is one sample if they differ in their first
-        dimensions (sentences, point clouds) or are images (channels, height, width), as for detectors. Otherwise they
-        are parts of one batch (feature maps).
+        A tensor has the samples in its first dimension. In a list each tensor is one sample if they differ in their
+        first dimensions (sentences, point clouds) or are images (channels, height, width), as for detectors. Otherwise
+        they are parts of one batch (feature maps).
         """
         listed = self._listed_samples
         if listed is not None:
@@ -189,7 +189,8 @@ class Program:
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Runs in the right train mode; restores flags, buffers, gradients, arguments and random state at the end."""
+        """A context for runs in the right train mode. At the end it restores flags, buffers, gradients, arguments and
+        random state."""
         devices = [self.device] if self.device.type == "cuda" else []
         gradients = [(tensor, tensor.grad) for tensor in (*self._parameters(), *self._leaves())]
         for tensor, _ in gradients:
@@ -220,7 +221,7 @@ def _compile_mode(compile: bool | str) -> str | None:
 
 @contextmanager
 def _preserved(module: nn.Module | None, train: bool) -> Iterator[None]:
-    """The module in the right mode; its present flags and buffers are restored at the end."""
+    """A context with the module in the right mode. Its present flags and buffers are restored at the end."""
     children = list(module.modules()) if module is not None else []
     flags = [(child, child.training) for child in children]
     buffers = [(child, dict(child._buffers)) for child in children]
@@ -275,7 +276,7 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _repeats_elements(buffer: Tensor) -> bool:
-    """Whether a buffer is expanded: PyTorch does not allow in-place writes to it."""
+    """Whether a buffer is expanded, so that PyTorch does not allow in-place writes to it."""
     if buffer.layout != torch.strided or buffer.is_nested:
         return False
     return any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
@@ -297,7 +298,7 @@ def describe_tensor(tensor: Tensor) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """An error's message in one line; dynamo gives the compiler's exception only in its second line."""
+    """An error's message in one line. (dynamo puts the compiler's exception in the second line.)"""
     first, *rest = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     return f"{first} {rest[0]}" if first.endswith(":") and rest else first
 

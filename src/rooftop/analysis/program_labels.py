@@ -1,4 +1,4 @@
-"""Profiler labels of a watched program, if our profilers begin and end inside them.
+"""Handle the profiler labels of a watched program, when our profilers begin and end inside them.
 
 A label (`torch.profiler.record_function`) that begins under one profiler and ends under the next writes to freed memory
 of the first (seen with PyTorch 2.11 to 2.14: segmentation faults). A program may have labels open at the end of a step:
@@ -22,7 +22,7 @@ from rooftop.hardware.traces import Trace
 
 
 class ProgramLabels:
-    """While active (`with`), knows the open labels of this thread, the only one that our profilers see."""
+    """While active (`with`), know the open labels of this thread, which is the only thread that our profilers see."""
 
     def __init__(self) -> None:
         self._thread = 0
@@ -31,7 +31,8 @@ class ProgramLabels:
 
     def __enter__(self) -> ProgramLabels:
         self._thread = threading.get_ident()
-        if Trace.switching is not nullcontext:  # another one is active, and sees everything that this one would
+        # another instance is active, and sees everything that this one would see
+        if Trace.switching is not nullcontext:
             return self
         self._enter, self._exit = record_function.__enter__, record_function.__exit__
         self._around.enter_context(patch.object(Trace, "switching", self._interrupted))

@@ -1,4 +1,5 @@
-"""The profiler of a watched program: PyTorch has only one, and the program gets it as soon as it wants it.
+"""Give way to a watched program's profiler. PyTorch has only one profiler, and the program gets it as soon as it wants
+it.
 
 A second profiler ends the first one, and the first one's records are lost. If the native result of a profiler is freed
 after another one has begun, the process may end (see `rooftop.hardware.traces`); and the program decides when it frees
@@ -17,7 +18,7 @@ from torch.autograd import profiler
 
 from rooftop.hardware.traces import Trace
 
-PROFILERS = (  # where each begins
+PROFILERS = (  # the methods with which each profiler begins
     (profiler.profile, "_prepare_trace"),
     (profiler.profile, "_start_trace"),
     (profiler.emit_nvtx, "__enter__"),

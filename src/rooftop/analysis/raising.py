@@ -1,4 +1,4 @@
-"""Operators above their roof: they are measured again alone, and if that confirms it, the ceilings are raised.
+"""Measure operators above their roof again, alone. If that confirms the result, the ceilings are raised.
 
 A ceiling is an upper bound. An operator above its roof shows that a ceiling was measured too low, or that its cost or
 its time is wrong. So it is run again alone, on freshly written tensors of its shapes, as in a program. If it is faster
@@ -23,7 +23,7 @@ from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.figures import in_words
 from rooftop.hardware.measuring import keep
 
-ABOVE = 1.005  # times its roof: below that the clock's resolution decides
+ABOVE = 1.005  # times the roof; below that, the clock's resolution decides
 MOST_REPEATED = 24  # operators of one report that are measured again
 REPEATS = 8
 

@@ -1,4 +1,4 @@
-"""The report of a recording: of its steady steps if there were enough, otherwise the best possible one."""
+"""Make the report of a recording: from its steady steps if there were enough, otherwise the best possible one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rooftop.errors import InputError
 from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.sequences import StepTime
 
-FIRST_STEPS = 3  # whose durations a note gives
+FIRST_STEPS = 3  # steps whose durations a note lists
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def recorded_report(
 
     Args:
         recorded: the steps of each marker that led, the coarsest first.
-        measures: the ceilings are this machine's: missing ones are measured, and operators raise them.
+        measures: whether the ceilings are this machine's. If so, missing ones are measured, and operators raise them.
         start_up: the time before the first step, if known.
         needed: number of steps of a complete recording.
         traced: whether a trace was requested. profiled: whether the program used PyTorch's profiler itself.
@@ -116,7 +116,7 @@ def _chosen(recorded: Sequence[Laps], profiled: bool, least: int) -> Laps:
 
 
 def _watched(laps: Laps) -> list[Watched]:
-    """Labelled stretches with an operator in them; the later ones are better examples."""
+    """The labelled stretches that contain an operator; later ones are better examples."""
     candidates = [laps.labelled, [laps.early] if laps.early else [], [laps.whole] if laps.whole else []]
     return next((found for found in candidates if found and found[-1].labelled.records), [])
 
@@ -124,7 +124,8 @@ def _watched(laps: Laps) -> list[Watched]:
 def _of_enough(laps: Laps) -> tuple[StepTime, list[str]]:
     """The wall time of unwatched steps, and a note if it comes from the steps before the profiler.
 
-    These are few. They count if the later ones are slower by more than their variation, since CUPTI stayed attached.
+    There are few of the latter. They count if the later steps are slower by more than the variation, because CUPTI
+    stayed attached.
     """
     after = StepTime.of_loop(laps.steady_ms) if laps.steady_ms else None
     if not laps.steady_before_ms:

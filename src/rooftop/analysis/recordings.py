@@ -72,17 +72,17 @@ from rooftop.hardware.sequences import synchronize
 
 __all__ = ["NEEDED", "Recording", "recording"]
 
-MOST_OPERATORS = 200_000  # of a block without steps: about 1 GB of records
+MOST_OPERATORS = 200_000  # operators of a block without steps: about 1 GB of records
 MOST_EARLIER = 4  # earlier kinds of steps whose laps are kept
 MOST_LAPS = 64  # steps whose host time is kept
 
 
 class _GivenUp(Exception):
-    """Tells instruments that their stage will not be read."""
+    """The exception that tells instruments that their stage will not be read."""
 
 
 _open_recordings: list[Recording] = []
-"""Their effects must be undone in reverse order, so only the last of them may continue for a step."""
+"""Instruments whose effects must be undone in reverse order, so only the last one may continue for a step."""
 
 
 class Recording:
@@ -164,10 +164,11 @@ class Recording:
         return self._open
 
     def close(self) -> None:
-        """End the running stage, as the end of the block does, if a program ends its process inside the block.
+        """End the running stage, as the end of the block does. This is for programs that end their process inside the
+        block.
 
-        From another thread, it waits for nothing, because the program may hang. It gives up the current stage and keeps
-        the steps that have been timed.
+        Called from another thread, this does not wait, because the program may hang. It gives up the current stage and
+        keeps the steps that have been timed.
         """
         if not self._open:
             return
@@ -182,7 +183,8 @@ class Recording:
             self._around.close()
 
     def _abandon(self) -> None:
-        """In a forked process: the program continues without recording, because only the first process reports."""
+        """Called in a forked process, where the program continues without recording, because only the first process
+        reports."""
         self._open, self._stage = False, Stage("off", 0)
         for undo in (self._now, self._around):
             try:
@@ -227,9 +229,7 @@ class Recording:
             self._stage, self._instrument = Stage("unwatched", 1), None
 
     def work_goes_on(self) -> None:
-        """See `step_finding.Watcher`. If an apparent step contains an evaluation of hours, it is not watched to its
-        end.
-        """
+        """See `step_finding.Watcher`. If an apparent step contains a long evaluation, it is not watched to its end."""
         if self._instrument is None or self._stage.name not in ("early", "plain", "labelled", "ranks"):
             return
         self._calls_in_stage += 1
@@ -240,7 +240,8 @@ class Recording:
             self._instrument, self._given_up = None, True
 
     def leader_changes(self) -> None:
-        """See `step_finding.Watcher`. The instruments of the whole first step continue: the step is not over yet."""
+        """See `step_finding.Watcher`. The instruments of the whole first step continue, because the step is not over
+        yet."""
         if self._stage.name != "whole":
             self._end_stage(keep=False)
             self._following = self._planned()[1:]
@@ -253,7 +254,7 @@ class Recording:
         self._step_ended(calls if whole or not self._laps.steps else NO_STEP)
 
     def compiles(self) -> None:
-        """See `step_finding.Watcher`. Code must not be labelled before it is compiled: so nothing is labelled until
+        """See `step_finding.Watcher`. Code must not be labelled before it is compiled, so nothing is labelled until
         compilation is done.
 
         A program that only calls compiled functions has no steps to find: the profiler watches the rest of it.
@@ -271,7 +272,7 @@ class Recording:
                 self._begin()
 
     def _program_profiles(self) -> None:
-        """The program uses PyTorch's profiler itself: our use of it ends and does not start again."""
+        """Called when the program uses PyTorch's profiler itself. Our use of it ends and does not start again."""
         if self._profiles(self._stage.name) and self._thread == threading.get_ident():
             self._now.close()
             self._stage, self._left, self._instrument = Stage("unwatched", 1), 1, None
@@ -285,7 +286,8 @@ class Recording:
 
     @property
     def in_charge(self) -> bool:
-        """Whether this recording may act now: no other is open inside it, and no GPU work is being captured."""
+        """Whether this recording may act now: no other recording is open inside it, and no GPU work is being
+        captured."""
         if not self._open or _open_recordings[-1] is not self:
             return False
         return self._device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
@@ -319,7 +321,7 @@ class Recording:
         unusual |= self._given_up
         laps.repeats += unusual
         self._left -= not unusual
-        if name == "warm" and not self._left and self._graphs.graphs:  # it compiled in them
+        if name == "warm" and not self._left and self._graphs.graphs:  # the program compiled in these steps
             self._left = max(0, COMPILED_WARM_UP - laps.steps)
         if name == "ranks" and self._left:
             self._instrument.step_ended()
@@ -333,7 +335,7 @@ class Recording:
         return not coarsest and self._laps.steps < 2
 
     def _began_step(self) -> float:
-        finer = sum(laps.steps for laps in self._earlier)  # too many for one accumulation: another phase
+        finer = sum(laps.steps for laps in self._earlier)  # too many for one accumulation, so it is another phase
         is_first = self._laps.steps == 1 and finer <= MOST_INNER_STEPS
         began_at = self._finder.began_at if self._finder is not None and is_first else None
         return began_at or self._step_began
@@ -463,7 +465,7 @@ class Recording:
 
     @property
     def _recorded(self) -> list[Laps]:
-        """By the marker that led: the last one, which is the coarsest, first."""
+        """The recorded steps of each leading marker. The last marker, which is the coarsest, comes first."""
         return [self._laps, *reversed(self._earlier)]
 
     def _made_report(self) -> Report:
@@ -521,7 +523,7 @@ class Recording:
         )
 
     def _start_up(self) -> StartUp | None:
-        """None if no step began that can be separated from the work before it."""
+        """The start-up; None if no step began that can be separated from the work before it."""
         began_at = self._finder.began_at if self._finder is not None else None
         if began_at is None:
             return None
@@ -556,12 +558,13 @@ def recording(
             ceilings that the program needs (cached), and raises those that an operator has surpassed.
         name: the program's name in the report.
         trace: also write the profiler's trace of one step to this file, for Perfetto (if there are enough steps).
-        find_steps: the block does not call `step()`: its steps are found (see `step_finding`).
-        one_of_ranks: the block runs in each of several processes; some steps are watched for communication.
+        find_steps: find the steps (see `step_finding`), for a block that does not call `step()`.
+        one_of_ranks: whether the block runs in each of several processes. If so, some steps are watched for
+            communication.
 
     Raises:
         TypeError: `module` is not a module, or `ceilings` is not Ceilings.
-        ValueError: no such device here, or the trace cannot be written.
+        ValueError: the device is not on this machine, or the trace cannot be written.
         CeilingsFileError: the ceilings are for another kind of device.
 
     Example:

@@ -1,9 +1,9 @@
-"""Recorded calls repeated alone, on other data, unchanged or in another dtype, layout or size.
+"""Repeat recorded calls alone, on other data, unchanged or in another dtype, layout or size.
 
 On a GPU the profiler times the operators' kernels; all calls share one session of it. Before each run the tensors are
 created again, so a call finds freshly written inputs, as in a program. On a CPU it is the host's clock, and a call may
-take a thousand times as long as it did (bfloat16 without processor instructions for it). So a slow call runs once, and
-after `MOST_SECONDS` no other begins.
+take a thousand times as long as it did (bfloat16 without processor instructions for it). So a slow call runs only once,
+and no call begins after `MOST_SECONDS`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from rooftop.hardware.defaults import usual_defaults
 from rooftop.hardware.kernel_times import Variant, kernel_times
 
 REPEATS = 4
-MOST_BYTES = 0.4  # of the free memory, for one call
-MOST_SECONDS = 1.0  # on a CPU, for all calls of one question together
-SLOW_MS = 100.0  # on a CPU: its first run is warm enough
+MOST_BYTES = 0.4  # share of the free memory, for one call
+MOST_SECONDS = 1.0  # on a CPU, seconds for all calls of one question together
+SLOW_MS = 100.0  # on a CPU, such a call's first run is warm enough
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Form:
     Attributes:
         dtype: replaces its floating-point dtypes; None: unchanged.
         channels_last: images and convolution weights are channels last; else their layout is unchanged. An image of one
-            pixel has no layout, and PyTorch treats maps averaged to one pixel as channels first.
+            pixel counts as channels first, because PyTorch treats maps averaged to one pixel so.
         multiple: sides of matrices and lengths of vectors are rounded up to a multiple of it.
     """
 
@@ -166,7 +166,7 @@ def tensor_like(spec: TensorSpec, form: Form, device: torch.device) -> Tensor:
     """A tensor with the same shape and layout, except for the form's changes: zeros for integers, random floating-point
     numbers.
 
-    On a CPU they are all equal: calls are as fast with them, and drawing random numbers would take longer than most
+    On a CPU, all numbers are equal: calls are as fast with them, and drawing random numbers would take longer than most
         calls.
     """
     kind = form.dtype if form.dtype is not None and spec.dtype.is_floating_point else spec.dtype
@@ -214,7 +214,7 @@ Make = Callable[[TensorSpec], Tensor]
 
 
 def _batch_norm(spec: CallSpec, make: Make) -> tuple[Callable[[], Tensor], list[Tensor]]:
-    """Weights and running statistics are present if they were, in the dtype that autocast leaves them."""
+    """Weights and running statistics are present if they were before, in the dtype in which autocast leaves them."""
     x = make(spec["input"])
 
     def given(name: str) -> Tensor | None:
@@ -225,16 +225,17 @@ def _batch_norm(spec: CallSpec, make: Make) -> tuple[Callable[[], Tensor], list[
     mean, variance = given("running_mean"), given("running_var")
     weight = given("weight")
     bias = weight if backward else given("bias")
-    if backward and bias is not None:  # it takes no parameter, but returns its gradient
+    if backward and bias is not None:  # it does not take the parameter, but returns its gradient
         bias = torch.ones_like(bias)
-    training = next((spec[name] for name in ("training", "train") if name in spec), True)  # cuDNN's: always
+    # always present in cuDNN's operator
+    training = next((spec[name] for name in ("training", "train") if name in spec), True)
     inputs = [tensor for tensor in (x, weight, bias) if tensor is not None]
     return lambda: batch_norm(x, mean, variance, weight, bias, training), inputs
 
 
 def _attention(spec: CallSpec, make: Make) -> tuple[Callable[[], Tensor], list[Tensor]]:
     tensors = [item for item in spec.args if isinstance(item, TensorSpec)]
-    first = 1 if spec.name.endswith("_backward") else 0  # after the gradient
+    first = 1 if spec.name.endswith("_backward") else 0  # its place is after the gradient
     query, key, value = (make(item) for item in tensors[first : first + 3])
     options = {"is_causal": spec["is_causal"], "dropout_p": spec["dropout_p"]}
     return lambda: scaled_dot_product_attention(query, key, value, **options), [query, key, value]

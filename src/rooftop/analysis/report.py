@@ -32,7 +32,8 @@ FORMAT = 1
 
 @dataclass(frozen=True, repr=False)
 class Report(ReportContents):
-    """The result of `rooftop.analyze`, as a table, JSON and HTML. Its attributes are those of `ReportContents`."""
+    """The result of `rooftop.analyze`, which can be shown as a table, JSON and HTML. Its attributes are those of
+    `ReportContents`."""
 
     def table(self, rows: int = 12) -> str:
         """The summary, the opportunities and the `rows` slowest operators as text."""
@@ -61,7 +62,7 @@ class Report(ReportContents):
         """Read the report from the result of `to_dict`.
 
         Raises:
-            ValueError: not a report, or of another format version.
+            ValueError: the data are not a report, or have another format version.
         """
         if "levels" in plain and "flops" in plain:
             raise ValueError("it holds ceilings of a machine; reports are what `rooftop analyze --json FILE` writes")
@@ -138,7 +139,8 @@ class Report(ReportContents):
         except MissingExtraError:
             return f"<pre>{html.escape(self.table())}</pre>"
         style = "width: 100%; height: 48rem; border: 1px solid #8884"
-        source = page.replace("&", "&amp;").replace('"', "&quot;")  # enough for an attribute; html.escape adds 1 MB
+        # escaping enough for an attribute; html.escape would add 1 MB
+        source = page.replace("&", "&amp;").replace('"', "&quot;")
         return f'<iframe title="Rooftop report" sandbox="allow-scripts" srcdoc="{source}" style="{style}"></iframe>'
 
 

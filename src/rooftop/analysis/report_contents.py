@@ -85,7 +85,7 @@ class ModuleNode:
         """The module at a path such as "layer1.0.conv1".
 
         Raises:
-            KeyError: there is none.
+            KeyError: there is no such module.
         """
         node = self
         for part in path.split(".") if path else ():
@@ -113,7 +113,7 @@ class Gaps:
 
 @dataclass(frozen=True)
 class Advice:
-    """A change that would make the step faster, its gain, and the evidence.
+    """A change that would make the step faster, with its gain and the evidence.
 
     Attributes:
         gain_ms: gain of a step in sequence. low_ms, high_ms: its interval from the noise of the wall time, None if
@@ -175,8 +175,8 @@ class Summary:
         wall_low_ms, wall_high_ms: its interval: the fastest steps, and the median.
         latency_ms: time of one step alone, from an idle device to the end of its work: the waiting time of one request.
         latency_low_ms, latency_high_ms: its interval.
-        disturbed: other programs used resources that this one needed, or its times were not reproduced (a note says
-            which).
+        disturbed: whether other programs used resources that this one needed, or its times were not reproduced (a note
+            says which).
 
     Fields that older reports lack are None.
     """
@@ -217,7 +217,7 @@ class Summary:
 
 
 DEVICE_BOUND = 0.9
-"""A device that works for this part of the wall time sets the pace."""
+"""A device that works for at least this part of the wall time sets the pace."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -233,7 +233,7 @@ class ReportContents:
         memory: (ms since the step began, allocated bytes) and `peak_bytes`.
         compilation: what `torch.compile` did, None if nothing is compiled.
         ranks: ranks of a distributed step, None in a single process; the rest is then about rank 0.
-        predicted: nothing was measured: each operator takes its roof (see `rooftop.predict`).
+        predicted: whether nothing was measured, and each operator takes its roof (see `rooftop.predict`).
         notes: facts about the measurement that a reader should know.
     """
 

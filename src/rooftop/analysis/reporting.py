@@ -1,4 +1,4 @@
-"""A finished report from the measurements: rows, tree, gaps, coverage and advice."""
+"""Make a finished report from the measurements: rows, tree, gaps, coverage and advice."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def _drifted(profile: Profile) -> list[str]:
 
 
 def _noise(profile: Profile, ceilings: Ceilings) -> list[str]:
-    """What the report cannot claim because the times of a step were not reproduced."""
+    """Notes about what the report cannot claim, because the times of a step were not reproduced."""
     wall, slowed, drifted = profile.wall, _slowed(profile, ceilings), _drifted(profile)
     faults_ms = profile.faults.step_ms(torch.get_num_threads())
     if not (_crowded(profile) or slowed or drifted or faults_ms > NOISY * wall.ms) and wall.spread <= NOISY:
@@ -231,7 +231,7 @@ def _coverage(rows: Sequence[OperatorRow], profile: Profile) -> float:
 
 
 def _thinned(curve: list[tuple[float, int]], points: int) -> list[tuple[float, int]]:
-    """About `points` points of a step curve; the lowest and the highest of each stretch are kept."""
+    """Reduce a step curve to about `points` points. The lowest and the highest point of each stretch are kept."""
     if len(curve) <= points:
         return curve
     stretch = -(-2 * len(curve) // points)

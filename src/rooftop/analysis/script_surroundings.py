@@ -1,7 +1,7 @@
-"""A script's environment while it runs: arguments, module path, current folder, output, stack size.
+"""Set up a script's environment while it runs: arguments, module path, current folder, output, stack size.
 
 The report is created when the script's last line has run, in the earlier folder and with the earlier output. Then the
-script's environment returns, since its threads and exit functions may still run.
+script's environment is restored, since its threads and exit functions may still run.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _is_open(stream: Any) -> bool:
     try:
         stream.flush()
         return not stream.closed and os.fstat(stream.fileno()) is not None
-    except UnsupportedOperation:  # it has no file
+    except UnsupportedOperation:  # the stream has no file
         return True
     except (ValueError, OSError, AttributeError):
         return False
@@ -93,7 +93,7 @@ def _is_open(stream: Any) -> bool:
 
 @contextmanager
 def room_below() -> Iterator[None]:
-    """The script has as many stack frames as it would have alone."""
+    """Give the script as many stack frames as it would have alone."""
     limit, depth = sys.getrecursionlimit(), len(inspect.stack(0))
     sys.setrecursionlimit(limit + depth)
     try:
@@ -104,7 +104,7 @@ def room_below() -> Iterator[None]:
 
 
 def end_of_child(main: ModuleType, status: int) -> NoReturn:
-    """Ends the process as Python does: threads end, exit functions run, open files are written."""
+    """End the process as Python does: threads end, exit functions run, open files are written."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()

@@ -1,7 +1,7 @@
-"""A Python script, run unchanged and recorded: `rooftop analyze train.py -- --epochs 1`.
+"""Run a Python script unchanged and record it: `rooftop analyze train.py -- --epochs 1`.
 
-The script must not notice: its output, its random numbers, its exit status and its end do not change. A report is
-created however the script ends, also by `os._exit` and by Ctrl-C, if enough steps were recorded.
+The script must not notice: its output, its random numbers, its exit status and its end do not change. However the
+script ends, even by `os._exit` or Ctrl-C, a report is created if enough steps were recorded.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from rooftop.hardware.traces import let_profiler_say_its_word
 
 @dataclass(frozen=True)
 class ScriptRun:
-    """How a script ended, and its recording.
+    """The end of a script, and its recording.
 
     Attributes:
-        report: None if too little ran, and on all ranks but the first.
+        report: None if too little ran, and on all ranks except the first.
         status: its exit status.
-        problem: in one line, why it failed, or why there is no report; "" if neither.
+        problem: one line about why it failed or why there is no report; "" if neither applies.
         error: the exception that it raised; KeyboardInterrupt means Ctrl-C.
         traceback: Python's output for the error; "" if the script's own `sys.excepthook` has printed it.
         resume: restores the environment as the script left it (`sys.argv`, `sys.path`, `sys.stdout`, the current
@@ -70,7 +70,7 @@ def analyze_script(
         path: the script. arguments: its `sys.argv[1:]`. device, ceilings, trace: as for `rooftop.recording`.
 
     Raises:
-        InputError: no such file, or no operator of PyTorch ran in it.
+        InputError: there is no such file, or no operator of PyTorch ran in it.
         ModelRunError: the script raised, or ended with an exit status other than 0.
     """
     run = run_script(path, arguments, device=device, ceilings=ceilings, trace=trace)
@@ -99,7 +99,7 @@ def run_script(
         The other arguments: see `analyze_script`.
 
     Raises:
-        InputError: no such file.
+        InputError: there is no such file.
     """
     script = Path(path)
     if not script.is_file():
@@ -118,7 +118,7 @@ def run_script(
     end_process = os._exit
 
     def exit_now(status: int) -> NoReturn:
-        """Like `os._exit`, which runs no `finally` and no `atexit`, but reports first."""
+        """Report, then end like `os._exit`, which runs neither `finally` nor `atexit`."""
         if os.getpid() == process and recorded.is_open:
             try:
                 recorded.close()
@@ -142,7 +142,7 @@ def run_script(
             (status, problem), error, told = _status(end, script), end, True
         except KeyboardInterrupt as interrupted:
             status, problem, error = 130, "interrupted", interrupted
-        except BaseException as raised:  # also asyncio.CancelledError and others that are no Exception
+        except BaseException as raised:  # includes asyncio.CancelledError and others that are not an Exception
             status, error = 1, raised
             problem = f"{script} raised {type(raised).__name__}: {_said(raised)}{_line(raised, script)}"
         if error is not None and not told and sys.excepthook is not hook:
@@ -181,7 +181,7 @@ def _status(end: SystemExit, script: Path) -> tuple[int, str]:
         return status, f"{script} ended with exit status {status}" if status else ""
     try:
         said = str(end.code)
-    except Exception as error:  # Python prints nothing then
+    except Exception as error:  # Python prints nothing in that case
         said = f"its exit value cannot be printed ({type(error).__name__})"
     return 1, f"{script} ended with exit status 1: {said}"
 
@@ -222,11 +222,11 @@ def _device_of_rank(device: torch.device | str | None) -> torch.device | str | N
 
 
 def _run(script: Path, one_of_ranks: bool) -> None:
-    """Run it. A process that the script forked ends here: only the first process reports.
+    """Run the script. A process that the script forked ends here, because only the first process reports.
 
     Args:
-        one_of_ranks: its variables go with its end: users of a process group must end before the group (see
-            `process_groups_kept`).
+        one_of_ranks: whether it is one of several ranks. Its variables are then deleted at its end, because users of a
+            process group must end before the group (see `process_groups_kept`).
     """
     process = os.getpid()
     status = 1

@@ -1,10 +1,10 @@
-"""Contexts of the program that begin in one stage of a recording and end in another.
+"""Let contexts of the program begin in one stage of a recording and end in another.
 
 A recording enters a dispatch mode for a labelled step and removes it afterwards, possibly from below the program's own
 contexts. PyTorch expects contexts to exit in reverse order of their entry. Two of them would fail:
 
-    torch.inference_mode    puts back which modes are asked as that was at its beginning
-    TorchDispatchMode       takes away whichever mode is the last one, and puts back flags as they were
+    torch.inference_mode restores the set of asked modes from its beginning TorchDispatchMode removes whichever mode is
+    the last one, and restores earlier flags
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @contextmanager
 def modes_settled() -> Iterator[None]:
-    """Lets inference mode and dispatch modes, ours and the program's, end in any order inside the block."""
+    """Let inference mode and dispatch modes, ours and the program's, end in any order inside the block."""
     inference_exit, mode_exit = torch.inference_mode.__exit__, TorchDispatchMode.__exit__
 
     def inference_settled(self: torch.inference_mode, *error: Any) -> None:

@@ -1,15 +1,15 @@
-"""The work of a recording in each step, and what it keeps of the steps of one kind.
+"""The stages of a recording: its work in each step, and the data that it keeps of the steps of one kind.
 
     step of a script        1      2      3     4      5-7       8         9 and on
                             whole  early  warm  plain  labelled  settling  timed
 
 `whole` and `early` are labelled: the report is based on them if no more steps follow. `warm` lets caches settle,
 `plain` runs under the profiler alone, `labelled` steps give each operator's time, `settling` lets the host run ahead
-again, and `timed` steps are undisturbed. If the program compiles, its first steps are not watched. If it is one of
-several ranks, a few more steps run under the profiler (`ranks`). Ranks on GPUs use NCCL, and then CUPTI stays attached
-after the profiler (see `hardware.cupti`) and slows later steps. So some steps are timed `before` the profiler begins. A
-step that does more than the others, such as the last one before an evaluation, is not typical. It is not timed, and a
-watched stage that includes it is repeated.
+again, and `timed` steps are undisturbed. If the program compiles, its first steps are not watched. If the program is
+one of several ranks, a few more steps run under the profiler (`ranks`). Ranks on GPUs use NCCL, and then CUPTI stays
+attached after the profiler (see `hardware.cupti`) and slows later steps. So some steps are timed `before` the profiler
+begins. A step that does more than the others, such as the last one before an evaluation, is not typical. It is not
+timed, and a watched stage that includes it is repeated.
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ from rooftop.analysis.profiling import COMPILED_WARM_UP_STEPS
 from rooftop.hardware.page_faults import NO_FAULTS, PageFaults, page_faults
 
 LABELLED = 3
-LONG_LABELLED_MS = 2000.0  # if a labelled step takes longer, there is one of these
+LONG_LABELLED_MS = 2000.0  # if a labelled step takes longer, there is only one labelled step
 WARM_UP = 3  # steps before the first counted one: allocators, autotuners
 COMPILED_WARM_UP = 1 + COMPILED_WARM_UP_STEPS  # if something is compiled in them
 LEAST_TIMED, TIMED_STEPS, TIMED_SECONDS = 3, 1000, 10.0  # undisturbed steps: at least, and until either is reached
 NEEDED = WARM_UP + 1 + LABELLED + 1 + LEAST_TIMED
 """Number of steps of a complete recording (more if the program compiles, or is one of several ranks)."""
-RANK_STEPS = 6  # of a rank under the profiler
+RANK_STEPS = 6  # steps of a rank under the profiler
 BEFORE_STEPS, BEFORE_SECONDS = 6, 2.0  # undisturbed steps before a profiler that stays: until either is reached
-MOST_REPEATS = 5  # of watched steps that differed from the others
+MOST_REPEATS = 5  # repetitions of watched steps that differed from the others
 
-MOST_MODULE_CALLS = 3_000  # from outside any module, in one watched stage: the profiler keeps 50 kB of a small one
+# calls from outside any module in one watched stage; the profiler keeps 50 kB for a small call
+MOST_MODULE_CALLS = 3_000
 LONG_STAGE_S, LONG_STAGE_LAPS = 10.0, 20  # a watched stage longer than both, the latter in usual steps, is not a step
 
 UNDISTURBED = ("warm", "before", "settling", "timed")
 Calls = tuple[int, int]
-"""Calls of modules and of backward in a step: they distinguish a step with an evaluation from one without."""
+"""Calls of modules and of backward in a step, which distinguish a step with an evaluation from one without."""
 NO_STEP: Calls = (-1, -1)
-"""A stretch between two steps that contains other work, for example between the end of one training and the begin of
-another.
+"""Marks a stretch between two steps that contains other work, such as that between the end of one training and the
+beginning of another.
 """
 
 
@@ -64,10 +65,10 @@ def stages(*, found: bool, compiled: bool, ranks: bool, stays: bool = False) -> 
     """The stages of the steps, from the first one on.
 
     Args:
-        found: the steps were found, not reported by the program: only then is it known at the first step whether the
-            program compiles.
+        found: whether the steps were found instead of reported by the program. Only then is it known at the first step
+            whether the program compiles.
         compiled: something is compiled. ranks: this is one of several ranks.
-        stays: once a profiler has begun, CUPTI stays attached: so it begins late.
+        stays: whether CUPTI stays attached once a profiler has begun. If so, the profiler begins late.
     """
     first = "unwatched" if compiled or stays else "whole"
     warm_up = COMPILED_WARM_UP if compiled else WARM_UP
@@ -181,7 +182,7 @@ class Laps:
 
 
 class StepClock:
-    """Times steps from mark to mark. It never waits for the device: on a GPU the marks are events of its stream.
+    """Time steps from mark to mark. This never waits for the device: on a GPU the marks are events in its stream.
 
     A host that runs ahead of its GPU passes some marks early and is held up at others. The GPU passes each mark after
     the work before it.

@@ -1,16 +1,16 @@
-"""Finds where the steps of a program end if the program does not mark them.
+"""Find the ends of a program's steps if the program does not mark them.
 
 The program's events are counted as they occur. The coarsest marker so far leads, and each of its ends is the end of a
 step:
 
-    OPTIMIZER   `Optimizer.step`, also where a GradScaler skips it
-    BACKWARD    `loss.backward()`: a loop that updates its weights by hand
+    OPTIMIZER `Optimizer.step`, even if a GradScaler skips it
+    BACKWARD `loss.backward()`, for a loop that updates its weights by hand
     GRADIENT    `torch.autograd.grad`: the same
     CALL        the call of a module with parameters, from outside any module: inference
     BARE_CALL   the call of a module without parameters
 
-A marker of a higher level takes the lead when it first occurs: a program that evaluates before it trains is judged by
-its training. Of several optimizers the first leads, unless another one steps once for several of its steps (a critic
+A marker of a higher level takes the lead when it first occurs. So a program that evaluates before it trains is judged
+by its training. Of several optimizers the first leads, unless another one steps once for several of its steps (a critic
 that trains five times as often as a generator).
 
 Module calls are seen through `nn.Module.__call__`, not through hooks: global hooks would be compiled into the program's
@@ -38,9 +38,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from rooftop.analysis.optimizer_labels import optimizer_ends
 from rooftop.hardware.module_paths import inner_modules, own_parameters
 
-MOST_INNER_STEPS = 16  # of the leading marker in one step of a coarser one; more is an epoch
+MOST_INNER_STEPS = 16  # steps of the leading marker in one step of a coarser marker; more would be an epoch
 MOST_THREADS = 16  # kept by name; a program may start new threads at each step
-FORGOTTEN_AFTER = 24  # markers of another optimizer without one of the leading: the program has continued without it
+# if another optimizer has this many steps and the leading one none, the program has continued without the leading one
+FORGOTTEN_AFTER = 24
 
 
 class Level(IntEnum):
@@ -61,13 +62,13 @@ class Watcher(Protocol):
         """Whether it wants reports now; other events are forgotten."""
 
     def work_begins(self, compiled: bool) -> None:
-        """The first call of a module begins; `compiled`: by `torch.compile`."""
+        """The first call of a module begins. `compiled`: whether it is compiled by `torch.compile`."""
 
     def work_goes_on(self) -> None:
         """A call of a module begins, from outside any module."""
 
     def leader_changes(self) -> None:
-        """A coarser marker has occurred: the steps so far were only parts of one. `step_ends` follows."""
+        """A coarser marker has occurred, so the steps so far were only parts of a step. `step_ends` follows."""
 
     def step_ends(self, calls: tuple[int, int], whole: bool) -> None:
         """A step ends. `calls`: calls of modules with parameters and of backward since the last step. `whole`: whether
@@ -98,10 +99,10 @@ class StepFinder:
         self._calls = [0, 0]
         self._first_call_at: float | None = None
         self._first_training_at: float | None = None
-        self._parameters = WeakIdKeyDictionary()  # module -> whether it has any
+        self._parameters = WeakIdKeyDictionary()  # module -> whether it has parameters
         self._optimizing = 0
         self._optimizer_steps = 0
-        self._stepped: torch.optim.Optimizer | None = None  # it has, and its label has not ended yet
+        self._stepped: torch.optim.Optimizer | None = None  # the optimizer has stepped, and its label has not ended yet
         self._led = 0  # steps of the leading marker
         self._others = (
             WeakIdKeyDictionary()
@@ -151,7 +152,7 @@ class StepFinder:
         return wraps(original)(__call__)
 
     def _called(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A call from outside any module; for other threads, and for recomputation in backward, only the time
+        """Handle a call from outside any module. For other threads, and for recomputation in backward, only the time
         counts.
         """
         thread = threading.get_ident()
@@ -169,7 +170,7 @@ class StepFinder:
                 name = threading.current_thread().name
                 is_known = name in self.threads or len(self.threads) < MOST_THREADS
                 self.threads[name if is_known else ""] += time.thread_time() - cpu_s
-        if level is not None and not self._optimizing:  # in a closure it is part of the optimizer's step
+        if level is not None and not self._optimizing:  # inside a closure, backward is part of the optimizer's step
             self._marked(level, module)
         return output
 
@@ -218,7 +219,8 @@ class StepFinder:
         return step
 
     def _compiling(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A module that imports it by name (`from torch import compile`) keeps it longer than we listen to it."""
+        """The replacement of `torch.compile`. A module that imports it by name (`from torch import compile`) keeps it
+        longer than we need it."""
         known = weakref.ref(self)
 
         @wraps(original)

@@ -1,4 +1,4 @@
-"""A report as text for the terminal: summary, gaps, opportunities, slowest operators."""
+"""Show a report as text for the terminal: summary, gaps, opportunities, slowest operators."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rooftop.analysis.ranks.merging import Ranks
 from rooftop.analysis.report_contents import Advice, Compilation, OperatorRow, ReportContents
 
 WIDTH = 110
-PARTS = (  # of the wall time, in the order in which they stack up; with the colour of their bar
+PARTS = (  # parts of the wall time, in the order in which they stack up, with the colours of their bars
     ("roof", "fused_roof_ms", "green", "inputs, parameters, outputs moved once; all flops"),
     ("fusion headroom", "fusion_headroom_ms", "cyan", "intermediates that go through memory"),
     ("kernel gap", "kernel_gap_ms", "yellow", "kernels slower than this machine allows"),
@@ -119,7 +119,7 @@ def _advice(report: ReportContents) -> Table:
 
 
 def _gain(item: Advice) -> str:
-    """The gain, with its interval if the two ends have different texts."""
+    """The gain, with its interval if its two ends are shown differently."""
     gain, low, high = (time_text(ms) if ms is not None else "" for ms in (item.gain_ms, item.low_ms, item.high_ms))
     return gain if not low or not high or low == high else f"{gain}\n{low} to\n{high}"
 

@@ -1,11 +1,11 @@
-"""What a program does differently while it is compiled, or captured into a CUDA graph.
+"""Find out what a program does differently while it is compiled or captured into a CUDA graph.
 
-A program may ask whether it is, and then run other operators. For example, transformers omits an attention mask that
-masks nothing, but not if looking at it would break the capture; and attention with a mask is slower. Advice to compile
-or to capture must take this into account. So this module notices whether a program asks, and if it does, some steps run
-with "yes" as the answer.
+A program may ask PyTorch whether it is being compiled or captured, and then run other operators. For example,
+transformers omits an attention mask that masks nothing, but not if looking at it would break the capture; and attention
+with a mask is slower. Advice to compile or to capture must take this into account. So this module notices whether a
+program asks, and if it does, some steps run with "yes" as the answer.
 
-PyTorch itself asks as well (its optimizers refuse to be captured unprepared): it gets the true answer. A program with
+PyTorch itself asks as well (its optimizers refuse to be captured unprepared), and gets the true answer. A program with
 compiled parts is not watched: the replaced functions would be compiled into them, in a separate graph.
 """
 
@@ -38,7 +38,7 @@ class TracingQuestions:
 
     @contextmanager
     def noticed(self) -> Iterator[None]:
-        """Answers truthfully, and notes that the program asked."""
+        """Answer truthfully, and note that the program asked."""
 
         def notice(original: Callable[..., bool], *args: Any) -> bool:
             self.asked = True
@@ -49,7 +49,7 @@ class TracingQuestions:
 
     @contextmanager
     def affirmed(self) -> Iterator[None]:
-        """Tells the program that it is compiled and captured."""
+        """Tell the program that it is being compiled and captured."""
         with _answered(lambda original, *args: True):
             yield
 

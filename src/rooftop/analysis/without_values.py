@@ -1,9 +1,9 @@
-"""Library functions that read values, with answers for fake tensors, which have none.
+"""Replacements for library functions that read values, with answers for fake tensors, which have no values.
 
 | function | why it looks | for fake tensors |
 |---|---|---|
 | `torch.nn.init.trunc_normal_` | draws until all values fit | draws nothing, as for meta tensors |
-| transformers' `find_packed_sequence_indices` | several sequences in a row need a mask of their own | one |
+| transformers' `find_packed_sequence_indices` | several sequences in a row need a separate mask | one |
 | `_ctc_loss`, and backward | the longest target has as many states in its table | padded targets, or their mean |
 | `coalesce` of sparse tensors | equal indices become one | all are different, as costs count indices |
 | `to_sparse` of dense ones, sparse times sparse | what is not 0 is stored | refused, like `nonzero` |
@@ -80,7 +80,7 @@ def _thnn_fused_lstm_cell(input_gates: Tensor, hidden_gates: Tensor, cx: Tensor,
 
 
 def _clone(source: Tensor, **memory_format: Any) -> Tensor:
-    """PyTorch's own stores nothing in the clone of a sparse fake tensor."""
+    """Clone a sparse fake tensor. PyTorch's own function stores nothing in the clone."""
     if source.layout == torch.sparse_coo:
         return _of_the_same_entries(source, source.is_coalesced())
     made: Tensor = torch.ops.aten.clone.default(source, **memory_format)

@@ -185,7 +185,7 @@ class Geometry:
 
     @cached_property
     def needs(self) -> PageNeeds:
-        """The pages that each page needs. Files before version 3 do not state this, so all their pages are read once."""
+        """The pages that each page needs. Files before version 3 do not state this, so all pages are read once."""
         if self._stored_needs is not None:
             return self._stored_needs
         fine, coarse = [], []

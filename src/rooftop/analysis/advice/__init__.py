@@ -1,7 +1,7 @@
 """Changes that would make the step faster, and their gains: computed from measurements, never fixed texts.
 
-Each rule reads the measured operators, predicts a gain in ms and names its evidence. Gains are predicted one at a time;
-two that save the same time (fusion and a faster kernel) do not add up. A gain that the noise of the wall time could
+Each rule reads the measured operators, predicts a gain in ms and names its evidence. Gains are predicted one at a time.
+Two that save the same time (fusion and a faster kernel) do not add up. A gain that the noise of the wall time could
 hide is not offered.
 """
 
@@ -20,7 +20,7 @@ from rooftop.analysis.report_contents import Advice
 
 
 def advise(findings: Findings) -> list[Advice]:
-    """All useful advice, by falling gain, each with its interval from the noise."""
+    """All useful advice, by falling gain. Each gain has an interval that follows from the noise."""
     advice = [item for rule in RULES for item in rule(findings)]
     least_ms = max(LEAST_GAIN * findings.summary.wall_ms, findings.noise_ms)
     worth_it = [_with_interval(item, findings) for item in advice if item.gain_ms >= least_ms]

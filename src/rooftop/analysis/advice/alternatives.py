@@ -1,5 +1,5 @@
-"""Operators of a step in another dtype, layout or kernel, timed on this machine during the analysis: advice promises
-only measured gains.
+"""Time operators of a step in another dtype, layout or kernel, on this machine during the analysis, so that advice only
+promises measured gains.
 
 How much faster a convolution, a batch norm, a matrix product or an attention is in bfloat16 or channels last depends on
 the libraries' kernels, and no model of the hardware predicts it. So each is repeated alone, on random data of the same
@@ -23,7 +23,7 @@ from rooftop.analysis.report_contents import OperatorRow
 from rooftop.cost import CallSpec, TensorSpec
 from rooftop.hardware.kernel_times import Variant, kernel_times
 
-MOST_TIME, MOST_CALLS = 0.95, 40  # share of the operators' time, and number of calls, that are timed again
+MOST_TIME, MOST_CALLS = 0.95, 40  # limits of what is timed again: share of the operators' time, and number of calls
 
 
 def repeated_ratios(
@@ -31,11 +31,12 @@ def repeated_ratios(
 ) -> dict[CallSpec | None, float]:
     """For recorded calls, the time in another dtype or layout divided by the original time.
 
-    It times the longest calls, at most `MOST_CALLS`, together `MOST_TIME` of the time; others get the mean ratio of
-    their kind (see `_kind`). If no call of its kind could be timed, a call keeps its time: no gain is promised.
+    It times the longest calls: at most `MOST_CALLS`, which together take `MOST_TIME` of the time. Others get the mean
+    ratio of their kind (see `_kind`). If no call of a kind could be timed, its calls keep their times, so no gain is
+    promised.
 
     Args:
-        operators: those of other kinds than `_TIMED_AGAIN` are ignored.
+        operators: recorded operators; kinds other than those in `_TIMED_AGAIN` are ignored.
         form: the other dtype or layout.
         device: the device on which they are timed.
     """
@@ -62,7 +63,8 @@ def repeated_ratios(
 
 
 def _kind(spec: CallSpec) -> tuple[str, bool, bool]:
-    """Groups calls that gain about the same in another format: (operator, grouped, pointwise) for convolutions."""
+    """The kind of a call: calls of one kind gain about the same in another format. It is (operator, grouped, pointwise)
+    for convolutions."""
     weight = spec["weight"] if "convolution" in spec.name else None
     if not isinstance(weight, TensorSpec):
         return spec.name, False, False
@@ -136,7 +138,7 @@ def _layer_norm_of(row: OperatorRow) -> tuple[bool, int, int, int, str]:
 
 @lru_cache(maxsize=256)
 def _layer_norm_ms(backward: bool, rows: int, columns: int, parameters: int, dtype: str) -> float:
-    """On a GPU; see `layer_norms_ms`."""
+    """Times on a GPU; see `layer_norms_ms`."""
     from rooftop.kernels import layer_norm
 
     def norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:

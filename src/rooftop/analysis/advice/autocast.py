@@ -1,8 +1,8 @@
 """The effect of autocast on a float32 step: the tensors that would be bfloat16, and the casts that it adds.
 
 Autocast decides operator by operator: matrix work takes bfloat16, sums and logarithms take float32, and all others keep
-their inputs' dtype. So the memory of a recorded step is followed from operator to operator: results of matrix work are
-bfloat16 until other values overwrite them. Autocast has a list for each kind of device.
+their inputs' dtype. So this module follows the memory of a recorded step from operator to operator. Results of matrix
+work are bfloat16 until other values overwrite them. Autocast has a separate list of operators for each kind of device.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ IN_BFLOAT16 = {
     "cpu": _MATRIX_WORK,
     "cuda": _MATRIX_WORK | {"mv", "addmv", "addr", "_cudnn_rnn", "_prelu_kernel"},
 }
-"""Operators that run in bfloat16 under autocast. Their backward operators follow: gradients have the dtype of the
-outputs.
+"""Operators that run in bfloat16 under autocast. Their backward operators do so, too, because gradients have the dtype
+of the outputs.
 """
 
 _LOSSES = {
@@ -53,7 +53,7 @@ BY_FIRST_INPUT = {
     *("native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward"),
     *("_fused_rms_norm", "_fused_rms_norm_backward"),
 }
-"""Operators whose parameters stay float32 beside inputs of bfloat16."""
+"""Operators whose parameters stay float32 even if their inputs are bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def under_autocast(records: Iterable[Record], kind: str) -> list[Recast]:
     """Each operator of a step as autocast would run it on a kind of device, "cpu" or "cuda".
 
     Casts are counted in the forward pass. In training each cast has a counterpart in the backward pass, which casts the
-    gradient back: the caller counts those.
+    gradient back; the caller counts these.
     """
     half: set[int] = set()  # memory that would hold bfloat16
     written: set[int] = set()
@@ -143,7 +143,7 @@ def _write(record: Record, half: set[int], written: set[int], becomes_half: bool
             half.discard(tensor.memory)
 
 
-LAYERS, REPEATS = 64, 7  # length of the chain whose launching is timed
+LAYERS, REPEATS = 64, 7  # number of products in the chain whose launch is timed
 
 
 def cast_host_ms(device: str, training: bool) -> float:
@@ -151,7 +151,7 @@ def cast_host_ms(device: str, training: bool) -> float:
     Together they take much longer than a launch.
 
     It launches a chain of small products plainly and under autocast, forward and (for training) backward. Other work of
-    the host only adds to a time, so the least of several counts.
+    the host only adds to a time, so the shortest of several counts.
     """
     weights = [torch.zeros(16, 16, device=device, dtype=torch.float32, requires_grad=training) for _ in range(LAYERS)]
     x = torch.zeros(16, 16, device=device, dtype=torch.float32)

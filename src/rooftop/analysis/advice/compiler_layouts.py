@@ -1,4 +1,4 @@
-"""Whether torch.compile stores a program's images channels last. It decides by its own rule (PyTorch,
+"""Predict whether torch.compile stores a program's images channels last. The compiler decides by this rule (PyTorch,
 torch/_inductor/graph.py, decide_layout_opt):
 
 - CPU with oneDNN: yes, if it has a convolution. The other rules are for GPUs.
@@ -19,7 +19,7 @@ from rooftop.cost import Record
 
 TIME_CHANNELS_LAST = {"grouped": 1.358, "small": 0.783, "narrowing": 0.725, "other": 0.823}
 """By class of convolution: time channels last divided by time channels first, as torch.compile assumes."""
-FEW = 300  # nodes of a graph for each convolution, from which on it keeps the layout
+FEW = 300  # with this many nodes of a graph per convolution or more, the compiler keeps the layout
 
 
 def compiler_lays_out_channels_last(operators: Sequence[MeasuredOperator], on_gpu: bool) -> bool:

@@ -1,7 +1,7 @@
-"""Rules about the formats of numbers and images: bfloat16 in place of float32, channels last in place of first.
+"""Rules about the formats of numbers and images: bfloat16 instead of float32, channels last instead of first.
 
-On the machine of the step, the decisive operators, matrix work and norms, are timed in the other format, on their own
-shapes (`alternatives`). Their gain depends on the libraries' kernels, and no model of the hardware predicts it. All
+The decisive operators, matrix work and norms, are timed in the other format with their own shapes, on the machine of
+the step (`alternatives`). Their gain depends on the libraries' kernels, and no model of the hardware predicts it. All
 others keep their percent of roof.
 """
 
@@ -128,7 +128,7 @@ def _timed_channels_last(findings: Findings) -> dict[int, float]:
 
 
 def _on_image(op: MeasuredOperator) -> bool:
-    """Whether it works on images (N, C, H, W), and not on sequences or volumes."""
+    """Whether the operator works on images (N, C, H, W), not on sequences or volumes."""
     return bool(op.record.inputs) and len(op.record.inputs[0].shape) == 4
 
 

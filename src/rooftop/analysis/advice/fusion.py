@@ -1,13 +1,13 @@
-"""The operators that a compiler would fuse into one kernel, and the remaining memory traffic.
+"""Predict which operators a compiler would fuse into one kernel, and the remaining memory traffic.
 
-Elementwise operators, copies and reductions along rows are joined with their neighbours in the data flow: a value that
+Elementwise operators, copies and reductions along rows are joined with their neighbours in the data flow. A value that
 one operator of a kernel writes and another reads stays in registers. Products, convolutions and attention stay separate
-kernels, which read their inputs from memory and write their results there. So an activation between two products saves
-nothing; one next to a norm or a sum saves a write and a read.
+kernels, which read their inputs from memory and write their results there. So fusing an activation between two products
+saves nothing, but fusing it with a norm or a sum saves a write and a read.
 
 For a GPU a compiler also writes the kernels of norms, sums and copies that have no neighbour to join. Many of PyTorch's
-own kernels are far below the memory's rate there: they are written for every shape, the compiler's for one. On a CPU
-PyTorch's own kernels are as fast as the compiler's.
+own kernels are far below the memory's rate there, because they are written for every shape; the compiler's are for one
+shape. On a CPU PyTorch's own kernels are as fast as the compiler's.
 
 A kernel of joined operators reads each input once, and writes the results that other kernels read or the program keeps.
 A backward kernel may compute a value of the forward pass again instead of reading it, if that moves less memory.
@@ -41,13 +41,13 @@ SUMS_OVER_ROWS = {
     *("native_layer_norm_backward", "_fused_rms_norm_backward", "native_batch_norm_backward", "batch_norm_backward"),
     *("cudnn_batch_norm_backward", "native_group_norm_backward"),
 }
-"""They also need sums over all rows: a second pass over the kernel's input."""
+"""Operators that also need sums over all rows, which take a second pass over the kernel's input."""
 BATCH_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "batch_norm_with_update"}
 """Operators that also need sums over all rows in training."""
-LONGEST_ROW_BYTES = 64 * 1024  # of a row that one block keeps on the chip; longer rows are read again
+LONGEST_ROW_BYTES = 64 * 1024  # bytes of a row that one block keeps on the chip; longer rows are read again
 REDUCTIONS_OF_CHOICE = {"sum", "mean", "amax", "amin", "var", "var_mean"}
-"""Along rows they join their neighbours. Over columns each gets a separate kernel."""
-USUAL_SHARE = 0.85  # of the roof: what elementwise kernels usually reach
+"""Reductions that join their neighbours if they are along rows. Over columns, each gets a separate kernel."""
+USUAL_SHARE = 0.85  # share of the roof that elementwise kernels usually reach
 SUMMING = 0.85
 """Share of an elementwise kernel's bandwidth that a compiled kernel reaches if it also sums over all rows."""
 OTHERS_ON_ELEMENTS = {
@@ -80,16 +80,16 @@ Value = tuple[int, int]
 class _Node:
     """One operator in the data flow."""
 
-    reads: dict[Value, int] = field(default_factory=dict)  # and its bytes
+    reads: dict[Value, int] = field(default_factory=dict)  # and the value's bytes
     writes: dict[Value, int] = field(default_factory=dict)
     joins: bool = False
-    alone: bool = False  # gets a compiled kernel that no other operator joins
+    alone: bool = False  # whether it gets a compiled kernel that no other operator joins
     elements: int = 0
-    level: int = 0  # separate kernels on the longest path to it
+    level: int = 0  # number of separate kernels on the longest path to it
 
 
 def fused(operators: Sequence[MeasuredOperator], ceilings: Ceilings) -> Fused:
-    """The operators for which a compiler would write kernels, without those that would gain nothing.
+    """The operators for which a compiler would write kernels, except for those that would gain nothing.
 
     Args:
         operators: in order of execution. Operators without a record of their tensors (the optimizer's, those of
@@ -116,7 +116,8 @@ def fused(operators: Sequence[MeasuredOperator], ceilings: Ceilings) -> Fused:
 
 
 def _flow(operators: Sequence[MeasuredOperator]) -> list[_Node]:
-    """The tensors that each operator reads and writes. A view counts as the memory that it shows, and moves nothing."""
+    """The tensors that each operator reads and writes. A view counts as the memory that it refers to, and moves
+    nothing."""
     writers: dict[int, int] = {}
     nodes: list[_Node] = []
     for place, op in enumerate(operators):
@@ -144,7 +145,7 @@ def _flow(operators: Sequence[MeasuredOperator]) -> list[_Node]:
 def _gains_alone(op: MeasuredOperator) -> bool:
     """Whether a compiler's kernel for only this operator may be faster than PyTorch's.
 
-    Elementwise ones move each byte once already.
+    PyTorch's elementwise kernels already move each byte only once.
     """
     return _plain(op) in ROW_REDUCTIONS | REDUCTIONS_OF_CHOICE | COPIES
 
@@ -227,7 +228,7 @@ class _Traffic:
         self._again: dict[tuple[int, int], bool] = {}
 
     def of(self, group: int) -> int:
-        """Its bytes: each input is read once, and each result that is needed outside is written once."""
+        """The bytes of a group: each input is read once, and each result that is needed outside is written once."""
         read = dict[Value, int]()
         for value, size in self._read(group).items():
             source = self._group_of.get(value[0])

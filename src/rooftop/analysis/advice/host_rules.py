@@ -11,10 +11,10 @@ from rooftop.hardware.page_faults import KEEP_MEMORY, MANY
 
 
 def launch_gap(findings: Findings) -> list[Advice]:
-    """A CUDA graph, or else a larger batch: both remove the same gap, so there is one item for it.
+    """Advise a CUDA graph, or else a larger batch. Both remove the same gap, so there is one item for both.
 
-    In a replayed graph, a kernel follows the previous one at once. If the host waits for values of the step, no graph
-    can hold it. But twice the samples cost the host as much as one, if it does not compute itself.
+    In a replayed graph, a kernel follows the previous one at once. If the host waits for values of the step, a graph
+    cannot contain the step. But twice the samples cost the host no more, unless it computes itself.
     """
     if findings.ceilings.kind != "cuda" or findings.gaps.launch_gap_ms <= 0 or not findings.summary.busy_ms:
         return []
@@ -58,7 +58,7 @@ def _larger_batch(findings: Findings) -> list[Advice]:
 
 
 def host_synchronizations(findings: Findings) -> list[Advice]:
-    """If the host waits for a value, the device then waits for the host."""
+    """If the host waits for a value, the device afterwards waits for the host."""
     if findings.plain is None or not findings.plain.waiting_ms:
         return []
     places = Counter(
@@ -112,7 +112,8 @@ def data_loading(findings: Findings) -> list[Advice]:
     """Batches that are not ready when the step needs them."""
     if findings.plain is None:
         return []
-    loading_ms = gain_ms = min(findings.plain.loading_ms, findings.summary.wall_ms)  # of one step, maybe a slow one
+    # of one step, which may be a slow one
+    loading_ms = gain_ms = min(findings.plain.loading_ms, findings.summary.wall_ms)
     if findings.on_gpu:  # work that overlaps the GPU's is already hidden
         gain_ms = min(loading_ms, findings.gaps.launch_gap_ms)
     return [
@@ -126,7 +127,7 @@ def data_loading(findings: Findings) -> list[Advice]:
 
 
 def freed_memory(findings: Findings) -> list[Advice]:
-    """On a CPU: pages that malloc returns to the system, and requests again, in each step."""
+    """On a CPU: memory pages that malloc returns to the system and requests again in each step."""
     faults, threads = findings.faults, findings.ceilings.threads
     if faults.count < MANY:
         return []

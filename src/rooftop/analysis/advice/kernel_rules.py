@@ -1,4 +1,4 @@
-"""Rules about kernels: which could be merged, and which are slower than similar ones."""
+"""Rules about kernels: those that could be merged, and those that are slower than similar ones."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from rooftop.analysis.formats import percent_text
 from rooftop.analysis.report_contents import Advice, OperatorRow
 
 CALLED_MS = 0.1
-"""Assumed time on a CPU for a call of a compiled function before its kernels run: it checks its guards."""
+"""Assumed time on a CPU for a call of a compiled function before its kernels run, in which it checks its guards."""
 AHEAD = 0.5
-"""A host that needs less than this part of the GPU's future busy time stays ahead of it in the compiled step, too. That
-step launches fewer kernels but checks guards, so its host time may exceed today's."""
+"""If the host needs less than this part of the GPU's busy time after compilation, it stays ahead of the GPU in the
+compiled step, too. (The compiled step launches fewer kernels but checks guards, so its host time may exceed
+today's.)"""
 
 
 def pointwise_fusion(findings: Findings) -> list[Advice]:
@@ -78,7 +79,8 @@ def saved_by_padding_ms(findings: Findings) -> float:
 
 
 def uneven_kernels(findings: Findings) -> list[Advice]:
-    """Shapes of one operator that are further from the roof than its better half (by time) in the same run."""
+    """Shapes of an operator that are further from the roof than the better half (by time) of its shapes in the same
+    run."""
     families: dict[tuple[str, str], list[OperatorRow]] = defaultdict(list)
     for row in findings.rows:
         if row.percent_of_roof is not None and not row.flagged and row.bound != "launch":
@@ -111,7 +113,7 @@ def layer_norms(findings: Findings) -> list[Advice]:
         return []
     rows = [row for row in findings.rows if row.name in LAYER_NORMS and row.measured_ms > 0]
     if sum(row.measured_ms - row.roof_ms for row in rows) < LEAST_GAIN * findings.summary.wall_ms:
-        return []  # at their roof they would not gain enough to be timed
+        return []  # if they are at their roof, they would not gain enough to be worth timing
     from rooftop.analysis.advice.alternatives import layer_norms_ms
 
     now_ms = sum(row.measured_ms for row in rows)

@@ -12,7 +12,7 @@ from rooftop.analysis.report_contents import Advice
 
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 """Optimizers for which PyTorch 2.11 has a fused kernel on a GPU."""
-MOST_MEMORY = 0.5  # of the free memory: parameters, gradients and state are allocated again
+MOST_MEMORY = 0.5  # share of the free memory, because parameters, gradients and state are allocated again
 
 
 def fused_optimizer(findings: Findings) -> list[Advice]:

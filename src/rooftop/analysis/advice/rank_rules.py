@@ -19,7 +19,7 @@ def rank_advice(ranks: Ranks) -> list[Advice]:
             f"{ranks.wall_ms:.2f} ms; for {ranks.transfer_ms:.2f} ms of them nothing else runs on any rank, waiting "
             "for others not counted: reduce gradients in buckets while the backward pass runs, or less often over "
             "larger micro-batches",
-            min(ranks.transfer_ms, max(0.0, late.own_ms)),  # it can hide behind no more work than there is
+            min(ranks.transfer_ms, max(0.0, late.own_ms)),  # communication cannot hide behind more work than exists
             "DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=25)",
         )
     ]

@@ -17,7 +17,7 @@ from rooftop.cost import roof
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
 VECTOR_BYTES = 16
 PADDED_TO = 64
-NEAR_ROOF = 0.7  # a product that reaches this share of it gets no advice
+NEAR_ROOF = 0.7  # a product that reaches this share of the roof gets no advice
 MOST_SHAPES = 8
 
 

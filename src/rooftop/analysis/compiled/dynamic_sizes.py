@@ -33,7 +33,7 @@ _NEEDED = ("val", "nn_module_stack", "fwd_nn_module_stack", "seq_nr", "is_gradie
 
 @dataclass(frozen=True)
 class SizeSource:
-    """Where a call gives the value of a symbol.
+    """The place in a call's inputs that gives the value of a symbol.
 
     Attributes:
         symbol: of sympy.
@@ -74,7 +74,7 @@ def strides_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def size_sources(graph: fx.Graph) -> tuple[SizeSource, ...] | None:
-    """The sources of the graph's symbols in each call, () if it has no symbols; None if its inputs do not give a
+    """The sources of the graph's symbols in each call; () if it has no symbols. None if its inputs do not determine a
     symbol.
     """
     sources: dict[Any, SizeSource] = {}
@@ -93,7 +93,7 @@ def size_sources(graph: fx.Graph) -> tuple[SizeSource, ...] | None:
 
 
 def naming_its_sizes(call: Callable[..., Any], sources: Sequence[SizeSource]) -> Callable[..., Any]:
-    """The compiled code with calls that record their sizes in a profile; without a profiler it only runs."""
+    """The compiled code, whose calls record their sizes in a profile. Without a profiler, it only runs."""
 
     def running(inputs: Sequence[Any]) -> Any:
         if not torch.autograd.profiler._is_profiler_enabled:
@@ -115,7 +115,7 @@ def named_sizes(name: str) -> Sizes | None:
 
 
 def kept(graph: fx.Graph) -> fx.Graph:
-    """A copy with only the parts needed to rebuild it with numbers: neither module nor constants."""
+    """A copy with only the parts that are needed to rebuild it with numbers, so without module and constants."""
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph, {}))
     for node in copied.nodes:
@@ -127,7 +127,7 @@ def with_known_sizes(graph: fx.Graph, sizes: Mapping[Any, int] | None = None) ->
     """The graph with numbers for its symbols (symbol -> number); None: the numbers for which it was compiled.
 
     Raises:
-        ValueError: its sizes depend on data, or on other symbols than those of `sizes`.
+        ValueError: the graph's sizes depend on data, or on other symbols than those of `sizes`.
     """
     if not is_dynamic(graph):
         return graph
@@ -140,7 +140,7 @@ def with_known_sizes(graph: fx.Graph, sizes: Mapping[Any, int] | None = None) ->
 
 
 class _Numbers:
-    """Replaces symbols by numbers; tensors that shared memory share it again."""
+    """Replace symbols by numbers. Tensors that shared memory share it again."""
 
     def __init__(self, sizes: Mapping[Any, int] | None) -> None:
         self._sizes = sizes

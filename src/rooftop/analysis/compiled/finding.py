@@ -1,4 +1,4 @@
-"""Whether a program has compiled parts: a model, one of its modules, or a function that it calls."""
+"""Find out whether a program has compiled parts: a model, one of its modules, or a function that it calls."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ from rooftop.hardware.interruptions import pass_on
 TORCH = os.path.dirname(torch.__file__) + os.sep
 GRAPH_KEY = "rooftop graph "
 SWITCHES = {
-    "trace.provenance_tracking_level": 1,  # keeps which nodes are in which kernel
+    "trace.provenance_tracking_level": 1,  # makes inductor keep which nodes are in which kernel
     "cpp.enable_kernel_profile": True,  # on a CPU a kernel appears in the profile only if it records itself
     "fx_graph_cache": False,  # a graph from a cache has no nodes
     "fx_graph_remote_cache": False,
@@ -100,9 +100,9 @@ class DynamicGraph:
             return _unreadable(error, backward)
 
 
-_numbers = itertools.count()  # numbers of graphs in this process: code of an earlier analysis keeps its key
+_numbers = itertools.count()  # numbers of graphs in this process, since code of an earlier analysis keeps its key
 _RECORDED: dict[str, CompiledGraph] = {}
-"""Graphs of all analyses: code that one of them compiled is not compiled again when another runs it."""
+"""Graphs of all analyses, because code that one analysis compiled is not compiled again when another runs it."""
 
 
 def recorded_graph(key: str) -> CompiledGraph | None:
@@ -112,7 +112,7 @@ def recorded_graph(key: str) -> CompiledGraph | None:
 
 @dataclass
 class CompiledGraphs:
-    """Records what is compiled while active (`with`); graphs by the key that the profiler shows."""
+    """Record what is compiled while active (`with`). Graphs are stored by the key that the profiler shows."""
 
     graphs: dict[str, CompiledGraph] = field(default_factory=dict)
     _breaks: list[tuple[str, str]] = field(default_factory=list)  # (file:line, reason)
@@ -139,7 +139,7 @@ class CompiledGraphs:
             self._stack.close()
 
     def _recording(self, compile_fx: Any) -> Callable[..., Any]:
-        """`compile_fx` with an inner compiler that keeps graph and kernels, forward and backward alike."""
+        """`compile_fx` with an inner compiler that keeps the graph and the kernels, of forward and backward alike."""
         from torch._inductor import config, debug
 
         original = compile_fx.compile_fx
@@ -153,7 +153,7 @@ class CompiledGraphs:
                     compiled = inner(gm, example_inputs, **options)
                 kernels = dict(debug._inductor_triton_kernel_to_post_grad_node_info)
                 key = str(getattr(compiled, "_fx_graph_cache_key", None))
-                if key.startswith(GRAPH_KEY):  # kept already: with options `compile_fx` calls itself
+                if key.startswith(GRAPH_KEY):  # already kept, because with options `compile_fx` calls itself
                     self.graphs.setdefault(key, _RECORDED[key])
                     return compiled
                 key = compiled._fx_graph_cache_key = f"{GRAPH_KEY}{next(_numbers)}"
@@ -206,7 +206,7 @@ def _graph(module: Any, kernels: dict[str, list[str]], backward: bool) -> Compil
         works, sources = kernel_works(graph, named), size_sources(graph)
         dynamic = DynamicGraph(kept(graph), named, sources) if sources != () else None
         return CompiledGraph(works, backward, dynamic=dynamic)
-    except Exception as error:  # a compiler's graph that we cannot read must not end the user's compilation
+    except Exception as error:  # a graph that we cannot read must not end the user's compilation
         pass_on(error)
         return _unreadable(error, backward)
 
@@ -229,7 +229,7 @@ class _Listener(logging.Handler):
 
 
 class _listening:
-    """Passes a logger's messages to a function instead of the terminal; its settings are restored."""
+    """Pass a logger's messages to a function instead of the terminal, and restore its settings at the end."""
 
     def __init__(self, name: str, note: Callable[[str], None]) -> None:
         self._logger, self._handler = logging.getLogger(name), _Listener(note)

@@ -1,7 +1,7 @@
-"""The profile of a compiled step as operators: each event of the host with its kernels, its cost and its module.
+"""Turn the profile of a compiled step into operators: events of the host with their kernels, cost and module.
 
 The profiler's events nest: a run of a compiled graph contains the launches of its kernels and the operators that it
-calls. From the outside in, the first event with a cost is an operator:
+calls. From the outside in, the first event that has a cost becomes an operator:
 
     a kernel of a compiled graph      the work that its graph knows of it (see `kernel_work`)
     an operator with a formula        made again on meta tensors (see `reconstruction`)
@@ -76,8 +76,8 @@ def join_compiled(
         events: events of the profiler, recorded with shapes.
         graphs: compiled graphs, by key.
         device: where it ran, for the records.
-        lists: the tensors in lists, by event (see `reconstruction.listed_tensors`); an operator without its lists there
-            is uncovered.
+        lists: the tensors in lists, by event (see `reconstruction.listed_tensors`). An operator whose lists are missing
+            there is uncovered.
     """
     host = [e for e in events if e.device_type().name != "CUDA"]
     walk = _Walk(graphs, device, lists)
@@ -125,10 +125,10 @@ class _Region:
 
 
 class _Walk:
-    """Collects operators from the trees, then assigns each kernel to its operator."""
+    """Collect operators from the trees, then assign each kernel to its operator."""
 
     def __init__(self, graphs: Mapping[str, CompiledGraph], device: str, lists: ListedTensors) -> None:
-        self.operators: list[tuple[int, JoinedOperator]] = []  # with the time at which they began
+        self.operators: list[tuple[int, JoinedOperator]] = []  # operators with the time at which they began
         self._graphs = graphs
         self._device = device
         self._lists = lists
@@ -185,7 +185,8 @@ class _Walk:
                 self._visit_in_graph(child, works, phase, problem)
 
     def _is_operator(self, event: _Event) -> bool:
-        """The outermost event that has a formula; one without, if nothing inside it is an operator."""
+        """The outermost event that has a formula. An event without a formula counts if nothing inside it is an
+        operator."""
         if "::" not in event.name or event.name.startswith("autograd::"):
             return False
         return has_formula(event.name) or not event.children
@@ -230,7 +231,8 @@ class _Walk:
         """
         replays = {e.correlation_id(): e for e in host if e.name().startswith("cudaGraphLaunch")}
         launches = {e.correlation_id(): e.start_ns() for e in host if e.name().startswith("cu")}
-        spans = sorted((start, start + (op.host_ms * 1e6), op) for start, op in self.operators)  # by time, any thread
+        # by time, of any thread
+        spans = sorted((start, start + (op.host_ms * 1e6), op) for start, op in self.operators)
         starts = [start for start, _, _ in spans]
         replayed: dict[int, list[Kernel]] = defaultdict(list)
         orphans = []
@@ -292,7 +294,7 @@ class _Walk:
 
 
 def _cost_of_launch(work: KernelWork, event: _Event) -> Cost | None:
-    """The cost of a kernel's work; its traffic is at most the bytes behind its pointers.
+    """The cost of a kernel's work, where the traffic is at most the bytes behind its pointers.
 
     If a kernel only changes the layout of an operand for a library, the pointers show which operand it is.
     """
@@ -361,7 +363,7 @@ def _one_by_one(works: list[KernelWork], kernels: list[Kernel]) -> Iterator[tupl
 
 
 class _Matcher:
-    """Finds the work of each event of one run of a graph; both have the same order.
+    """Find the work of each event of one run of a graph; both have the same order.
 
     A generated kernel is known by its name. A library call may be missing in the graph (a copy of an input). So it is
     searched only up to the next generated kernel, which has its own event.

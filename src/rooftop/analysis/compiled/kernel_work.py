@@ -1,11 +1,10 @@
 """Bytes and flops of a compiled graph's kernel, from the graph's nodes that were fused into it.
 
-    read   each value that comes from outside the kernel, once: the part that its operators look at
-    write  each value that somebody outside the kernel uses, once
-    flops  of every operator in the kernel, even if another kernel computes that operator again
+    read each value from outside the kernel, once: the part that its operators use write each value that is used outside
+    the kernel, once flops of every operator in the kernel, even if another kernel computes that operator again
 
-Inductor splits large reductions into two kernels with the same nodes. The second only finishes the first's partial
-results, which are not necessary work, so it counts only its writes.
+Inductor splits large reductions into two kernels with the same nodes. The second kernel only finishes the first one's
+partial results, which are not necessary work. So only its writes count.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ class KernelWork:
         shapes: shapes of its inputs from other kernels.
         dtype: dtype of the first floating-point value that it reads or writes.
         scope: path of the module that its nodes share.
-        lays_out: it only changes the layout of an operand of a library's call. The graph does not say which operand, so
-            the cost is that of its smallest.
+        lays_out: whether it only changes the layout of an operand of a library's call. The graph does not tell which
+            operand, so the cost is that of the smallest one.
         title: name in reports, for a library's call whose own name is ambiguous.
     """
 
@@ -79,7 +78,7 @@ def _laying_out(name: str, served: Sequence[fx.Node]) -> KernelWork:
 
 
 def _calls(name: str, group: list[fx.Node]) -> list[fx.Node]:
-    """For a library's kernel, the call itself: inductor also lists the nodes that only change the layout of its
+    """The call itself, for a library's kernel. Inductor also lists the nodes that only change the layout of its
     operands.
     """
     plain = plain_name(name)
@@ -89,8 +88,8 @@ def _calls(name: str, group: list[fx.Node]) -> list[fx.Node]:
 def _without(group: list[fx.Node], called: Mapping[fx.Node, int], done: set[fx.Node]) -> list[fx.Node]:
     """The group without its library calls and without their operands that are already computed.
 
-    These are in memory and only get another layout; an operand that is not yet computed is computed here, in the needed
-    layout.
+    Those operands are in memory and only get another layout. An operand that is not yet computed is computed here, in
+    the needed layout.
     """
     operands = {_source(value) for node in group if node in called for value in node.all_input_nodes}
     return [node for node in group if node not in called and not (node in operands and node in done)]
@@ -101,7 +100,8 @@ GENERATED = re.compile(r"^(?:graph_\d+_)?((?:triton|cpp)_\S+)$")
 
 
 def plain_name(name: str) -> str:
-    """ "mm" of "aten::mm", "extern_kernels.mm" and "torch.ops.aten.mm.default"; of a generated kernel its own name."""
+    """ "mm" for "aten::mm", "extern_kernels.mm" and "torch.ops.aten.mm.default". For a generated kernel, its own
+    name."""
     generated = GENERATED.match(name)
     if generated:
         return generated[1]
@@ -138,8 +138,8 @@ def kernel_works(
     graph = with_known_sizes(graph, sizes)
     by_name = {node.name: node for node in graph.nodes}
     groups = [[by_name[name] for name in names if name in by_name] for _, names in kernels]
-    # The library's work is done only there. Generated kernels also name it as their origin: one that adds its bias, or
-    # one that changes the layout of its operands.
+    # Only the library's kernel does the library's work. Generated kernels also name it as their origin, for example a
+    # kernel that adds its bias or changes the layout of its operands.
     groups = [
         group if is_generated(name) else _calls(name, group) for (name, _), group in zip(kernels, groups, strict=True)
     ]
@@ -185,8 +185,8 @@ def _ready(
 ) -> list[fx.Node]:
     """The part of a kernel's group that it can compute.
 
-    A kernel that lays out an operand for a library names all sources of the library's call. Of these it computes
-    nothing that waits for a later call, and no reduction if it is a pointwise kernel.
+    A kernel that lays out an operand for a library names all sources of the library's call. It computes none of these
+    that wait for a later call, and no reductions if it is a pointwise kernel.
     """
     members = set(group)
     pointwise = name.startswith("triton_poi_") and not members.isdisjoint(called)
@@ -237,11 +237,12 @@ def _without_what_leads_to(end: fx.Node, group: list[fx.Node]) -> list[fx.Node]:
 
 
 def _drop_what_is_read(generated: Sequence[bool], groups: list[list[fx.Node]]) -> None:
-    """Removes from each group the values that an earlier kernel has written: it reads them.
+    """Remove from each group the values that an earlier kernel has written, because the group's kernel reads them.
 
-    Inductor also names them as its origins if it decided only later to write them once (the input of a pooling). A
-    value that no node of its group uses is the kernel's output, so it is written there. For a reduction in two stages
-    both kernels may have all nodes: the second one writes them.
+    Inductor also names such values as origins of the kernel if it only decided later to write them once (the input of a
+    pooling). A value that no node of its group uses is the kernel's output, so it is written there. For a reduction in
+    two stages
+    both kernels may have all nodes; the second one writes the results.
     """
     begun: set[fx.Node] = set()
     written: set[fx.Node] = set()
@@ -268,7 +269,7 @@ class _Kernel:
     reads: dict[fx.Node, list[Tensor | int]] = field(default_factory=dict)  # source -> parts of it that are read
 
     def stored(self) -> list[fx.Node]:
-        """The nodes whose values it writes to memory."""
+        """The nodes whose values the kernel writes to memory."""
         return [node for node in self.group if not _is_view(node) and self._is_stored(node)]
 
     def work(self, name: str) -> KernelWork:
@@ -320,7 +321,7 @@ class _Kernel:
         first, *later = self.kernels_of[node]
         if first != self.number and not (node in self.begun and self.kernels_of[node][-1] == self.number):
             return False
-        if later and first == self.number and _is_reduction(node):  # its partial results, for the next stage
+        if later and first == self.number and _is_reduction(node):  # the partial results for the next stage
             return True
         return node in self.fills or any(self._uses_from_memory(user, node) for user in node.users)
 
@@ -345,8 +346,8 @@ class _Kernel:
         return [v for user in picked if any(self._uses_from_memory(u, node) for u in user.users) for v in _values(user)]
 
     def _needed(self, stored: Iterable[fx.Node], members: set[fx.Node]) -> list[fx.Node]:
-        """The nodes that this kernel really computes: those on which the stored ones depend, up to reductions begun
-        before."""
+        """The nodes that this kernel really computes: those on which the stored nodes depend, up to reductions that an
+        earlier kernel began."""
         needed: dict[fx.Node, None] = {}
         waiting = list(stored)
         while waiting:
@@ -359,7 +360,7 @@ class _Kernel:
         return list(needed)
 
     def _demand(self, needed: Sequence[fx.Node], stored: Sequence[fx.Node]) -> dict[fx.Node, float]:
-        """The share of each value that is used: before a slice or a gather, only that part is computed."""
+        """The share of each value that is used. Before a slice or a gather, only that part is computed."""
         position = {node: number for number, node in enumerate(self.group[0].graph.nodes)} if self.group else {}
         elements: dict[fx.Node, float] = {}
         for node in stored:
@@ -386,8 +387,8 @@ class _Kernel:
                 continue
             for tensor in _values(value):
                 whole = tensor_bytes(tensor)
-                # A gather reads no more of its table than its formula says, and an operator no more than its users
-                # request.
+                # A gather reads no more of its table than its formula says, and an operator computes no more than its
+                # users need.
                 if _is_gather(node) and value is node.args[0]:
                     others = (t for v in node.all_input_nodes if v is not value for t in _values(v))
                     least = int(share * (cost.read_bytes - distinct_bytes(others)))
@@ -445,12 +446,12 @@ def _is_view(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     name = _operator(node)
-    free = _cost(node) == FREE and any(value.numel() for value in _values(node))  # without elements all is free
+    free = _cost(node) == FREE and any(value.numel() for value in _values(node))  # without elements, everything is free
     return not name.startswith(_ALLOCATIONS) and (free or name in ("reshape", "contiguous"))
 
 
 def _operator(node: fx.Node) -> str:
-    """ "mm" of a node that calls aten::mm, "" of one that calls no operator."""
+    """ "mm" for a node that calls aten::mm; "" for a node that does not call an operator."""
     return node.target._schema.name.partition("::")[2] if isinstance(node.target, torch._ops.OpOverload) else ""
 
 

@@ -1,4 +1,4 @@
-"""An operator that the profiler recorded, as a `Call` that cost formulas understand.
+"""Turn an operator that the profiler recorded into a `Call` that cost formulas understand.
 
 A dispatch mode cannot watch compiled code: while one is active, compiled code does not run. The profiler still sees
 each operator that the compiled code calls, with the shapes, strides and types of its tensors and the values of its
@@ -51,7 +51,7 @@ ListedTensors = Mapping[int, Sequence[Listed | None]]
 
 
 def listed_tensors(results: Any) -> ListedTensors:
-    """The tensors in lists, of all events that have any.
+    """The tensors in lists, for all events that have lists.
 
     Args:
         results: results of the profiler, recorded with shapes (`kineto_results`).
@@ -72,7 +72,7 @@ def _listed(value: Any) -> Listed | None:
 
 
 class NotReconstructedError(Exception):
-    """The recorded event has too little information to repeat the call."""
+    """The recorded event does not have enough information to repeat the call."""
 
 
 def reconstructed(event: Any, lists: ListedTensors = MappingProxyType({})) -> Call:
@@ -108,7 +108,7 @@ def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 _ON_META: dict[str, Any] = {"device": torch.device("meta"), "pin_memory": False}
-"""Operators that create tensors (`randn`) create them on the meta device, too: elsewhere they would take memory, and
+"""Operators that create tensors (`randn`) create them on the meta device, too. Elsewhere they would take memory and
 advance the program's random generator."""
 
 
@@ -155,7 +155,7 @@ def _arguments(event: Any, func: Any, lists: ListedTensors) -> tuple[tuple[Any, 
 def _value(
     wanted: Any, kind: str, shape: Any, stride: Any, text: Any, listed: Listed | None, same: dict[int, Tensor]
 ) -> Any:
-    """One argument: a tensor, a list of tensors, or from its text a number, a list, a flag or None.
+    """One argument: a tensor, a list of tensors, or a number, a list, a flag or None from its text.
 
     `same` has the tensors of the call's lists so far, by number.
     """
@@ -176,7 +176,7 @@ def _value(
             same.setdefault(number, _meta(one, step, dtype))
         return [same[number] for _, number in listed]
     if takes_tensor:
-        if kind:  # a number instead of a tensor: another overload
+        if kind:  # a number instead of a tensor belongs to another overload
             raise NotReconstructedError(f"{kind} was recorded, {wanted} is expected")
         if not str(wanted).startswith("Optional["):  # the indices of `index`: a list in which some may be missing
             raise NotReconstructedError(f"an argument of type {wanted} was not recorded")
@@ -191,7 +191,8 @@ def _meta(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Te
 
 
 def _literal(text: Any, kind: str, wanted: str) -> Any:
-    if kind == "ScalarList" and "List" not in wanted:  # its numbers may not be recorded; that it is a list always is
+    # the numbers may not be recorded, but that it is a list always is
+    if kind == "ScalarList" and "List" not in wanted:
         raise NotReconstructedError(f"a list of numbers was recorded, {wanted} is expected")
     if not isinstance(text, str):
         return text

@@ -1,1 +1,1 @@
-"""Several processes that run one step: measured together, shown in one report."""
+"""Several processes that run one step together: measure them together, and show them in one report."""

@@ -1,11 +1,11 @@
 """Several processes that analyze one program together, and do not hang if one of them fails.
 
-A step of a distributed program contains collectives: it ends only if every rank runs it. Measurements repeat a step as
-often as the clock requires, which differs from rank to rank. So one rank leads: `SharedProgram.lead` measures on rank 0
-and calls the others for each of its steps.
+A step of a distributed program contains collectives, so it only ends if every rank runs it. Measurements repeat a step
+as often as the clock requires, which differs from rank to rank. So one rank leads: `SharedProgram.lead` measures on
+rank 0 and calls the others for each of its steps.
 
 Outcomes travel through the store of torch.distributed, not through a collective: a failed rank cannot be relied on to
-join a collective, but it can still report the reason. All ranks report the first failure; later ones are mostly
+join a collective, but it can still report the reason. All ranks report the first failure; later failures are mostly
 "connection closed" on ranks that were waiting. A rank that waits inside a collective is freed when the failed process
 ends (gloo), when a thread that watches the store aborts the communicators (NCCL), or at the group's timeout.
 """
@@ -35,10 +35,11 @@ from rooftop.errors import MeasurementError, RooftopError
 
 T = TypeVar("T")
 
-GLOO_TIMEOUT = timedelta(minutes=2)  # of a collective in the groups created here; only a lost rank takes that long
-LEADER_TIMEOUT = timedelta(hours=2)  # between two steps of the leading rank: it may be compiling
-OUTCOME_TIMEOUT = timedelta(minutes=15)  # between the first and the last rank that finish the same work
-STORE_TIMEOUT = timedelta(seconds=10)  # to reach the store of an existing torchrun
+# timeout of a collective in the groups created here; only a lost rank takes that long
+GLOO_TIMEOUT = timedelta(minutes=2)
+LEADER_TIMEOUT = timedelta(hours=2)  # timeout between two steps of the leading rank, which may be compiling
+OUTCOME_TIMEOUT = timedelta(minutes=15)  # timeout between the first and the last rank that finish the same work
+STORE_TIMEOUT = timedelta(seconds=10)  # timeout for reaching the store of an existing torchrun
 WATCH_S = 0.2
 
 _STEP, _STOP = b"step", b"stop"
@@ -59,8 +60,8 @@ def first_rank() -> bool:
 def first_to_say(message: str) -> bool:
     """Whether no other process of the same `torchrun` has called this for the same message; True for a single process.
 
-    Needs no process group. `torchrun` ends all ranks as soon as one has ended. So the first rank to fail must print the
-    reason, whichever rank it is. Different `torchrun`s, and restarts, are independent.
+    This needs no process group. `torchrun` ends all ranks as soon as one has ended. So the first rank to fail must
+    print the reason, whichever rank it is. Different `torchrun`s, and restarts, are independent.
     """
     start = "/".join(os.environ.get(name, "0") for name in ("GROUP_RANK", "TORCHELASTIC_RESTART_COUNT"))
     try:
@@ -85,8 +86,8 @@ def agent_store() -> Any:
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[torch.device]:
-    """Set up torch.distributed as `torchrun` requests; end the group that was created here, and leave an existing one
-    alone.
+    """Set up torch.distributed as `torchrun` requests. A group that was created here ends here; an existing group is
+    left alone.
 
     Args:
         device: its type selects the backend: NCCL for "cuda", gloo for "cpu".
@@ -125,7 +126,8 @@ def process_group(device: torch.device) -> Iterator[torch.device]:
 
 @contextmanager
 def process_groups_kept() -> Iterator[None]:
-    """Keeps the process groups that a program destroys inside alive until the end, when its variables are gone.
+    """Keep process groups alive that a program destroys in the block, until the block ends and the program's variables
+    are gone.
 
     A DistributedDataParallel that outlives its group frees it while holding the GIL, and so waits for gloo's threads.
     One of these may still need the GIL to free its context, which holds Python objects: PyTorch 2.13 hangs there,
@@ -191,8 +193,8 @@ def on_all_ranks(work: Callable[[], T]) -> list[T]:
     Every rank must call this, in the same order relative to its other calls. Outcomes must be picklable.
 
     Raises:
-        MeasurementError: it raised on some rank; the message has the rank and the reason. The failed rank does not wait
-            for the others.
+        MeasurementError: the work raised on some rank; the message has the rank and the reason. The failed rank does
+            not wait for the others.
     """
     number = _store().add(f"rooftop/calls/{dist.get_rank()}", 1)  # the same on every rank
     with _watching(number):
@@ -224,7 +226,7 @@ def _failure(number: int, error: Exception | None) -> MeasurementError:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mine = f"rank {rank} of {ranks} failed: {_reason(error)}" if error is not None else "a rank failed"
     if isinstance(error, MeasurementError) and str(error).startswith("rank "):
-        mine = str(error)  # an inner call's error already says it
+        mine = str(error)  # an inner call's error already names the rank
     try:
         store = _store()
         first = store.compare_set(f"rooftop/{number}/failed", "", mine).decode()

@@ -1,4 +1,4 @@
-"""Measures a rank's part of a step: when it communicates, and when other work runs.
+"""Measure a rank's part of a step: when it communicates, and when other work runs.
 
 Sources of the figures (PyTorch 2.13). On a GPU, its kernels: NCCL's have "nccl" in their names. On a CPU, the spans
 "gloo:all_reduce", "gloo:broadcast", "gloo:recv", ...: they last from the call of a collective to its end, including
@@ -47,7 +47,7 @@ def measure_rank(program: Program, device: torch.device, steps: int = STEPS) -> 
     The program's state is preserved (see `Program.preserved`).
 
     Raises:
-        ValueError: no steps.
+        ValueError: the number of steps is 0.
         ModelRunError: the program raised.
     """
     if steps < 1:
@@ -140,7 +140,7 @@ def _span(event: Any) -> Interval:
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """Their union, as ordered intervals that neither overlap nor touch."""
+    """The union of intervals, as ordered intervals that neither overlap nor touch."""
     union: list[Interval] = []
     for start, end in sorted(intervals):
         if end <= start:
@@ -153,7 +153,7 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def clipped(intervals: Iterable[Interval], start: int, end: int) -> list[Interval]:
-    """Their parts between two times."""
+    """The parts of the intervals between two times."""
     return [(max(start, a), min(end, b)) for a, b in intervals if min(end, b) > max(start, a)]
 
 

@@ -4,8 +4,8 @@ Communication is *exposed* while nothing else runs on the device: this part make
 
 All ranks leave a collective together, so all need the same time for a step, whichever rank is late. Ranks differ in
 their *own* time, the wall time without the exposed communication. A late rank finds the others waiting for it, so it
-has the least exposed communication and the largest own time. The others' exposed communication beyond that is time that
-they *waited*.
+has the least exposed communication and the largest own time. If the others have more exposed communication than that,
+they *waited* for the difference.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import Any
 from rooftop.analysis.formats import time_text
 
 LEAST_IMBALANCE = 0.10
-"""A rank is no straggler if its own time exceeds the mean by less than this fraction."""
+"""A rank is not a straggler if its own time exceeds the mean by less than this fraction."""
 NOISE_SPREADS = 3.0
-"""Nor if the excess is less than this many times the variation of its own time from step to step."""
+"""A rank is not a straggler either if the excess is less than this many times the variation of its own time from step
+to step."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,9 @@ class Ranks:
 
     @property
     def straggler(self) -> int | None:
-        """The rank for which the others wait, or would if they communicated: its own time exceeds the mean by more than
-        10%, and by more than three times the variation of any rank's own time. None if there is none."""
+        """The straggler, for which the other ranks wait, or would wait if they communicated. Its own time exceeds the
+        mean by more than 10%, and by more than three times the variation of any rank's own time. None if no rank is a
+        straggler."""
         excess_ms = self.slowest.own_ms - self.mean_own_ms
         noise_ms = NOISE_SPREADS * max(row.own_spread_ms for row in self.rows)
         late = len(self.rows) > 1 and self.imbalance > LEAST_IMBALANCE and excess_ms > noise_ms

@@ -1,4 +1,4 @@
-"""The ranks of a script; each records its own steps.
+"""Measure the ranks of a script, each of which records its own steps.
 
 A script's steps cannot be repeated in lockstep, unlike those of `rooftop.analyze`. But its collectives keep its ranks
 in step. So the same steps, by number, are watched on all ranks, without additional communication. At the end each rank
@@ -28,8 +28,8 @@ from rooftop.analysis.report import Report
 from rooftop.hardware.traces import Label, Trace
 
 STEPS_BETWEEN_WAITS = {"cpu": 1, "cuda": 2}
-"""Steps of a stretch that ends when the device is done: on a GPU each step alone would count its launches as
-exposed.
+"""Steps in a stretch, which ends when the device is done. (On a GPU, if each step were a stretch, its launches would
+count as exposed.)
 """
 ROW_TIMEOUT = timedelta(seconds=60)  # time for all other ranks together to end after the first one
 
@@ -99,9 +99,9 @@ def _collected(store: Any, ranks: int) -> tuple[Ranks | None, list[str]]:
         try:
             store.wait([key], patience)
             plain, why_none = json.loads(store.get(key))
-        except RuntimeError:  # a timeout is one, and so is a lost connection
-            patience = timedelta(seconds=1)  # the others have had as long
-            notes.append(f"Rank {rank} of {ranks} is not in the report: it ended before it sent its measurements.")
+        except RuntimeError:  # a timeout is a RuntimeError, and so is a lost connection
+            patience = timedelta(seconds=1)  # the other ranks have had this time too
+            notes.append(f"Rank {rank} of {ranks} is not in the report: it did not say what it saw before it ended.")
             continue
         if plain is None:
             notes.append(f"Rank {rank} of {ranks} is not in the report: {why_none}.")
