@@ -1,4 +1,4 @@
-"""A machine with round figures, so that roofs can be computed in one's head; and other people's models."""
+"""A machine with round figures, so that roofs can be computed mentally, and models of other libraries."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ def ceilings(round_ceilings: Ceilings) -> Ceilings:
 
 @pytest.fixture(scope="session")
 def transformers(torchvision_models: ModuleType) -> ModuleType:
-    """It imports torchvision where that is installed."""
+    """It imports torchvision if that is installed."""
     module: ModuleType = pytest.importorskip("transformers")
     return module

@@ -1,4 +1,4 @@
-"""Advice names its evidence, predicts what can be checked by hand, and is silent where nothing is to gain."""
+"""Advice names its evidence, predicts gains that can be checked by hand, and is absent if nothing can be gained."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_half_precision_keeps_each_operators_percent_of_roof(ceilings: Ceilings)
 def test_half_precision_is_advised_on_a_cpu_only_where_it_is_faster_there(
     ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Peaks of the processor say nothing about the library's kernels: seen with a convolution, 700 times as slow."""
+    """The processor's peaks say nothing about the library's kernels. One convolution was 700 times as slow."""
     x, weight = torch.randn(64, 512), torch.randn(512, 512)
     with CountingMode() as mode:
         x @ weight
@@ -91,18 +91,18 @@ def test_what_the_host_cannot_launch_faster_is_not_promised(ceilings: Ceilings) 
     waiting = dataclasses.replace(findings(ceilings, product, launch_gap_ms=1.0), host_ms=5.0)
     (advice,) = half_precision(waiting)
     assert advice.gain_ms == pytest.approx(9.0 - 5.0)
-    (advice,) = half_precision(dataclasses.replace(waiting, best_ms=8.5))  # the 9 ms are those of a disturbed host
+    (advice,) = half_precision(dataclasses.replace(waiting, best_ms=8.5))  # the 9 ms are from a disturbed host
     assert advice.gain_ms == pytest.approx(8.5 - 5.0)
 
 
 def test_what_comes_after_the_last_launch_takes_its_time(ceilings: Ceilings) -> None:
-    """The host launches one in 0.1 ms: a large one after 99 small ones cannot start before 10 ms."""
+    """The host launches an operator in 0.1 ms, so a large one after 99 small ones cannot start before 10 ms."""
     small, large = operator("relu", Cost(MEGABYTE, MEGABYTE), 0.05), operator("mm", Cost(1, 1), 10.0)
     at_the_end = dataclasses.replace(findings(ceilings, *[small] * 99, large, launch_gap_ms=5.05), host_ms=10.0)
     after = [0.01] * 99 + [4.0]
     assert at_the_end.saved_by_ms(after) == pytest.approx(20.0 - (10.0 + 4.0))
     plain = Plain(14.95, [], [], 0.0, 0.0, compiled=False, launched=tuple((n / 100) ** 2 for n in range(1, 101)))
-    late = dataclasses.replace(at_the_end, plain=plain)  # the host is slow at the end: 10 ms all the same
+    late = dataclasses.replace(at_the_end, plain=plain)  # the host is slow at the end, so it is still 10 ms
     assert late.saved_by_ms(after) == pytest.approx(20.0 - (10.0 + 4.0))
     early = [plain.launched[place] * 10.0 for place in (0, 49, 99)]
     assert [10.0 * late._launched(part) for part in (0.01, 0.5, 1.0)] == pytest.approx(early)
@@ -142,7 +142,7 @@ def test_advice_comes_by_falling_gain_and_not_for_trifles(ceilings: Ceilings) ->
 
 
 def test_operators_slowed_by_their_labels_gain_in_proportion_to_the_plain_step(ceilings: Ceilings) -> None:
-    """Operators of more than 5 ms in a step of 5: what they gain is in proportion, and no more than the step."""
+    """Operators take more than 5 ms in a step of 5 ms. Their gain is scaled in proportion, and at most the step."""
     product = operator("mm", Cost(0, 1000, {"fp32": 4_000_000}), 8.0)
     labelled = findings(ceilings, product, *chain(1.25)[1:])
     busy_ms = sum(op.measured_ms for op in labelled.operators)
@@ -159,7 +159,7 @@ def on_a_gpu(ceilings: Ceilings, *operators: MeasuredOperator, launch_gap_ms: fl
 
 
 def test_where_the_host_sets_the_pace_what_is_compiled_is_replayed_from_a_graph(ceilings: Ceilings) -> None:
-    """Of 16.25 ms the GPU works 10, and 7.5 when it reads and writes once."""
+    """The GPU works for 10 of 16.25 ms, and for 7.5 ms if everything is read and written once."""
     waiting = on_a_gpu(ceilings, *chain(1.25), launch_gap_ms=6.25)
     waiting = dataclasses.replace(waiting, host_ms=16.25)
     (advice,) = pointwise_fusion(waiting)
@@ -168,14 +168,15 @@ def test_where_the_host_sets_the_pace_what_is_compiled_is_replayed_from_a_graph(
     assert "the launch gap of 6.25 ms goes, too" in advice.evidence
     steps = [dataclasses.replace(op, record=dataclasses.replace(op.record, phase="optimizer")) for op in chain(0.0)]
     optimizing = dataclasses.replace(waiting, operators=[*waiting.operators, *steps])
-    (advice,) = pointwise_fusion(optimizing)  # half of the launches stay the host's
+    (advice,) = pointwise_fusion(optimizing)  # the host still makes half of the launches
     assert advice.gain_ms == pytest.approx(16.25 / 2)
     (advice,) = pointwise_fusion(dataclasses.replace(waiting, plain=dataclasses.replace(waiting.plain, waiting_ms=1.0)))
     assert advice.command == "torch.compile(model)"
 
 
 def test_a_host_that_would_not_keep_ahead_of_fused_kernels_is_replaced_by_a_graph(ceilings: Ceilings) -> None:
-    """The GPU works 10 ms, and 7.5 when it reads and writes once. The launch gap of 0.1 ms goes only with a graph."""
+    """The GPU works for 10 ms, and for 7.5 ms if everything is read and written once. Only a graph removes the launch
+    gap of 0.1 ms."""
     busy = on_a_gpu(ceilings, *chain(1.25), launch_gap_ms=0.1)
     (advice,) = pointwise_fusion(dataclasses.replace(busy, host_ms=3.0))
     assert (advice.gain_ms, advice.command) == (pytest.approx(2.5), "torch.compile(model)")
@@ -185,7 +186,7 @@ def test_a_host_that_would_not_keep_ahead_of_fused_kernels_is_replaced_by_a_grap
 
 
 def image_step() -> list[MeasuredOperator]:
-    """A convolution of images that lie channels first, far from its roof, and a sum and relu after it, at theirs."""
+    """A convolution of images in channels first, far from its roof, followed by a sum and a relu at their roofs."""
     image, other = torch.randn(1, 8, 50, 50), torch.randn(1, 128, 50, 50)
     convolution = torch.nn.Conv2d(8, 128, 1, bias=False)
     with CountingMode() as mode, torch.no_grad():
@@ -214,7 +215,7 @@ def test_a_compiler_also_lays_images_out_channels_last(ceilings: Ceilings, monke
 
 
 def test_sequences_and_volumes_are_no_images(ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Channels last is a layout of four dimensions; pooling along a sequence has four inside."""
+    """Channels last is a layout of four dimensions. Pooling along a sequence has four dimensions internally."""
     monkeypatch.setattr(
         "rooftop.analysis.advice.format_rules.repeated_ratios", lambda ops, *_: {op.record.spec: 0.25 for op in ops}
     )

@@ -1,4 +1,4 @@
-"""`rooftop.analyze` measures, balances its account, and leaves the program as it found it."""
+"""`rooftop.analyze` measures a step, its parts of the wall time add up, and the program is unchanged afterwards."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_flops_are_those_of_the_layers(ceilings: Ceilings) -> None:
 @pytest.mark.parametrize("was_training", [False, True])
 def test_model_and_random_state_are_as_before(train: bool, was_training: bool, ceilings: Ceilings) -> None:
     net = small_net().train(was_training)
-    net[1].eval()  # one module in another mode than the rest
+    net[1].eval()  # one module in a different mode than the rest
     x = torch.randn(4, 3, 16, 16)
     net(x).sum().backward()
     before = copy.deepcopy(net.state_dict())
@@ -99,7 +99,7 @@ def test_buffers_and_the_gradient_of_an_input_are_put_back(ceilings: Ceilings) -
 
 
 class Resizing(nn.Module):
-    """Writes a longer value into its own buffer at each call."""
+    """A module that writes a longer value into its buffer at each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def test_a_nested_input_has_no_shape_to_show(train: bool, ceilings: Ceilings) ->
 
 
 class Sums(nn.Module):
-    """Takes whatever there is."""
+    """A function that accepts any arguments."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return torch.stack([t.sum() for t in tensors_in([args, kwargs])]).sum()
@@ -334,14 +334,15 @@ def test_memory_over_time_rises_above_what_was_there(ceilings: Ceilings) -> None
 
 
 def test_a_slow_step_is_run_few_times(ceilings: Ceilings) -> None:
-    """Two to warm up, one profiled, at most nine labelled, and of blocks the first with five, three more with four."""
+    """Two steps warm up, one is profiled, and at most nine are labelled. The first block has five steps, and three more
+    blocks have four."""
 
     class Slow(nn.Module):
         calls = 0
 
         def forward(self, x: Tensor) -> Tensor:
             Slow.calls += 1
-            time.sleep(0.1)  # so that no minimum time is left to fill
+            time.sleep(0.1)  # so that the minimum time is already reached
             return x.relu()
 
     rooftop.analyze(Slow(), torch.ones(3), ceilings=ceilings)
@@ -357,5 +358,5 @@ def test_the_pace_at_which_the_host_launches_is_seen_on_a_gpu() -> None:
         torch.cuda.synchronize()
     launched = plain.result.launched
     assert len(launched) == 50
-    assert launched[0] < launched[25] < launched[-1] == 1.0  # the first, with which the profiler begins, takes long
+    assert launched[0] < launched[25] < launched[-1] == 1.0  # the first one takes long, because the profiler starts
     assert list(launched) == sorted(launched)

@@ -1,6 +1,7 @@
-"""Architectures of all kinds: each is analyzed forward and in training, nothing uncovered, nothing silently free.
+"""Architectures of all kinds are analyzed, forward and in training: no operator is uncovered, and none is free by
+mistake.
 
-And their totals against what was published or can be counted by hand. Totals are counted in bfloat16 on fake or meta
+Their totals agree with published figures or counts by hand. Totals are counted in bfloat16 on fake or meta
 tensors: there the flops of products are those counted as bf16, while biases, softmax and norms count as fp32.
 """
 
@@ -40,7 +41,8 @@ TOUCH_NOTHING = {
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Threads wait for each other where other programs hold the cores; these models are too small to need them."""
+    """Threads would wait for each other while other programs use the cores; these models are too small to need
+    threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -108,7 +110,7 @@ class GraphConvolution(nn.Module):
 
 
 def ring(nodes: int) -> Tensor:
-    """Each node beside two others, and itself: three elements in each row."""
+    """Each node is connected to two others and itself, so each row has three elements."""
     node = torch.arange(nodes)
     rows = node.repeat(3)
     columns = torch.cat([node, (node + 1) % nodes, (node - 1) % nodes])
@@ -168,7 +170,7 @@ def test_every_operator_is_counted(name: str, train: bool, ceilings: Ceilings, r
     assert {(row.name, row.uncovered) for row in report.ops if row.bound == "uncovered"} == set()
     assert report.coverage >= 0.95
     silent = {row.name for row in report.ops if row.bound == "none"}
-    # In place (detach_) a view is still one.
+    # An in-place operator (detach_) on a view is still a view.
     assert {operator for operator in silent if operator.removesuffix("_") not in TOUCH_NOTHING} == set()
     assert {row.phase for row in report.ops} == ({"forward", "backward"} if train else {"forward"})
 
@@ -229,7 +231,7 @@ def test_swin_t_costs_what_torchvision_publishes(torchvision_models: ModuleType)
     records = count(lambda: model(image))
     published = torchvision_models.Swin_T_Weights.DEFAULT.meta["_ops"]  # 4.491 billion multiply-adds
     assert round(products(records) / 2e9, 3) == published
-    # What a bias adds to each result of its layer is not a product: 0.15 % more.
+    # Adding a bias to each result of a layer is not a product: 0.15 % more.
     matrix_operators = {"aten::addmm", "aten::mm", "aten::bmm", "aten::convolution"}
     total = sum(r.cost.total_flops for r in records if r.cost is not None and r.name in matrix_operators)
     assert products(records) == sum(
@@ -246,7 +248,7 @@ def test_gpt2_costs_what_the_formula_says(transformers: ModuleType) -> None:
         records = count(lambda: model(torch.zeros(1, length, dtype=torch.int64)))
     # Projections to q, k, v (3 d²), of the heads (d²), to the hidden layer and back (8 d²); the vocabulary.
     matrices = 2 * (12 * layers * width**2 + vocabulary * width) * length
-    # Scores and weighted values, of the pairs that a causal mask lets through.
+    # Scores and weighted values, for the pairs that a causal mask keeps.
     attention = layers * 2 * 2 * width * (length * (length + 1) // 2)
     assert products(records) == matrices + attention == 272_339_828_736
     assert sum(parameter.numel() for parameter in model.parameters()) == 124_439_808
@@ -282,7 +284,7 @@ def test_detr_costs_what_the_paper_says(transformers: ModuleType) -> None:
     assert counts[0] < 86e9 < counts[1]
     assert sum(counts) / 2 == pytest.approx(86e9, rel=0.01)
     assert counts[0] == pytest.approx(86e9, rel=0.06)
-    # The paper's 41 M parameters: the backbone's 23.5 M among them.
+    # The paper's 41 M parameters include the backbone's 23.5 M.
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(41.3e6, rel=0.01)
 
 

@@ -1,4 +1,5 @@
-"""A prediction for a GPU counts the operators that PyTorch chooses there, whoever calls them, and leaves no trace."""
+"""A prediction for a GPU counts the operators that PyTorch would choose there, whoever calls them, and leaves no
+trace."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def test_recurrent_layers_are_one_call(kind: str, batch_first: bool, h200: Ceili
 
 
 def test_recurrent_layers_of_all_kinds_are_near_each_other(h200: Ceilings) -> None:
-    """A GRU counted step by step took 13 ms where an LSTM took 0.05."""
+    """Counted step by step, a GRU took 13 ms while an LSTM took 0.05 ms."""
     x = torch.randn(64, 8, 256)
     lstm, gru, rnn = (
         rooftop.predict(kind(256, 256), x, ceilings=h200, train=True).summary.op_roof_ms
@@ -136,7 +137,7 @@ MASKS: dict[str, Callable[[int], Tensor] | None] = {
     ],
 )
 def test_attention_of_any_dimensions(leading: tuple[int, ...], mask: str, train: bool, h200: Ceilings) -> None:
-    """Two products forward; backward four, or five where one kernel computes the scores again."""
+    """Two products forward. Backward has four, or five if one kernel computes the scores again."""
     length, width = 64, 32
     query = torch.randn(*leading, length, width, requires_grad=True)
     made = MASKS[mask]
@@ -150,7 +151,7 @@ def test_attention_of_any_dimensions(leading: tuple[int, ...], mask: str, train:
     product = 2 * torch.Size(leading).numel() * length * length * width
     fused = any("attention" in row.name for row in rows)
     assert fused or len(leading) != 2
-    # The softmax that a kernel computes counts with it.
+    # The softmax inside a kernel counts too.
     matrix = sum(row.flops for row in rows)
     assert matrix == pytest.approx((2 + train * (5 if fused else 4)) * product, rel=0.12 if fused else 0)
     assert report.coverage == 1
@@ -177,7 +178,7 @@ def test_attention_inside_another_function_is_found(h200: Ceilings) -> None:
     assert products(with_dropout) == products(without)
     tokens, layer = 4 * 2048, 4 * 512 * 512 + 2 * 512 * 2048
     attention = 4 * 4 * 2048 * 2048 * 512
-    # Nothing needs the gradient of the layer's input but the layer's own: the first product has none.
+    # The gradient of the layer's input is not needed, so the first product has none.
     assert products(without) == 3 * 2 * tokens * layer - 2 * tokens * 3 * 512 * 512 + attention * 7 // 2
 
 
@@ -213,7 +214,7 @@ ALL = [
 def test_the_kernel_is_the_one_that_a_gpu_has(
     dtype: torch.dtype, width: int, allowed: list[SDPBackend], kernel: str | None, h200: Ceilings
 ) -> None:
-    """What PyTorch's sdp_utils.cpp says of dtypes and widths, and what the user switched off."""
+    """The choice follows PyTorch's sdp_utils.cpp for dtypes and widths, and what the user switched off."""
     query = torch.randn(2, 4, 64, width)
     with sdpa_kernel(allowed):
         report = rooftop.predict(lambda q: F.scaled_dot_product_attention(q, q, q), query, ceilings=h200, dtype=dtype)
@@ -292,7 +293,7 @@ FORWARD: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @pytest.mark.parametrize("name", FORWARD)
 def test_the_operators_are_those_of_tensors_of_a_gpu(name: str) -> None:
-    """PyTorch itself as the judge: forward, it runs fake tensors of a GPU that is not there."""
+    """PyTorch itself is the reference: in forward it runs on fake tensors of a GPU that does not exist."""
     if name in ("rms_norm", "rms_norm, half a channel") and not torch.backends.cuda.is_built():
         pytest.skip("a build for CPUs does not know that CUDA has a kernel for it")
     call, tensors = FORWARD[name]
@@ -326,7 +327,7 @@ def step_launches(optimizer: Callable[..., Any], h200: Ceilings) -> int:
 @pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
 def test_optimizers_choose_lists_as_they_do_on_a_gpu(kind: Any, h200: Ceilings) -> None:
     left_to_itself = step_launches(kind, h200)
-    if kind is not torch.optim.Adafactor:  # it takes lists only where it is told to
+    if kind is not torch.optim.Adafactor:  # it handles lists only if requested
         assert left_to_itself == step_launches(lambda p: kind(p, foreach=True), h200)
     if kind is not torch.optim.ASGD:  # it computes the step sizes of its lists one by one
         assert left_to_itself <= step_launches(lambda p: kind(p, foreach=False), h200)
@@ -336,7 +337,7 @@ def test_an_optimizer_keeps_what_its_user_chose(h200: Ceilings) -> None:
     lists = step_launches(torch.optim.Adam, h200)
     assert step_launches(lambda p: torch.optim.Adam(p, foreach=False), h200) > lists
     assert step_launches(lambda p: torch.optim.Adam(p, fused=True), h200) < lists
-    rate = torch.tensor(0.1)  # on a tensor that a GPU would have to be asked for, Adam takes no lists
+    rate = torch.tensor(0.1)  # with a tensor whose value a GPU would have to return, Adam does not handle lists
     assert step_launches(lambda p: torch.optim.Adam(p, lr=rate), h200) > lists
     assert step_launches(lambda p: torch.optim.SGD(p, differentiable=False, foreach=None), h200) == 1
 
@@ -377,7 +378,7 @@ def test_autocast_of_a_gpu_casts(dtype: torch.dtype | None, precision: str, h200
 
 
 def real_step() -> None:
-    """A step of a program that nobody predicts."""
+    """A step of a program that is not being predicted."""
     network = nn.Sequential(nn.RMSNorm(8), nn.Dropout(), nn.GRU(8, 8))
     optimizer = torch.optim.Adam(network.parameters())
     output, _ = network(torch.randn(3, 2, 8))
@@ -427,7 +428,7 @@ def test_nothing_remains(fails: bool, h200: Ceilings) -> None:
 
 
 def test_several_at_once() -> None:
-    """Kernels belong to the process: the last one to leave takes them away."""
+    """Kernels belong to the process, so the last user removes them."""
     before = counted_step()
     with as_on_gpu():
         with as_on_gpu():

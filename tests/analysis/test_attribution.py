@@ -1,4 +1,4 @@
-"""Every operator is told its module and phase: forward, backward (by what made the node) and optimizer."""
+"""Every operator gets its module and phase: forward, backward (by the node's maker) and optimizer."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_checkpoint_inside_a_checkpoint_is_told_as_well() -> None:
 
 
 def test_the_graph_of_a_backward_pass_belongs_to_the_modules_that_it_differentiates() -> None:
-    """A gradient penalty: what the first backward pass computes is differentiated by the second."""
+    """A gradient penalty: the second backward pass differentiates what the first one computes."""
     net, x = Net(), torch.randn(3, 4, requires_grad=True)
 
     def penalty() -> None:
@@ -181,8 +181,9 @@ def in_a_thread(run: Callable[..., None], *arguments: Any) -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_number_of_two_threads_is_that_of_the_node_that_can_still_be_run(reentrant: bool) -> None:
-    """As on a GPU, where the numbers of both threads begin at 0: here the other thread comes to those of this one, and
-    no frame of `backward` is on its stack. Both threads are new, so that few nodes are made on the way to a number."""
+    """Like on a GPU, where the numbers of both threads begin at 0. Here the other thread reaches the numbers of this
+    one, and no frame of `backward` is on its stack. Both threads are new, so that few nodes are made on the way to a
+    number."""
     number = torch._C._autograd._get_sequence_nr
     run_backward = torch.autograd.Variable._execution_engine.run_backward
     net, x, slope = Recomputed(reentrant), torch.randn(3, 4, requires_grad=True), torch.ones(3, 4)
@@ -213,7 +214,7 @@ def test_a_number_of_two_threads_is_that_of_the_node_that_can_still_be_run(reent
 @pytest.mark.gpu
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputed_work_belongs_to_its_module_on_a_gpu(reentrant: bool) -> None:
-    """There the backward pass, and so what it makes, is of another thread with numbers of its own."""
+    """There the backward pass runs in another thread, and its nodes have that thread's numbers."""
     net, x = Recomputed(reentrant).cuda(), torch.randn(3, 4, device="cuda", requires_grad=True)
     for _ in range(5):
         records = run(ModuleTracker(net), lambda: net(x).sum().backward())
@@ -306,7 +307,7 @@ def test_optimizer_operators_are_their_own_phase() -> None:
 
 
 def test_no_model_and_no_optimizer_is_kept_alive() -> None:
-    """A program drops one to have its memory for the next: a new model of the same kind has a name of its own."""
+    """A program may drop a model to free memory for the next one. A new model of the same kind gets its own name."""
     x, tracker = torch.randn(3, 4), ModuleTracker()
 
     def trained() -> tuple[list[weakref.ref[Any]], list[Record], ModuleTracker]:
@@ -350,7 +351,7 @@ def test_traffic_counts_inputs_outputs_and_parameters() -> None:
     up = tracker.traffic["blocks.0.up"]
     assert (up.type, up.calls, sum(up.parameters.values())) == ("Linear", 1, 4 * 8 + 8)
     assert (up.input_bytes, up.output_bytes, up.parameter_bytes) == (4 * 3 * 4, 4 * 3 * 8, 4 * (4 * 8 + 8))
-    assert up.grad_input_bytes == 0  # x asks for no gradient
+    assert up.grad_input_bytes == 0  # x needs no gradient
     assert tracker.traffic["blocks.0.down"].grad_input_bytes == 4 * 3 * 8
 
 
@@ -402,7 +403,7 @@ class Interrupted(nn.Module):
 
 
 class Patient(nn.Module):
-    """Goes on with its own work where the one inside was interrupted."""
+    """A module that continues after a module inside it was interrupted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -418,7 +419,8 @@ class Patient(nn.Module):
 
 @pytest.mark.parametrize("times", [1, 20])
 def test_a_module_that_was_interrupted_runs_no_more(times: int) -> None:
-    """PyTorch tells no hook of its end. Its frame may be kept by the exception, or a later one may lie in its place."""
+    """PyTorch does not call a hook at its end. The exception may keep its frame alive, or a later frame may take its
+    place in memory."""
     net, x = Net(), torch.randn(3, 4)
     slow = Interrupted()
     net.add_module("slow", slow)
@@ -471,7 +473,7 @@ def test_nothing_of_an_interrupted_call_is_kept() -> None:
 
 
 def test_modules_under_transforms_move_what_all_samples_move() -> None:
-    """`torch.func` wraps tensors: the wrapper shows one sample, and memory holds all."""
+    """`torch.func` wraps tensors. The wrapper shows one sample, but memory holds all samples."""
     layer, x = nn.Linear(16, 4), torch.randn(32, 16)
     weights = {name: weight.detach() for name, weight in layer.named_parameters()}
 

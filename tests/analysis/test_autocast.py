@@ -1,4 +1,4 @@
-"""Autocast predicted from a float32 step is autocast as PyTorch runs it; recorded calls can be made again."""
+"""The prediction of autocast from a float32 step agrees with PyTorch's autocast, and recorded calls can be repeated."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Perceptron(nn.Sequential):
 
 
 class Encoder(nn.Module):
-    """What a GPU's autocast takes in float32, and the CPU's leaves in bfloat16: norms, softmax, sums."""
+    """Operators that a GPU's autocast computes in float32 and the CPU's leaves in bfloat16: norms, softmax, sums."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def test_what_cannot_run_again_is_not_timed() -> None:
 
 
 def test_norms_poolings_and_resizing_run_again_in_another_layout() -> None:
-    """A batch norm is made again through its public function, the others as they are recorded."""
+    """A batch norm is repeated through its public function, the other operators as recorded."""
     layers = nn.Sequential(
         *(nn.GroupNorm(2, 4), nn.AvgPool2d(2), nn.Upsample(scale_factor=2, mode="bilinear")),
         *(nn.Upsample(7, mode="bicubic"), nn.Upsample(8, mode="nearest"), nn.Upsample(9, mode="nearest-exact")),
@@ -175,7 +175,7 @@ def test_norms_poolings_and_resizing_run_again_in_another_layout() -> None:
 
 
 def test_an_image_of_one_pixel_stays_channels_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a pooling leaves, as PyTorch leaves it; a weight of one pixel changes with its model."""
+    """The layout after a pooling is the one that PyTorch gives it. A weight of one pixel changes with its model."""
     layers = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(4, 6, 1), nn.Upsample(scale_factor=8))
     found = specs(recorded(lambda: layers(torch.randn(2, 4, 6, 6))))
     made = []
@@ -285,7 +285,7 @@ def test_small_calls_go_by_their_larger_likes(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_convolution_that_was_not_timed_gains_as_others_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Depthwise ones gain by a layout what pointwise ones do not."""
+    """Depthwise convolutions gain by a layout, pointwise ones do not."""
     layers = (nn.Conv2d(8, 16, 3, groups=8), nn.Conv2d(4, 16, 3, groups=4), nn.Conv2d(8, 16, 1), nn.Conv2d(4, 16, 1))
     found = [specs(recorded(lambda layer=layer: layer(torch.randn(1, layer.in_channels, 9, 9))))[0] for layer in layers]
 
@@ -329,7 +329,7 @@ def test_calls_made_again_take_as_long_on_a_gpu_as_their_kernels_in_a_step() -> 
 
 @pytest.mark.gpu
 def test_a_transformer_takes_the_types_that_autocast_gives_it() -> None:
-    """GPT-2 mixes both: its norms, powers and sums of residuals stay in float32."""
+    """GPT-2 mixes both dtypes: its norms, powers and sums of residuals stay in float32."""
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=100, use_cache=False)
     module = transformers.GPT2LMHeadModel(config).cuda().train()

@@ -1,4 +1,4 @@
-"""What changed between two reports: every difference is found, noise is no difference, and nothing is counted twice."""
+"""A comparison of two reports finds every difference, does not report noise, and counts nothing twice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def before(ceilings: Ceilings) -> Report:
 
 
 def slower(report: Report, factor: float) -> Report:
-    """The same with every time multiplied."""
+    """The same report with every time multiplied."""
     ops = tuple(replace(row, measured_ms=factor * row.measured_ms) for row in report.ops)
     children = tuple(replace(child, measured_ms=factor * child.measured_ms) for child in report.modules.children)
     summary = replace(report.summary, wall_ms=factor * report.summary.wall_ms, wall_spread=0.02)

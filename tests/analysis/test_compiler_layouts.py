@@ -1,4 +1,4 @@
-"""Which programs torch.compile lays out channels last: torch's own decision is the oracle."""
+"""The prediction which programs torch.compile lays out channels last agrees with torch's own decision."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PROGRAMS: dict[str, Callable[[], nn.Module]] = {
 
 @cache
 def observed(name: str, train: bool) -> tuple[list[MeasuredOperator], GraphModule]:
-    """A program's operators, and its graph as a compiler gets it: the same wherever the program would run."""
+    """A program's operators, and its graph as a compiler gets it; both are the same wherever the program would run."""
     module, x = PROGRAMS[name]().train(train), torch.randn(2, 3, 32, 32)
 
     def phase() -> tuple[str, str]:

@@ -1,5 +1,5 @@
-"""Hardware counters: ncu's table is read as it is written, refusals say what to do, and what kernels moved stands
-beside what their operators must move."""
+"""Hardware counters: ncu's table is read correctly, refusals say what to do, and the bytes that kernels moved are shown
+next to those that their operators must move."""
 
 from __future__ import annotations
 
@@ -195,7 +195,8 @@ FakeNcu = Callable[[str], Path]
 
 @pytest.fixture
 def fake_ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeNcu:
-    """Puts a shell script named ncu on PATH, where a GPU seems to be; $LOG is the file that it was told to write."""
+    """Put a shell script named ncu on PATH of a machine that seems to have a GPU. $LOG is the file that it must
+    write."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -292,7 +293,7 @@ counted_step(Program(torch.Tensor.sum, (x,), {}))
 
 @pytest.mark.gpu
 def test_a_sum_reads_each_byte_once() -> None:
-    least = math.inf  # memory's counters count what other processes move meanwhile too
+    least = math.inf  # memory's counters also count what other processes move at the same time
     for _ in range(5):
         try:
             launches = hardware_counters([sys.executable, "-c", CHILD])

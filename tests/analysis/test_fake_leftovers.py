@@ -1,4 +1,5 @@
-"""A prediction leaves no fake tensors in a program, wherever it keeps what it computes, or says where they are."""
+"""A prediction leaves no fake tensors in a program, wherever the program stores its results, or reports where they
+are."""
 
 from __future__ import annotations
 
@@ -122,7 +123,7 @@ KEEPERS = [
 
 
 def kept() -> list[Any]:
-    """What the keepers keep, but for what is in caches."""
+    """Everything that the program stores, except in caches."""
     of_classes = [dict(InItsClass.table), hasattr(InItsClass, "last"), Registry.tensors]
     return [LAST, dict(KEPT), dict(vars(TABLES)["MASKS"]), VARIABLE.get(), dict(vars(LOCAL)), vars(ZEROS), *of_classes]
 
@@ -145,7 +146,7 @@ def test_what_a_program_keeps_is_taken_out_again(
 
 
 def test_what_is_no_fake_tensor_stays(ceilings: Ceilings) -> None:
-    """A library that has set itself up must not do so again."""
+    """A library that has initialized itself must not do so again."""
 
     class SetsUp(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -173,13 +174,13 @@ def test_a_bounded_cache_goes_on_as_before(ceilings: Ceilings) -> None:
 
 
 class Hidden(threading.Thread):
-    """Threads go on: what they hold is not put back."""
+    """Threads continue, so what they hold is not restored."""
 
     kept: Any = None
 
 
 def test_what_cannot_be_taken_out_is_named(ceilings: Ceilings) -> None:
-    class Holder:  # made here: the tests freeze what was there before, and nobody finds that
+    class Holder:  # created here, because the tests freeze earlier objects, which are not found
         hidden = Hidden()
 
     class InAThread(Base):

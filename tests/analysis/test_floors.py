@@ -23,7 +23,7 @@ MS_PER_BYTE = MS_PER_FLOP = 1e-6
 def observed(
     net: nn.Module, *, train: bool, optimizer: torch.optim.Optimizer | None = None
 ) -> tuple[list[MeasuredOperator], ModuleTracker]:
-    """Each operator that one step executes, as if it had taken 1 ms."""
+    """The operators of one step, each with a time of 1 ms."""
     x = torch.randn(BATCH, WIDTH, requires_grad=train)
     tracker = ModuleTracker(net)
     with torch.set_grad_enabled(train), tracker, CountingMode(tracker.locate) as counted:
@@ -110,7 +110,7 @@ def test_fused_roof_counts_all_flops(ceilings: Ceilings) -> None:
 def test_the_optimizer_reads_parameters_gradients_and_state_once(ceilings: Ceilings) -> None:
     net = nn.Linear(WIDTH, WIDTH)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    observed(net, train=True, optimizer=optimizer)  # makes the momentum buffers
+    observed(net, train=True, optimizer=optimizer)  # creates the momentum buffers
     tree = tree_of(net, ceilings, train=True, optimizer=optimizer)
     update = tree.find("(optimizer)")
     # p, g, m read, p, m written

@@ -1,4 +1,4 @@
-"""Times as people read them."""
+"""Times are formatted in a readable way."""
 
 from __future__ import annotations
 

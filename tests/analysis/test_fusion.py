@@ -1,4 +1,4 @@
-"""What a compiler joins, counted by hand: who reads what, what is written for others, what is computed again."""
+"""Predicted fusion agrees with counts by hand: reads, writes for other kernels, and recomputation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNIT_MS = 1.0  # one tensor of ROWS x WIDTH float32 at 1 GB/s
 
 
 def counted(forward: Callable[[], Tensor], backward: bool = False) -> list[MeasuredOperator]:
-    """The operators, each taking as long as its bytes at 1 GB/s."""
+    """The operators, each with the time of its bytes at 1 GB/s."""
     with CountingMode() as mode:
         output = forward()
         forwards = len(mode.records)
@@ -51,7 +51,7 @@ def test_an_activation_between_two_products_saves_nothing(ceilings: Ceilings, x:
 
 
 def test_a_chain_reads_once_and_writes_once(ceilings: Ceilings, x: Tensor, weight: Tensor) -> None:
-    """Three on single elements after a product: 2 units each, then 1 read and 1 written."""
+    """Three elementwise operators after a product: 2 units each; fused, 1 read and 1 written."""
     operators = counted(lambda: ((x @ weight).mul(2).relu() - 1) @ weight)
     assert seen(fused(operators, ceilings)) == (3, 1, 6.0, 2.0)
 
@@ -64,7 +64,7 @@ def test_in_place_and_through_views_it_is_the_same(ceilings: Ceilings, x: Tensor
 def test_a_residual_sum_joins_the_norm_after_it_and_is_kept_for_the_next(
     ceilings: Ceilings, x: Tensor, weight: Tensor
 ) -> None:
-    """Sum 3, norm 2; joined: product and x read, sum and normalized written. The last sum stands behind a product."""
+    """Sum 3, norm 2. Fused: product and x are read, sum and norm are written. The last sum comes after a product."""
 
     def block() -> Tensor:
         y = x + x @ weight
@@ -90,7 +90,7 @@ def gpu(ceilings: Ceilings) -> Ceilings:
 
 
 def slowed(operators: list[MeasuredOperator], *names: str) -> list[MeasuredOperator]:
-    """Those of these names take twice as long as their bytes."""
+    """Operators with these names take twice as long as their bytes."""
     return [
         replace(op, measured_ms=op.measured_ms * (2 if any(name in op.record.name for name in names) else 1))
         for op in operators
@@ -100,8 +100,8 @@ def slowed(operators: list[MeasuredOperator], *names: str) -> list[MeasuredOpera
 def test_a_slow_norm_between_two_products_is_written_anew_and_an_activation_is_not(
     ceilings: Ceilings, gpu: Ceilings, x: Tensor, weight: Tensor
 ) -> None:
-    """Elementwise kernels already move each byte once: what makes one slow stays in the compiled one. On a CPU a norm
-    is as fast as a compiled one."""
+    """Elementwise kernels already move each byte once, so what makes them slow remains after compilation. On a CPU, a
+    norm is as fast as a compiled one."""
     operators = counted(lambda: functional.gelu(functional.layer_norm(x.relu() @ weight, (WIDTH,)) @ weight) @ weight)
     assert fused(operators, gpu) == Fused()
     assert fused(slowed(operators, "gelu"), gpu) == Fused()
@@ -128,14 +128,15 @@ def test_a_slow_sum_over_columns_is_written_anew_and_joins_nothing(gpu: Ceilings
 
 
 def test_parts_are_put_together_in_the_kernel_that_reads_them(ceilings: Ceilings, x: Tensor, weight: Tensor) -> None:
-    """Two products side by side, 2 units read and 2 written, then an activation, as much: half of it is left."""
+    """Two products side by side with 2 units read and 2 written, then an activation with as much. Half of that
+    remains."""
     operators = counted(lambda: torch.cat([x @ weight, weight @ x]).relu() @ weight)
     assert seen(fused(operators, ceilings)) == (2, 1, 8.0, 4.0)
 
 
 def test_backward_computes_a_formula_again_rather_than_read_what_it_left(ceilings: Ceilings, weight: Tensor) -> None:
     """Forward of x * sigmoid(x) after a product: sigmoid 2, product 3; joined 2. Backward: of the five units that its
-    operators move beyond the gradient and the result, joined only x is left."""
+    operators move in addition to the gradient and the result, only x remains after fusion."""
     leaf = torch.randn(ROWS, WIDTH, requires_grad=True)
 
     def forward() -> Tensor:
@@ -159,7 +160,8 @@ def test_statistics_of_a_batch_take_another_pass(ceilings: Ceilings) -> None:
     slow = [replace(op, measured_ms=op.measured_ms * (2 if of_norm in op.record.name else 1)) for op in operators]
     found = fused(slow, ceilings)
     assert (found.operators, found.kernels) == (2, 1)
-    assert found.after_ms == pytest.approx(3 * size_ms / SUMMING, rel=0.01)  # two of three passes are of sums over rows
+    # two of three passes are for sums over rows
+    assert found.after_ms == pytest.approx(3 * size_ms / SUMMING, rel=0.01)
     norm.eval()
     with torch.no_grad():
         found = fused(counted(lambda: norm(functional.conv2d(image, kernel)).relu()), ceilings)
@@ -187,7 +189,7 @@ def test_compiled_kernels_come_as_near_to_their_roof_as_those_of_the_step(
 def test_what_other_things_than_memory_bind_says_nothing_of_compiled_kernels(
     ceilings: Ceilings, x: Tensor, weight: Tensor
 ) -> None:
-    """A power takes ten times as long as its bytes, the others as long."""
+    """A power takes ten times as long as its bytes, the other operators as long as theirs."""
     operators = counted(lambda: ((x @ weight).mul(2).pow(3).relu() - 1) @ weight)
     slow = [replace(op, measured_ms=op.measured_ms * (10 if "pow" in op.record.name else 1)) for op in operators]
     assert fused(slow, ceilings).now_ms == pytest.approx(13 * 2 * UNIT_MS)
@@ -195,7 +197,7 @@ def test_what_other_things_than_memory_bind_says_nothing_of_compiled_kernels(
 
 
 def test_small_operators_are_no_faster_fused_than_others_of_the_step(ceilings: Ceilings, weight: Tensor) -> None:
-    """Two kilobytes move in 2 us; each of these took 0.1 ms, so one kernel in their place takes as long."""
+    """Two kilobytes move in 2 us, but each operator took 0.1 ms. So one kernel in their place also takes 0.1 ms."""
     small = torch.randn(1, WIDTH)
     operators = [
         replace(op, measured_ms=0.1 if op.record.cost and op.record.cost.bytes else 0.0)

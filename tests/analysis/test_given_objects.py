@@ -1,4 +1,4 @@
-"""What a step is given is the same at each of its runs, and afterwards."""
+"""The arguments of a step are the same at each run, and afterwards."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Layer:
 
 @dataclass
 class Cache:
-    """Grows by what each step gives it, as those of language models do."""
+    """A cache that grows at each step, like those of language models."""
 
     layers: list[Layer] = field(default_factory=lambda: [Layer()])
     length: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
@@ -141,7 +141,7 @@ class Remembers(UserDict[str, int]):
 
 
 class Picky(OrderedDict[str, int]):
-    """Refuses what is not its own way of changing it."""
+    """An object that refuses changes except by its own methods."""
 
     def __setitem__(self, key: str, value: int) -> None:
         if key in self:
@@ -251,7 +251,7 @@ def test_a_step_that_changes_nothing_is_not_mentioned() -> None:
 
 
 def test_iterators_threads_and_training_go_on() -> None:
-    """What cannot be put back is left alone: it would be half in one state and half in another."""
+    """Objects that cannot be restored are left alone. Otherwise they would be half in one state and half in another."""
     loader = iter(torch.utils.data.DataLoader(range(9)))  # type: ignore[arg-type]
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     numbers = (n for n in range(9))
@@ -350,7 +350,7 @@ def test_what_a_callable_holds_is_the_same_after_its_prediction(ceilings: Ceilin
 
 
 class KeepsOutputs(nn.Module):
-    """Keeps its outputs; what it makes once is made by the first run."""
+    """A module that stores its outputs. Things that it creates once are created by the first run."""
 
     masks: ClassVar[dict[int, Tensor]] = {}
 
@@ -414,7 +414,7 @@ def test_a_cache_is_as_given_whichever_way_it_is_held(decorator: Any) -> None:
         with program.preserved():
             for _ in range(4):
                 program.step(outputs.append)
-        # The first run may make what the later ones use, so the second one alone is left to tell.
+        # The first run may create what later runs use, so only the second run can reveal changes.
         rows = [output.shape[1] for output in outputs]
         assert (rows[0], *rows[2:]) == (6, 6, 6)
         assert (cache.layers[0].seen, cache.length.item()) == (1, 0)
@@ -427,7 +427,7 @@ def test_what_a_modules_first_run_makes_is_used_by_the_later_ones(ceilings: Ceil
 
 
 def test_a_prediction_leaves_no_fake_tensor_behind(ceilings: Ceilings) -> None:
-    """Hooks, what instances of a class share, and memories of functions are reached by a copy as well."""
+    """A copy also reaches hooks, attributes that instances of a class share, and caches of functions."""
     KeepsOutputs.masks.clear()
     positions.cache_clear()
     seen: dict[str, Any] = {}
@@ -520,7 +520,7 @@ def test_a_method_is_followed_to_its_object() -> None:
 
 
 def test_what_could_not_be_copied_is_named_if_the_step_writes_to_it(ceilings: Ceilings) -> None:
-    """A sparse tensor; another one, which is only read, is not named."""
+    """A sparse tensor is named; another one, which is only read, is not."""
     written, read = torch.eye(3).to_sparse(), torch.eye(3).to_sparse()
 
     def step(x: Tensor, sparse: Tensor, other: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""What a GPU's step has the CPU do is not work of the GPU: it has no roof, no graph holds it, and a note says so."""
+"""Work on the CPU in a GPU's step is not the GPU's work: it has no roof, a graph cannot contain it, and a note says
+so."""
 
 from __future__ import annotations
 
@@ -27,9 +28,9 @@ KERNEL = Kernel("sgemm", 0, 2_000_000, 1, 1)
 def report_of(
     net: nn.Module, x: torch.Tensor, on_gpu: set[str], ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch
 ) -> Report:
-    """A step of a GPU of which operators of these modules ran there, 2 ms each, the others on the CPU."""
+    """A GPU's step in which the operators of these modules ran on the GPU, 2 ms each, and the others on the CPU."""
     monkeypatch.setattr(reporting, "_device", lambda device: {"kind": "cuda", "name": "a GPU"})
-    net, x = net.bfloat16(), x.bfloat16()  # no other precision is timed, for which a GPU would be needed
+    net, x = net.bfloat16(), x.bfloat16()  # no other precision is timed, because that would need a GPU
     tracker = ModuleTracker(net)
     with torch.no_grad(), tracker, CountingMode(tracker.locate) as counted:
         net(x)

@@ -1,4 +1,5 @@
-"""Advice about the host predicts what can be computed by hand, names lines, and is silent where nothing is to gain."""
+"""Advice about the host predicts gains that can be computed by hand, names lines, and is absent if nothing can be
+gained."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ PINNED_IN = "Memcpy HtoD (Pinned -> Device)"
 
 @pytest.fixture
 def gpu(ceilings: Ceilings) -> Ceilings:
-    """2 us a launch in a graph, 1 us of it the kernel itself; pinned copies in at 4 times, out at twice the rate."""
+    """A launch in a graph takes 2 us, 1 us of it the kernel itself. Pinned copies to the GPU have 4 times the rate,
+    from it twice the rate."""
     rates = {
         "host_to_device_pageable": 1e9,
         "host_to_device_pinned": 4e9,
@@ -72,7 +74,7 @@ def test_a_graph_saves_the_launch_gap(gpu: Ceilings) -> None:
 
 @pytest.mark.parametrize(("host_ms", "low_ms"), [(None, 8.0), (8.0, 6.0), (1.0, 0.2), (12.0, 8.0)])
 def test_a_graph_gains_less_where_the_host_can_be_faster(host_ms: float | None, low_ms: float, gpu: Ceilings) -> None:
-    """Of a GPU busy for 2 ms with 100 kernels, 2 us from one to the next."""
+    """For a GPU that is busy for 2 ms with 100 kernels, with 2 us from one kernel to the next."""
     (advice,) = launch_gap(dataclasses.replace(found(gpu), host_ms=host_ms))
     assert advice.low_ms == pytest.approx(low_ms)
 
@@ -92,12 +94,13 @@ def test_a_graph_with_an_optimizer_says_what_that_needs(refuses: bool, gpu: Ceil
 
 
 WAITED_FOR = operator("_local_scalar_dense", "train.py:12")
-"""No graph can hold it."""
+"""Reasons why a graph cannot contain the step."""
 
 
 @pytest.mark.parametrize(("busy_ms", "gain_ms"), [(2.0, 5.0), (5.0, 5.0), (8.0, 2.0)])
 def test_a_larger_batch_hides_the_host_behind_the_gpu(busy_ms: float, gain_ms: float, gpu: Ceilings) -> None:
-    """Two steps' work takes as long as the host needs for one, or as long as the GPU works, whichever is more."""
+    """The work of two steps takes as long as the host needs for one step, or as long as the GPU works, whichever is
+    longer."""
     (advice,) = launch_gap(found(gpu, WAITED_FOR, busy_ms=busy_ms))
     assert advice.gain_ms == pytest.approx(gain_ms)
     assert advice.title == "Double the batch to 32"
@@ -189,7 +192,7 @@ def test_data_that_is_loaded_beside_the_step(gpu: Ceilings, ceilings: Ceilings) 
     assert advice.gain_ms == pytest.approx(3.0)
     assert "3.00 ms of 10.00 ms" in advice.evidence
     (advice,) = data_loading(found(ceilings, busy_ms=10.0, plain=plain(loading_ms=3.0)))
-    assert advice.gain_ms == pytest.approx(3.0)  # on a CPU what loads is operators too
+    assert advice.gain_ms == pytest.approx(3.0)  # on a CPU, loading consists of operators too
 
 
 def test_data_that_is_ready_before_the_gpu_is_gains_nothing(gpu: Ceilings) -> None:

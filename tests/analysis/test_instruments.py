@@ -1,4 +1,4 @@
-"""A labelled step leaves Python's collection of garbage as the program wants it, and makes no garbage itself."""
+"""A labelled step keeps the program's settings of garbage collection, and makes no garbage itself."""
 
 from __future__ import annotations
 

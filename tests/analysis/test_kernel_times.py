@@ -1,4 +1,4 @@
-"""Kernels have the times of steps without labels, whichever run said whose they are."""
+"""Kernels have the times of steps without labels, whichever run determined their operators."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ NAMES = ("gemm", "relu", "gemm", "copy")
 
 
 def step_of(names: tuple[str, ...], ms: float, first: int = 0, start_ns: int = 0) -> list[Kernel]:
-    """Kernels one after the other, launched in this order, each of so many ms; launches numbered from `first`."""
+    """Kernels one after the other, launched in this order, with these durations in ms. Launches are numbered from
+    `first`."""
     length = int(1e6 * ms)
     return [
         Kernel(name, start_ns + n * length, start_ns + (n + 1) * length, first + n, 0) for n, name in enumerate(names)

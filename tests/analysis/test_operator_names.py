@@ -1,4 +1,4 @@
-"""What a report calls an operator whose schema name is that of several."""
+"""The names in a report of operators that share a schema name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def names_of(report: rooftop.analysis.Report) -> set[str]:
 @pytest.mark.parametrize("dimensions", [1, 2, 3])
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 def test_a_transposed_convolution_has_its_name(dimensions: int, train: bool) -> None:
-    """Beside a convolution of the same shapes, whose row it does not join."""
+    """Next to a convolution of the same shapes, whose row it does not join."""
     plain, transposed = (getattr(nn, f"{name}{dimensions}d")(3, 3, 3, padding=1) for name in ("Conv", "ConvTranspose"))
     x = torch.rand(2, 3, *(8,) * dimensions, requires_grad=True)
     expected = {"convolution", f"conv_transpose{dimensions}d"}
@@ -38,7 +38,7 @@ def test_under_a_compiler_too() -> None:
     x, ceilings = (
         torch.rand(2, 3, 8, 8),
         replace(H200, kind="cpu"),
-    )  # some: to measure those of this machine takes longer
+    )  # some ceilings, because measuring those of this machine takes longer
     report = rooftop.analyze(model, x, train=True, compile=True, ceilings=ceilings)
     every = {f"{name}{part}" for name in ("convolution", "conv_transpose2d") for part in ("", "_backward")}
     assert names_of(report) == every

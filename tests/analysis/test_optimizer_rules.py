@@ -1,4 +1,4 @@
-"""A fused optimizer is advised where PyTorch has one, with the time that it takes here."""
+"""A fused optimizer is advised if PyTorch has one, with the time that it takes on this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAIN = Plain(10.0, [], [], 0.0, 0.0, compiled=False)
 
 
 def step_with(optimizer: torch.optim.Optimizer, ceilings: Ceilings, ms: float = 3.0) -> Findings:
-    """A step of 10 ms on a GPU, of which the optimizer takes so much."""
+    """A step of 10 ms on a GPU, in which the optimizer takes this long."""
     record = Record("aten::_foreach_add_", ((4,),), "float32", "cuda:0", "(optimizer)", "optimizer", Cost(16, 16))
     summary = Summary(10.0, 0.0, 10.0, 1.0, 1.0, 0, 0, 0, 100, 8, 1)
     return Findings(
@@ -38,7 +38,7 @@ def step_with(optimizer: torch.optim.Optimizer, ceilings: Ceilings, ms: float = 
 
 @pytest.fixture
 def half_a_millisecond(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fused, any optimizer takes so long; parameters of the CPU pass for those of a GPU."""
+    """Let any fused optimizer take this long, and let parameters on the CPU count as a GPU's."""
     monkeypatch.setattr(optimizer_rules, "fused_step_ms", lambda optimizer: 0.5)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
 
@@ -54,7 +54,7 @@ def test_the_gain_is_what_the_fused_kernels_save(kind: str, ceilings: Ceilings) 
 
 
 class Custom(torch.optim.SGD):
-    """Somebody's own step."""
+    """A user's own optimizer."""
 
 
 @pytest.mark.usefixtures("half_a_millisecond")

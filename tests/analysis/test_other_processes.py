@@ -1,4 +1,4 @@
-"""What a script starts beside itself is named, with its number and its time."""
+"""Processes that a script starts are named, with their number and their time."""
 
 from __future__ import annotations
 

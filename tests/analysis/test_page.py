@@ -73,7 +73,7 @@ def large(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_plotly(page: str) -> str:
-    """The page less the embedded library."""
+    """The page without the embedded library."""
     return re.sub(r"<script>/\*\*.*?</script>", "", page, flags=re.S)
 
 
@@ -158,10 +158,10 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium or 
 
 
 class Page:
-    """A report opened in a browser, with everything that it said or asked for.
+    """A report opened in a browser, with all its messages and requests.
 
-    All are opened in one tab from one file: what it has compiled of the same scripts it does not compile again, which
-    takes longer than all else.
+    All reports are opened in one tab from one file, so that the browser does not compile the same scripts again, which
+    would take longer than everything else.
     """
 
     def __init__(self, tab: Any, path: Path, report: dict[str, Any], width: int, scheme: str) -> None:
@@ -183,7 +183,7 @@ class Page:
     def close(self) -> None:
         for event, hear in self.heard.items():
             self.page.remove_listener(event, hear)
-        self.page.goto("about:blank")  # what was opened would go on working
+        self.page.goto("about:blank")  # the opened page would continue working
 
     def _requested(self, url: str) -> None:
         if not url.startswith(("data:", "file:", "blob:")):
@@ -210,7 +210,7 @@ Open = Callable[..., Page]
 
 @pytest.fixture
 def opened(tab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]:
-    """Opens a report, in a window so wide and in a colour scheme."""
+    """Open a report in a window of this width and in a colour scheme."""
     path, pages = tmp_path_factory.getbasetemp() / "report.html", []
 
     def open_(report: dict[str, Any], width: int = 1280, scheme: str = "light") -> Page:
@@ -324,7 +324,7 @@ def test_in_a_notebook_it_stays_in_its_frame(chromium: Any, report: dict[str, An
 @needs_chromium
 @pytest.mark.parametrize("width", [1280, 1101, 768, 390])
 def test_long_names_leave_the_figures_on_the_page(width: int, opened: Open, report: dict[str, Any]) -> None:
-    """Of kernels that a compiler made, with and without places at which a browser breaks words."""
+    """Names of kernels that a compiler made, with and without places at which a browser breaks words."""
     names = ["inductor::fused_" + "_".join(["native_layer_norm_backward"] * 12), "x" * 400, "my ops::" + "word " * 60]
     ops = [{**op, "name": names[i % 3]} for i, op in enumerate(report["ops"])]
     page = opened({**report, "ops": ops}, width).page
@@ -373,7 +373,7 @@ def test_the_table_sorts_and_filters(opened: Open, report: dict[str, Any]) -> No
     page.fill("#filter", "")
     page.select_option("#phase", "forward")
     assert len(page.evaluate(shown)) == sum(op["phase"] == "forward" for op in report["ops"])
-    page.fill("#filter", "4x3x16x16")  # shapes as people type them
+    page.fill("#filter", "4x3x16x16")  # shapes as users type them
     assert page.evaluate(shown) == ["aten::convolution"]
 
 

@@ -1,4 +1,4 @@
-"""`rooftop.predict` counts what `analyze` would, runs nothing, changes nothing, and says that it is a prediction."""
+"""`rooftop.predict` counts what `analyze` would count, runs nothing, changes nothing, and is marked as a prediction."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from rooftop.models.vision.resnet import BasicBlock, ResNet
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Threads wait for each other where other programs hold the cores; these models are too small to need them."""
+    """Threads would wait for each other while other programs use the cores; these models are too small to need
+    threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -86,9 +87,10 @@ def counts(report: Report) -> dict[tuple[Any, ...], tuple[int, int, int]]:
 
 @pytest.mark.parametrize("train", [False, True])
 def test_the_totals_are_those_of_a_run(train: bool, build: Build, ceilings: Ceilings, h200: Ceilings) -> None:
-    """On a CPU's ceilings operator by operator; on a GPU's but for attention, which is another operator there.
+    """With a CPU's ceilings, the counts agree operator by operator. With a GPU's, they agree except for attention,
+    which is another operator there.
 
-    (Dropout is another one as well; the model has none.)"""
+    (Dropout is another operator as well, but the model has none.)"""
     model, x, extra = build()
     extra = extra if train else {}
     measured = rooftop.analyze(model, x, ceilings=ceilings, train=train, **extra)
@@ -186,7 +188,8 @@ def test_nothing_of_a_model_changes_that_a_callable_holds(has_stepped: bool, h20
 
 
 def test_what_trains_goes_on_where_it_stood(h200: Ceilings) -> None:
-    """Learning rates, schedulers and gradients that a callable changes are as they were, wherever in it it does so."""
+    """Learning rates, schedulers and gradients that a callable changes are restored, wherever the callable changes
+    them."""
     net, x = small_net(), images()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.5)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
@@ -224,7 +227,7 @@ def test_tensors_that_are_neither_parameters_nor_buffers(h200: Ceilings) -> None
 
 
 def test_a_gpu_steps_its_optimizer_on_lists(ceilings: Ceilings, h200: Ceilings) -> None:
-    """Left to itself PyTorch takes all parameters at once on a GPU and one after the other on a CPU."""
+    """By default, PyTorch steps all parameters at once on a GPU, and one after the other on a CPU."""
 
     def launches(against: Ceilings, **options: Any) -> int:
         def optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -284,8 +287,8 @@ def test_the_report_says_that_it_is_predicted(h200: Ceilings, tmp_path: Path) ->
 
 
 def test_a_decoder_of_a_billion_parameters(transformers: ModuleType, h200: Ceilings, tmp_path: Path) -> None:
-    """A training step of 2048 tokens of an eighth of the 32 layers that one of 7 billion has, against the usual 6 flops
-    for each parameter and token, and attention."""
+    """A training step of 2048 tokens, with an eighth of the 32 layers of a model of 7 billion parameters. It is
+    compared with the usual 6 flops for each parameter and token, plus attention."""
     layers = 4
     config = transformers.LlamaConfig(
         hidden_size=4096, intermediate_size=11008, num_hidden_layers=layers, num_attention_heads=32, vocab_size=32000

@@ -1,4 +1,4 @@
-"""Labels of a program that are open where a profiler of ours begins or ends."""
+"""Labels of a program that are open when our profiler begins or ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 class Told:
-    """Which of a label's beginnings and ends came while a profiler of ours was active, in order."""
+    """The beginnings and ends of a label that occurred while our profiler was active, in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.told: list[tuple[str, str]] = []

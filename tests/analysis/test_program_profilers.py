@@ -1,4 +1,4 @@
-"""A program with a profiler of its own keeps it, and what it sees; it is reported without one of ours."""
+"""A program that uses a profiler keeps it and its results; its report does without our profiler."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_each_kind_of_profiler_is_noticed_before_it_begins(begin: type) -> None:
         try:
             with begin():
                 torch.ones(3) + 1
-        except RuntimeError:  # a build without ITT refuses it, after it was noticed
+        except RuntimeError:  # a build without ITT refuses it after it is noticed
             assert begin is profiler.emit_itt
     assert seen_before == [False]
 
@@ -95,7 +95,7 @@ def test_each_kind_of_profiler_is_noticed_before_it_begins(begin: type) -> None:
 def test_compiled_code_beside_a_profiler_is_refused_with_the_reason(
     ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, nothing is seen there without a profiler."""
+    """Like on a GPU, where nothing is seen without a profiler."""
     monkeypatch.setattr(Recording, "_runs_compiled", True)
     with found(ceilings) as recorded, profile():
         recorded.compiles()

@@ -1,4 +1,5 @@
-"""An operator above its roof raises the ceiling that set it, if it is above it again alone; else it keeps its flag."""
+"""An operator above its roof raises the ceiling that set the roof, if it exceeds the roof again when it runs alone.
+Otherwise it keeps its flag."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def records_of(call: object, *args: Tensor) -> list[Record]:
 
 
 def alone(monkeypatch: pytest.MonkeyPatch, ms: float | None) -> None:
-    """Whatever is measured again takes so long."""
+    """Let everything that is measured again take this long."""
 
     def fake(
         calls: list[tuple[CallSpec, Form]], device: torch.device, repeats: int | None = None
@@ -40,7 +41,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, ms: float | None) -> None:
 
 
 def product(ceilings: Ceilings, share: float) -> MeasuredOperator:
-    """A product that took this part of its roof."""
+    """A product that took this fraction of its roof."""
     (record,) = records_of(torch.mm, torch.randn(256, 256), torch.randn(256, 256))
     assert record.cost is not None
     return MeasuredOperator(record, share * roof(record.cost, ceilings).ms, ())
@@ -94,7 +95,7 @@ def test_lookups_are_not_made_again_with_random_places(ceilings: Ceilings, monke
 
 
 def test_given_ceilings_are_never_raised(ceilings: Ceilings) -> None:
-    """They may be those of another machine: 1 GFLOP/s here."""
+    """The ceilings may be those of another machine: 1 GFLOP/s here."""
     slow = dataclasses.replace(ceilings, flops={**ceilings.flops, "fp32": 1e6})
     report = rooftop.analyze(nn.Linear(512, 512), torch.randn(512, 512), ceilings=slow)
     assert any(row.flagged for row in report.ops)

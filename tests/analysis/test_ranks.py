@@ -1,4 +1,4 @@
-"""Ranks beside each other: what is exposed, who waits for whom, and that a failed rank leaves nobody hanging."""
+"""Several ranks: exposed communication, which rank waits for which, and no rank hangs after another has failed."""
 
 from __future__ import annotations
 
@@ -298,10 +298,10 @@ Launch = Callable[..., tuple[list[Any], int, str]]
 
 @pytest.fixture
 def launch(tmp_path: Path, fork: Callable[..., BaseProcess]) -> Launch:
-    """Runs a program on two ranks; gives what each wrote, the exit status and stderr.
+    """Run a program on two ranks; return what each wrote, the exit status and stderr.
 
-    torchrun would end all ranks as soon as one has failed, perhaps before they could say why. It is tested where the
-    command line is.
+    torchrun would end all ranks as soon as one has failed, perhaps before they could report the reason. The tests of
+    the command line test it.
     """
 
     def run(body: str) -> tuple[list[Any], int, str]:
@@ -320,7 +320,7 @@ def launch(tmp_path: Path, fork: Callable[..., BaseProcess]) -> Launch:
 
 
 def ended(processes: list[BaseProcess]) -> int:
-    """The largest exit status of processes, none of which lives on."""
+    """The largest exit status of processes, all of which have ended."""
     until = time.monotonic() + 300
     try:
         for process in processes:
@@ -436,7 +436,7 @@ def test_a_failure_while_one_rank_leads_is_named_at_all(launch: Launch, wrong: i
 
 
 def test_a_model_that_outlives_its_group_does_not_hang(launch: Launch) -> None:
-    """A thread of gloo is left with a collective which holds a Python object, the mode that `torch.device` sets."""
+    """A thread of gloo still has a collective that holds a Python object, the mode that `torch.device` sets."""
     found, status, errors = launch("""
         import torch.distributed.nn  # whose default arguments hold the first group for ever, if there is one by then
         from rooftop.analysis.ranks.lockstep import process_groups_kept

@@ -1,5 +1,5 @@
-"""The report of a recording is of its steady steps; what came before them is told apart, and so is what there was too
-little of. It is compared with ceilings of which only those are measured that the program needs."""
+"""The report of a recording describes its steady steps. Earlier work is reported separately, and so are recordings that
+are too short. Only the ceilings that the program needs are measured."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def net() -> nn.Sequential:
 
 
 def train(model: nn.Module, steps: int, pause_s: float = 0.0) -> list[float]:
-    """Returns how long each step took, in ms."""
+    """Return the time of each step, in ms."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     ends = [time.perf_counter()]
     for _ in range(steps):
@@ -55,7 +55,7 @@ def note_of(report: Report, words: str) -> str:
 
 
 def times_in(text: str) -> list[float]:
-    """ "took 1,733 ms, 21 ms (watched), 300 us" in ms"""
+    """Parse "took 1,733 ms, 21 ms (watched), 300 us" to ms."""
     scale = {"us": 1e-3, "ms": 1.0, "s": 1e3}
     return [float(number.replace(",", "")) * scale[unit] for number, unit in re.findall(r"([\d.,]+) (us|ms|s)\b", text)]
 
@@ -90,7 +90,7 @@ def test_the_start_up_is_told_apart_and_is_no_part_of_a_step(ceilings: Ceilings)
 
 
 def test_a_slow_first_step_is_not_in_the_wall_time(ceilings: Ceilings) -> None:
-    """Its data set is read in it, as by a loader's first batch."""
+    """The first step also reads the data set, like a loader's first batch."""
 
     took: list[float] = []
 
@@ -204,7 +204,7 @@ def test_in_a_closure_forward_and_backward_have_their_own_phases(make: Callable[
 
 
 def test_a_program_that_goes_on_with_a_finer_habit_keeps_its_coarser_steps(ceilings: Ceilings) -> None:
-    """An evaluation of ten calls, then training of many steps: the verdict is of the training."""
+    """An evaluation of ten calls, then training of many steps. The report is about the training."""
     model = net()
 
     def program() -> None:
@@ -223,7 +223,7 @@ def test_a_program_that_goes_on_with_a_finer_habit_keeps_its_coarser_steps(ceili
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, ceilings: Ceilings) -> list[dict[str, Any]]:
-    """Each measurement of this machine that is asked for, with the threads of torch and its default device."""
+    """Each requested measurement of this machine, with torch's threads and default device."""
     asked: list[dict[str, Any]] = []
 
     def measure(device: torch.device, **words: Any) -> Ceilings:
@@ -271,7 +271,7 @@ def test_operators_above_their_roof_raise_the_ceilings(
 
 
 def test_what_a_program_has_set_does_not_change_the_machine(measured: list[dict[str, Any]]) -> None:
-    """Its threads would make other ceilings of a CPU; a default device would move what is measured there."""
+    """The program's threads would change a CPU's ceilings, and its default device would move the measured work."""
 
     def program() -> None:
         train(net(), 3)

@@ -1,4 +1,4 @@
-"""`rooftop.recording` watches a loop without changing what it computes, and says when it has seen too little."""
+"""`rooftop.recording` watches a loop without changing its results, and reports if it has seen too little."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def small_net() -> nn.Sequential:
 
 
 def train(steps: int, recorded: Recording | None = None) -> tuple[list[float], dict[str, Tensor], Tensor]:
-    """Losses, weights and the state of the random numbers after a loop, which a recording may watch."""
+    """Losses, weights and the random state after a loop, with or without a recording."""
     torch.manual_seed(0)
     net = small_net()
     optimizer = torch.optim.AdamW(net.parameters())
@@ -60,7 +60,7 @@ def train(steps: int, recorded: Recording | None = None) -> tuple[list[float], d
 
 
 class Labelling(instruments._HostClock):
-    """Also labels each operator, as is done on a GPU, where the end of a label is an operator too."""
+    """An instrument that also labels each operator, as on a GPU, where the end of a label is an operator too."""
 
     def __enter__(self) -> None:
         self._label = record_function("an operator")
@@ -100,7 +100,7 @@ def test_nothing_of_a_loop_changes(steps: int, ceilings: Ceilings) -> None:
 def test_garbage_is_collected_before_the_timed_steps_where_the_program_collects(
     collects: bool, ceilings: Ceilings
 ) -> None:
-    """Else our records bring a whole collection on in one of them."""
+    """Otherwise our records would trigger a full garbage collection in one of the steps."""
     whole: list[str] = []
 
     def seen(phase: str, info: dict[str, int]) -> None:
@@ -122,7 +122,7 @@ def test_garbage_is_collected_before_the_timed_steps_where_the_program_collects(
 
 @pytest.mark.parametrize("training", [True, False])
 def test_so_many_steps_are_enough_as_a_report_of_fewer_says(training: bool, ceilings: Ceilings) -> None:
-    """Where calls are the steps, the first two are watched together: one more is needed."""
+    """If calls are the steps, the first two are watched together, so one more is needed."""
 
     def report_of(steps: int) -> Report:
         net, x = small_net(), torch.randn(6, 8)
@@ -142,7 +142,7 @@ def test_so_many_steps_are_enough_as_a_report_of_fewer_says(training: bool, ceil
 
 
 class Seeing(TorchDispatchMode):
-    """Keeps the names of all operators that it sees."""
+    """A mode that keeps the names of all operators that it sees."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Seeing(TorchDispatchMode):
 
 
 def allocated_by_rooftop() -> int:
-    """Bytes that its code has allocated since tracemalloc started, and that are still there."""
+    """Bytes that its code has allocated since tracemalloc started and not freed."""
     gc.collect()
     of_rooftop = tracemalloc.Filter(True, str(Path(rooftop.__file__).parent / "*"))
     return sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces([of_rooftop]).traces)
@@ -189,7 +189,7 @@ def test_nothing_is_kept_of_the_steps_after_the_timed_ones(
 
 
 def test_a_recording_that_another_thread_closes_has_the_report_of_the_stages_before(ceilings: Ceilings) -> None:
-    """A watchdog that ends a program that hangs, in the steps that are timed."""
+    """A watchdog that ends a hanging program during the timed steps."""
     with rooftop.recording(ceilings=ceilings) as recorded:
         train(NEEDED + 5, recorded)
         closing = threading.Thread(target=recorded.close)
@@ -207,10 +207,10 @@ def late(
     slower_s: float = 0.0,
     took_ms: list[float] | None = None,
 ) -> Recording:
-    """A recording whose profiler stays, as beside NCCL: each step after its begin takes so much longer.
+    """A recording whose profiler stays attached, as with NCCL: each step after its start takes this much longer.
 
     Args:
-        took_ms: filled with how long each step took.
+        took_ms: filled with the time of each step.
     """
     monkeypatch.setattr(Recording, "_profiler_stays", True)
     net, x = small_net(), torch.randn(6, 8)
@@ -262,7 +262,7 @@ def test_the_first_training_step_does_not_begin_with_the_evaluation_before_it(ce
     net, x = small_net(), torch.randn(6, 8)
     optimizer = torch.optim.SGD(net.parameters())
     with rooftop.recording(ceilings=ceilings, find_steps=True) as recorded:
-        for _ in range(20):  # with gradients, as nobody forbids them
+        for _ in range(20):  # with gradients, because they are not disabled
             net(x)
             time.sleep(0.1)
         for _ in range(NEEDED):
@@ -297,7 +297,7 @@ def test_a_mode_of_the_program_sees_the_program_alone(ceilings: Ceilings) -> Non
 
 
 def test_what_is_on_the_meta_device_costs_nothing(ceilings: Ceilings) -> None:
-    """As where a model is built there, before it has its memory."""
+    """Like for a model that is built on the meta device before it has memory."""
     with rooftop.recording(ceilings=ceilings) as recorded:
         nn.Linear(4096, 4096, device="meta")(torch.ones(512, 4096, device="meta"))
         torch.ones(64, 64) @ torch.ones(64, 64)
@@ -329,7 +329,7 @@ def test_a_step_of_a_loop_is_counted_as_one_step_of_analyze(ceilings: Ceilings) 
 
 
 def test_too_few_steps_are_a_report_of_those_that_there_were(ceilings: Ceilings) -> None:
-    """The wall time is that of the last ones, which nothing watched; not that of one under way at the end."""
+    """The wall time is that of the last, unwatched steps, without the step that is in progress at the end."""
     slow, took_ms = [0.2, 0.02, 0.02, 0.02], []
     with rooftop.recording(ceilings=ceilings) as recorded:
         for seconds in slow:
@@ -407,7 +407,7 @@ def test_hooks_are_there_only_while_operators_are_labelled(ceilings: Ceilings) -
 
 
 def test_what_the_program_compiles_is_compiled(ceilings: Ceilings) -> None:
-    """PyTorch never compiles what it has once met under labels: not even after the recording."""
+    """PyTorch never compiles code that it has once met under labels, not even after the recording."""
     net = torch.compile(nn.Linear(8, 4))
     with rooftop.recording(ceilings=ceilings) as recorded, torch.no_grad():
         for _ in range(NEEDED + 3):
@@ -540,6 +540,7 @@ def test_waits_are_named_with_their_line() -> None:
             net(x).cpu()
             recorded.step()
     (advice,) = [item for item in recorded.report.advice if "Do not wait" in item.title]
-    line = test_waits_are_named_with_their_line.__code__.co_firstlineno + 7  # pytest's mark stands above the name
+    # pytest's mark is in the line above the name
+    line = test_waits_are_named_with_their_line.__code__.co_firstlineno + 7
     assert f".item() at {__file__}:{line}" in advice.evidence
     assert f"{__file__}:{line + 1}" in advice.evidence

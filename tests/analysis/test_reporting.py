@@ -1,4 +1,4 @@
-"""A report says how sure its times are, which figure is which, and what it cannot say."""
+"""A report states the uncertainty of its times, labels each figure, and says what it cannot claim."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def test_steps_that_were_not_reproduced_are_said_in_one_line(measured: Profile, 
     report = reported(measured, ceilings, steps(100.0, 98.0, 140.0))
     assert report.summary.disturbed
     (note,) = [note for note in report.notes if note.startswith("Disturbed: ")]
-    assert "half of 200 steps at 4 moments took more than 140 ms, the fastest 98 ms" in note
-    assert "Ignore differences and gains below 42 ms" in note
-    assert " to " in report.table().split("of roof")[0]  # the interval stands beside the percentage
+    assert "of 200 steps at 4 moments half took more than 140 ms, the fastest ones 98 ms" in note
+    assert "Differences and gains below 42 ms say nothing" in note
+    assert " to " in report.table().split("of roof")[0]  # the interval is next to the percentage
 
 
 def test_other_processes_are_named(measured: Profile, ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""The kernels that inductor would make for an H200, on a machine without one: a program of its own, not a test.
+"""Print the kernels that inductor would make for an H200, on a machine without one. This is a separate program, not a
+test.
 
     python gpu_code.py convolutions|text
 
@@ -50,7 +51,7 @@ H200 = SimpleNamespace(
 
 
 class Block(nn.Module):
-    """Norm, attention written out, and a perceptron."""
+    """A norm, attention by single operators, and a perceptron."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -117,7 +118,7 @@ def training_graphs(network: nn.Module, x: Tensor) -> list[fx.GraphModule]:
 
 
 def pretend_an_h200_is_here() -> None:
-    """What inductor asks about the GPU before it writes code for it."""
+    """The properties of a GPU that inductor queries before it writes code."""
     answers = {
         "get_device_properties": H200,
         "get_compute_capability": 90,
@@ -143,7 +144,7 @@ def pretend_an_h200_is_here() -> None:
 
 
 class OnGpu(fx.Interpreter):
-    """Runs a graph on fake tensors of a GPU and notes the value of each node."""
+    """Run a graph on fake tensors of a GPU and record the value of each node."""
 
     def __init__(self, module: fx.GraphModule, fake: FakeTensorMode) -> None:
         super().__init__(module)
@@ -156,7 +157,7 @@ class OnGpu(fx.Interpreter):
     def run_node(self, node: fx.Node) -> Any:
         try:
             node.meta["val"] = super().run_node(node)
-        except RuntimeError:  # decompositions that need a real GPU: the shape is known from the CPU
+        except RuntimeError:  # decompositions that need a real GPU; the shape is known from the CPU
             node.meta["val"] = tree_map_only(Tensor, self.moved, node.meta["val"])
         return node.meta["val"]
 

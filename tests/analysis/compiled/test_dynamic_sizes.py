@@ -1,4 +1,4 @@
-"""Code that was compiled for sizes that may change costs what each of its calls had to do."""
+"""Code compiled for dynamic sizes has the cost of the work that each of its calls had to do."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from rooftop.hardware.ceilings import Ceilings
 FLOAT = 4
 CPU = torch.device("cpu")
 
-# Torch's own words about what it compiles; none of them is about what is analyzed.
+# Warnings of torch about what it compiles; none concerns the analyzed program.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
 
 
@@ -87,7 +87,7 @@ def test_what_is_kept_of_a_graph_does_not_hold_its_module() -> None:
 
 
 def test_a_symbol_of_strides_alone_is_read_from_them() -> None:
-    """Rows 7 apart, of which 5 are seen: no size says 7."""
+    """Rows with a stride of 7, of which 5 elements are visible, so no size is 7."""
     graph = traced(lambda x: x + 1, torch.zeros(4, 7)[:, :5])
     sources = size_sources(graph)
     assert sources is not None
@@ -187,7 +187,7 @@ def test_each_call_of_a_graph_costs_its_own_sizes() -> None:
         assert all(torch.equal(net(x), model(x)) for x in inputs)
     assert forward_costs(records, PRODUCT) == [product_cost(rows) for rows in (4, 5, 6)]
     assert forward_costs(records, FUSED) == [fused_cost(rows) for rows in (4, 5, 6)]
-    assert all(torch.equal(net(x), model(x)) for x in inputs)  # also when nothing is recorded any more
+    assert all(torch.equal(net(x), model(x)) for x in inputs)  # even after the recording has ended
 
 
 def test_the_backward_pass_of_each_call_costs_its_own_sizes() -> None:
@@ -220,11 +220,11 @@ def test_a_call_whose_sizes_are_not_known_is_uncovered(monkeypatch: pytest.Monke
         records = watched(recorded, lambda: net(torch.randn(6, 8)))
     (fused,) = (record for record in records if record.name == FUSED)
     assert (fused.cost, fused.uncovered) == (None, SIZES_UNKNOWN)
-    assert forward_costs(records, PRODUCT) == [product_cost(6)]  # from what the profiler saw of it
+    assert forward_costs(records, PRODUCT) == [product_cost(6)]  # from the profiler's records
 
 
 def rows_of(report: Report, name: str) -> list[OperatorRow]:
-    """By the sizes that they ran with."""
+    """By the sizes with which they ran."""
     found = [row for row in report.ops if row.name == name and row.phase == "forward"]
     return sorted(found, key=lambda row: row.bytes)
 
@@ -255,7 +255,7 @@ def test_a_recorded_loop_whose_batch_size_changes_has_the_cost_of_the_step_that_
     report = recorded.report
     (fused,), (product,) = rows_of(report, FUSED), rows_of(report, PRODUCT)
     rows = fused.bytes // fused_cost(1).bytes
-    assert rows in range(7, 28)  # not one of the first, which warm up
+    assert rows in range(7, 28)  # not one of the first steps, which warm up
     assert (fused.bytes, fused.flops) == (fused_cost(rows).bytes, fused_cost(rows).total_flops)
     assert (product.bytes, product.flops) == (product_cost(rows).bytes, product_cost(rows).total_flops)
     assert any("other sizes each time" in note for note in report.notes)

@@ -1,4 +1,4 @@
-"""A program is compiled if any part of it is, also a function that only the code of a module names."""
+"""A program counts as compiled if any part of it is, even a function that only a module's code names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each kernel that inductor makes for a GPU has a cost, and those with names of their own cost what they move."""
+"""Each kernel that inductor makes for a GPU has a cost, and kernels with known names cost the bytes that they move."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def kernels_of(fork: Callable[..., BaseProcess], tmp_path: Path) -> Callable[[str], list[dict[str, Any]]]:
-    """In a process of its own, whose torch believes in a GPU."""
+    """Run in a separate process, where torch believes that there is a GPU."""
 
     def kernels(network: str) -> list[dict[str, Any]]:
         path = Path(__file__).with_name("gpu_code.py")

@@ -1,6 +1,7 @@
-"""A compiled program is analyzed as it runs: its graphs, breaks and recompilations, its kernels with cost and module.
+"""A compiled program is analyzed as it runs: its graphs, breaks and recompilations, and its kernels with cost and
+module.
 
-Each compilation takes seconds: what several tests look at is compiled once.
+Each compilation takes seconds, so programs that several tests use are compiled once.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from rooftop.hardware.ceilings import Ceilings
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::convolution", "aten::convolution_backward")
 FLOAT = 4
 
-# Torch's own words about what it compiles; none of them is about what is analyzed.
+# Warnings of torch about what it compiles; none concerns the analyzed program.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """These models are too small for threads; a machine with other work makes them wait for each other."""
+    """These models are too small for threads, which would wait for each other on a machine with other work."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -42,7 +43,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
-    """What a test compiles is not a recompilation of what another test compiled."""
+    """Keep one test's compilation from counting as a recompilation of another test's code."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -98,7 +99,7 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Analyzed:
-    """A training step, analyzed compiled and not, with what the first left behind."""
+    """A training step, analyzed with and without compilation, and the state that the first analysis left."""
 
     model: nn.Module
     state_before: dict[str, Tensor]
@@ -189,13 +190,13 @@ def test_kernels_belong_to_the_modules_that_their_nodes_share(net: Analyzed) -> 
     assert row_of(report, "aten::convolution_backward", "backward").modules == ("conv",)
     assert row_of(report, "aten::addmm").modules == ("head",)
     assert {m for r in report.ops if r.name == "aten::mm" for m in r.modules} == {"head"}
-    # The norm is fused with the activation and the pooling, which are the model's own.
+    # The norm is fused with the activation and the pooling, which belong to the model itself.
     fused = next(r for r in report.ops if "mean_relu" in r.name)
     assert fused.modules == ("",)
 
 
 def test_a_backward_convolution_does_its_own_work_alone(net: Analyzed) -> None:
-    """Inductor lists with it the norm's backward pass, which a kernel of its own computes."""
+    """Inductor also lists the norm's backward pass here, which a separate kernel computes."""
     report = net.compiled
     activation, image, weight = 4 * 8 * 16 * 16, 4 * 3 * 16 * 16, 8 * 3 * 3 * 3
     convolution = row_of(report, "aten::convolution_backward", "backward")
@@ -271,7 +272,7 @@ def test_a_graph_break_is_listed_with_its_line(
 
 
 class Shared(nn.Module):
-    """A compiled part that is given another shape at each of its calls."""
+    """A compiled part that gets another shape at each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -298,7 +299,8 @@ def test_a_recompilation_is_listed_with_its_function_and_its_reason(ceilings: Ce
 
 
 class Watchable(nn.Module):
-    """Uses what an analysis looks at: calls of modules, labels for the profiler, and whether it is compiled."""
+    """A program that uses what an analysis replaces: calls of modules, labels for the profiler, and the question
+    whether it is compiled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,7 +313,7 @@ class Watchable(nn.Module):
 
 
 def test_what_is_watched_is_compiled_as_ever(round_ceilings: Ceilings) -> None:
-    """What an analysis puts in place of PyTorch's functions does not become part of the graphs, or breaks them."""
+    """The functions that an analysis puts in place of PyTorch's neither become part of the graphs nor break them."""
     report = rooftop.analyze(Watchable(), torch.ones(4, 8), compile=True, ceilings=round_ceilings)
     assert report.compilation is not None
     assert report.compilation.graphs == 1
@@ -381,7 +383,7 @@ def test_code_that_an_earlier_analysis_compiled_is_known_to_the_next(ceilings: C
 
 
 def test_the_recorder_passes_results_through() -> None:
-    """Outside `analyze` too: what is compiled while graphs are recorded computes what it should."""
+    """Outside `analyze`, too, code that is compiled while graphs are recorded computes the right results."""
     inputs = torch.randn(8, 4), torch.randn(4)
     with CompiledGraphs() as recorded:
         found = torch.compile(Pointwise())(*inputs)
@@ -411,7 +413,7 @@ def test_code_compiled_before_any_analysis_is_uncovered_not_dropped(shown: bool,
 @pytest.fixture
 def gpu_network(request: pytest.FixtureRequest) -> tuple[nn.Module, Tensor]:
     if request.param == "resnet":
-        # Channels last, as the compiler wants it: else it lays out weights again at each step, which moves bytes.
+        # Channels last, as the compiler wants it. Otherwise it lays out weights again at each step, which moves bytes.
         model = rooftop.models.resnet18().to("cuda", memory_format=torch.channels_last)
         return model, torch.randn(8, 3, 64, 64, device="cuda").contiguous(memory_format=torch.channels_last)
     transformers = request.getfixturevalue("transformers")

@@ -1,4 +1,4 @@
-"""Kernels of a profile and the nodes of compiled graphs: each finds its own, and what finds none is listed."""
+"""Kernels of a profile are matched with nodes of compiled graphs, and those without a match are listed."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_the_same_library_call_twice_is_taken_in_order() -> None:
 
 
 def test_a_library_call_that_the_graph_does_not_know_takes_nobody_elses_work() -> None:
-    """A copy of an input before the first kernel, where the graph has one of its own after the second."""
+    """A copy of an input before the first kernel, while the graph has a copy after the second kernel."""
     events = [
         Event(RUN, 0, 1000, 1),
         Event("aten::copy_", 5, 5, 2, kinds=["float", "float", "Scalar"], sizes=[[4], [4], []], values=["", "", False]),
@@ -167,7 +167,7 @@ def test_a_graph_that_could_not_be_read_says_so_at_each_of_its_kernels() -> None
     events = [Event(RUN, 0, 100, 1), Event("triton_poi_fused_0", 10, 5, 2), mm(30, 5, 3)]
     (generated, library), _ = joined(events, problem="its sizes depend on data")
     assert generated.record.uncovered == "its sizes depend on data"
-    assert library.record.cost is not None  # from what the profiler saw of it
+    assert library.record.cost is not None  # from the profiler's records
 
 
 def test_code_compiled_before_it_was_analyzed_is_uncovered_not_dropped() -> None:
@@ -301,7 +301,7 @@ def test_a_run_whose_sizes_are_not_known_is_uncovered_not_guessed(known: bool, r
     assert orphans == []
 
 
-# CUDA graphs: one call of the host, all kernels.
+# CUDA graphs: one call of the host launches all kernels.
 
 
 def replay(*names: str) -> list[Event]:
@@ -408,7 +408,7 @@ def test_as_many_kernels_as_works_are_joined_one_by_one(works: list[str]) -> Non
     ]
 
 
-# What a launch's pointers hold bounds what it moves.
+# The memory behind a launch's pointers bounds what it moves.
 
 
 CODE = """import triton

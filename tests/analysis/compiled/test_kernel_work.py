@@ -1,4 +1,5 @@
-"""What a kernel must move and compute, from the nodes fused into it: counted by hand on graphs traced without data."""
+"""The bytes and flops of a kernel, from the nodes fused into it, agree with counts by hand on graphs traced without
+data."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ sizes = st.integers(0, 9)
 
 
 def law(*inputs: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """For any inputs; a trace takes a tenth of a second, so that few are tried."""
+    """Property over any inputs. A trace takes a tenth of a second, so only a few inputs are tried."""
     return lambda test: settings(deadline=None, max_examples=10)(given(*inputs)(test))
 
 
@@ -32,13 +33,13 @@ FLOAT, LONG = 4, 8
 
 @cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """torch makes the table anew at each call, which takes twice as long as a trace."""
+    """torch creates the table again at each call, which takes twice as long as a trace."""
     table: dict[Any, Callable[..., Any]] = core_aten_decompositions().materialize()  # type: ignore[attr-defined]
     return table
 
 
 def traced(function: Callable[..., Any], *inputs: Tensor, mode: str = "fake") -> fx.Graph:
-    """The graph of aten operators that inductor would be given, decomposed as far."""
+    """The graph of aten operators that inductor would get, with the same decompositions."""
     graph: fx.Graph = make_fx(function, tracing_mode=mode, decomposition_table=decompositions())(*inputs).graph
     return graph
 
@@ -48,7 +49,7 @@ def computed(graph: fx.Graph) -> list[str]:
 
 
 def fused(function: Callable[..., Any], *inputs: Tensor) -> KernelWork:
-    """The work of one kernel that does all of it."""
+    """The work of a single kernel that computes the whole graph."""
     graph = traced(function, *inputs)
     (work,) = kernel_works(graph, [("triton_poi_fused_0", computed(graph))])
     return work
@@ -216,7 +217,7 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("named_again", [False, True])
 def test_what_a_kernel_writes_at_its_end_is_read_by_those_that_name_it_again(named_again: bool) -> None:
-    """Inductor names the operators before a pooling as its origins, though it reads what they wrote."""
+    """Inductor names the operators before a pooling as its origins, although the pooling reads their results."""
     x = torch.zeros(4, 8)
     graph = traced(lambda x: (x * 2).relu().exp(), x)
     first, last = computed(graph)[:2], computed(graph)[2:]
@@ -263,7 +264,7 @@ def test_operands_that_a_kernel_computed_are_no_work_of_the_library_that_lists_t
 
 
 def test_a_kernel_computes_nothing_that_waits_for_a_later_call_of_a_library() -> None:
-    """One kernel may lay out the weights of several convolutions; it names all that these are made of."""
+    """One kernel may lay out the weights of several convolutions. It names all sources of these convolutions."""
     x, first, second = torch.zeros(2, 3, 8, 8), torch.zeros(4, 3, 1, 1), torch.zeros(5, 4, 1, 1)
 
     def two_convolutions(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
@@ -353,7 +354,7 @@ def test_a_graph_of_sizes_that_may_change_counts_those_that_it_was_traced_for(ro
 
 
 def _arithmetic(graph: fx.Graph) -> Sequence[str]:
-    """The nodes that give tensors."""
+    """The nodes whose results are tensors."""
     return [n.name for n in graph.nodes if n.op == "call_function" and isinstance(n.meta.get("val"), Tensor)]
 
 
@@ -388,7 +389,7 @@ def test_sums_of_gradients_and_final_copies_belong_to_the_modules_beside_them() 
     for node in (exp, sin):
         node.meta["fwd_nn_module_stack"] = {"0": ("L['self'].block.norm", object)}
     (own,) = kernel_works(graph, [("triton_0", names)])
-    assert own.scope == ""  # the sum is the model's own
+    assert own.scope == ""  # the sum belongs to the model itself
     add.meta["is_gradient_acc"] = True
     (work,) = kernel_works(graph, [("triton_0", names)])
     assert work.scope == "block.norm"

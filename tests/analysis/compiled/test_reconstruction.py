@@ -1,4 +1,4 @@
-"""A recorded operator, made again on meta tensors, is the call that was recorded; what was not recorded raises."""
+"""An operator reconstructed on meta tensors is the call that was recorded. Missing information raises an error."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def recorded(name: str, run: Callable[[], Any]) -> tuple[Any, ListedTensors]:
 
 
 def described(value: Any) -> Any:
-    """A nest of arguments with tensors as what can be told of them."""
+    """Nested arguments, with a description in place of each tensor."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.stride(), value.dtype
     if isinstance(value, (list, tuple)):
@@ -101,13 +101,13 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
     (aten.native_layer_norm.default, (torch.ones(3, 4), [4], torch.ones(4), None, 1e-5), {}),
     (aten.cat.default, ([torch.ones(2, 3), torch.ones(4, 3)], 0), {}),
     (aten.cat.default, ([torch.ones(2, 3, dtype=bf16), torch.ones(4, 3, dtype=bf16)], 0), {}),
-    (aten.cat.default, ([torch.ones(2, 3), torch.ones(4, 3, dtype=bf16)], 0), {}),  # types of its own for each
+    (aten.cat.default, ([torch.ones(2, 3), torch.ones(4, 3, dtype=bf16)], 0), {}),  # a separate type for each
     (aten.cat.default, ([torch.ones(5, dtype=torch.long), torch.ones(3, dtype=torch.long)], 0), {}),
     (aten.stack.default, (some(bf16)[:1], 0), {}),
     (aten._foreach_add_.Scalar, (some(bf16), 1), {}),
     (aten._foreach_add_.List, (some(f32), some(f32)), {"alpha": 2}),
     (aten._foreach_copy_.default, (some(f32), some(bf16)), {}),
-    # The steps are of float32, whatever the parameters are; the maxima that nobody asks for are an empty list.
+    # The steps are float32 whatever the parameters' dtype; maxima that are not requested are an empty list.
     (aten._fused_adamw_.default, (*(some(bf16) for _ in range(4)), [], [torch.ones(()), torch.ones(())]), ADAMW),
     (aten.add_.Tensor, (torch.ones(3), torch.ones(3)), {}),
     (aten._local_scalar_dense.default, (torch.ones(()),), {}),
@@ -145,7 +145,8 @@ def test_what_the_profiler_records_is_made_again(func: Any, args: tuple[Any, ...
     ids=["randn", "rand", "randint", "randperm", "normal_"],
 )
 def test_random_numbers_are_not_drawn_again(make: Callable[[], Tensor]) -> None:
-    """The program's generator would go on from somewhere else, and large tensors would take the program's memory."""
+    """Otherwise the program's generator would continue from another state, and large tensors would take the program's
+    memory."""
     made: list[Tensor] = []
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as profiled:
         made.append(make())
@@ -227,7 +228,7 @@ def sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, foreach=True)  # its steps are float32; it takes squares as products
+    return torch.optim.AdamW(parameters, foreach=True)  # its steps are float32, and squares are products
 
 
 def fused(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -243,7 +244,7 @@ def test_an_optimizer_beside_compiled_code_costs_what_a_mode_counts(make: Callab
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer = make(parameters)
-    optimizer.step()  # makes its state
+    optimizer.step()  # creates the optimizer's state
     with CountingMode() as mode:
         optimizer.step()
     with CompiledInstrument(torch.device("cpu"), {}) as instrument:
@@ -258,7 +259,7 @@ def test_an_optimizer_beside_compiled_code_costs_what_a_mode_counts(make: Callab
 
 @pytest.fixture
 def group_of_four() -> Iterator[None]:
-    """A group of which only this rank exists: its collectives return at once."""
+    """A group with only this rank, whose collectives return at once."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     yield
     dist.destroy_process_group()
@@ -310,7 +311,7 @@ def test_a_collective_is_made_again_without_its_group(name: str, run: Callable[[
 
 @pytest.mark.usefixtures("group_of_four")
 def test_tensors_in_lists_of_lists_are_not_made_up() -> None:
-    """The profiler shows nothing of what `all_gather` fills."""
+    """The profiler does not show the tensors that `all_gather` fills."""
     seen = recorded("c10d::allgather_", lambda: dist.all_gather(tensors(6, 6, 6, 6), tensor(6)))
     with pytest.raises(NotReconstructedError, match="was not recorded"):
         reconstructed(*seen)
@@ -321,14 +322,14 @@ def test_a_profile_without_lists_tells_of_none() -> None:
 
 
 def test_a_list_in_which_tensors_may_be_missing_is_not_made_up() -> None:
-    """The profiler shows nothing of the indices of `x[indices]`."""
+    """The profiler does not show the indices of `x[indices]`."""
     event, lists = recorded("aten::index", lambda: aten.index.Tensor(torch.ones(5, 6), [torch.tensor([1, 2])]))
     with pytest.raises(NotReconstructedError, match="was not recorded"):
         reconstructed(event, lists)
 
 
 def test_an_argument_that_is_a_word_is_not_made_up() -> None:
-    """The profiler does not record which approximation of GELU it was."""
+    """The profiler does not record the approximation of GELU."""
     event, _ = recorded("aten::gelu", lambda: aten.gelu.default(torch.ones(3, 4), approximate="tanh"))
     with pytest.raises(NotReconstructedError, match="approximate"):
         reconstructed(event)
