@@ -10,7 +10,7 @@ Where the two differ by more than 1%, a count by hand decides; `by_hand` says ho
 of its layers and what each gradient needs, and looks at no operator:
 
     training = 3 x forward, less the gradient of the images or tokens, plus half of attention's forward
-               (attention computes its scores once more: five products backward for two forward)
+               (attention computes its scores again: five products backward for two forward)
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def main() -> None:
             ladder = build(name, LADDERS[name].small if options.quick else None, device)
             compile_all(ladder, device)
             climbs.append(climb(ladder, ceilings, seconds=options.seconds))
-        except Exception as error:  # the other ladders go on
+        except Exception as error:  # the other ladders continue
             traceback.print_exc()
             failures.append(f"{name}: {type(error).__name__}: {error}")
             continue

@@ -346,7 +346,7 @@ def separated(batch: Any) -> list[Any]:
 
 
 def by_loader(work: Work, items: Sequence[Item], device: str, out: Path) -> tuple[float, float]:
-    """Counted from the first batch on, which has started the processes and compiled what there is to compile."""
+    """Counted from the first batch on, which has started the processes and compiled what exists to compile."""
     call = work.target.load(device)
     rows: list[dict[str, Any]] = []
     began, counted = 0.0, 0

@@ -229,7 +229,7 @@ class Native:
         mesh: of the dimensions "dp" and "tp".
         dtype: in which is computed; weights, their gradients over ranks and the optimizer are float32.
         backend: of torch.compile.
-        async_tensor_parallel: whether products are cut so that communication goes on beside them.
+        async_tensor_parallel: whether products are cut so that communication continues beside them.
         whole: whether forward and loss are compiled together, with CUDA graphs, in place of each block.
         shared: whether data ranks share the model (FSDP2); else DistributedDataParallel sums bfloat16 gradients.
     """

@@ -1,7 +1,7 @@
 """The pictures of docs/analyze.md, from the reports that are kept as JSON beside the other results.
 
     python benchmarks/pictures.py              draw docs/images/*.png again (needs chromium)
-    python benchmarks/pictures.py --measure    first make anew the reports that need no GPU
+    python benchmarks/pictures.py --measure    first make again the reports that need no GPU
 
 The reports of several ranks and of a compiled model are of small programs (`late_rank`, `interrupted`) on a CPU, slowed
 down on purpose: they show how such a report is read, not how fast anything is.

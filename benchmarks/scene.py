@@ -10,7 +10,7 @@ through `scene_brute_force.py`, as long as that takes less than a second. The br
 the share of pixels whose depth is within 2%. Frames are drawn by the kernels in Warp and by those in CUDA C++. Then the
 same view of ever finer rocks, as many; 64 cameras at once; and hills of ten million triangles as a single mesh, beside
 brute force and a ray for each pixel through Warp's tree of boxes. Frames of a field of which some rocks move, come and
-go beside frames of which none does; four cascades of 2048 x 2048, drawn anew and kept; and cameras of several sizes,
+go beside frames of which none does; four cascades of 2048 x 2048, drawn again and kept; and cameras of several sizes,
 together and each by itself; hills with and without a texture. Then a tree of 200,000 leaves: what it covers from
 ever farther, as a share of all its triangles from near, and a forest of it. Builds are of such hills, too, on the CPU
 of the machine, all its threads.
@@ -234,7 +234,7 @@ def around(frame: int, number: int, count: int, side: int) -> scene.Camera:
 
 
 def changing(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]) -> None:
-    """Of a field of rocks, some are moved, or taken away and others added, before each frame. The frame's time is
+    """Of a field of rocks, some are moved, or removed and others added, before each frame. The frame's time is
     without the change itself, which is timed beside it."""
     vertices, faces = rock(min(options.detail, 3))
     count, changes = (100_000, [0, 100, 10_000]) if not options.quick else (200, [0, 10])
@@ -272,7 +272,7 @@ def of_changes(mesh: Path, what: str, count: int, changed: int, options: argpars
 
 
 def lights(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]) -> None:
-    """A sun with four cascades: frames without it, with maps drawn anew for each, and with maps that are kept."""
+    """A sun with four cascades: frames without it, with maps drawn again for each, and with maps that are kept."""
     vertices, faces = rock(options.detail)
     size = 2048 if not options.quick else 64
     rocks = options.rocks[-2] if len(options.rocks) > 1 else options.rocks[-1]

@@ -211,7 +211,7 @@ def processes(case: Case) -> Answers:
 
 
 def _job(case: Case, job: int, places: dict[str, str], ready: Any, until: Any, found: Any) -> None:
-    """A job in a process of its own, which finds the MPS server by its environment."""
+    """A job in a separate process, which finds the MPS server by its environment."""
     os.environ.update(places)
     if case.device(job) == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // case.jobs))

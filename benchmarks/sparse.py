@@ -12,7 +12,7 @@ weights stay, as in a network. What does not wait for the GPU is also replayed f
 bounds for the numbers of outputs (`num_out_act_bound`). spconv has the same weights, and how far its results are from
 ours, |theirs - ours| at most over |ours| at most, is in the row, as are those of a replay from the call's; so is the
 memory that a call needs at its peak, and why what should be replayed cannot be captured. Roofs are at the ceilings
-measured in the same run, with the pairs that there are. Rows are written after each case; a case that fails leaves the
+measured in the same run, with the pairs that exist. Rows are written after each case; a case that fails leaves the
 others, and fails the run at the end. Without spconv the rows say so. `--quick` shows on a CPU that the script runs,
 with small inputs, and sets the convolution beside the one on the dense grid.
 """

@@ -2,9 +2,9 @@
 
     python benchmarks/trust_cpu.py [--out benchmarks/results/cpu/trust.json] [--repeats 10]
 
-Five models are analyzed again and again, each time in a process of its own. First they have the machine for themselves,
+Five models are analyzed again and again, each time in a separate process. First they have the machine for themselves,
 as a program is started usually and so that it keeps its memory (else what the heap of a process holds decides how many
-pages a step takes anew). Then there are as many busy loops beside them as cores (a third as often, since they take
+pages a step takes again). Then there are as many busy loops beside them as cores (a third as often, since they take
 long). A report must be within 5% of the median of the undisturbed ones that were started like it, or say that it was
 disturbed. Then the ceilings are measured again beside the loops: no percent of roof may change by that.
 
@@ -142,7 +142,7 @@ def analyzed(name: str, repeats: int, kept: bool, beside: bool = False) -> dict[
 
 
 def fresh_report(name: str, kept: bool = True) -> dict[str, Any]:
-    """`report_of` in a process of its own."""
+    """`report_of` in a separate process."""
     words = [sys.executable, __file__, "--worker", name]
     environment = {**os.environ, **(KEPT if kept else {})}
     printed = subprocess.run(words, check=True, capture_output=True, text=True, env=environment).stdout

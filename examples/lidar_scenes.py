@@ -2,7 +2,7 @@
 
     python examples/lidar_scenes.py [--seed 0]
 
-Prints what there is in a scene of each kind. `python examples/lidar_scans.py` scans them.
+Prints what exists in a scene of each kind. `python examples/lidar_scans.py` scans them.
 """
 
 from __future__ import annotations

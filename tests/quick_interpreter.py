@@ -1,7 +1,7 @@
 """Triton's interpreter, several times faster and with the same results.
 
 It computes with NumPy, a few microseconds for a tile of the tests, and spends a hundred on what surrounds each
-operation: types built anew, shapes wrapped element by element, all of Triton's language searched at every call of a
+operation: types built again, shapes wrapped element by element, all of Triton's language searched at every call of a
 device function for functions to replace. Here each of these is done once, and what it does for one element at a time
 (a reduction by a function of the kernel's own) is done for whole tiles.
 """

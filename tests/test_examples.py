@@ -520,7 +520,7 @@ def test_photographs_are_described_by_a_function_of_the_example(run: Run, tmp_pa
 
 
 def test_install_commands_work_in_a_clone() -> None:
-    """Rooftop is on no package index: pages install from the folder, with extras that there are."""
+    """Rooftop is on no package index: pages install from the folder, with extras that exist."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     assert 'install "rooftop' not in text

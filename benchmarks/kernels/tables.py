@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def with_figures(page: str, results: Path) -> str:
-    """The page with what stands between its markers made anew."""
+    """The page with what stands between its markers made again."""
 
     def filled(found: re.Match[str]) -> str:
         folder = results.parent if found[2].startswith("cpu/") else results

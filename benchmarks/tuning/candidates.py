@@ -1,6 +1,6 @@
 """Launch parameters tried out: each candidate is proven right on a small problem, then all are timed side by side.
 
-A tuner lists tasks, the most promising first, and calls `main`. Candidates are proven in processes of their own, which
+A tuner lists tasks, the most promising first, and calls `main`. Candidates are proven in separate processes, which
 share Triton's cache: so they compile in parallel. Then each task is timed here, its candidates and peers interleaved,
 from CUDA graphs. Figures are written after each task, and no task is begun after the time that `--seconds` gives.
 `--quick` runs everything on the CPU, through Triton's interpreter, at tiny sizes: it shows that a tuner works.
@@ -131,7 +131,7 @@ def _proofs(jobs: list[Job], processes: int, until: float) -> dict[Job, str | No
         return {job: _prove(job) for job in jobs}
     assert not torch.cuda.is_initialized()  # or the processes could not use the GPU
     found = _proven_by(jobs, processes, until)
-    # A kernel that goes out of bounds breaks its process for all that it proves later: those are told apart once more.
+    # A kernel that goes out of bounds breaks its process for all that it proves later: those are told apart again.
     broken = [job for job, why in found.items() if why and ("CUDA error" in why or "[CUDA]" in why)]
     return found | _proven_by(broken, processes, until, tasks_per_process=1)
 

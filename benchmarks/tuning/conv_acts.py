@@ -202,7 +202,7 @@ def name_of(task: Task) -> str:
 
 
 def compile_one(task: Task) -> tuple[str, str]:
-    """In a process of its own: one launch."""
+    """In a separate process: one launch."""
     global _broken
     tile, job, batch = task
     try:

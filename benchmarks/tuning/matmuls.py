@@ -159,7 +159,7 @@ def operands(m: int, n: int, k: int, residual: bool, device: str) -> tuple[Tenso
 
 
 def compile_one(task: tuple[Tile, str, bool, bool, int]) -> tuple[str, str]:
-    """In a process of its own: a launch on small operands whose sizes the compiler cannot tell from the large ones."""
+    """In a separate process: a launch on small operands whose sizes the compiler cannot tell from the large ones."""
     global _broken
     tile, activation, keep, residual, odd = task
     name = f"{label(tile)}|{activation}|{keep}|{residual}|{odd}"

@@ -68,7 +68,7 @@ Command = Callable[[str], tuple[int | None, str, str]]
 
 @pytest.fixture
 def command(tmp_path: Path, ceilings: Ceilings, fork: Callable[..., BaseProcess]) -> Command:
-    """Analyzes a script by `rooftop analyze` in a process of its own: status, stdout and stderr."""
+    """Analyzes a script by `rooftop analyze` in a separate process: status, stdout and stderr."""
 
     def analyzed(text: str) -> tuple[int | None, str, str]:
         path = script(tmp_path, text)

@@ -1,4 +1,4 @@
-"""A bar appears where something takes long, also if it says nothing meanwhile, and nowhere else."""
+"""A bar appears where something takes long, even if it says nothing meanwhile, and nowhere else."""
 
 from __future__ import annotations
 

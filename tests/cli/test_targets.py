@@ -330,7 +330,7 @@ def test_exit_status_of_a_script(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_script_leaves_its_caller_as_it_was(run: Run, tmp_path: Path) -> None:
-    """A program that calls the verb goes on: the processes that it starts then would run the script again."""
+    """A program that calls the verb continues: the processes that it starts then would run the script again."""
     (tmp_path / "elsewhere").mkdir()
     text = "import os, sys, torch\ntorch.ones(3).relu()\nos.chdir('elsewhere')\nsys.path.append('elsewhere')\n"
     (tmp_path / "train.py").write_text(text)

@@ -256,7 +256,7 @@ def test_an_interrupted_run_keeps_what_is_done_and_ends_its_workers(workers: Wor
 
 
 def test_one_worker_works_alone_and_two_at_the_same_time() -> None:
-    """Of two, none goes on before the other has begun."""
+    """Of two, none continues before the other has begun."""
     report, rows = mapped("my.py:slow", [lines(50)], workers=1)
     assert len({row["pid"] for row in rows}) == 1
     assert report.working_s >= 50 * 0.02

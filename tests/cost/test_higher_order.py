@@ -117,7 +117,7 @@ assert sys.meta_path == finders
 
 @pytest.mark.parametrize("compile", ["torch.compile", "compile", "torch._dynamo.optimize"])
 def test_a_program_that_first_compiles_while_it_is_counted_can_compile_afterwards(compile: str) -> None:
-    """In a process of its own, where nothing has imported the compiler yet."""
+    """In a separate process, where nothing has imported the compiler yet."""
     subprocess.run([sys.executable, "-c", AFTERWARDS.replace("COMPILE", compile)], check=True, timeout=300)
 
 

@@ -1,4 +1,4 @@
-"""Collectives are measured in processes of their own, which never outlive the call."""
+"""Collectives are measured in separate processes, which never outlive the call."""
 
 from __future__ import annotations
 

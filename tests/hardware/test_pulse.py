@@ -47,7 +47,7 @@ def test_it_computes_what_it_counts() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_defaults_of_the_program_change_nothing(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is multiplied and read are float32 numbers of the CPU, also where a program has other defaults."""
+    """What is multiplied and read are float32 numbers of the CPU, even where a program has other defaults."""
     seen = []
 
     def looked_at(call: Callable[[], Tensor]) -> float:

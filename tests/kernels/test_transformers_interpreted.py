@@ -1,5 +1,5 @@
 """The Triton kernels of rotary embeddings, SwiGLU, embeddings, merged attention, max pools and random numbers,
-interpreted: their tests once more.
+interpreted: their tests again.
 
 In one process, which takes longer to start than they take to run; without the tests that are not about the kernels.
 """

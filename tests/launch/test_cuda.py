@@ -423,7 +423,7 @@ def test_nothing_is_launched_where_something_is_wrong() -> None:
 
 @pytest.mark.gpu
 def test_with_rooftop_sync_an_error_names_its_kernel() -> None:
-    """In a process of its own: after such an error the GPU cannot be used any more."""
+    """In a separate process: after such an error the GPU cannot be used any more."""
     program = f"""
 import torch
 from rooftop.launch import cuda

@@ -1,4 +1,4 @@
-"""Spoils videos in many ways and reads each in a process of its own: nothing but the documented errors may come of it.
+"""Spoils videos in many ways and reads each in a separate process: nothing but the documented errors may come of it.
 
     python tests/media/fuzz.py --files 2000 --seed 0 --keep findings
 
@@ -324,7 +324,7 @@ class Outcome:
 
 
 def in_child(work: Callable[[], Any]) -> Outcome:
-    """Run in a process of its own, with limits; what it raises, and how it dies, is a failure."""
+    """Run in a separate process, with limits; what it raises, and how it dies, is a failure."""
     reading, writing = os.pipe()
     began = time.perf_counter()
     child = os.fork()

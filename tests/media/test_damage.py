@@ -88,7 +88,7 @@ def test_a_cut_matroska_file_says_so_and_stays_readable(make_video: MakeVideo) -
 
 
 def test_frames_after_the_damage_are_found_by_position(make_video: MakeVideo) -> None:
-    """A key frame begins anew: only the group of the damaged frame is lost."""
+    """A key frame begins again: only the group of the damaged frame is lost."""
     path = make_video("spoilt.mkv", options={"bf": "0", "g": "8", "sc_threshold": "0"})
     with av.open(str(path)) as container:
         places = [(packet.pos, packet.size) for packet in container.demux(video=0) if packet.size]

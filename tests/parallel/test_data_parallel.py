@@ -721,7 +721,7 @@ def test_the_example_shows_the_four_steps_and_the_same_training(
 
 def test_the_benchmark_measures_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARK.parent)
-    monkeypatch.setattr(device_copies, "COALESCED_BYTES", device_copies.COALESCED_BYTES)  # put back after the script
+    monkeypatch.setattr(device_copies, "COALESCED_BYTES", device_copies.COALESCED_BYTES)  # restored after the script
     monkeypatch.setattr(collectives, "collective_rates", lambda devices, sizes: {"all_reduce": {sizes[0]: 1e6}})
     out = tmp_path / "parallel_data.json"
     words = ("--quick", "--only", "small_mlp-8", "--peers", "none", "--limits", "0", "--seconds", "0.001")

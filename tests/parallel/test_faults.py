@@ -228,7 +228,7 @@ def one_is_killed(first: BaseProcess, second: BaseProcess, book: Path) -> int:
 
 
 def go_on(step: int, until: int, fork: Fork, book: Path) -> dict[int, float]:
-    """Losses of two ranks that go on by themselves."""
+    """Losses of two ranks that continue by themselves."""
     where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", "one", "--nproc-per-node", "2"]
     words = ["--global-batch-size", "4", "--train-iters", str(until), "--load", f"run/step-{step:08d}"]
     words = [*where, *WORDS[:-1], "again", *words]

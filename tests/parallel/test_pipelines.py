@@ -534,7 +534,7 @@ def test_a_rank_that_fails_is_named_at_all_with_what_was_awaited(
     assert time.monotonic() - began < 150
     errors = caught.value.errors
     own = errors.pop(wrong)
-    # One that is stopped is let go on, to hear that it has failed.
+    # A stopped rank is woken, so that it learns that it has failed.
     assert own.startswith(
         {"raise": "KeyError", "kill": "died", "stop": f"RankError: rank {wrong} of 3 has given no"}[how]
     )

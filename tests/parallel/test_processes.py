@@ -251,7 +251,7 @@ def test_a_rank_that_cannot_start_is_named_at_all(on_ranks: Run, ranks_failed: t
 def started_anew(start: int, attempts: list[int]) -> tuple[int, int, list[float]]:
     """A block of the ranks that launchers have started, whose counts of restarts differ."""
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempts[int(os.environ["RANK"])])
-    processes._joined.clear()  # as in a process of its own
+    processes._joined.clear()  # as in a separate process
     with join(settings={"start": start}, device="cpu", patience_s=60.0) as world:
         found = [torch.zeros(1) for _ in range(world.size)]
         dist.all_gather(found, torch.full((1,), float(10 * start + world.rank)))

@@ -1,4 +1,4 @@
-"""Layers that ranks share compute what one process computes, forward and backward, also where the ranks are more than
+"""Layers that ranks share compute what one process computes, forward and backward, even where the ranks are more than
 the heads of keys and values; a rank has the part of the weights that its record says."""
 
 from __future__ import annotations

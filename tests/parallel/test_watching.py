@@ -1,5 +1,5 @@
 """The watch of ranks over each other: whatever happens to one, all are told which, what the others await, and where it
-was; and what is only slow goes on."""
+was; and what is only slow continues."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def orphaned() -> None:
 
 
 def test_a_rank_whose_launcher_is_gone_ends_all(on_ranks: Run, ranks_failed: type[Exception]) -> None:
-    """Its process lives on, and would train on beside those that start anew."""
+    """Its process lives on, and would train on beside those that start again."""
     environments = {rank: {"TORCHELASTIC_RUN_ID": "one"} if rank else {} for rank in range(2)}
     errors = errors_of(on_ranks, ranks_failed, 2, orphaned, environments=environments)
     for error in errors.values():
@@ -352,7 +352,7 @@ def test_a_wait_is_told_when_it_has_lasted() -> None:
     assert wait.words.endswith("; rank 3 is at step 3, data.py:9, in read")
     assert seen.look({**places, 3: Place("measuring", long=True)}, 22.0) is None
     assert seen.look({**places, 0: computing, 1: computing, 2: computing}, 50.0) is None
-    assert seen.look(places, 60.0) is None  # it waits anew
+    assert seen.look(places, 60.0) is None  # it waits again
 
 
 # ---- on GPUs ---------------------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ class Model:
         return kind
 
     def anew(self) -> tuple[Scene, list[int], Floats]:
-        """A scene of the instances that there are, where they were in the frame before; their numbers in this one, and
+        """A scene of the instances that exist, where they were in the frame before; their numbers in this one, and
         where they are."""
         scene, numbers = Scene(), sorted(self.there)
         for mesh in self.meshes:

@@ -681,7 +681,7 @@ def test_a_surface_is_lit_from_the_side_that_is_seen(built: Callable[..., Geomet
 
 
 def test_light_comes_from_where_it_is_said_to(ball: Geometry, device: str) -> None:
-    """Also where that is said anew before a frame; of its length nothing depends."""
+    """Also where that is said again before a frame; of its length nothing depends."""
     scene, camera = Scene(), Camera.look_at((0, -6, 0), (0, 0, 0), width=64, height=64)
     scene.add_instance(scene.add_mesh(ball))
     renderer = Renderer(scene, device, light=(-1e30, 0, 0))

@@ -1,4 +1,4 @@
-"""Batch norm over sites is PyTorch's batch norm of the rows that are sites, on the CPU and (in a process of its own)
+"""Batch norm over sites is PyTorch's batch norm of the rows that are sites, on the CPU and (in a separate process)
 with the Triton kernels interpreted."""
 
 from __future__ import annotations

@@ -292,7 +292,7 @@ def test_frozen_weights_stay() -> None:
 
 
 def test_betas_may_change_and_gradients_be_absent() -> None:
-    """A schedule of betas compiles nothing anew; without gradients nothing moves."""
+    """A schedule of betas compiles nothing again; without gradients nothing moves."""
     ours, theirs = parameters(torch.float64, "cpu"), parameters(torch.float64, "cpu")
     optimizer, plain = AdamW(ours, **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS)
     optimizer.step(scale=torch.tensor(0.5))

@@ -407,7 +407,7 @@ def test_a_loop_of_ones_own() -> None:
 
 @pytest.mark.gpu
 def test_what_cannot_be_captured_is_said() -> None:
-    """In a process of its own: a capture that fails leaves traces."""
+    """In a separate process: a capture that fails leaves traces."""
     lines = [
         "import torch",
         "from rooftop.train import Replayed",

@@ -1,4 +1,4 @@
-"""What somebody writes into a model, by whatever door, is what training goes on from: in its float32 copies too."""
+"""What somebody writes into a model, by whatever door, is what training continues from: in its float32 copies too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtures: each row has its share of the sequences, begins anew when it is used up, and goes on where it was."""
+"""Mixtures: each row has its share of the sequences, begins again when it is used up, and continues where it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training is saved while it goes on: what is saved is what was there, the last whole one is always there, whatever
+"""A training is saved while it continues: what is saved is what was there, the last whole one is always there, whatever
 is killed or full, and an error is never lost."""
 
 from __future__ import annotations

@@ -371,7 +371,7 @@ class _Untouched(TorchDispatchMode):
     """Keep a callable's real tensors unchanged.
 
     Each gets a fake twin for the operators: `FakeTensorMode` alone computes in-place operators on real tensors.
-    Gradients and the state of optimizers are put back at the end.
+    Gradients and the state of optimizers are restored at the end.
     """
 
     supports_higher_order_operators = True  # without it PyTorch ends the program at the first of them

@@ -2,7 +2,7 @@
 
 A chip at its power limit lowers its clocks within milliseconds. A product in the middle of a program, between
 memory-bound kernels, finds high clocks. So each call runs a few times after a pause, and the rate is that of the
-fastest call. The best candidates run once more after longer pauses. The sustained rate, of one product that runs
+fastest call. The best candidates run again after longer pauses. The sustained rate, of one product that runs
 continuously, is a separate figure.
 """
 

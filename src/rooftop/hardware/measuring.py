@@ -38,7 +38,7 @@ def measure_ceilings(
     Args:
         device: "cpu", "cuda", "cuda:1"; None is the GPU if there is one.
         refresh: measure again (under 30 s on a GPU, under 20 s on a CPU). The best of all measurements stays.
-            `ceilings_history` has the figures that came out lower; `forget_ceilings` starts anew.
+            `ceilings_history` has the figures that came out lower; `forget_ceilings` starts again.
         progress: called with (what is being measured, fraction done).
         precisions: the matrix rates that are needed ("bf16"); None for all. Precisions that the device lacks are
             omitted.

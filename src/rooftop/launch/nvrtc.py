@@ -1,4 +1,4 @@
-"""Compile CUDA C++ to machine code through NVRTC (`cuda.core`), also without a GPU, and once for each source.
+"""Compile CUDA C++ to machine code through NVRTC (`cuda.core`), even without a GPU, and once for each source.
 
 Binaries are stored under `$ROOFTOP_CACHE/kernels` (in the user's cache if that is not set). A binary's name is the
 SHA-256 of everything that it depends on: source, name, options, architecture, the versions of NVRTC and of the CUDA

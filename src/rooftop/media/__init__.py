@@ -4,7 +4,7 @@
 
     reader = VideoReader("walk.mp4", resize=(224, 224))
     for frame in reader: ...          # (3, 224, 224) uint8, one after another
-    reader[100], reader[10:50:4]      # exact, also with B-frames and a variable frame rate
+    reader[100], reader[10:50:4]      # exact, even with B-frames and a variable frame rate
 
     for path, pixels in read_images(["holiday/"]): ...  # (3, H, W) uint8, decoded ahead
 

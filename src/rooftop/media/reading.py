@@ -423,7 +423,7 @@ class VideoReader:
             if cursor.position < position and (not index.seekable or index.start_before(position) <= here):
                 try:
                     return cursor.go_to(position, index)
-                except Broken:  # once more, from a key frame
+                except Broken:  # again, from a key frame
                     pass
         if cursor is None:
             cursor, self._begun = self._begun, None
@@ -457,7 +457,7 @@ class VideoReader:
                 if failure is not None or start <= 0:
                     cursor.close()
                     raise self._damaged(failure or broken, last_good, position) from broken
-                failure, start = broken, start - 1  # once more: the frame may need some before its key frame
+                failure, start = broken, start - 1  # again: the frame may need some before its key frame
             spare = cursor.release()
 
     def _damaged(self, broken: Broken, last: int | None, position: int | None = None) -> DamagedVideoError:

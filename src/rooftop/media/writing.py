@@ -65,7 +65,7 @@ class VideoWriter:
 
     Attributes:
         size: (height, width) of the file, from the first frame on; before that None.
-        encoder: the video's encoder, also if "auto" was requested.
+        encoder: the video's encoder, even if "auto" was requested.
         fallback_reason: why the encoder is not h264_nvenc, if "auto" was requested; else None. The size of the first
             frame may still change both.
 

@@ -44,7 +44,7 @@ class WeightPlaces:
     def take_back(self, who: str) -> dict[nn.Parameter, Tensor]:
         """Put the original parameters back in their places, with the present values.
 
-        Returns: for each parameter that was put back, the tensor that had replaced it.
+        Returns: for each parameter that was restored, the tensor that had replaced it.
 
         Raises:
             RuntimeError: a parameter has another shape, or is missing; tied parameters got different values; data ranks

@@ -120,7 +120,7 @@ def subm_conv(
 
     Args:
         features, weight, bias, groups: as in `convolve`; the kernel is odd in each dimension.
-        indices: (N, 1 + dims) int32 or int64, batch first; rows of -1 are no sites.
+        indices: (N, 1 + dims) int32 or int64, batch first; rows of -1 are not sites.
         spatial_shape, batch_size: size and number of the grids.
         dilation: one for all dimensions, or one for each.
 

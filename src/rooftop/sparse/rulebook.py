@@ -263,7 +263,7 @@ def build_rulebook(indices: Tensor, shape: Geometry, num_out_act_bound: int | No
     """The `Rulebook` of a convolution, by kernels on PyTorch's current stream.
 
     Args:
-        indices: (N, 1 + dims) int32 or int64, batch first, on a GPU or the CPU; rows of -1 are no sites.
+        indices: (N, 1 + dims) int32 or int64, batch first, on a GPU or the CPU; rows of -1 are not sites.
         shape: the convolution.
         num_out_act_bound: the exact number of output rows; the last of them are -1. With it, nothing waits for the
             device, so a CUDA graph can capture the call once a first call has loaded the kernels. A submanifold

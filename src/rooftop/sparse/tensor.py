@@ -180,7 +180,7 @@ class SparseConvTensor:
         inside = in_range(sites, self.batch_size, self.spatial_shape)
         cell = torch.where(
             inside, keys_of(sites, self.spatial_shape), cells
-        )  # an additional cell for rows that are no sites
+        )  # an additional cell for rows that are not sites
         grid = self.features.new_zeros(cells + 1, self.features.shape[1]).index_copy(0, cell, self.features)[:cells]
         grid = grid.view(self.batch_size, *self.spatial_shape, -1)
         return grid.movedim(-1, 1).contiguous() if channels_first else grid

@@ -1,4 +1,4 @@
-"""Rotary position embeddings, both ways: the CPU implementation, and (in a process of its own) the Triton kernel
+"""Rotary position embeddings, both ways: the CPU implementation, and (in a separate process) the Triton kernel
 interpreted."""
 
 from __future__ import annotations

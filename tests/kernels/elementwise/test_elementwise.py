@@ -1,4 +1,4 @@
-"""Fused elementwise expressions, both ways: the CPU implementation, and (in a process of its own) the Triton kernels
+"""Fused elementwise expressions, both ways: the CPU implementation, and (in a separate process) the Triton kernels
 interpreted. The function that is fused, called on tensors, is the reference."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Embeddings and their gradient, both ways: the CPU implementation, and (in a process of its own) the Triton kernel
+"""Embeddings and their gradient, both ways: the CPU implementation, and (in a separate process) the Triton kernel
 interpreted."""
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def test_tokens_of_any_strides(of: Callable[[Tensor], Tensor]) -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_token_outside_of_the_table_stops_the_program() -> None:
-    """In a process of its own: the context of one that did so is lost."""
+    """In a separate process: the context of one that did so is lost."""
     program = """
 import torch
 from rooftop.kernels import embedding

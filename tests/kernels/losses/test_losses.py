@@ -1,4 +1,4 @@
-"""Cross entropy, both ways: the CPU implementation, and (in a process of its own) the Triton kernels interpreted."""
+"""Cross entropy, both ways: the CPU implementation, and (in a separate process) the Triton kernels interpreted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""linear_act and matmul, both ways: the CPU implementation, and (in a process of its own) the Triton kernels
+"""linear_act and matmul, both ways: the CPU implementation, and (in a separate process) the Triton kernels
 interpreted."""
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def wide(given_: Operands) -> Operands:
 
 @contextmanager
 def tiles_for_all() -> Iterator[None]:
-    """The kernels for all that a table decides, also where the library is faster."""
+    """The kernels for all that a table decides, even where the library is faster."""
     before = matmul_tables.FUSED_ON_HOPPER
     matmul_tables.FUSED_ON_HOPPER = dict.fromkeys(before, (Entry(math.inf, replace(TWO_AN_SM, rows=64)),))
     choose.cache_clear()

@@ -42,7 +42,7 @@ def eager(
 
 
 def results(function: object, inputs: Inputs, dy: Tensor, dtotal: Tensor) -> list[Tensor]:
-    """y, total, and the gradients of all inputs that there are."""
+    """y, total, and the gradients of all inputs that exist."""
     leaves = [t.detach().clone().requires_grad_() if t is not None else None for t in inputs]
     y, total = function(*leaves)  # type: ignore[operator]
     torch.autograd.backward([y, total], [dy.to(y.dtype), dtotal.to(y.dtype)])

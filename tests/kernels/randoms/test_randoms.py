@@ -1,4 +1,4 @@
-"""Random numbers and dropout, both ways: the CPU implementation, and (in a process of its own) the Triton kernels
+"""Random numbers and dropout, both ways: the CPU implementation, and (in a separate process) the Triton kernels
 interpreted. The distributions are those of `test_random_words.py`."""
 
 from __future__ import annotations

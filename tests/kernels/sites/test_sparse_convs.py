@@ -1,4 +1,4 @@
-"""Sparse convolution equals conv3d on the dense grid, both ways: the CPU implementation, and (in a process of its own)
+"""Sparse convolution equals conv3d on the dense grid, both ways: the CPU implementation, and (in a separate process)
 the Triton kernels interpreted."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Pooling over sites equals that of the dense grid, and over batch elements that of each; both ways: the CPU
-implementation, and (in a process of its own) the Triton kernels interpreted."""
+implementation, and (in a separate process) the Triton kernels interpreted."""
 
 from __future__ import annotations
 

@@ -598,7 +598,7 @@ print("kernels of a step:", (launched(9) - launched(4)) / 5)
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_step_is_one_convolution_and_one_kernel() -> None:
-    """In a process of its own: the profiler has ended one that other tests had used."""
+    """In a separate process: the profiler has ended one that other tests had used."""
     done = subprocess.run([sys.executable, "-c", KERNELS_OF_A_STEP], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     of_a_step = float(done.stdout.rpartition(":")[2])

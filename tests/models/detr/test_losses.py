@@ -1,4 +1,4 @@
-"""Losses of a DETR are Hugging Face's, term by term, also where there is nothing to find or nothing finite."""
+"""Losses of a DETR are Hugging Face's, term by term, even where there is nothing to find or nothing finite."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_predictions_that_are_right_cost_nothing() -> None:
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_with_infinite_logits(dtype: torch.dtype, batched: bool) -> None:
-    """The matcher goes on, and images that are finite have the queries that they would have alone."""
+    """The matcher continues, and images that are finite have the queries that they would have alone."""
     predictions, targets = some_predictions(2, layers=1), some_targets(3, 4)
     logits, boxes = predictions.logits.detach().to(dtype), predictions.boxes.detach().to(dtype)
     matcher, padded = Matcher(batched=batched), pad_targets(targets, CLASSES)

@@ -208,7 +208,7 @@ def test_what_is_drawn_is_a_function_of_seed_sequence_and_position(config: GptCo
     assert turned[::-1] == whole
     assert [generate(model, [prompts[i]], 20, seed=3, sequences=[i], **OPTIONS)[0] for i in range(6)] == whole
     assert generate(model, prompts, 20, seed=4, **OPTIONS) != whole
-    # Where a text goes on makes no difference either: the same position has the same number.
+    # Where a text continues makes no difference either: the same position has the same number.
     assert generate(model, [prompts[0] + whole[0][:5]], 15, seed=3, **OPTIONS) == [whole[0][5:]]
 
 

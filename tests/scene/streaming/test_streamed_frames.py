@@ -117,7 +117,7 @@ def settle(renderer: Renderer) -> None:
 
 @pytest.mark.parametrize("wait", [False, True])
 def test_a_pool_of_5_percent_leaves_no_hole(paged_tunnel: Geometry, wait: bool, device: str) -> None:
-    """To and fro in a tunnel: each ray from within a closed surface leaves it once more than it enters it."""
+    """To and fro in a tunnel: each ray from within a closed surface leaves it one time more than it enters it."""
     pool_bytes = slots_for(paged_tunnel, 0.05)
     renderer = Renderer(alone(paged_tunnel), device, pixel_error=2.0, occlusion=False, pool_bytes=pool_bytes)
     reads = watch(renderer, within(0.0))
@@ -676,7 +676,7 @@ def test_a_damaged_page_is_named_and_never_drawn(
 def test_a_page_that_was_written_wrong_is_named_and_never_drawn(
     paged_ball: Geometry, tmp_path: Path, device: str
 ) -> None:
-    """Its checksum fits: the device finds it, and the next frame begins anew."""
+    """Its checksum fits: the device finds it, and the next frame begins again."""
     path, last = copied(paged_ball, tmp_path), paged_ball.pages - 1
     data = bytearray(path.read_bytes())
     start, length = of_last_page(paged_ball), int(paged_ball.page_lengths[-1])

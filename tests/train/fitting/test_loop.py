@@ -191,7 +191,7 @@ def mixed(batch: Any, places: Tensor, generator_of: Any) -> Any:
 
 
 def test_the_losses_are_the_same_for_any_number_of_parts() -> None:
-    """With mixup and samples that are drawn anew in each epoch."""
+    """With mixup and samples that are drawn again in each epoch."""
     losses = [fitted(task(count=51, alter=mixed), recipe(run={"accumulate": parts}))[1].losses for parts in (1, 2, 4)]
     for other in losses[1:]:
         torch.testing.assert_close(other, losses[0], rtol=0, atol=1e-12)

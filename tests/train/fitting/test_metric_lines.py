@@ -1,4 +1,4 @@
-"""metrics.jsonl has each step once, in order, also after a training was killed and resumed."""
+"""metrics.jsonl has each step once, in order, even after a training was killed and resumed."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ chunk in float32. A run within a chunk is then finished. The pieces of runs that
 form a list of the same kind in the same order, 16 times shorter. The same kernel adds up that list, until one chunk is
 left. So many programs share a very frequent token, no addition is atomic, and the order of additions depends only on
 the tokens. Memory-bound: the kernel reads the gradients once, fills the table of gradients with zeros once, and writes
-its non-zero rows once more.
+its non-zero rows again.
 """
 
 from __future__ import annotations

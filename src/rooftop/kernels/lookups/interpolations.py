@@ -76,7 +76,7 @@ def trilinear_interpolate(features: Tensor, points: Tensor) -> Tensor:
             of [-1, 1] it extrapolates linearly.
 
     Returns:
-        (B, C), the dtype of features, also under autocast; added up in float32. For float64, the reference computes the
+        (B, C), the dtype of features, even under autocast; added up in float32. For float64, the reference computes the
         result in float64.
 
     Raises:

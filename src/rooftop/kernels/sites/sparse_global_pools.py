@@ -53,7 +53,7 @@ def sparse_global_pool_reference(
 
 
 def _elements(batch: Tensor, batch_size: int) -> Tensor:
-    """The batch elements as int64, with batch_size for rows that are no sites."""
+    """The batch elements as int64, with batch_size for rows that are not sites."""
     return torch.where((batch >= 0) & (batch < batch_size), batch.long(), batch_size)
 
 
@@ -176,7 +176,7 @@ _sparse_global_pool_backward = declare(
 
 
 def _of_rows(values: Tensor, element: Tensor) -> Tensor:
-    """For each row the value of its batch element, (B, C) to (N, C); 0 for rows that are no sites."""
+    """For each row the value of its batch element, (B, C) to (N, C); 0 for rows that are not sites."""
     return torch.cat([values, values.new_zeros(1, values.shape[1])]).index_select(0, element)
 
 
@@ -189,12 +189,12 @@ def sparse_global_max_pool(features: Tensor, batch: Tensor, batch_size: int) -> 
 
     Args:
         features: (N, C), bfloat16, float16, float32 or float64.
-        batch: (N,) int32 or int64, the batch element of each row, in any order; -1 for rows that are no sites.
+        batch: (N,) int32 or int64, the batch element of each row, in any order; -1 for rows that are not sites.
             Out-of-range batch elements raise on the CPU; on a GPU they are skipped.
         batch_size: number of batch elements; some may have no sites.
 
     Returns:
-        (batch_size, C), of the features' dtype, also under autocast; 0 for a batch element without sites, NaN if one of
+        (batch_size, C), of the features' dtype, even under autocast; 0 for a batch element without sites, NaN if one of
         its features is NaN. All features that equal a maximum share its gradient equally.
 
     Raises:

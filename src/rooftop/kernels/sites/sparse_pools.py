@@ -216,7 +216,7 @@ def sparse_max_pool(features: Tensor, neighbours: Tensor, reverse: Tensor | None
             the table is submanifold, whose reverse table is neighbours with the taps in reverse order.
 
     Returns:
-        (M, C), contiguous, of the features' dtype, also under autocast; 0 for a result without neighbours, NaN if a
+        (M, C), contiguous, of the features' dtype, even under autocast; 0 for a result without neighbours, NaN if a
         neighbour is NaN. All features that equal the maximum get its gradient.
 
     Raises:

@@ -56,8 +56,8 @@ def pad_images(images: Sequence[Tensor], multiple: int = 1) -> tuple[Tensor, Ten
         images: (C, H, W) each, of one dtype and device.
         multiple: height and width of the batch are rounded up to a multiple of this.
 
-    (B, C, H, W), and the padding mask (B, H, W): True where there is no image.
-        (B, C, H, W), and the mask of padding (B, H, W): True where there is no image.
+    (B, C, H, W), and the padding mask (B, H, W): True outside the image.
+        (B, C, H, W), and the mask of padding (B, H, W): True outside the image.
 
     Raises:
         ValueError: there are no images, or one is not (C, H, W) with the channels of the first.
@@ -125,7 +125,7 @@ def sine_positions(padding: Tensor, width: int, temperature: float = 10_000.0) -
     """The position of each cell in its image, as sines and cosines: the y half, then the x half.
 
     Args:
-        padding: (B, H, W), True where there is no image. Positions start with 1 at the image's first cell, and are
+        padding: (B, H, W), True outside the image. Positions start with 1 at the image's first cell, and are
             scaled so that the last one is 2 pi.
         width: width of the encoding, a multiple of 4.
 

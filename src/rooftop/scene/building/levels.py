@@ -46,7 +46,7 @@ BATCH_TRIANGLES = 1 << 16  # most triangles of groups that are simplified togeth
 BATCHES = 64  # least number of batches, each of
 LEAST_TRIANGLES = 1 << 13  # this many triangles; so 16 workers or more have enough work
 RUN_CLUSTERS = 1 << 11  # clusters of a run in which groups are found; no group extends from one run into another
-GROWTH = 1 + 2**-10 + 2**-20  # an error is larger than those below it by 1 + 2^-10, also when rounded to float32
+GROWTH = 1 + 2**-10 + 2**-20  # an error is larger than those below it by 1 + 2^-10, even when rounded to float32
 TRIES = 3
 MOST_LEVELS = 255
 LONGEST_HEAD = head_words(replaces=True, normals=True, uv=True)
