@@ -1,4 +1,4 @@
-"""A step of AdamW of weights that are kept in float32 beside bfloat16 ones of a model, against PyTorch's and the roof.
+"""A step of AdamW with float32 weights next to a model's bfloat16 ones, compared with PyTorch's and the roof.
 
     python benchmarks/adamw.py [--out benchmarks/results/h200/adamw.json] [--variants]
 

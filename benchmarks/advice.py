@@ -1,4 +1,4 @@
-"""What the advice promises beside what following it gains, on this GPU.
+"""The gains that advice promises, compared with the gains of following it, on this GPU.
 
     python benchmarks/advice.py [--out benchmarks/results/h200/advice.json]
 

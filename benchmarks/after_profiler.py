@@ -1,4 +1,4 @@
-"""What a profiler that has ended costs the program: steps with CUPTI still attached, and detached.
+"""The cost of an ended profiler for the program: steps with CUPTI still attached, and detached.
 
     python benchmarks/after_profiler.py [--out benchmarks/results/h200/after_profiler.json] [--rounds 30] [--quick]
 

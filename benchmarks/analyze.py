@@ -1,4 +1,4 @@
-"""What `rooftop analyze` says of ResNet-50 on this GPU, and whether its own account holds.
+"""The reports of `rooftop analyze` about ResNet-50 on this GPU, and checks that their parts add up.
 
     python benchmarks/analyze.py [--out benchmarks/results/h200/analyze.json] [--reports FOLDER]
 

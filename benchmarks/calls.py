@@ -1,4 +1,4 @@
-"""What a call costs the host, in microseconds and by part, beside torch's own functions and torch.compile.
+"""The host's cost of a call, in microseconds and by part, compared with torch's functions and torch.compile.
 
     python benchmarks/calls.py [--out benchmarks/results/h100/calls.json] [--only layer_norm softmax] [--no-compile]
 

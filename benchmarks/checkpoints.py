@@ -1,4 +1,4 @@
-"""What it costs a training to be saved beside its steps: their time, what the host waits, and the rate of the disk.
+"""The cost of saving a training while it runs: the time of its steps, the host's waits, and the rate of the disk.
 
     python benchmarks/checkpoints.py --folder /scratch/run [--out benchmarks/results/h200/checkpoints.json]
     torchrun --nproc-per-node 8 benchmarks/checkpoints.py --folder /scratch/run       data ranks that share the model

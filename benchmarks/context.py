@@ -1,4 +1,4 @@
-"""Context parallel: attention and training on long sequences that GPUs share, beside PyTorch's context parallel.
+"""Context parallel: attention and training on long sequences that GPUs share, compared with PyTorch's context parallel.
 
     python benchmarks/context.py [--out benchmarks/results/h100/context.json] [--only attention documents model]
     python benchmarks/context.py --ranks 1 2 4 --tokens 131072      # how it scales

@@ -1,4 +1,4 @@
-"""An ensemble of two models on two GPUs beside each model alone.
+"""An ensemble of two models on two GPUs compared with each model alone.
 
     python benchmarks/ensemble.py [--out benchmarks/results/h200/ensemble.json]
 

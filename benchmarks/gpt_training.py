@@ -1,4 +1,4 @@
-"""GPT-2 (124 M) trained on one GPU: `rooftop train gpt`'s steps beside the same recipe in PyTorch, compiled.
+"""GPT-2 (124 M) trained on one GPU: `rooftop train gpt`'s steps compared with the same recipe in PyTorch, compiled.
 
     python benchmarks/gpt_training.py [--out benchmarks/results/h100/gpt_training.json] [--micro-batch 16 32 64]
 

@@ -1,4 +1,4 @@
-"""All ladders, each rung beside the roof: what docs/ladder.md explains, measured.
+"""All ladders, each rung compared with the roof: what docs/ladder.md explains, measured.
 
     python benchmarks/ladder.py [--out benchmarks/results/h200/ladder.json] [--chart ladder.html]
 

@@ -1,4 +1,4 @@
-"""`rooftop map` beside a plain loop over a DataLoader and Dask's own map_partitions: items a second.
+"""`rooftop map` compared with a plain loop over a DataLoader and Dask's own map_partitions: items a second.
 
     python benchmarks/mapping.py [--out benchmarks/results/h100/mapping.json] [--only resnet50 detr clips]
     python benchmarks/mapping.py --photographs FOLDER      of your own, instead of ones that are made

@@ -1,4 +1,4 @@
-"""Expressions of Mats, conversions and masked copies beside OpenCV and torch, and torch.compile on a GPU.
+"""Expressions of Mats, conversions and masked copies compared with OpenCV and torch, and torch.compile on a GPU.
 
     python benchmarks/mat.py [--out benchmarks/results/h200/mat.json] [--device cuda] [--quick]
 

@@ -1,4 +1,4 @@
-"""Models for vision and video beside torchvision, transformers and Keras: ms, images/s, and the roof.
+"""Models for vision and video compared with torchvision, transformers and Keras: ms, images/s, and the roof.
 
     python benchmarks/models.py [--out benchmarks/results/h200/models.json] [--only resnet50 conv_lstm-training]
     python benchmarks/models.py --reports build/reports --peers fast

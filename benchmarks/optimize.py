@@ -1,4 +1,4 @@
-"""`rooftop.optimize` beside eager PyTorch and torch.compile, on models that are not ours.
+"""`rooftop.optimize` compared with eager PyTorch and torch.compile, on models that are not ours.
 
     python benchmarks/optimize.py [--only resnet50 ...] [--train] [--out benchmarks/results/h100/optimize.json]
 

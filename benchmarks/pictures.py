@@ -1,4 +1,4 @@
-"""The pictures of docs/analyze.md, from the reports that are kept as JSON beside the other results.
+"""The pictures of docs/analyze.md, from the reports that are kept as JSON compared with the other results.
 
     python benchmarks/pictures.py              draw docs/images/*.png again (needs chromium)
     python benchmarks/pictures.py --measure    first make again the reports that need no GPU

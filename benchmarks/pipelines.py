@@ -1,4 +1,4 @@
-"""Pipeline schedules of our own, beside PyTorch's with compiled blocks, FSDP2, and a pipeline without bubbles.
+"""Pipeline schedules of our own, compared with PyTorch's with compiled blocks, FSDP2, and a pipeline without bubbles.
 
     python benchmarks/pipelines.py [--out benchmarks/results/h100/pipelines.json]
 

@@ -1,4 +1,4 @@
-"""Virtual geometry: builds, and frames at a growing number of triangles beside a brute-force rasterizer.
+"""Virtual geometry: builds, and frames at a growing number of triangles compared with a brute-force rasterizer.
 
     python benchmarks/scene.py [--out benchmarks/results/h200/scene.json] [--only frames] [--rocks 1000 100000]
 

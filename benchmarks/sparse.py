@@ -1,4 +1,4 @@
-"""Sparse convolutions and networks of them beside spconv, in ms, and the roof.
+"""Sparse convolutions and networks of them compared with spconv, in ms, and the roof.
 
     python benchmarks/sparse.py [--out benchmarks/results/h200/sparse.json] [--only wavy-100k-64 unet]
 

@@ -1,4 +1,4 @@
-"""Whether `rooftop analyze` can be trusted: public models, analyzed in fresh processes, beside a plain timing.
+"""Whether `rooftop analyze` can be trusted: public models, analyzed in fresh processes, compared with a plain timing.
 
     python benchmarks/trust.py [--out benchmarks/results/h200/trust.json] [--processes 5] [--more] [--only TEXT ...]
     python benchmarks/trust.py --advice [--out benchmarks/results/h200/trust_advice.json]

@@ -1,4 +1,4 @@
-"""Whether reports of a CPU repeat: on a quiet machine, and beside busy loops of other programs.
+"""Whether reports of a CPU repeat: on a quiet machine, and compared with busy loops of other programs.
 
     python benchmarks/trust_cpu.py [--out benchmarks/results/cpu/trust.json] [--repeats 10]
 

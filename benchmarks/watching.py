@@ -1,4 +1,4 @@
-"""What an open recording costs the steps of a loop that it only times, or no longer watches at all.
+"""The cost of an open recording for the steps of a loop that it only times, or no longer watches.
 
     python benchmarks/watching.py [--out benchmarks/results/h200/watching.json] [--rounds 20] [--quick]
 

@@ -1,4 +1,4 @@
-"""A benchmark that runs once by one process and once by several: what both kinds of script share."""
+"""Shared code of benchmarks that run once in one process and once in several."""
 
 from __future__ import annotations
 

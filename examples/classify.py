@@ -1,4 +1,4 @@
-"""Makes an index of photographs: each class, and the photographs that an image model puts in it.
+"""Index photographs: list each class with the photographs that an image model assigns to it.
 
     python examples/classify.py FOLDER... [--model resnet50] [--weights NAME|FILE.pth] [--at-least 0.3]
 

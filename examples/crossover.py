@@ -1,4 +1,4 @@
-"""From which size on is the GPU faster, and does that still hold if the data must get there first?
+"""From which size on is the GPU faster, and does that still hold if the data must first be copied to it?
 
     python examples/crossover.py [--operations add matmul] [--sizes 1000 1000000]
 

@@ -1,4 +1,4 @@
-"""Data parallelism by hand: the four steps of `DataParallel`, what each gives, and that training stays the same.
+"""Data parallelism by hand: the four steps of `DataParallel`, their results, and a check that training stays the same.
 
     python examples/data_parallel.py [--devices cuda:0 cuda:1] [--batch 10] [--steps 20]
 

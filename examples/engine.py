@@ -1,4 +1,4 @@
-"""Images a second of a model, and of the same model made ready to answer.
+"""Images per second of a model, and of the same model prepared for inference.
 
     python examples/engine.py [--model resnet50] [--batch 8] [--size 224] [--seconds 1]
 

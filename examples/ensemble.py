@@ -1,4 +1,4 @@
-"""Several models on several GPUs from one process: trained at the same time, then asked together.
+"""Several models on several GPUs from one process: trained at the same time, then evaluated together.
 
     python examples/ensemble.py [--models 4] [--epochs 150]
 

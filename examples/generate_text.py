@@ -1,4 +1,4 @@
-"""A small GPT learns a text by its bytes, and then continues by itself: the most probable way, and other ways.
+"""A small GPT learns a text byte by byte, and then continues it: greedily, and by sampling.
 
     python examples/generate_text.py [--text FILE] [--steps 300] [--batch 16] [--prompt "import "] [--new 200]
 

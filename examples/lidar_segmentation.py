@@ -1,4 +1,4 @@
-"""A sparse network that learns from simulated LiDAR scans what each point lies on, tried on scenes it never saw.
+"""A sparse network learns from simulated LiDAR scans to label points, and is tested on scenes that it never saw.
 
     python examples/lidar_segmentation.py [--device cuda] [--setting street] [--steps N] [--scans N] [--seed 0]
                                           [--out lidar] [--points FILE] [--weights FILE] [--quick]

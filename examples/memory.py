@@ -1,4 +1,4 @@
-"""How much memory a training step needs, what makes it need less, and what fills a GPU that has run out.
+"""The memory of a training step, ways to reduce it, and what fills a GPU that has run out of memory.
 
     python examples/memory.py [--depth 8] [--width 512] [--batch 2048]
 

@@ -1,4 +1,4 @@
-"""Marks what moves in a video: each frame beside a mean of those before, as expressions of arrays.
+"""Mark moving objects in a video: each frame is compared with a mean of earlier frames, by expressions of arrays.
 
     python examples/moving_things.py [walk.mp4] [--out moving.mp4] [--device cpu|cuda|auto]
 

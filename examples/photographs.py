@@ -1,8 +1,9 @@
-"""Writes real photographs (those that come with scikit-image) as PNG files, to have something to analyze.
+"""Write real photographs (those that come with scikit-image) as PNG files, as input for analyses.
 
     python examples/photographs.py FOLDER [--count 8]
 
-Nothing is downloaded. More photographs than there are become other crops of the same ones.
+Nothing is downloaded. If more photographs are requested than exist, further ones are other crops of the same
+photographs.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python examples/point_clouds.py FILE [--out picture.png]
 
-It is seen from the side and from above, coloured by its labels, else by height.
+The cloud is shown from the side and from above, coloured by its labels or else by height.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a training step would cost at best on a machine that is not here, and which batch it would need there.
+"""Predict the least time of a training step on another machine, and the batch size that it would need there.
 
     python examples/predict.py [--machine h200] [--layers 12] [--width 768] [--tokens 1024]
 

@@ -1,4 +1,4 @@
-"""Pictures of coloured shapes with their boxes, in COCO's format: something small to train a detector on.
+"""Pictures of coloured shapes with their boxes in COCO's format, as a small data set for detectors.
 
     python examples/shapes.py FOLDER [--count 16] [--side 128] [--seed 0]
 

@@ -2,8 +2,8 @@
 
     python examples/streams.py [--size 512] [--steps 20]
 
-Kernels that are launched on one stream run one after another; those on two streams may run at the same time, and then
-nothing says which is first. Two things are easily forgotten:
+Kernels that are launched on one stream run one after another. Kernels on two streams may run at the same time, in any
+order. Two things are easily forgotten:
 
 1. A stream must *wait* for the other one before it uses what that one writes, or it reads what is not there yet.
 2. The allocator must *know* that a second stream uses a tensor (`record_stream`), or it hands the memory out again as

@@ -1,4 +1,4 @@
-"""A network of the next frame trained on moving digits, and what it has learned, in numbers and as a picture.
+"""Train a next-frame network on moving digits, and show what it has learned, in numbers and as a picture.
 
     python examples/train_conv_lstm.py [--device cuda] [--steps 200] [--seed 0] [--out DIR] [--clip FILE] [--quick]
 

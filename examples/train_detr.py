@@ -1,4 +1,4 @@
-"""A DETR that learns from random numbers to find circles, squares and triangles.
+"""Train a DETR from random initial values to find circles, squares and triangles.
 
     python examples/train_detr.py [--device cuda] [--steps N] [--pictures N] [--seed 0] [--out detr] [--quick]
 

@@ -1,4 +1,4 @@
-"""Trains a small network to tell in which direction things move in a clip, on videos that it makes.
+"""Train a small network to recognize the direction of motion in clips, on generated videos.
 
     python examples/train_on_clips.py [--steps 60] [--device cpu|cuda]
 

@@ -1,4 +1,4 @@
-"""The report of a training loop of your own, as it is: data, model, loss, optimizer.
+"""The report of your own training loop, without changes to its data, model, loss and optimizer.
 
     python examples/training_loop.py [--steps 40] [-o report.html]
 

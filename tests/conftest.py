@@ -1,5 +1,6 @@
-"""What all tests share: which of them run here, torchvision, and kernels on the CPU: Triton's through its interpreter,
-those in CUDA C++ through the C++ compiler, both by the launch code that a GPU gets."""
+"""Shared fixtures of all tests: the choice of tests that run here, torchvision, and kernels on the CPU. Triton's
+kernels run through its interpreter, those in CUDA C++ through the C++ compiler; both use the same launch code as on a
+GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The source tree is as docs/architecture.md says, and its files import each other without circles."""
+"""The source tree matches docs/architecture.md, and its files import each other without cycles."""
 
 from __future__ import annotations
 

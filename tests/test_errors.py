@@ -1,4 +1,4 @@
-"""The nearest of the names that there are is named: everywhere a name is chosen."""
+"""Errors suggest the nearest existing name, wherever a user chooses a name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each example, and each snippet of the pages about hardware and cost, runs as it is and says what it promises.
+"""Each example, and each snippet of the pages about hardware and cost, runs unchanged and prints what it promises.
 
 They run in this process (`python examples/NAME.py`, without the seconds that importing torch takes again). Links
 between the pages lead somewhere.

@@ -1,4 +1,4 @@
-"""The quickened interpreter computes what Triton's own does."""
+"""The accelerated interpreter computes what Triton's own interpreter computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fused elementwise expressions beside torch and torch.compile, in TB/s of the bytes that must move.
+"""Fused elementwise expressions compared with torch and torch.compile, in TB/s of the bytes that must move.
 
     python benchmarks/kernels/elementwise.py [--out benchmarks/results/h200/elementwise.json] [--elements 134217728]
 

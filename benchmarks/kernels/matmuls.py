@@ -1,4 +1,4 @@
-"""linear_act beside torch and torch.compile, and the bare product, in TFLOP/s of the product.
+"""linear_act compared with torch and torch.compile, and the bare product, in TFLOP/s of the product.
 
     python benchmarks/kernels/matmuls.py [--out benchmarks/results/h200/matmuls.json] [--seed 7]
 

@@ -1,4 +1,5 @@
-"""What launch parameters do to the speed of the layer norm: how the tables in `norms/tables.py` were chosen.
+"""The effect of launch parameters on the speed of the layer norm, from which the tables in `norms/tables.py` were
+chosen.
 
     python benchmarks/kernels/norm_variants.py [--out benchmarks/results/h200/norm_variants.json] [--sizes 512 1024]
 

@@ -1,4 +1,4 @@
-"""The norms beside torch, torch.compile and Liger, forward and backward, in TB/s of the bytes that must move.
+"""The norms compared with torch, torch.compile and Liger, forward and backward, in TB/s of the bytes that must move.
 
     python benchmarks/kernels/norms.py [--norm rms_norm] [--all-sizes] [--out benchmarks/results/h200/norms.json]
 

@@ -1,4 +1,4 @@
-"""Reductions beside torch and torch.compile, in microseconds.
+"""Reductions compared with torch and torch.compile, in microseconds.
 
     python benchmarks/kernels/reductions.py [--out benchmarks/results/h200/reductions.json] [--seed 1]
 

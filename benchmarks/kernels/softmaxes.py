@@ -1,4 +1,4 @@
-"""Softmax beside torch, torch.compile and Liger, forward and backward, in TB/s of the bytes that must move.
+"""Softmax compared with torch, torch.compile and Liger, forward and backward, in TB/s of the bytes that must move.
 
     python benchmarks/kernels/softmaxes.py [--out benchmarks/results/h200/softmaxes.json] [--sizes 4096 128256]
 

@@ -1,4 +1,4 @@
-"""Rotary embeddings, SwiGLU, embeddings and merged attention beside torch, torch.compile and Liger, in TB/s.
+"""Rotary embeddings, SwiGLU, embeddings and merged attention compared with torch, torch.compile and Liger, in TB/s.
 
     python benchmarks/kernels/transformers.py [--out benchmarks/results/h200/transformers.json] [--only rope swiglu]
 

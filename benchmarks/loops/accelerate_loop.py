@@ -1,4 +1,4 @@
-"""A loop of one's own under accelerate, with gradients of two micro-batches and workers that load the data."""
+"""A user's own loop under accelerate, with gradients of two micro-batches and workers that load the data."""
 
 from __future__ import annotations
 

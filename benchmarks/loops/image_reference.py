@@ -1,5 +1,5 @@
-"""Training of a ResNet as reference scripts of image classification do it: rates that warm up and fall, decay of some
-weights only, label smoothing, mixed-up images, an average of the weights, an evaluation and a checkpoint after each
+"""Training of a ResNet like in reference scripts of image classification: a learning rate with warm-up and decay,
+weight decay for some weights only, label smoothing, mixup, averaged weights, an evaluation and a checkpoint after each
 epoch."""
 
 from __future__ import annotations

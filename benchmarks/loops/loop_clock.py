@@ -1,4 +1,4 @@
-"""The clock and the losses of a loop, as the loop itself takes them: nothing here knows of Rooftop.
+"""The clock and the losses of a loop, recorded by the loop itself, independently of Rooftop.
 
     clock = LoopClock(device)
     for batch in loader:

@@ -1,4 +1,4 @@
-"""No optimizer and no module: two matrices are trained by hand. Ends with an exit status of its own."""
+"""No optimizer and no module: two matrices are trained by hand. Ends with a particular exit status."""
 
 from __future__ import annotations
 

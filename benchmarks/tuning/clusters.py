@@ -1,4 +1,4 @@
-"""Tables of softmax and cross entropy by clusters: CLUSTER_* of `softmaxes/tables.py`, beside Triton's kernels.
+"""Tables of softmax and cross entropy by clusters: CLUSTER_* of `softmaxes/tables.py`, compared with Triton's kernels.
 
     python benchmarks/tuning/clusters.py [--out clusters.json] [--seconds 45] [--quick]
 

@@ -1,4 +1,4 @@
-"""CORNERS_* of `lookups/tables.py`, for trilinear interpolation, beside its twin in CUDA C++.
+"""CORNERS_* of `lookups/tables.py`, for trilinear interpolation, compared with its twin in CUDA C++.
 
 python benchmarks/tuning/interpolations.py [--out interpolations.json] [--seconds 15] [--quick]
 """

@@ -1,4 +1,4 @@
-"""Tiles of linear_act beside cuBLAS and torch.compile; what is found goes into `kernels/matmuls/tables.py`.
+"""Tiles of linear_act compared with cuBLAS and torch.compile; what is found goes into `kernels/matmuls/tables.py`.
 
     python benchmarks/tuning/matmuls.py --out matmuls.json [--seconds 60] [--processes 15]
     python benchmarks/tuning/matmuls.py --quick

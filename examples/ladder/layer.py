@@ -2,8 +2,9 @@
 
     python examples/ladder/layer.py [--size 2048]
 
-What is learned from the matrix product, and what it means that a bias and a sigmoid follow. Below the rungs two layers
-are trained on handwritten digits (scikit-learn) with nothing but these kernels, see `src/rooftop/ladder/digits.py`.
+It applies the lessons of the matrix product, and shows what a bias and a sigmoid after it mean. Below the rungs two
+layers are trained on handwritten digits (scikit-learn) with nothing but these kernels, see
+`src/rooftop/ladder/digits.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the lessons of this folder share: each rung with what it changes, and how it did on this machine."""
+"""Shared code of the lessons in this folder: each rung with its change, and its result on this machine."""
 
 from __future__ import annotations
 

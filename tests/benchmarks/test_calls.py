@@ -1,4 +1,4 @@
-"""The benchmark of calls measures all modes and parts, and times nothing that is wrong."""
+"""The benchmark of calls measures all modes and parts, and does not time wrong results."""
 
 from __future__ import annotations
 

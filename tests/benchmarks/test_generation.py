@@ -1,4 +1,4 @@
-"""The benchmark of generation measures each model small on a CPU, beside transformers with the same weights."""
+"""The benchmark of generation runs each model in a small size on a CPU, next to transformers with the same weights."""
 
 from __future__ import annotations
 

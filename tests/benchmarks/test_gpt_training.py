@@ -1,4 +1,4 @@
-"""The benchmark of GPT-2's training runs, and refuses sides that compute something else."""
+"""The benchmark of GPT-2's training runs, and refuses to compare sides that compute different things."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of training from JPEG files runs, and says where a side is missing."""
+"""The benchmark of training from JPEG files runs, and reports missing sides."""
 
 from __future__ import annotations
 

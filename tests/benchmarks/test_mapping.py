@@ -1,4 +1,4 @@
-"""The benchmark of `rooftop map` does the same work in all its ways."""
+"""All variants in the benchmark of `rooftop map` do the same work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The benchmark of Mats runs small on a CPU, beside OpenCV and torch, and refuses a peer with another result."""
+"""The benchmark of Mats runs in a small size on a CPU, next to OpenCV and torch, and refuses peers with other
+results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of models measures each of them small on a CPU, beside its peers, and outlives what fails."""
+"""The benchmark of models runs each model in a small size on a CPU, next to its peers, and survives failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of layouts trains each variant small on CPUs, with the losses of the others, and reads timelines."""
+"""The benchmark of layouts trains small variants on CPUs, all with the same losses, and reads timelines."""
 
 from __future__ import annotations
 

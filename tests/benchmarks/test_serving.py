@@ -1,4 +1,5 @@
-"""The benchmark of several jobs at a time runs small on a CPU; its figures are those of what was answered."""
+"""The benchmark of several simultaneous jobs runs in a small size on a CPU, and its figures describe answered
+requests."""
 
 from __future__ import annotations
 

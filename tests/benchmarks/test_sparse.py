@@ -1,4 +1,4 @@
-"""The benchmark of sparse convolutions runs small on a CPU, beside its peer, and outlives what fails."""
+"""The benchmark of sparse convolutions runs in a small size on a CPU, next to its peer, and survives failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What benchmarks/trust.py calls a miss is one, and a host that varied is none."""
+"""benchmarks/trust.py reports real misses, and does not report a host whose speed varied."""
 
 from __future__ import annotations
 

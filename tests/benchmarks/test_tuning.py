@@ -1,4 +1,4 @@
-"""Tuners of launch parameters: what proves and times candidates, and what runs all tuners."""
+"""Tuners of launch parameters: the code that proves and times candidates, and the code that runs all tuners."""
 
 from __future__ import annotations
 

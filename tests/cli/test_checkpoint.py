@@ -1,4 +1,4 @@
-"""`rooftop checkpoint` says what is in a checkpoint, whether it is whole, and writes it anew without changing a bit."""
+"""`rooftop checkpoint` shows the contents of a checkpoint, checks that it is complete, and rewrites it bit for bit."""
 
 from __future__ import annotations
 

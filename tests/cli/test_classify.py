@@ -1,4 +1,4 @@
-"""`rooftop classify`: a table or JSON of what is on photographs, and one clear line for whatever goes wrong."""
+"""`rooftop classify`: a table or JSON of the classes of photographs, and one clear line for any error."""
 
 from __future__ import annotations
 

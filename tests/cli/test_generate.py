@@ -1,4 +1,4 @@
-"""`rooftop generate`: text as it comes, figures beside the roof, JSON, and one clear line for whatever goes wrong."""
+"""`rooftop generate`: text as it is generated, figures next to the roof, JSON, and one clear line for any error."""
 
 from __future__ import annotations
 

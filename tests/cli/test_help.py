@@ -1,4 +1,5 @@
-"""Help comes at once: it loads neither torch nor what a verb does. Options that several verbs have are the same."""
+"""Help appears at once: it loads neither torch nor a verb's implementation. Options that several verbs share are the
+same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups name their commands without importing them, and say of each what it says of itself."""
+"""Groups list their commands without importing them, each with the command's own help text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rooftop predict-video`: what it writes is opened again, what it prints is computed again."""
+"""`rooftop predict-video`: the files that it writes are opened again, and the figures that it prints are recomputed."""
 
 from __future__ import annotations
 

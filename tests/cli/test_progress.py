@@ -1,4 +1,4 @@
-"""A bar appears where something takes long, even if it says nothing meanwhile, and nowhere else."""
+"""A progress bar appears for anything that takes long, even if it reports nothing meanwhile, and for nothing else."""
 
 from __future__ import annotations
 

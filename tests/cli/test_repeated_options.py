@@ -1,4 +1,4 @@
-"""No option of any command loses all but its last value."""
+"""No option of any command drops its earlier values when it is repeated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rooftop scene build` and `info`: what is said, what is written, and how wrong calls end."""
+"""`rooftop scene build` and `info`: their output, their files, and how wrong calls end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What TARGET, --input and the options of `rooftop analyze` mean, and one line for what does not go together."""
+"""The meaning of TARGET, --input and the options of `rooftop analyze`, and one line for contradictory options."""
 
 from __future__ import annotations
 

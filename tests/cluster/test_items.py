@@ -1,4 +1,4 @@
-"""Items: which there are, in which order, what is wrong with damaged ones, and what they become."""
+"""Items: their selection and order, errors for damaged ones, and their results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`map_items` by processes of this machine: each item once, whatever dies, hangs, raises or is damaged."""
+"""`map_items` with processes on this machine: each item is mapped once, whatever dies, hangs, raises or is damaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rooftop's own models as targets: what `classify` and `detect` say of the same photographs; weights are shared."""
+"""Rooftop's own models as targets: the same results as `classify` and `detect`, with shared weights."""
 
 from __future__ import annotations
 

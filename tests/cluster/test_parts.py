@@ -1,4 +1,4 @@
-"""The folder of parts: whole or not at all, known again, not mixed with other work."""
+"""The folder of parts: each part is complete or absent, recognized later, and never mixed with other work."""
 
 from __future__ import annotations
 

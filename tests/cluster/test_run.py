@@ -1,4 +1,5 @@
-"""The loop alone, with workers that do what a test draws: each item has one row, whatever is lost in which order."""
+"""The loop alone, with workers that behave at random: each item gets one row, whatever is lost and in whichever
+order."""
 
 from __future__ import annotations
 

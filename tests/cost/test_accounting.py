@@ -1,4 +1,4 @@
-"""What counts as distinct memory, and what a call knows of its operator."""
+"""The rules for distinct memory, and a call's information about its operator."""
 
 from __future__ import annotations
 

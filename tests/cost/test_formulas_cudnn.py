@@ -1,4 +1,4 @@
-"""Operators that only cuDNN has cost what PyTorch's own of the same definition cost; no GPU is needed to count them."""
+"""cuDNN's operators cost as much as PyTorch's operators of the same definition, and can be counted without a GPU."""
 
 from __future__ import annotations
 

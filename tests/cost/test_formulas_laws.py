@@ -1,4 +1,4 @@
-"""Laws that costs obey whatever the shapes."""
+"""Laws that costs obey for all shapes."""
 
 from __future__ import annotations
 

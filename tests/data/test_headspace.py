@@ -1,4 +1,4 @@
-"""Rates of the stages between disk and model, and which of them bounds."""
+"""Rates of the stages between disk and model, and the stage that is the bottleneck."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images for training: what is drawn, what is done, and how large JPEGs are decoded."""
+"""Images for training: random draws, transforms, and the size at which JPEGs are decoded."""
 
 from __future__ import annotations
 

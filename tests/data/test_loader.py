@@ -1,4 +1,4 @@
-"""Batches are the same whoever makes them, and nothing stays behind, however a loop ends."""
+"""Batches are the same whichever process makes them, and nothing is left behind, however a loop ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples in tar files: found, read in any order, and named where they are damaged."""
+"""Samples in tar files are found, read in any order, and named in errors if they are damaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The diagnosis is true of this machine, and names what mends one that is deliberately broken."""
+"""The diagnosis is true for this machine, and names the remedy for a deliberately broken one."""
 
 from __future__ import annotations
 

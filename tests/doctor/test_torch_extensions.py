@@ -1,4 +1,4 @@
-"""Packages built on torch are loaded in separate processes; what does not fit is named with what mends it."""
+"""Packages built on torch are loaded in separate processes; incompatible ones are named with their remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What others do to the machine while something is measured."""
+"""The effect of other programs on the machine during a measurement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Break-even sizes of made-up times, and that each variant runs and times what it says."""
+"""Break-even sizes of made-up times are right, and each variant runs and times what it claims."""
 
 from __future__ import annotations
 

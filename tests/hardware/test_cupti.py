@@ -1,4 +1,4 @@
-"""CUPTI is found where it is loaded, and a process goes on without it: traced again, in threads, in CUDA graphs."""
+"""CUPTI is found if it is loaded, and a process works without it: traced again, in threads, in CUDA graphs."""
 
 from __future__ import annotations
 

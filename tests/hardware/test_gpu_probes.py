@@ -1,4 +1,4 @@
-"""What a GPU is tried with, on CPU tensors: shapes, layouts, patterns and what is joined to which figure."""
+"""The probes of a GPU, run on CPU tensors: shapes, layouts, patterns, and the figure of each sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A capture that fails raises what went wrong in it, and keeps nothing."""
+"""A failed capture raises the error that occurred inside it, and keeps no memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Histories of ceilings: the best counts, they merge in any order, and what raised a ceiling stays."""
+"""Histories of ceilings: the best figure counts, merges work in any order, and the causes of raised ceilings are
+kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program's signal handler raises is told from what our own code raises."""
+"""Exceptions from a program's signal handler are distinguished from those of our own code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The profiler's kernels are given to calls by the markers between which they ran."""
+"""The profiler's kernels are assigned to calls by the markers between which they ran."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work of other programs is seen, own work is not taken for theirs."""
+"""Work of other programs is detected, and our own work is not mistaken for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The peak of a block is that of its live tensors, even when blocks are nested."""
+"""The peak of a block is the peak of its live tensors, even when blocks are nested."""
 
 from __future__ import annotations
 

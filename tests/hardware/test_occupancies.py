@@ -1,4 +1,4 @@
-"""Occupancy: examples worked by hand, laws, NVIDIA's own calculator, and the driver of the GPU that is here."""
+"""Occupancy agrees with examples computed by hand, laws, NVIDIA's own calculator, and the driver of an existing GPU."""
 
 from __future__ import annotations
 

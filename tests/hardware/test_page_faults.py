@@ -1,4 +1,4 @@
-"""Pages that the process takes are counted, and a step on a CPU says how many it took."""
+"""The page faults of the process are counted, and a step on a CPU reports its number."""
 
 from __future__ import annotations
 

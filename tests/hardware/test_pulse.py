@@ -1,4 +1,4 @@
-"""A CPU's pulse: the median of what was taken, beside what the same CPU has reached."""
+"""A CPU's pulse: the median of the samples, compared with the best of the same CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPUs chosen from machines that are described here; jobs and ensembles on two devices, mostly the CPU twice."""
+"""GPUs are chosen from described machines; jobs and ensembles run on two devices, mostly the CPU twice."""
 
 from __future__ import annotations
 

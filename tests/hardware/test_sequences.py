@@ -1,4 +1,5 @@
-"""The time of a step in sequence is that of an undisturbed host, and its interval holds what the others did to it."""
+"""The time of a step in sequence is that of an undisturbed host, and its interval shows the effect of other
+programs."""
 
 from __future__ import annotations
 

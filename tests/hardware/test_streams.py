@@ -1,4 +1,4 @@
-"""Work on a second stream is ordered and its memory kept; without CUDA the same code runs on one."""
+"""Work on a second stream is ordered and its memory is kept. Without CUDA the same code runs without streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NVLink and PCIe paths, from a driver that answers, refuses, or has never heard of the question."""
+"""NVLink and PCIe paths, from a driver that answers a query, refuses it, or does not know it."""
 
 from __future__ import annotations
 

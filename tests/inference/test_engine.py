@@ -1,4 +1,4 @@
-"""An engine gives what its model gives, leaves the model alone, and holds no more graphs than it may."""
+"""An engine returns what its model returns, leaves the model unchanged, and keeps a limited number of graphs."""
 
 from __future__ import annotations
 

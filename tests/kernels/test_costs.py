@@ -1,4 +1,5 @@
-"""Every operator of the `rooftop::` namespace can be traced, differentiated or refuses, and costs what a person counts.
+"""Every operator of the `rooftop::` namespace can be traced, has a derivative or refuses one, and costs what a count by
+hand gives.
 
 `rooftop analyze` therefore knows the roof of a model that uses them all.
 """

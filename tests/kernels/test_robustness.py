@@ -1,4 +1,4 @@
-"""Whatever the public operators are given, they give what PyTorch gives, or say which argument is wrong.
+"""For any arguments, the public operators return what PyTorch returns, or say which argument is wrong.
 
 A table of all of them beside PyTorch, and laws over the table: wrong types, dtypes, shapes and devices, empty,
 strided, repeated and huge tensors, tensors of inference mode.

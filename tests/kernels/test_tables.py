@@ -1,4 +1,4 @@
-"""Launch data stands in the families' `tables.py`, and reads as data."""
+"""Launch data is in the families' `tables.py`, in the form of data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Globals that Triton kernels use: a launch compares them with those that the kernel was compiled with."""
+"""Globals that Triton kernels use: a launch compares them with their values at compilation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Climbing a ladder: what is wrong, fails or cannot run is said, and times become percents of the roof."""
+"""Climbing a ladder: rungs that are wrong, fail or cannot run are reported, and times become percents of the roof."""
 
 from __future__ import annotations
 

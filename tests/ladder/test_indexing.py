@@ -1,4 +1,4 @@
-"""The indexing ladder: every grid covers the matrix, and what is predicted is what a person counts."""
+"""The indexing ladder: every grid covers the matrix, and predictions agree with counts by hand."""
 
 from __future__ import annotations
 

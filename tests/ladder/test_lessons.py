@@ -1,4 +1,4 @@
-"""Each lesson of examples/ladder runs as it is and says of every rung what it changes."""
+"""Each lesson of examples/ladder runs unchanged, and explains the change of every rung."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/speed.md quotes what benchmarks/speed.py wrote, and says of every rung when to stop."""
+"""docs/speed.md quotes the results of benchmarks/speed.py, and says for every rung when to stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CUDA C++ from Python: what compiles, what the compiler says, what is refused before a launch; launches on a GPU."""
+"""CUDA C++ from Python: compilation, compiler errors, checks before a launch, and launches on a GPU."""
 
 from __future__ import annotations
 

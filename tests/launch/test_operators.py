@@ -1,4 +1,4 @@
-"""Calls of operators go past the dispatcher only where nothing but autograd has to know of them."""
+"""Calls of operators skip the dispatcher only if nothing but autograd has to see them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks: how many headers share one is what is there, and memory comes from the allocator that was asked for."""
+"""Blocks: the number of headers that share one is right, and memory comes from the requested allocator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Expressions: what is known before they are evaluated, where their values go, products, and what OpenCV gives."""
+"""Expressions: properties known before evaluation, targets of their values, products, and agreement with OpenCV."""
 
 from __future__ import annotations
 

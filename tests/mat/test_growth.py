@@ -1,4 +1,4 @@
-"""Rows that come and go: as a list of rows would, and never over the rows of another header."""
+"""Rows are added and removed as in a list, and never overwrite the rows of another header."""
 
 from __future__ import annotations
 

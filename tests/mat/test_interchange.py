@@ -1,4 +1,5 @@
-"""Memory is shared with NumPy, OpenCV-Python, torch and DLPack both ways at one address, or refused with the fix."""
+"""Memory is shared with NumPy, OpenCV-Python, torch and DLPack in both directions at the same address, or refused with
+the remedy."""
 
 from __future__ import annotations
 

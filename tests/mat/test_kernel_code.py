@@ -1,5 +1,5 @@
-"""What kernels for Mats are compiled to, for a GPU that need not be there: how wide loads and stores are, and which
-instructions compute."""
+"""The compiled code of kernels for Mats, without a GPU: the width of loads and stores, and the arithmetic
+instructions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversions as one kernel: the bits that operations of torch give, step by step. On a GPU, and in the interpreter."""
+"""Conversions as one kernel have the same bits as step-by-step operations of torch, on a GPU and in the interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches that are kept for expressions, conversions and masked copies, and made again with other addresses.
+"""Cached launches of expressions, conversions and masked copies, which are repeated with other addresses.
 
 What is launched then must be what would be launched if nothing had been kept. Without a GPU the launches are looked at;
 on one, their results.

@@ -1,4 +1,4 @@
-"""Loops that Numba compiles: when they are, which Mats they take, and that they give what blocks of rows give."""
+"""Loops that Numba compiles: when they are compiled, which Mats they support, and agreement with blocks of rows."""
 
 from __future__ import annotations
 

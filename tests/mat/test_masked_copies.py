@@ -1,4 +1,4 @@
-"""Copies under a mask by one kernel: what NumPy says, and nothing else touched. On a GPU, and in the interpreter."""
+"""Copies under a mask by one kernel agree with NumPy and touch nothing else, on a GPU and in the interpreter."""
 
 from __future__ import annotations
 

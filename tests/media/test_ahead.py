@@ -1,4 +1,4 @@
-"""Work ahead: results in order, no more in memory than was said, errors at their place."""
+"""Work ahead: results are in order, memory stays within the limit, and errors are raised at their position."""
 
 from __future__ import annotations
 

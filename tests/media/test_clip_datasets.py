@@ -1,4 +1,4 @@
-"""Clips: which frames they are, in which order they come, whoever decodes them."""
+"""Clips have the same frames and the same order, whichever thread decodes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that are broken, cut off, hostile or no video: one clear error, and what was decoded before it is right."""
+"""Files that are broken, cut off, hostile or not a video raise one clear error, and all earlier frames are right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frames decoded by NVDEC are those of the CPU, within 2 of 255, in whatever order they are asked for."""
+"""Frames decoded by NVDEC equal those of the CPU within 2 of 255, in whatever order they are requested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Photographs as tensors: the pixels that Pillow gives, upright, whole or not at all, whoever decodes them."""
+"""Photographs as tensors have Pillow's pixels, upright, whichever decoder is used; incomplete ones are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Decoders that wait for the next video give its frames, whoever had them before; here those of FFmpeg on the CPU."""
+"""Idle decoders return the right frames of the next video, whatever they decoded before. Here FFmpeg's decoders on the
+CPU stand in."""
 
 from __future__ import annotations
 

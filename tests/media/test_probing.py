@@ -1,4 +1,4 @@
-"""`probe` and `rooftop media probe`: what is in a file, and one line for what is none."""
+"""`probe` and `rooftop media probe`: the contents of a file, and one line for files that are not videos."""
 
 from __future__ import annotations
 

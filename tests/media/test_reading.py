@@ -1,4 +1,4 @@
-"""`VideoReader`: any frame, asked for in any order, is the one that decoding from the beginning gives, bit by bit."""
+"""`VideoReader`: any frame, requested in any order, equals that of decoding from the beginning, bit by bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`read_sound`: the samples that FFmpeg gives, each at its time, and what is before a damage."""
+"""`read_sound` returns FFmpeg's samples, each at its time, and the sound before a damaged position."""
 
 from __future__ import annotations
 

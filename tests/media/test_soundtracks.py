@@ -1,4 +1,4 @@
-"""Sound beside a written video: copied packet for packet, or encoded; and which encoder "auto" takes."""
+"""Sound of a written video: copied packet for packet, or encoded; and the encoder that "auto" selects."""
 
 from __future__ import annotations
 

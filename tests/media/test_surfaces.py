@@ -1,4 +1,4 @@
-"""The kernel that makes tensors of a decoder's planes gives what plain PyTorch gives of the same frame."""
+"""The kernel that converts a decoder's planes to tensors agrees with plain PyTorch for the same frame."""
 
 from __future__ import annotations
 

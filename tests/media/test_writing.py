@@ -1,4 +1,4 @@
-"""`VideoWriter`: what is written can be read again, and nothing half-written stays."""
+"""`VideoWriter`: written files can be read again, and no incomplete file is left behind."""
 
 from __future__ import annotations
 

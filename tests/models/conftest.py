@@ -1,4 +1,4 @@
-"""What the tests of models share: made-up weights, and no way to the network."""
+"""Shared fixtures of the tests of models: made-up weights, and no access to the network."""
 
 from __future__ import annotations
 

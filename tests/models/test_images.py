@@ -1,4 +1,4 @@
-"""Photographs become torchvision's tensors; files that are none are refused by name."""
+"""Photographs become the same tensors as with torchvision; files that are not photographs are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A model by name with weights from anywhere: whole and right, or one error that says what to do."""
+"""A model is loaded by name with weights from any source: completely and correctly, or with one error that says what to
+do."""
 
 from __future__ import annotations
 

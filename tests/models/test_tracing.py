@@ -1,4 +1,5 @@
-"""Models and modules under torch.fx, torch.jit.trace, torch.export and torch.onnx: the programs give what they give."""
+"""Models and modules under torch.fx, torch.jit.trace, torch.export and torch.onnx: traced programs return the same
+results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What depends on parameters alone is computed once where they do not change, and otherwise never out of date."""
+"""Values that depend only on parameters are computed once if these do not change, and are never out of date."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model holds: registered or not, each once, by where it is."""
+"""The contents of a model, registered or not, each once, by its place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`replace(model, inputs=...)` swaps what makes the whole model faster, and leaves the rest of it alone."""
+"""`replace(model, inputs=...)` swaps the modules that make the whole model faster, and leaves the others unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The modules give what those of torch.nn give, with the same state."""
+"""The modules return what those of torch.nn return, with the same state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rooftop.nn.replace` changes what computes a model and nothing else of it."""
+"""`rooftop.nn.replace` changes how a model is computed and nothing else."""
 
 from __future__ import annotations
 

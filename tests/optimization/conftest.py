@@ -1,4 +1,5 @@
-"""Decisions that do not depend on what else the machine does: the rules of a plan, a clock that only models move."""
+"""Decisions that do not depend on other work of the machine: the rules of a plan, and a clock that only models
+advance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is the user's stays as it was: whatever rules, models and optimizers do."""
+"""The user's objects stay unchanged, whatever rules, models and optimizers do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rooftop.optimize`: what is kept pays and is right, what is given stays as it was, wrong calls are refused."""
+"""`rooftop.optimize`: kept changes are faster and right, arguments stay unchanged, and wrong calls are refused."""
 
 from __future__ import annotations
 

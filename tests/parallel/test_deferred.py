@@ -1,4 +1,4 @@
-"""Weight gradients that are made later are those of backward at once, and until then nothing of them is there."""
+"""Deferred weight gradients equal those of an ordinary backward, and do not exist before they are computed."""
 
 from __future__ import annotations
 

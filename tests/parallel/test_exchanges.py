@@ -1,4 +1,5 @@
-"""Each exchange is what one rank would compute of all parts, and its gradient that of the sum of all ranks' losses."""
+"""Each exchange equals what one rank would compute from all parts, and its gradient is that of the sum of all ranks'
+losses."""
 
 from __future__ import annotations
 

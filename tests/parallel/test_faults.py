@@ -1,4 +1,5 @@
-"""`rooftop train gpt` under torchrun when a rank or a launcher dies: all end and say who, or go on with fewer ranks."""
+"""`rooftop train gpt` under torchrun when a rank or a launcher dies: all ranks end and name it, or continue with fewer
+ranks."""
 
 from __future__ import annotations
 

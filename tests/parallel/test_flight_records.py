@@ -1,4 +1,4 @@
-"""What PyTorch's flight recorder says, of dumps in its documented format, made by hand, and of gloo's own."""
+"""Reading PyTorch's flight recorder: dumps in the documented format that are made by hand, and gloo's own dumps."""
 
 from __future__ import annotations
 

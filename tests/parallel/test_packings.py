@@ -1,4 +1,4 @@
-"""Blocks of attention: together they are exactly the visible pairs, and the rows that move exactly those needed."""
+"""Blocks of attention together are exactly the visible pairs, and the rows that move are exactly those needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Selective recomputation: the same gradients bit for bit, and as much less memory as the docs say."""
+"""Selective recomputation gives the same gradients bit for bit, and saves as much memory as the docs say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is cut with a batch, what is handed on, and what is refused before anything is copied."""
+"""The values that are split with a batch, passed on, or refused before anything is copied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Schedules are complete, end, and wait as long as their formulas say; their order is that of PyTorch's own tables."""
+"""Schedules are complete, terminate, and wait as long as their formulas say; their order equals that of PyTorch's
+tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The choice of a transport: by the table where it has the case, else what exposes least; never one that cannot."""
+"""The choice of a transport: by the table if it has the case, else the one that exposes least; never an impossible
+one."""
 
 from __future__ import annotations
 

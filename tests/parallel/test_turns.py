@@ -1,4 +1,4 @@
-"""Halves in turn: while something of one is exchanged the other is computed, forward and backward."""
+"""Halves in turns: while data of one half are exchanged, the other half is computed, forward and backward."""
 
 from __future__ import annotations
 

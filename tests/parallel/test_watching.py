@@ -1,5 +1,5 @@
-"""The watch of ranks over each other: whatever happens to one, all are told which, what the others await, and where it
-was; and what is only slow continues."""
+"""Ranks watch each other. Whatever happens to one, all learn which rank failed, what the others wait for, and where it
+was. Ranks that are only slow continue."""
 
 from __future__ import annotations
 

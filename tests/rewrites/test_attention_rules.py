@@ -1,4 +1,5 @@
-"""The rule about attention's back ends: the named one comes first, the others stay for what it cannot compute."""
+"""The rule about attention's back ends: the named one comes first, and the others remain for calls that it cannot
+compute."""
 
 from __future__ import annotations
 

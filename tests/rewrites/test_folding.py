@@ -1,4 +1,4 @@
-"""A folded model gives what the model gives; what the structure does not allow to be folded is left, and it says so."""
+"""A folded model returns what the model returns. Parts that cannot be folded stay, with the reason."""
 
 from __future__ import annotations
 

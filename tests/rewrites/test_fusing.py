@@ -1,4 +1,4 @@
-"""A fused model computes what the model computes, whatever is in it; what may not be fused stays apart."""
+"""A fused model computes what the model computes, whatever it contains; parts that must not be fused stay separate."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Small meshes of every kind, built once, what renders them (on the CPU, and on a GPU where there is one), and files as
-earlier versions wrote them."""
+"""Small meshes of every kind, built once; their renderers (on the CPU, and on a GPU if there is one); and files of
+earlier versions."""
 
 from __future__ import annotations
 

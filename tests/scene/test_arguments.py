@@ -1,4 +1,4 @@
-"""What users give to scenes: what is wrong is refused with what was given, and what was expected."""
+"""Arguments of scenes: wrong ones are refused, with the given value and the expectation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What batches of triangles say of the mesh across them."""
+"""Facts about a mesh that depend on several batches of triangles."""
 
 from __future__ import annotations
 

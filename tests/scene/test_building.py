@@ -1,4 +1,4 @@
-"""What holds in every geometry that is built: exactly one level everywhere, no cracks, errors that are true.
+"""Laws of every built geometry: exactly one level everywhere, no cracks, true errors.
 
 A renderer draws a cluster if its own error is small enough and its group's is not. Such a choice is a cut; here cuts
 are made by thresholds, and by cameras, and the triangles of each are looked at one by one.

@@ -1,4 +1,5 @@
-"""Instances that come, move and go between frames: pictures are those of a scene that was so from the beginning."""
+"""Instances are added, moved and removed between frames: pictures equal those of a scene that was so from the
+beginning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written is what is read: to the bit, and nothing that is damaged."""
+"""Files are read back bit for bit, and damaged files are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Cameras of different sizes and shadow maps, in one chain of launches: each picture is the one that it is alone."""
+"""Cameras of different sizes and shadow maps in one chain of launches: each picture is the same as when it is drawn
+alone."""
 
 from __future__ import annotations
 

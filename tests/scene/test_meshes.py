@@ -1,4 +1,4 @@
-"""A mesh is refused, or mended and it is said how; then it is on its grid, every vertex once."""
+"""A mesh is refused, or repaired with a report; then it is on its grid, with every vertex once."""
 
 from __future__ import annotations
 

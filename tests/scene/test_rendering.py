@@ -1,4 +1,4 @@
-"""What must hold of frames, whatever the scene and the camera: each law over what it is about, which is asserted."""
+"""Laws of frames for any scene and camera. Each test asserts that its case occurs."""
 
 from __future__ import annotations
 

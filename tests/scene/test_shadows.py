@@ -1,4 +1,4 @@
-"""Shadows: those that rays to the light find, maps that stay as long as they may, and the views of lights."""
+"""Shadows agree with rays to the light, maps are reused as long as they are valid, and lights have the right views."""
 
 from __future__ import annotations
 

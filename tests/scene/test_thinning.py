@@ -1,4 +1,4 @@
-"""Many small parts: from far they cover what they cover from near, and none of what was there is left out."""
+"""Many small parts: from far away they cover what they cover from near, and no part of the scene is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forked workers: results in order, errors in their own words, nothing that outlives a build, bounded memory."""
+"""Forked workers: results in order, original errors, no process that outlives a build, bounded memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`SparseSequential` and the modules without kernels: what goes to whom, and batch norms over sites."""
+"""`SparseSequential` and the modules without kernels: the inputs of each module, and batch norms over sites."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pooling modules give what PyTorch gives on the dense grid, at the sites that the rulebook has."""
+"""Pooling modules return what PyTorch returns on the dense grid, at the sites of the rulebook."""
 
 from __future__ import annotations
 

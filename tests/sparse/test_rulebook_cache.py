@@ -1,4 +1,4 @@
-"""Layers of one geometry share a rulebook: what they ask for may be the same object, or an equal one."""
+"""Layers of one geometry share a rulebook, whether their geometries are the same object or equal ones."""
 
 from __future__ import annotations
 

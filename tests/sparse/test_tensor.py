@@ -1,4 +1,4 @@
-"""`SparseConvTensor`: what it holds, to dense and back, sites merged, and wrong ones refused."""
+"""`SparseConvTensor`: its contents, conversion to dense and back, merged sites, and refused arguments."""
 
 from __future__ import annotations
 

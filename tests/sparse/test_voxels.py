@@ -1,4 +1,4 @@
-"""Points go into voxels as a plain loop over the points puts them, on the CPU and on a GPU."""
+"""Voxelization agrees with a plain loop over the points, on the CPU and on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever ranks hold, each part is written once, by one who holds it, and evenly where several do."""
+"""Whatever ranks hold, each part is written once by a rank that holds it, evenly if several do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""One process trains: it learns, bfloat16 keeps float32 weights, what is saved is whole, and the roof is a bound."""
+"""Training in one process: it learns, bfloat16 keeps float32 weights, saved files are complete, and the roof is a
+bound."""
 
 from __future__ import annotations
 

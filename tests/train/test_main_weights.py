@@ -1,4 +1,4 @@
-"""What somebody writes into a model, by whatever door, is what training continues from: in its float32 copies too."""
+"""Training continues from whatever a program writes into a model, in any way, and its float32 copies follow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file of metrics has each step once, in order, wherever a process was killed."""
+"""The metrics file has each step once, in order, wherever a process was killed."""
 
 from __future__ import annotations
 

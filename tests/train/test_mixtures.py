@@ -1,4 +1,5 @@
-"""Mixtures: each row has its share of the sequences, begins again when it is used up, and continues where it was."""
+"""Mixtures: each source gets its share of the sequences, begins again when it is used up, and resumes at its
+position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws have exact proportions after any number of them, wherever one begins."""
+"""Proportions are exact after any number of draws, from any start."""
 
 from __future__ import annotations
 

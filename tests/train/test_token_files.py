@@ -1,4 +1,4 @@
-"""Files of tokens are read as their writers meant them, or refused: by an index, a header, or what is seen of them."""
+"""Token files are read as their writers intended, according to an index, a header or their contents, or are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens: from whatever file, the same row; and what is not a row of tokens is refused by name."""
+"""Tokens: the same sequence from any kind of file. Files without tokens are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention and its log-sum-exp by the CPU implementation; which back end is chosen is tested without any of them."""
+"""Attention and its log-sum-exp by the CPU implementation. The choice of a back end is tested without running any."""
 
 from __future__ import annotations
 

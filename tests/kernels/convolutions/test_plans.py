@@ -1,4 +1,4 @@
-"""Plans of convolutions and max pools: what runs is what they say, and they name the fact that decides.
+"""Plans of convolutions and max pools match what runs, and name the deciding fact.
 
 The GPU is an H200 that need not be there: kernels and libraries are recorded, not called.
 """

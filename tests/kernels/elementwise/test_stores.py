@@ -1,4 +1,4 @@
-"""Expressions stored into memory that is there: strided results, repeating operands, float64, one kernel."""
+"""Expressions stored into existing memory: strided results, repeating operands, float64, one kernel."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The norms' kernels of staged rows: on the CPU (`cuda_on_cpu`) where Triton adds up their partial sums, so within the
-interpreted run of `test_norms.py`; their launch parameters; and on a GPU."""
+"""The norms' kernels of staged rows, their launch parameters, and runs on a GPU. On the CPU (`cuda_on_cpu`) Triton adds
+up their partial sums, so they run within the interpreted run of `test_norms.py`."""
 
 from __future__ import annotations
 

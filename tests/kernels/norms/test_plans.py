@@ -1,4 +1,4 @@
-"""Plans of norms: what is launched is what they say, and each says what decided. No kernel runs here."""
+"""Plans of norms match what is launched, and each names its deciding fact. No kernel runs here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of numbers that repeat: what is in them, and how long they are there."""
+"""Tables of repeating numbers: their contents and their lifetime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The generator and the quantiles of the Triton kernels, beside published answers and the reference."""
+"""The generator and the quantiles of the Triton kernels agree with published answers and the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans of reductions: what runs is what they say, in each regime and at its edges, and they name what decides.
+"""Plans of reductions match what runs, in each regime and at its edges, and name the deciding fact.
 
 The GPU is an H200 that need not be there: kernels are recorded, not launched.
 """

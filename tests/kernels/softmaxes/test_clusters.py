@@ -1,5 +1,5 @@
-"""Softmax and cross entropy by clusters of blocks: the very kernels on the CPU (`cuda_on_cpu`), by the launch code that
-a GPU gets."""
+"""Softmax and cross entropy by clusters of blocks: the same kernels on the CPU (`cuda_on_cpu`), with the same launch
+code as on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both ways to assign find the lowest total cost, each target its own query."""
+"""Both assignment functions find the lowest total cost, with a separate query for each target."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""COCO's format: what is read of it, and the figures of a detector."""
+"""COCO's format: reading annotations, and the figures of a detector."""
 
 from __future__ import annotations
 

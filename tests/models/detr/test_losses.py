@@ -1,4 +1,4 @@
-"""Losses of a DETR are Hugging Face's, term by term, even where there is nothing to find or nothing finite."""
+"""Losses of a DETR equal Hugging Face's, term by term, even without objects or finite values."""
 
 from __future__ import annotations
 

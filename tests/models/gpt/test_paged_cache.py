@@ -1,4 +1,4 @@
-"""Pages are taken, written, read and given back; nobody's page harms nobody."""
+"""Pages are taken, written, read and freed, and no sequence affects the pages of another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the next token is chosen: which tokens can be, and with which probability."""
+"""Choosing the next token: the possible tokens and their probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers are divided among stages so that the slowest is as fast as can be, embedding and head counted."""
+"""Layers are divided among stages so that the slowest stage is as fast as possible, including embedding and head."""
 
 from __future__ import annotations
 

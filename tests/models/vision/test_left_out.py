@@ -1,4 +1,4 @@
-"""Tensors of files that models compute themselves: the true ones are left out in silence, others are named."""
+"""Tensors in files that models compute themselves: equal ones are ignored silently, others are named."""
 
 from __future__ import annotations
 

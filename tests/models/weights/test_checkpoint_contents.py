@@ -1,4 +1,4 @@
-"""Checkpoints of training: which weights of a file are taken, what is said of them, and what is refused."""
+"""Checkpoints of training: the choice among the weights of a file, its description, and refused files."""
 
 from __future__ import annotations
 

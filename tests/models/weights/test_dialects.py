@@ -1,4 +1,4 @@
-"""Weights of other origins give our models the outputs of the models that they are of."""
+"""With weights from other libraries, our models have the outputs of the original models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights come whole and right, or not at all: from a server on the loopback, the cache, or a file."""
+"""Weights are loaded completely and correctly, or not at all: from a local server, the cache, or a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a file of weights says beside its tensors."""
+"""The metadata of a weights file."""
 
 from __future__ import annotations
 

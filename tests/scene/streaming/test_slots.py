@@ -1,4 +1,4 @@
-"""What must hold of slots and plans after any sequence of loads, failures and frames."""
+"""Laws of slots and plans after any sequence of loads, failures and frames."""
 
 from __future__ import annotations
 

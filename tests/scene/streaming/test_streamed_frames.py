@@ -1,4 +1,4 @@
-"""What must hold of frames whose pages come and go: each law over what it is about, which is asserted."""
+"""Laws of frames whose pages are loaded and evicted. Each test asserts that its case occurs."""
 
 from __future__ import annotations
 

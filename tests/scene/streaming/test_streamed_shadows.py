@@ -1,4 +1,5 @@
-"""Shadows of scenes whose pages come and go: waited for they are the resident ones, and at rest they become them."""
+"""Shadows of scenes whose pages are loaded and evicted: after waiting, they equal those with resident pages, and
+without motion they become equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The viewer's page in a real browser: mouse, keys and buttons do what they say, and nobody else may read it."""
+"""The viewer's page in a real browser: mouse, keys and buttons work, and other pages cannot read it."""
 
 from __future__ import annotations
 

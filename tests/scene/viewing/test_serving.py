@@ -1,4 +1,4 @@
-"""The viewer's server: who may ask, what they get, and how wrong requests end."""
+"""The viewer's server: permitted requests, their answers, and how wrong requests end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cameras that people move: what each move keeps, and what it changes."""
+"""Moves of the user's camera: what each move keeps, and what it changes."""
 
 from __future__ import annotations
 

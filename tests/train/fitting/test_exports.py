@@ -1,4 +1,4 @@
-"""Weights for use are whole or not there, and say what they are."""
+"""Exported weights are complete or absent, and describe themselves."""
 
 from __future__ import annotations
 

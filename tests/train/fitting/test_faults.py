@@ -1,4 +1,4 @@
-"""What goes wrong is said in one line, and nothing is lost: neither checkpoints nor the weights."""
+"""Errors are reported in one line, and neither checkpoints nor weights are lost."""
 
 from __future__ import annotations
 

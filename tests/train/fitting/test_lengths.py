@@ -1,4 +1,4 @@
-"""How many steps a training has, and what is done after which."""
+"""The number of steps of a training, and the actions after each step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop on one rank: what it computes, what it leaves on the disk, and how it ends."""
+"""The loop on one rank: its results, its files, and how it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors are as they were where the flag is true, and as they are where it is not."""
+"""Tensors are restored if the flag is true, and unchanged otherwise."""
 
 from __future__ import annotations
 

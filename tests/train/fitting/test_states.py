@@ -1,4 +1,4 @@
-"""Any state dict comes back from tensors and JSON as it was."""
+"""Any state dict survives conversion to tensors and JSON and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers are counted from the input as those who published layer decay counted them."""
+"""Layers are counted from the input as in the publications on layer decay."""
 
 from __future__ import annotations
 

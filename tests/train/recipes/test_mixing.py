@@ -1,4 +1,4 @@
-"""Mixed batches: what their formulas say, the same for any number of ranks."""
+"""Mixed batches follow their formulas, and are the same for any number of ranks."""
 
 from __future__ import annotations
 

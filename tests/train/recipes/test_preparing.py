@@ -1,4 +1,4 @@
-"""What a recipe does to a built model, also in the loop."""
+"""The effect of a recipe on a built model, also in the loop."""
 
 from __future__ import annotations
 

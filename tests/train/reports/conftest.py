@@ -1,4 +1,4 @@
-"""A stand-in of `fit` that tells observers what a training would, by formulas."""
+"""A stand-in for `fit` that reports to observers like a training, from formulas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What switches are worth: paired seeds, honest noise, and runs that are not made twice."""
+"""The value of switches: paired seeds, honest noise, and no repeated runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training says in the terminal: a line for each evaluation, and where the time went."""
+"""The terminal output of a training: a line for each evaluation, and where the time went."""
 
 from __future__ import annotations
 

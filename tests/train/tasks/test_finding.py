@@ -1,4 +1,4 @@
-"""Tasks by name: built in or the user's, their defaults, and one line that says what is wrong."""
+"""Tasks by name: built-in ones or the user's, their defaults, and one-line errors."""
 
 from __future__ import annotations
 

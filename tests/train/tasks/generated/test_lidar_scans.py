@@ -1,4 +1,4 @@
-"""What lidar_scans.py, lidar_scenes.py and clouds.py promise: rays, files, pictures."""
+"""The promises of lidar_scans.py, lidar_scenes.py and clouds.py: rays, files, pictures."""
 
 from __future__ import annotations
 
