@@ -361,7 +361,7 @@ def ms_of(run: Callable[[], object], device: torch.device, warm_up: int = WARM_U
 
 
 def kernels_ms(run: Callable[[], object]) -> dict[str, float]:
-    """What the kernels of one run take, by what they do."""
+    """The times of the kernels of one run, by their purpose."""
     run()
     torch.cuda.synchronize()
     with tempfile.NamedTemporaryFile(suffix=".json") as trace:

@@ -14,9 +14,9 @@ each started by torchrun: with sums over the ranks by NCCL, and together with th
 (`rooftop.parallel.norm_sums`; `norm_sums_refused` says why not). Its roof is that of a rank, which reads its part of
 weights and cache; what ranks exchange takes no time in it. `speedup` is the time of one GPU over theirs.
 
-`agree` says how many tokens of the first text a peer has as we do before the first that differs: in bfloat16 near ties
-are decided by rounding. `--peers none` leaves transformers out, `--peers static` its dynamic cache, which is not
-compiled; `--quick` shows on a CPU that the script runs, the ranks by gloo.
+`agree` is the number of tokens of the first text that a peer shares with us before the first different one: in
+bfloat16, rounding decides near ties. `--peers none` leaves transformers out, `--peers static` its dynamic cache, which
+is not compiled; `--quick` shows on a CPU that the script runs, the ranks by gloo.
 """
 
 from __future__ import annotations

@@ -413,7 +413,7 @@ CASES = {
 
 
 def waited(call: Callable[[], object]) -> float:
-    """Milliseconds until its result is there."""
+    """Milliseconds until the result is available."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     start = time.perf_counter()

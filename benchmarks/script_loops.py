@@ -38,7 +38,8 @@ TIMEOUT_S = 600
 
 @dataclass(frozen=True)
 class Loop:
-    """A script of `loops/`: what it needs, how many ranks it has, its exit status, and whether others do its work."""
+    """A script of `loops/`: its requirements, its number of ranks, its exit status, and whether other processes do its
+    work."""
 
     name: str
     needs: tuple[str, ...] = ()

@@ -119,7 +119,7 @@ def train(model: Model, seen: Sequence[Scan], recipe: Recipe, seed: int) -> None
     device, network = seen[0].xyz.device, model.network.train()
     frequency = torch.stack([torch.bincount(scan.labels, minlength=256) for scan in seen]).sum(0)
     frequency = frequency[: len(SETTINGS[model.setting].classes)] / frequency.sum()
-    weight = frequency.clamp(min=1e-4).rsqrt()  # what is rare counts more, though not in full
+    weight = frequency.clamp(min=1e-4).rsqrt()  # rare classes count more, though not in full proportion
     optimizer = torch.optim.AdamW(network.parameters(), recipe.learning_rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.learning_rate, total_steps=recipe.steps)
     chance = np.random.default_rng(seed)

@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Garbage is not looked for while all is imported: hardly any of it is, and each search takes longer."""
+    """Garbage collection is off during imports: there is hardly any garbage, and each collection takes longer."""
     gc.disable()
     try:
         return (yield)
@@ -75,15 +75,15 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_finish() -> None:
-    """What is there before the first test (a million objects of torch and its like) is not looked through for garbage
-    after each test that makes much of it."""
+    """Objects that exist before the first test (a million objects of torch and other libraries) are not searched for
+    garbage after each test that creates many objects."""
     if left := [each for each in sys.path if os.path.join(each, "").startswith(SCRIPTS)]:
         raise pytest.UsageError(f"a test module has put {left} into sys.path for all tests; let its tests do so")
     freeze()
 
 
 FROZEN = 0
-"""How many modules were imported when all objects were last frozen."""
+"""The number of imported modules when all objects were last frozen."""
 
 
 def freeze() -> None:
@@ -95,7 +95,8 @@ def freeze() -> None:
 
 @pytest.fixture(autouse=True)
 def imports_frozen() -> Iterator[None]:
-    """Nor is what a test has imported: a compiler or a library of models is 300,000 objects, 0.15 s for each search."""
+    """The same for modules that a test has imported: a compiler or a library of models has 300,000 objects, 0.15 s for
+    each collection."""
     yield
     if len(sys.modules) > FROZEN + 100:
         freeze()
@@ -124,10 +125,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
     One thread for each worker, and for the processes that tests start: more would wait for each other's cores.
 
-    No server of names is asked: each connection between ranks asks for a name that nobody needs, and a question that
-    gets lost takes five seconds.
+    No name server is queried. Each connection between ranks looks up a name that is not needed, and a lost query takes
+    five seconds.
     """
-    if "ROOFTOP_CACHE" not in os.environ:  # workers and other processes have it from the first
+    if "ROOFTOP_CACHE" not in os.environ:  # workers and other processes use that of the first one
         cache = tempfile.TemporaryDirectory(prefix="rooftop-tests-", ignore_cleanup_errors=True)
         os.environ["ROOFTOP_CACHE"] = cache.name
         config.add_cleanup(cache.cleanup)
@@ -135,14 +136,14 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("RES_OPTIONS", "attempts:0")
     if INTERPRETED:
-        # Of the checks of an operator, those that depend on what its kernels do.
+        # The checks of an operator that depend on its kernels.
         torch.library.opcheck = functools.partial(torch.library.opcheck, test_utils=("test_schema", "test_faketensor"))
         runpy.run_path(str(Path(__file__).with_name("quick_interpreter.py")))["quicken"]()
 
 
 @pytest.fixture(autouse=True)
 def memory_of_the_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Workers share one GPU: what a test took is given back after it, and those marked `large` follow one another."""
+    """Workers share one GPU: a test's memory is released after it, and tests marked `large` run one after another."""
     if "gpu" not in request.keywords:
         yield
         return
@@ -163,7 +164,7 @@ def nothing_known() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def short_measurements() -> Iterator[None]:
-    """On a CPU a step is timed for moments, not for seconds: tests look at what is made of its times."""
+    """On a CPU, a step is timed for moments instead of seconds, because tests check what is computed from its times."""
     if torch.cuda.is_available():
         yield
         return
@@ -178,8 +179,8 @@ def short_measurements() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def threads_of_torch() -> Iterator[None]:
-    """What changes their number for the process changes it for its user, and makes all tests after it slow: two workers
-    with two threads each wait for each other's cores at every operator."""
+    """Restore the number of threads. Code that changes it for the process changes it for the user, and slows all later
+    tests: two workers with two threads each wait for each other's cores at every operator."""
     yield
     left = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -209,16 +210,16 @@ TORCHVISION = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
-"""What its Python parts ask of its compiled part when they are imported."""
+"""The operators of the compiled part that the Python parts need when they are imported."""
 
 ORACLES = Path(sys.prefix, "oracles")
-"""Where `make` puts packages of which only the Python parts serve."""
+"""The folder in which `make` puts packages of which only the Python parts are used."""
 
 
 @pytest.fixture(scope="session")
 def torchvision_models() -> Iterator[ModuleType]:
-    """torchvision as an oracle; its models are Python. Where no build of it fits this torch, the operators of its
-    compiled part are declared, or it could not be imported."""
+    """torchvision as a reference; its models are Python. If no build fits this torch, the operators of its compiled
+    part are declared, so that it can be imported."""
     if find_spec("torchvision") is None and ORACLES.exists():
         sys.path.append(str(ORACLES))
     library = torch.library.Library("torchvision", "FRAGMENT")
@@ -243,8 +244,8 @@ def torchvision_loads() -> bool:
 
 @pytest.fixture(scope="session")
 def models_remembered() -> Iterator[None]:
-    """Which built-in model a file fits is found by building all of them without values, which takes seconds: here, once
-    for each number of classes."""
+    """Finding the built-in model that a file fits means building all models without values, which takes seconds. Here
+    this is done once for each number of classes."""
     from rooftop.models.registry import builtin_models
     from rooftop.models.weights import files as weights
 
@@ -291,8 +292,8 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="session")
 def interpreting(shared_builds: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process in which the CPU launches the Triton kernels, since Triton decides at import. It has imported torch and
-    this library once, and runs what it is told to in forks."""
+    """A process in which the CPU launches the Triton kernels, since Triton decides this at import. It has imported
+    torch and this library once, and runs requested programs in forks."""
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", BUILDS: str(shared_builds)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -302,10 +303,9 @@ def interpreting(shared_builds: Path) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture
 def interpreted(interpreting: subprocess.Popen[str], tmp_path: Path) -> Callable[..., int]:
-    """Runs files of tests where the CPU launches the Triton kernels, in a process of their own. Options of pytest may
-    follow.
+    """Run files of tests in a separate process where the CPU launches the Triton kernels. Options of pytest may follow.
 
-    Gives how many passed; all but the calling test must.
+    Return the number of passed tests; all except the calling test must pass.
     """
 
     def run(*files: str) -> int:
@@ -336,13 +336,13 @@ Fork = Callable[..., BaseProcess]
 
 @pytest.fixture(scope="session")
 def fork() -> Fork:
-    """Runs a program as `python program` would, in a fork of a process that has imported torch and this library once:
-    that takes longer than most such programs."""
+    """Run a program as `python program` would, in a fork of a process that has imported torch and this library once,
+    because the import takes longer than most such programs."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KINETO_LOG_LEVEL", "99")
-        patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asks without CUDA, which does not work after a fork
+        patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # queries without CUDA, which does not work after a fork
         forkserver.ensure_running()
 
     def start(
@@ -368,7 +368,8 @@ for stream, path in {streams!r}:
 
 
 class KernelOnCpu:
-    """Launches as `rooftop.launch.cuda.Kernel`, with the same checks of arguments and configuration."""
+    """A kernel that is launched like `rooftop.launch.cuda.Kernel`, with the same checks of arguments and
+    configuration."""
 
     def __init__(self, real: cuda.Kernel, library: Path, symbol: str) -> None:
         self.real, self.binary, self.launches = real, real.binary, Counter[str]()
@@ -401,7 +402,8 @@ def _three(size: Size) -> Size:
 
 @pytest.fixture(scope="session")
 def shared_builds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of this run for what takes long to make, one for all workers and for what they start."""
+    """A folder of this run for results that take long to compute, shared by all workers and the processes that they
+    start."""
     if BUILDS in os.environ:
         return Path(os.environ[BUILDS])
     folder = tmp_path_factory.getbasetemp()
@@ -411,7 +413,7 @@ def shared_builds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def built_once(folder: Path, make: Callable[[Path], None]) -> Path:
-    """`folder`, filled by the first worker that asks for it; the others wait."""
+    """`folder`, filled by the first worker that requests it; the others wait."""
     with open(folder.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
@@ -425,7 +427,7 @@ def built_once(folder: Path, make: Callable[[Path], None]) -> Path:
 
 @pytest.fixture(scope="session")
 def made_once(shared_builds: Path) -> Callable[[str, Callable[[Path], None]], Path]:
-    """`made_once(name, make)`: the folder of that name, which `make(folder)` has filled in one of the workers."""
+    """`made_once(name, make)`: the folder of that name, filled by `make(folder)` in one of the workers."""
     return lambda name, make: built_once(shared_builds / name, make)
 
 
@@ -481,7 +483,7 @@ Measurement = tuple[Ceilings, Switches, Switches]
 
 
 def switches() -> Switches:
-    """Everything global in torch that a measurement could have turned."""
+    """All global settings of torch that a measurement could have changed."""
     cuda = torch.cuda.is_available()
     if cuda:
         torch._C._cuda_clearCublasWorkspaces()  # which cuBLAS keeps for each stream that has multiplied matrices
@@ -505,7 +507,7 @@ def switches() -> Switches:
 
 @pytest.fixture(scope="session")
 def measured_with_switches_turned() -> Callable[[str], Measurement]:
-    """Measures the ceilings of a device: these, and what was set before and after."""
+    """Measure the ceilings of a device; return them, and the global settings before and after."""
 
     def measured(device: str) -> Measurement:
         usual = (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark)
@@ -528,9 +530,10 @@ def measured_with_switches_turned() -> Callable[[str], Measurement]:
 
 @pytest.fixture(scope="session")
 def measurement(shared_builds: Path, measured_with_switches_turned: Callable[[str], Measurement]) -> Measurement:
-    """That of this CPU, which takes a while: by the first worker that needs it, and into the cache of this run.
+    """Measure this CPU, which takes a while. The first worker that needs it does so, and stores the result in the cache
+    of this run.
 
-    Rates need not be as exact as those of a user, and are measured in a twelfth of the time.
+    Rates need not be as exact as those for a user, so they are measured in a twelfth of the time.
     """
 
     def make(folder: Path) -> None:
@@ -603,7 +606,7 @@ def cuda_headers(shared_builds: Path) -> Path:
 
 @pytest.fixture
 def compile_for_cpu(cuda_headers: Path, shared_builds: Path) -> Callable[[str, Sequence[str]], None]:
-    """Compiles kernels (source, names) for `cuda_on_cpu` at once: faster than one by one when launched."""
+    """Compile kernels (source, names) for `cuda_on_cpu` together, which is faster than one by one at launch."""
 
     def compile_all(source: str, names: Sequence[str]) -> None:
         new = [name for name in names if (source, name) not in _compiled]

@@ -31,7 +31,7 @@ def measured() -> Profile:
 def reported(
     measured: Profile, ceilings: Ceilings, wall: StepTime, load: OtherLoad = QUIET, **changes: object
 ) -> Report:
-    """The same step with other times, on a machine that was equally fast all the time."""
+    """The same step with other times, on a machine of constant speed."""
     changes = {"pulse": None, **changes}
     profile = dataclasses.replace(measured, wall=wall, load=load, notes=[], **changes)  # type: ignore[arg-type]
     return report_of(profile, ceilings, target="net", mode="inference")
@@ -141,7 +141,7 @@ def test_the_new_figures_survive_their_file(measured: Profile, ceilings: Ceiling
 def test_a_cpu_that_was_slower_all_the_time_is_said(
     rate: float, said: str, measured: Profile, ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its steps agree with each other, and yet the percent of roof is not that of this CPU at its best."""
+    """The steps agree with each other, but the percent of roof is not that of the CPU at its best."""
     monkeypatch.setattr(Pulse, "rates", {"product": rate, "read": 100.0})
     monkeypatch.setattr(Pulse, "varied", None)
     pulse = Pulse()
@@ -171,14 +171,15 @@ def test_a_cpu_that_is_not_equally_fast_for_a_few_seconds_is_said(
     ceilings: Ceilings,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The fastest windows agree with the median, and yet the next process finds another time."""
+    """The fastest windows agree with the median, but the next process measures another time."""
     monkeypatch.setattr(Pulse, "varied", ("product", varied))
     wall = dataclasses.replace(steps(100.0), drift_ms=drift_ms)
     report = reported(measured, ceilings, wall, pulse=Pulse())
     assert report.summary.disturbed is (said is not None)
     notes = [note for note in report.notes if note.startswith("Disturbed: ")]
     assert [said in note for note in notes] == ([True] if said else [])
-    assert not reported(measured, ceilings, wall, pulse=None).summary.disturbed  # a GPU's clocks are its own
+    # a GPU's clocks do not depend on the host
+    assert not reported(measured, ceilings, wall, pulse=None).summary.disturbed
 
 
 @pytest.mark.parametrize(("system_ms", "disturbed"), [(4.0, False), (30.0, True)])
@@ -212,4 +213,4 @@ def test_two_states_of_the_heap_are_told_apart(measured: Profile, ceilings: Ceil
     threads = torch.get_num_threads()
     assert f"which makes some {12 * (1 + 1 / threads) / 2:.3g} ms of launch gap" in only_labelled
     assert noted(None) == []
-    assert noted(None, PageFaults(20_000.0, 30.0)) == []  # the records of a long step have pages of their own
+    assert noted(None, PageFaults(20_000.0, 30.0)) == []  # the records of a long step use additional pages

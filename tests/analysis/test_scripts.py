@@ -68,7 +68,7 @@ Command = Callable[[str], tuple[int | None, str, str]]
 
 @pytest.fixture
 def command(tmp_path: Path, ceilings: Ceilings, fork: Callable[..., BaseProcess]) -> Command:
-    """Analyzes a script by `rooftop analyze` in a separate process: status, stdout and stderr."""
+    """Analyze a script by `rooftop analyze` in a separate process; return status, stdout and stderr."""
 
     def analyzed(text: str) -> tuple[int | None, str, str]:
         path = script(tmp_path, text)
@@ -161,7 +161,7 @@ else:
 """
     process = os.getpid()
     report = run(tmp_path, forking, ceilings)
-    assert os.getpid() == process  # a child that came here would go on with all tests
+    assert os.getpid() == process  # a child process that reached this line would run all further tests
     assert report.ops
     assert ("ValueError: in the child" in capfd.readouterr().err) == ends.startswith("raise")
 
@@ -238,7 +238,7 @@ ENDS = {
 def test_a_script_ends_as_it_would_and_prints_what_it_would(
     end: str, status: int, tmp_path: Path, ceilings: Ceilings, fork: Callable[..., BaseProcess]
 ) -> None:
-    """On the command line; with a report of its steps, which ends the process where the script wants it to."""
+    """On the command line, with a report of the script's steps; the process ends where the script wants it to."""
     path = script(tmp_path, LOOP + end)
     ceilings.save(tmp_path / "ceilings.json")
     options = ["--device", "cpu", "--ceilings", "ceilings.json", "--no-html", "--json", "report.json"]
@@ -271,7 +271,7 @@ def test_a_script_ends_as_it_would_and_prints_what_it_would(
 
 
 def test_a_report_is_made_before_what_runs_at_the_end_of_python(tmp_path: Path, ceilings: Ceilings) -> None:
-    """As a process of its own: `atexit` runs last, and sees that the script has ended."""
+    """Like a separate process: `atexit` runs last, and sees that the script has ended."""
     path = script(tmp_path, LOOP + "import atexit\natexit.register(lambda: print('goodbye'))\nsys.exit(5)")
     ceilings.save(tmp_path / "ceilings.json")
     done = subprocess.run(
@@ -305,8 +305,8 @@ def test_a_script_that_fails_early_has_no_report(
 def test_a_process_that_ends_at_once_has_its_report_made_before(
     tmp_path: Path, ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`os._exit` runs no `finally`; in a forked process it stays what it is. The report is made where the command was,
-    wherever the script has gone."""
+    """`os._exit` runs no `finally`, and in a forked process it is unchanged. The report is written in the command's
+    folder, wherever the script has gone."""
 
     class EndedError(BaseException):
         pass
@@ -328,7 +328,7 @@ def test_a_process_that_ends_at_once_has_its_report_made_before(
 
 
 def test_a_watchdog_that_ends_the_process_ends_it_with_its_report(command: Command) -> None:
-    """Another thread than the one that is observed."""
+    """A thread other than the observed one."""
     watched = """
     import os
     import threading
@@ -361,7 +361,7 @@ def test_a_watchdog_that_ends_the_process_ends_it_with_its_report(command: Comma
 
 
 def test_a_training_in_other_processes_is_not_reported_without_a_word(tmp_path: Path, ceilings: Ceilings) -> None:
-    """Hogwild: this process makes the model and waits."""
+    """Hogwild: this process creates the model and waits."""
     hogwild = """
     import time
     import torch
@@ -542,7 +542,7 @@ print("the end")
 
 
 def test_a_script_finds_what_it_would_find_alone(tmp_path: Path, ceilings: Ceilings) -> None:
-    """Until its threads have ended, and what it has registered for its exit has run."""
+    """The script's environment stays until its threads have ended and its exit functions have run."""
     path = script(tmp_path, AT_HOME)
     ceilings.save(tmp_path / "ceilings.json")
     analysis = ["-m", "rooftop", "analyze", "--no-html", "--ceilings", "ceilings.json", "--device", "cpu"]

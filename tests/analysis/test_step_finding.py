@@ -21,7 +21,7 @@ Calls = tuple[int, int]
 
 
 class Told:
-    """What a finder told: the steps since a coarser marker last took the lead, and all before."""
+    """The reports of a finder: the steps since a coarser marker last took the lead, and all earlier steps."""
 
     def __init__(self) -> None:
         self.steps: list[Calls] = []
@@ -89,14 +89,14 @@ def evaluate(model: nn.Module, calls: int) -> None:
 def test_each_step_of_the_optimizer_ends_one() -> None:
     model = net()
     told, finder = found(lambda: train(model, sgd(model), 6))
-    assert told.steps == [(0, 0)] + [(1, 1)] * 5  # in the first, the call and the backward pass led before it
+    assert told.steps == [(0, 0)] + [(1, 1)] * 5  # in the first step, the call and the backward pass led before
     assert told.whole == [False] + [True] * 5
     assert (finder.level, told.begins) == (Level.OPTIMIZER, 1)
 
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_step_ends_after_the_optimizers_label(scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A label that ends under another profiler than it began under writes to memory that is gone."""
+    """A label that begins under one profiler and ends under another writes to freed memory."""
     order: list[str] = []
     label = torch.autograd.profiler.record_function
     leave = label.__exit__
@@ -124,7 +124,7 @@ def test_a_step_ends_after_the_optimizers_label(scaled: bool, monkeypatch: pytes
 
 
 class LabelsEachOperator(TorchDispatchMode):
-    """As operators are labelled on a GPU. The end of a label is an operator as well."""
+    """Label operators as on a GPU, where the end of a label is an operator as well."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch.autograd.profiler.record_function("an operator"):
@@ -145,7 +145,7 @@ def test_a_step_does_not_end_inside_a_label_of_an_operator() -> None:
 
 
 class Nested(torch.optim.Optimizer):
-    """Steps another optimizer, as sharpness-aware and look-ahead optimizers do."""
+    """An optimizer that steps another optimizer, like sharpness-aware and look-ahead optimizers."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__([p for group in inner.param_groups for p in group["params"]], {})
@@ -240,7 +240,7 @@ def test_forward_and_backward_in_a_closure_belong_to_the_optimizers_step(make: C
     told, finder = found(lambda: [optimizer.step(closure) for _ in range(4)])
     assert (len(told.steps), finder.level) == (4, Level.OPTIMIZER)
     assert all(modules == backwards >= 1 for modules, backwards in told.steps)
-    assert told.earlier == []  # no call in the closure was taken for a step
+    assert told.earlier == []  # no call in the closure was counted as a step
 
 
 def test_of_two_optimizers_the_first_leads() -> None:
@@ -267,7 +267,7 @@ def test_an_optimizer_that_steps_once_for_several_of_another_leads() -> None:
             train(generator, optimizers[1], 1)
 
     told, _ = found(gan)
-    assert told.earlier[-1] == 6  # of the critic, until the generator had come twice after three of them
+    assert told.earlier[-1] == 6  # steps of the critic, until the generator had stepped twice after three of them
     assert told.steps[1:] == [(4, 4)] * 4
 
 
@@ -353,7 +353,7 @@ def test_a_program_that_evaluates_first_is_judged_by_its_training() -> None:
         train(model, optimizer, 4)
 
     told, finder = found(program)
-    assert told.earlier[0] == 6  # five calls, and that of the first training step
+    assert told.earlier[0] == 6  # five calls, and the call of the first training step
     assert (len(told.steps), finder.level) == (4, Level.OPTIMIZER)
     assert not told.whole[0]
 
@@ -430,7 +430,7 @@ def test_other_threads_end_no_step_and_are_counted() -> None:
 
 
 def test_threads_that_come_and_go_are_added_up() -> None:
-    """A program may start new ones at each step."""
+    """A program may start new threads at each step."""
     model = net()
 
     def program() -> None:

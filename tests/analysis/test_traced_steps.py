@@ -59,7 +59,7 @@ def test_nothing_stays_in_place() -> None:
 
 @pytest.mark.parametrize("way", ["noticed", "affirmed"])
 def test_who_takes_a_question_by_its_name_meanwhile_gets_the_answer_afterwards(way: str) -> None:
-    """As modules do that a program imports when it first needs them."""
+    """Like modules that a program imports when it first needs them."""
     questions = TracingQuestions()
     with getattr(questions, way)():
         from torch.compiler import is_compiling
@@ -68,7 +68,7 @@ def test_who_takes_a_question_by_its_name_meanwhile_gets_the_answer_afterwards(w
 
 
 class Cautious(nn.Module):
-    """Leaves work out, unless it may be captured."""
+    """A module that omits work unless it is being captured."""
 
     def __init__(self, more: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def test_a_cpu_has_no_graphs(ceilings: Ceilings) -> None:
 
 
 class Asking(nn.Module):
-    """Chooses an operator, or refuses, when it is told that it is compiled."""
+    """A module that chooses an operator, or refuses, when it is told that it is compiled."""
 
     def __init__(self, refuses: bool) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ def test_networks_that_draw_truncated_normals_can_be_built_without_values(bounds
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Mistral"])
 def test_a_decoder_is_causal_as_it_is_when_run(family: str, transformers: ModuleType, h200: Ceilings) -> None:
-    """Left to itself transformers makes a mask for fake tensors: all pairs were counted, and shared heads copied."""
+    """Otherwise transformers creates a mask for fake tensors: all pairs were counted, and shared heads copied."""
     heads, shared, length, layers, width = 4, 2, 128, 2, 64
     config = getattr(transformers, f"{family}Config")(
         hidden_size=width,
@@ -55,7 +55,7 @@ def test_a_decoder_is_causal_as_it_is_when_run(family: str, transformers: Module
         model(tokens)
     report = rooftop.predict(model, tokens, ceilings=h200, dtype=torch.bfloat16)
     predicted = [row for row in report.ops if "attention" in row.name]
-    # Pairs of a query and a key that it sees, for each two products of 16 features.
+    # Flops for the pairs of a query and a visible key: two products of 16 features for each.
     products = layers * 2 * heads * (length * (length + 1) // 2) * 2 * 2 * (width // heads)
     assert sum(row.flops_by_precision["bf16"] for row in predicted) == products
     actual = [r.cost.total_flops for r in run.records if r.cost is not None and "attention" in r.name]

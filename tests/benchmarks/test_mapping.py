@@ -18,7 +18,7 @@ WAYS = ["rooftop", "Dask map_partitions"]
 
 
 def test_a_quick_run_measures_these_ways(tmp_path: Path) -> None:
-    """Each way's rows are counted by the script, and an error in one fails it."""
+    """The script counts the rows of each variant, and fails if a row is an error."""
     out = tmp_path / "mapping.json"
     words = ["--quick", "--only", "resnet50", "--ways", *WAYS, "--out", str(out)]
     done = subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True, timeout=300)

@@ -22,7 +22,7 @@ from rooftop.hardware import Ceilings, ceilings_of
 os.environ["KERAS_BACKEND"] = "torch"  # Keras decides at import
 os.environ.setdefault("KERAS_HOME", tempfile.mkdtemp())
 
-# Keras 3.15 saves tensors in a way that NumPy 2 will not have.
+# Keras 3.15 saves tensors in a way that NumPy 2 rejects.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "models.py"
@@ -31,7 +31,7 @@ Run = Callable[..., tuple[int | str | None, dict[str, Any]]]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torchvision_models: ModuleType) -> Run:
-    """Runs the script for a moment; gives its exit status and its file."""
+    """Run the script for a moment; return its exit status and its file."""
 
     def script(*words: str) -> tuple[int | str | None, dict[str, Any]]:
         out = tmp_path / "folder" / "models.json"

@@ -52,7 +52,7 @@ VARIANTS = {
 
 @pytest.mark.usefixtures("fork")
 def test_every_variant_trains_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: Script) -> None:
-    """In forks of a process that has imported torch: each of its own takes longer for that than to train."""
+    """Run in forks of a process that has imported torch, because importing it takes longer than the training."""
     parallel, out = script("parallel"), tmp_path / "parallel.json"
     forking = get_context("forkserver")
     monkeypatch.setattr(parallel.mp, "get_context", lambda method: forking)
@@ -84,7 +84,7 @@ def test_other_losses_fail_a_row(script: Script) -> None:
 
 
 def test_a_failed_variant_leaves_the_others(monkeypatch: pytest.MonkeyPatch, script: Script) -> None:
-    """Processes are started again for what is left."""
+    """Processes are started again for the remaining work."""
     parallel = script("parallel")
     starts: list[list[str]] = []
 

@@ -29,13 +29,13 @@ Run = Callable[..., tuple[int | str | None, dict[str, Any]]]
 
 @pytest.fixture(autouse=True)
 def no_spconv(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not installed, unless a test puts something in its place."""
+    """spconv counts as not installed, unless a test provides a replacement."""
     monkeypatch.delitem(sys.modules, "spconv.pytorch", raising=False)
     monkeypatch.setitem(sys.modules, "spconv", None)
 
 
 class Foreign:
-    """A tensor of spconv's names that is not a tensor of Rooftop's."""
+    """A tensor with spconv's names that is not Rooftop's tensor class."""
 
     def __init__(
         self, features: Tensor, indices: Tensor, spatial_shape: Sequence[int], batch_size: int,
@@ -58,7 +58,7 @@ def ours(x: Foreign) -> sparse.SparseConvTensor:
 
 
 class ForeignConvolution(torch.nn.Module):
-    """What makes a convolution of Rooftop's one of foreign tensors."""
+    """Turn a convolution of Rooftop's into one for foreign tensors."""
 
     def forward(self, x: Foreign) -> Foreign:
         y = super().forward(ours(x))
@@ -66,7 +66,7 @@ class ForeignConvolution(torch.nn.Module):
 
 
 class ForeignSequential(torch.nn.Sequential):
-    """As spconv's: sparse modules get the tensor, others its features."""
+    """Like spconv's class: sparse modules get the tensor, others its features."""
 
     def forward(self, x: Any) -> Any:
         for module in self:
@@ -79,7 +79,7 @@ class ForeignSequential(torch.nn.Sequential):
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Modules under spconv's names, which compute as Rooftop's do, of tensors of their own."""
+    """Modules with spconv's names that compute like Rooftop's, but with another tensor class."""
     module = ModuleType("spconv.pytorch")
     for name in ("SubMConv3d", "SparseConv3d", "SparseInverseConv3d"):
         setattr(module, name, type(name, (ForeignConvolution, getattr(sparse, name)), {}))
@@ -101,7 +101,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Where the script finds the files beside it."""
+    """The folder in which the script finds its neighbouring files."""
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     yield
     for name in ("sparse_surfaces", "sparse_networks"):
@@ -110,7 +110,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def short_road(monkeypatch: pytest.MonkeyPatch, folder: None) -> None:
-    """The part of a scan that lies near: the whole grid of KITTI is what a detector's dense map takes its time for."""
+    """The near part of a scan, because a detector's dense map takes most of the time on KITTI's whole grid."""
     import sparse_surfaces
 
     whole = sparse_surfaces.road
@@ -137,7 +137,7 @@ def benchmark_module(monkeypatch: pytest.MonkeyPatch, folder: None) -> ModuleTyp
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_road: None) -> Run:
-    """Runs the script for a moment; gives its exit status and its file."""
+    """Run the script for a moment; return its exit status and its file."""
     monkeypatch.setattr(timing, "LEAST_SAMPLES", 2)
     monkeypatch.setattr(timing, "LEAST_SAMPLE_S", 1e-5)
 
@@ -210,7 +210,7 @@ def test_what_a_peer_cannot_do_is_said(run: Run, stand_in: ModuleType) -> None:
 @pytest.mark.parametrize("model", ["unet", "minkunet18", "second"])
 @pytest.mark.usefixtures("short_road")
 def test_networks_in_float32_on_features_in_float16(model: str, benchmark_module: Any, stand_in: ModuleType) -> None:
-    """As on a GPU: features and the inferring network are float16, the network that is trained is float32."""
+    """As on a GPU: features and the network for inference are float16, the trained network is float32."""
     case = next(case for case in benchmark_module.CASES if case.names >= {"networks", model})
     scale = dataclasses.replace(benchmark_module.QUICK, dtype=torch.float16)
     _, works = case.works(scale)

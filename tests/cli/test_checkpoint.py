@@ -152,7 +152,7 @@ def test_a_conversion_changes_no_bit_and_goes_on(ranks: int, run: Path, trained:
 
 
 def test_a_tensor_rank_finds_what_it_holds_in_its_own_file(run: Path, said: Said) -> None:
-    """Of four ranks each two have the same head of keys, which one of them writes."""
+    """Of four ranks, two at a time share a head of keys, and one of the two writes it."""
     out = run.parent / "out"
     said("convert", run, "-o", out, "--tensor-parallel-size", 4)
     found = json.loads(said("inspect", out, "--json")[1])["tensors"]
@@ -167,7 +167,7 @@ def test_a_tensor_rank_finds_what_it_holds_in_its_own_file(run: Path, said: Said
 
 
 def as_before(run: Path, trained: GptTrainer) -> Path:
-    """The same, in format 1."""
+    """The same checkpoint, in format 1."""
     folder = run.parent / "before"
     shutil.copytree(run, folder)
     step = folder / "step-00000002"

@@ -52,7 +52,7 @@ def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs `rooftop classify ...` beside two photographs, without network; returns (status, stdout, stderr)."""
+    """Run `rooftop classify ...` in a folder with two photographs, without network; return (status, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     monkeypatch.setattr(torch.hub, "_hub_dir", None)
@@ -147,7 +147,7 @@ def test_batches_go_through_one_engine_the_last_one_smaller(
 
 
 class RecordedEngine(Engine):
-    """One that notes how many images each call has."""
+    """A model that records the number of images of each call."""
 
     batches: list[int]
 
@@ -323,7 +323,7 @@ def walk_written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def walk(walk_written: Path, tmp_path: Path) -> Path:
-    """The video in the folder of the test, which may spoil it."""
+    """The video in the folder of the test, which may damage it."""
     return Path(shutil.copy(walk_written, tmp_path))
 
 
@@ -344,7 +344,7 @@ def test_a_video_is_a_table_of_times(run: Run, files: dict[int, Path], walk: Pat
 
 
 def test_videos_and_photographs_together_as_json(run: Run, files: dict[int, Path], walk: Path) -> None:
-    walk.rename("walk.film")  # a name that does not tell
+    walk.rename("walk.film")  # a name without information
     words = ["walk.film", "photos", "--model", "resnet18", "--weights", str(files[3]), "--batch-size", "2"]
     status, out, err = run(*words, "--every", "0.5", "--json", "-")
     assert (status, err) == (0, "")
@@ -352,7 +352,7 @@ def test_videos_and_photographs_together_as_json(run: Run, files: dict[int, Path
     assert [photo["path"] for photo in found["photographs"]] == ["photos/cat.png", "photos/coffee.png"]
     (video,) = found["videos"]
     assert (video["path"], video["device"], video["damage"]) == ("walk.film", "cpu", None)
-    assert video["fallback_reason"] is None  # none was asked of the CPU
+    assert video["fallback_reason"] is None  # no work was requested from the CPU
     assert [frame["time"] for frame in video["frames"]] == pytest.approx([0, 0.5, 1, 1.5, 2])
     assert [frame["position"] for frame in video["frames"]] == [0, 5, 10, 15, 20]
     for frame in video["frames"]:

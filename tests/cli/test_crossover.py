@@ -44,7 +44,7 @@ def made_up(times: Sequence[tuple[int, float, float, float]], spread: float = 0.
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[Crossover], list[tuple[Any, ...]]]:
-    """Puts a made-up crossover in the place of the measurement; the list fills with what was asked for."""
+    """Replace the measurement by a made-up crossover; the list is filled with the requests."""
 
     def put(crossover: Crossover) -> list[tuple[Any, ...]]:
         asked: list[tuple[Any, ...]] = []

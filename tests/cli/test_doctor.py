@@ -75,7 +75,7 @@ def test_install_kernel_comes_before_the_diagnosis(monkeypatch: pytest.MonkeyPat
 
 
 def test_where_torch_cannot_be_imported_it_says_why(tmp_path: Path) -> None:
-    """A real process whose torch misses a library, as after a half-done update."""
+    """A real process whose torch lacks a library, as after an incomplete update."""
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')\n")
     source = Path(rooftop.__file__).parents[1]
     program = "from rooftop.cli.commands.doctor import command; command(['--json'])"

@@ -37,7 +37,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Llama, untrained, whose texts are no repetition."""
+    """A small untrained Llama, whose texts do not repeat themselves."""
     model, generator = Gpt(LLAMA), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs `rooftop generate ...` on the CPU beside the ceilings of some machine; returns (status, stdout, stderr)."""
+    """Run `rooftop generate ...` on the CPU with the ceilings of some machine; return (status, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(verb, "measure_ceilings", lambda *_, **__: ceilings_of("h200"))
 
@@ -133,7 +133,7 @@ def test_json_has_the_same(run: Run, folder: Path, tmp_path: Path) -> None:
     assert figures["percent_of_roof"] == pytest.approx(100 * figures["roof_ms"] / figures["decode_ms"])
     assert (
         figures["cache_bytes"] == 3 * 16 * 2 * 2 * 12 * 4
-    )  # a page each and nobody's, 16 positions, 2 layers, float32
+    )  # a page each and the unused page, 16 positions, 2 layers, float32
     status, out, err = run(*words, "--json", "text.json")
     assert status == 0
     assert err.endswith("text, tokens and figures: text.json\n")
@@ -252,7 +252,7 @@ def test_ranks_that_do_not_fit_are_refused_before_they_meet(
 
 
 def test_prompts_in_a_locale_without_their_characters(run: Run, folder: Path) -> None:
-    """Python then makes half characters of the bytes, which are those of UTF-8."""
+    """Python then turns the bytes, which are UTF-8, into surrogates."""
     options = ("--weights", folder, "--bytes", "--max-new-tokens", 3, "--no-roof")
     status, out, _ = run(*options, "--prompt", "h\udcc3\udca9")
     assert (status, out) == run(*options, "--prompt", "hé")[:2]
@@ -317,7 +317,7 @@ def test_a_head_that_the_config_ties(run: Run, tmp_path: Path) -> None:
 
 
 def test_more_tokens_than_positions(run: Run, folder: Path) -> None:
-    """Refused before weights are read if asked for; the default is as many as there is room for."""
+    """Too many are refused before weights are read; the default is as many as fit."""
     words = ("--weights", folder, "--bytes", "--prompt", "Hello", "--no-roof")
     status, out, err = run(*words, "--max-new-tokens", 60)
     assert (status, out) == (2, "")
@@ -332,7 +332,7 @@ TRAINED = replace(LLAMA, head_size=8, window=5, window_layers=(1,), head_norms=T
 
 @pytest.mark.parametrize("text", [True, False])
 def test_the_folder_of_a_training(text: bool, run: Run, tmp_path: Path) -> None:
-    """Its last step, or one that is named; tokens are bytes where it was trained on text."""
+    """The last step of a training, or a named one. Tokens are bytes if it was trained on text."""
     tokens = Tokens([np.frombuffer(b"The roof of a house. " * 20, np.uint8)], "text", text=text)
     training = GptTraining(config=TRAINED, length=16, global_batch=2, micro_batch=2, learning_rate=0.01)
     layout = Layout()

@@ -48,7 +48,7 @@ VERBS = dict(verbs_of(command))
 
 
 def test_no_help_loads_torch() -> None:
-    """All of them in one process, which is quicker: what none loads, each does not load."""
+    """All verbs in one process, which is faster: a module that none of them loads is not loaded by any single one."""
     program = f"""
 import sys
 from rooftop.cli.main import main
@@ -131,7 +131,7 @@ def test_it_takes_a_file_or_none(
 
 @pytest.mark.parametrize("path", JSON, ids=" ".join)
 def test_it_overwrites_nothing_but_json(path: tuple[str, ...], tmp_path: Path) -> None:
-    """What stands behind --json by mistake, a photograph for example, stays."""
+    """An argument after --json by mistake, such as a photograph, stays unchanged."""
     photograph, before = tmp_path / "cat.png", tmp_path / "before.json"
     photograph.write_bytes(b"\x89PNG")
     before.write_text("{}")
@@ -154,7 +154,7 @@ def test_a_value_is_written_or_printed(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_devices_and_findings_as_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Verbs that had nothing but a switch before: beside the table, in place of it."""
+    """Verbs that only had a switch before: JSON is printed next to the table, or instead of it."""
     path = tmp_path / "device.json"
     assert main(["device", "--json", str(path)]) == 0
     assert capsys.readouterr().out

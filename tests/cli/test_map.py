@@ -61,7 +61,7 @@ def test_the_status_is_1_if_nothing_has_a_result(capsys: pytest.CaptureFixture[s
     assert main([*words, "--json", "figures.json"]) == 1
     assert "3 rows, 3 of them with an error" in capsys.readouterr().out
     assert json.loads(Path("figures.json").read_text())["errors"] == 3
-    assert main(words) == 1  # they are there, and still none has a result
+    assert main(words) == 1  # the workers exist, but none has a result yet
 
 
 def test_a_model_by_name(capsys: pytest.CaptureFixture[str]) -> None:

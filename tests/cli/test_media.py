@@ -23,7 +23,7 @@ LOSSLESS = {"qp": "0"}
 
 @pytest.fixture(scope="session")
 def video(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """20 frames of 32 x 48 at 25 a second, each of one brightness, beside 0.8 s of sound."""
+    """20 frames of 32 x 48 at 25 per second, each with one brightness, and 0.8 s of sound."""
     path = tmp_path_factory.mktemp("media") / "in.mkv"
     with VideoWriter(path, 25, options=LOSSLESS) as writer:
         writer.write_sound(torch.sin(torch.arange(0.8 * RATE) / 20).expand(2, -1), RATE, "pcm_s16le")

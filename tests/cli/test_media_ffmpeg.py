@@ -30,7 +30,7 @@ FOUND = FFmpegReport(
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Which ffmpeg was looked at; what is found is `FOUND`."""
+    """The ffmpeg that was checked; the result is `FOUND`."""
     asked: list[object] = []
 
     def abilities(ffmpeg: object, report: object) -> FFmpegReport:

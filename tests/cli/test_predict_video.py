@@ -25,13 +25,13 @@ pytest.importorskip("av")
 
 Run = Callable[..., tuple[int, str, str]]
 FRAMES, HEIGHT, WIDTH, FPS = 16, 18, 24, 10
-HALF = 0.002  # by how much bfloat16 may change an error
+HALF = 0.002  # limit of the change of an error by bfloat16
 GREY = torch.tensor([0.299, 0.587, 0.114])[:, None, None]
 
 
 def randomized(network: NextFrameNetwork) -> NextFrameNetwork:
-    """Another value for every weight, statistics of the norms included, so that none can be left out unseen; small
-    enough that predictions do not run away, where every rounding would grow with them."""
+    """A different value for every weight, including the norms' statistics, so that an omitted weight is noticed. Values
+    are so small that predictions stay bounded; otherwise rounding errors would grow with them."""
     generator = torch.Generator().manual_seed(0)
     for name, value in network.state_dict().items():
         if value.is_floating_point():
@@ -70,7 +70,7 @@ def run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def seen(colour: bool, size: tuple[int, int] = (HEIGHT, WIDTH)) -> torch.Tensor:
-    """The clip as the network is shown it, (T, C, H, W)."""
+    """The clip in the form that the network gets, (T, C, H, W)."""
     frames = VideoReader("walk.mkv", dtype=torch.float32, resize=size)[:]
     return frames if colour else (frames * GREY).sum(1, keepdim=True)
 

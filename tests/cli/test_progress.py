@@ -16,7 +16,7 @@ from rooftop.cli import progress
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    """What a terminal on stderr would show; patience is short."""
+    """The output that a terminal on stderr would show, with a short patience."""
     screen = io.StringIO()
     monkeypatch.setattr(progress, "Console", lambda **_: Console(file=screen, force_terminal=True, width=80))
     monkeypatch.setattr(progress, "PATIENCE_S", 0.2)

@@ -70,7 +70,7 @@ dist.destroy_process_group()
 
 @pytest.fixture
 def options(tmp_path: Path) -> list[str]:
-    """For `analyze` in a folder of its own, beside what the tests analyze."""
+    """A separate folder for `analyze`, with the programs that the tests analyze."""
     rates = tuple(MemoryPoint(size, 1e9, 1e9, 1e9, 1e9) for size in (1 << 14, 1 << 30))
     measured = {"launch_eager_ms": 0.01, "launch_graph_ms": 0.002, "transfers": {}, "links": {}, "spread": {}}
     ceilings = Ceilings(
@@ -121,7 +121,7 @@ elastic_launch(config, rank)()
 
 @pytest.fixture
 def run(options: list[str], tmp_path: Path, fork: Callable[..., BaseProcess]) -> Run:
-    """The same by torchrun's own agent, whose ranks have imported torch before they begin."""
+    """The same with torchrun's own agent, whose ranks have already imported torch."""
 
     def call(*words: str) -> tuple[int, str, str]:
         said = {"output": tmp_path / "output", "errors": tmp_path / "errors"}
@@ -191,7 +191,8 @@ def test_a_wrong_call_is_said_once(run: Run, tmp_path: Path, words: tuple[str, .
     assert err.count("rooftop: error: ") == 1
     (line,) = [line for line in err.splitlines() if line.startswith("rooftop: error: ")]
     assert message in line
-    assert re.findall(r"exitcode +: (\d+) ", err)[-1] == "2"  # of the rank that failed first; torchrun ends the other
+    # status of the rank that failed first; torchrun ends the other
+    assert re.findall(r"exitcode +: (\d+) ", err)[-1] == "2"
     assert (out, files(tmp_path)) == ("", set())
 
 
@@ -211,7 +212,7 @@ def test_a_script_is_one_report_of_all_ranks(run: Run, tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.usefixtures("options")
 def test_a_script_with_nccl_ends_and_is_told_that_cupti_stays(tmp_path: Path) -> None:
-    """To detach CUPTI beside NCCL's threads stopped both processes for good."""
+    """Detaching CUPTI while NCCL's threads ran made both processes hang."""
     ceilings = replace(Ceilings.load(tmp_path / "ceilings.json"), kind="cuda")
     ceilings.save(tmp_path / "ceilings.json")
     script = SCRIPT.replace("(8, 8)", "(8, 8).cuda()").replace("(4, 8)", "(4, 8).cuda()").replace('"gloo"', '"nccl"')

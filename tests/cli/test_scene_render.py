@@ -28,7 +28,7 @@ SMALL = ("--size", "64x48", "--device", "cpu")
 
 @pytest.fixture(scope="session")
 def ball(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of radius 1 around (2, 0, 0), 5,120 triangles."""
+    """A ball of radius 1 around (2, 0, 0), with 5,120 triangles."""
     mesh = trimesh.creation.icosphere(4)
     path = tmp_path_factory.mktemp("meshes") / "ball.rtg"
     scene.build(mesh.vertices + np.array((2, 0, 0)), mesh.faces, path)
@@ -37,7 +37,7 @@ def ball(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """1 x 1 x 4 around (-3, 0, 0), 12 triangles."""
+    """A box of 1 x 1 x 4 around (-3, 0, 0), with 12 triangles."""
     mesh = trimesh.creation.box((1, 1, 4))
     path = tmp_path_factory.mktemp("meshes") / "box.rtg"
     scene.build(mesh.vertices - np.array((3, 0, 0)), mesh.faces, path)
@@ -106,7 +106,7 @@ def test_several_outputs_stand_beside_each_other_with_captions(run: Run, ball: P
 
 
 def test_light_casts_shadows(run: Run, ball: Path, box: Path) -> None:
-    """Of the box on the ball behind it."""
+    """The shadow of the box on the ball behind it."""
     light = (*SMALL, "--orbit", "-110,20", "--light", "-1,0,0.2")
     status, _, err = run(ball, box, "-o", "{show}.png", *light, "--shadows", "--show", "color", "--show", "shadow")
     assert status == 0, err
@@ -145,7 +145,7 @@ def test_a_turn_goes_around_and_its_velocity_shows_it(run: Run, ball: Path, box:
     assert middle[2] != NIGHT
     assert middle[0] != middle[2]
     assert middle[1] == middle[3] == NIGHT
-    # A parallel camera that has gone a quarter round sees what the same one sees from there.
+    # A parallel camera after a quarter turn sees the same as a camera that is placed there.
     run(
         ball,
         box,

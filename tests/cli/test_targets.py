@@ -103,7 +103,7 @@ def test_callables_bring_keywords(net: str) -> None:
 def test_keywords_of_a_builder_are_analyzed(
     options: tuple[str, ...], net: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The functions get them; nothing need be measured for that."""
+    """The functions get these values, which does not require a measurement."""
     seen: list[dict[str, object]] = []
 
     def watching(model: nn.Module, *args: object, **kwargs: object) -> Report:
@@ -124,7 +124,7 @@ def test_keywords_of_a_builder_are_analyzed(
 
 @pytest.mark.parametrize("path", ["{}.py", "./{}.py", "inner/{}_inner.py", "../beside/{}_beside.py", "{tmp}/{}.py"])
 def test_a_module_may_be_named_by_its_file(path: str, net: str, tmp_path: Path) -> None:
-    """As people type it with the help of their shell."""
+    """A path as users type it with the help of their shell."""
     here = tmp_path / "here"
     for folder, name in ((here, net), (here / "inner", f"{net}_inner"), (tmp_path / "beside", f"{net}_beside")):
         folder.mkdir(exist_ok=True)
@@ -330,7 +330,8 @@ def test_exit_status_of_a_script(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_script_leaves_its_caller_as_it_was(run: Run, tmp_path: Path) -> None:
-    """A program that calls the verb continues: the processes that it starts then would run the script again."""
+    """A program that calls the verb continues afterwards, and processes that it then starts must not run the script
+    again."""
     (tmp_path / "elsewhere").mkdir()
     text = "import os, sys, torch\ntorch.ones(3).relu()\nos.chdir('elsewhere')\nsys.path.append('elsewhere')\n"
     (tmp_path / "train.py").write_text(text)

@@ -72,7 +72,8 @@ class Quiet:
 
 
 class FitInPlace:
-    """A stand-in of `fit`: notes each call, makes a step, and ends with an accuracy that the recipe decides."""
+    """A stand-in for `fit` that records each call, makes a step, and ends with an accuracy that depends on the
+    recipe."""
 
     def __init__(self) -> None:
         self.recipes: list[Recipe] = []
@@ -110,7 +111,7 @@ Said = Callable[[], str]
 
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str]) -> Said:
-    """What was printed since the last look, on both streams."""
+    """The output since the last call, on both streams."""
 
     def look() -> str:
         out, err = capsys.readouterr()
@@ -345,7 +346,7 @@ def test_a_stopped_ablation_goes_on_where_it_was(said: Said, fit: FitInPlace) ->
 
 
 def test_a_task_of_ones_own_trains_and_resumes(said: Said) -> None:
-    """With the real loop: interrupted nowhere, resumed at its end, and refused without --resume."""
+    """With the real loop: a complete run, resumed at its end, and refused without --resume."""
     pytest.importorskip("safetensors")
     assert main([*TRAIN, "--device", "cpu", "--set", "mix.mixup=0"]) == 0
     text = said()

@@ -112,7 +112,7 @@ def lines(count: int) -> str:
 
 
 def rows_of(what: str) -> int:
-    """What the progress says to be done."""
+    """The number of finished items according to the progress."""
     found = re.match(r"[\d,]+", what)
     return int(found[0].replace(",", "")) if found else 0
 

@@ -112,7 +112,7 @@ def loud(text):
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of its own with my.py; parts are written at once."""
+    """A separate folder with my.py; parts are written at once."""
     monkeypatch.chdir(tmp_path)
     Path("my.py").write_text(TARGETS)
     return tmp_path
@@ -124,7 +124,7 @@ def lines(count: int) -> str:
 
 
 def rows_of(what: str) -> int:
-    """What the progress says to be done."""
+    """The number of finished items according to the progress."""
     found = re.match(r"[\d,]+", what)
     return int(found[0].replace(",", "")) if found else 0
 
@@ -174,7 +174,7 @@ def test_two_thousand_photographs_ten_damaged_one_worker_killed(workers: Workers
     for width in range(20):
         Image.new("RGB", (10 + width, 8)).save(f"{width}.png")
     whole = [Path(f"{width}.png").read_bytes() for width in range(20)]
-    damaged = set(range(0, 2000, 200))  # the first one, too: it says nothing of the columns
+    damaged = set(range(0, 2000, 200))  # the first item too, so it does not determine the columns
     for number in range(2000):
         content = whole[number % 20]
         Path(f"photos/{number:04}.png").write_bytes(content[: len(content) // 2] if number in damaged else content)
@@ -256,7 +256,7 @@ def test_an_interrupted_run_keeps_what_is_done_and_ends_its_workers(workers: Wor
 
 
 def test_one_worker_works_alone_and_two_at_the_same_time() -> None:
-    """Of two, none continues before the other has begun."""
+    """Two processes, neither of which continues before the other has begun."""
     report, rows = mapped("my.py:slow", [lines(50)], workers=1)
     assert len({row["pid"] for row in rows}) == 1
     assert report.working_s >= 50 * 0.02
@@ -281,7 +281,7 @@ def test_functions_and_closures_can_be_given() -> None:
 
 
 def test_memory_is_bounded_with_a_slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """60 results of 1 MiB: no more are begun than written ones, those of a part, and the chunks of the workers."""
+    """60 results of 1 MiB: no more items are begun than are written, fit in a part, and are in the workers' chunks."""
     monkeypatch.setattr(parts_module, "PART_BYTES", 4 << 20)
     write, begun_ahead = parts_module.Parts._write, []
 

@@ -23,7 +23,7 @@ pq = pytest.importorskip("pyarrow.parquet")
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """Four of noise, one damaged."""
+    """Four photographs of noise, and a damaged one."""
     folder = tmp_path / "photos"
     folder.mkdir()
     generator = np.random.default_rng(0)

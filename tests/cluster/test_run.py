@@ -22,7 +22,8 @@ pq = pytest.importorskip("pyarrow.parquet")
 
 
 class DrawnWorkers:
-    """Gives back chunks in drawn order, with drawn fates: f(inished), l(ost), d(eath), h(ung); at last all finish."""
+    """Workers that return chunks in random order with random fates: f(inished), l(ost), d(eath), h(ung). In the end,
+    all finish."""
 
     def __init__(self, fates: list[tuple[str, int]]) -> None:
         self.fates, self.chunks = fates, list[Chunk]()

@@ -94,7 +94,7 @@ PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_inference_mode_counts_the_same_operators(program: str) -> None:
-    """Composite operators arrive whole under inference_mode, and taken apart otherwise."""
+    """Composite operators arrive whole under inference_mode, and decomposed otherwise."""
     source = torch.rand(2, 6, 8)
     with torch.no_grad():
         usual = names(lambda: PROGRAMS[program](source))
@@ -124,7 +124,7 @@ def test_fake_tensors_count_as_real_ones() -> None:
         program()
     with FakeTensorMode(), CountingMode() as fake:
         program()
-    # Fake tensors take other views on the way, which are free.
+    # Fake tensors take different intermediate views, which are free.
     real_work, fake_work = ([record for record in mode.records if record.cost != FREE] for mode in (real, fake))
     assert len(real_work) > 20
     assert fake_work == real_work

@@ -327,7 +327,7 @@ NORMS = [
         (6 * 32 + 6 * 32 + 6 + 6 + 32) * 4,
         (6 * 32 + 32 + 32) * 4,
     ),
-    # Of the bias alone: additions of the gradient, nothing else read.
+    # The gradient of the bias alone: additions of the gradient; nothing else is read.
     Hand(
         "native_layer_norm_backward",
         lambda: backward(F.layer_norm(x(6, 32), (32,), x(32), leaf(32))),
@@ -477,7 +477,7 @@ POOLS = [
         2 * 4 * 64 * 4,
         2 * 4 * 16 * (4 + 8),
     ),
-    # A gradient goes where its index says: the input itself is not read.
+    # A gradient goes to the position of its index; the input itself is not read.
     Hand(
         "max_pool2d_with_indices_backward",
         lambda: backward(F.max_pool2d(leaf(2, 4, 8, 8), 2)),
@@ -485,7 +485,7 @@ POOLS = [
         2 * 4 * 16 * (4 + 8),
         2 * 4 * 64 * 4,
     ),
-    # Windows of 2 with stride 4 see half of each dimension.
+    # Windows of 2 with stride 4 cover half of each dimension.
     Hand("avg_pool2d", lambda: F.avg_pool2d(x(1, 1, 8, 8), 2, stride=4), 4 * 4, 16 * 4, 4 * 4),
     Hand(
         "avg_pool2d_backward",
@@ -511,7 +511,7 @@ def _grid_sample(**options: Any) -> Tensor:
 
 INTERPOLATIONS = [
     Hand("upsample_nearest2d", lambda: F.interpolate(x(2, 3, 4, 4), scale_factor=2), 0, 96 * 4, 384 * 4),
-    # Shrunk to a quarter by dropping: only what is kept is read.
+    # Shrunk to a quarter by dropping pixels: only kept pixels are read.
     Hand("upsample_nearest2d", lambda: F.interpolate(x(2, 3, 8, 8), scale_factor=0.25), 0, 24 * 4, 24 * 4),
     Hand(
         "upsample_bilinear2d",
@@ -596,10 +596,10 @@ INDEXING = [
         "index_add_",
         lambda: x(100, 16).index_add_(0, below(100, 3), x(3, 16)),
         48,
-        2 * 48 * 4 + 3 * 8,  # what is added, and what it is added to
+        2 * 48 * 4 + 3 * 8,  # the addends, and the elements to which they are added
         48 * 4,
     ),
-    # Not in place: the rest of the tensor is copied.
+    # Not in place, so the rest of the tensor is copied.
     Hand(
         "scatter_add",
         lambda: x(8, 100).scatter_add(1, below(100, 8, 2), x(8, 2)),
@@ -665,7 +665,7 @@ OPTIMIZERS = [
         5 * 10 * 4 + 2 * 4,
         4 * 10 * 4,
     ),
-    # The first step makes the momentum buffer of the gradient, the second reads it.
+    # The first step creates the momentum buffer from the gradient, the second step reads it.
     Hand(
         "_fused_sgd_",
         lambda: step(torch.optim.SGD, momentum=0.9, fused=True),
@@ -716,7 +716,7 @@ def test_cost_is_what_a_person_counts(hand: Hand) -> None:
     with CountingMode() as counted:
         hand.run()
     records = [record for record in counted.records if record.name == f"aten::{hand.operator}"]
-    # `x` and `leaf` allocate and draw too: of an operator that they use, the last record is meant.
+    # `x` and `leaf` also allocate and draw, so the last record of an operator counts.
     assert records, f"the program ran {sorted({record.name for record in counted.records})}"
     cost = records[-1].cost
     assert cost is not None, records[-1].uncovered
@@ -793,7 +793,7 @@ def test_a_spectrogram_has_a_cost_whatever_its_window(window: str) -> None:
 
 
 def test_forward_mode_derivatives_have_costs() -> None:
-    """Primal, the tangent of the input, and what the weight's tangent of zeros takes: all operators are counted."""
+    """The primal, the tangent of the input, and the work for the weight's zero tangent: all operators are counted."""
     layer, x = nn.Linear(8, 8), torch.randn(4, 8)
     with CountingMode() as counted:
         torch.func.jvp(layer, (x,), (x,))
@@ -802,7 +802,7 @@ def test_forward_mode_derivatives_have_costs() -> None:
 
 
 def test_causal_keys_and_values_in_one_memory_are_read_once() -> None:
-    """As where values are a part of the keys; only positions that the queries see count."""
+    """Like attention whose values are a part of the keys; only positions that the queries see count."""
     both = torch.randn(1, 2, 16, 8)
     with CountingMode() as counted:
         F.scaled_dot_product_attention(torch.randn(1, 2, 4, 8), both, both, is_causal=True)

@@ -20,7 +20,7 @@ unary = st.sampled_from(UNARY)
 
 
 def cost(run: Callable[[], object]) -> Cost:
-    """All that a program costs; its operators must all have a formula."""
+    """The total cost of a program, all of whose operators must have a formula."""
     with CountingMode() as counted:
         run()
     total = Cost()

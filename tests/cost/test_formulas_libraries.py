@@ -243,7 +243,7 @@ PLACES = [
         24 * 4 + 3 * 8,
         9 * 2 * 4 + 4 * 8,
     ),
-    # Six gradients were let through by a mask of 24; there are as many to place as the source had.
+    # A mask of 24 elements let six gradients through; as many are placed as the source had.
     Hand(
         "aten::masked_scatter_backward",
         lambda: backward(x(4, 6).masked_scatter(torch.arange(24).view(4, 6) < 6, leaf(6))),
@@ -471,12 +471,12 @@ CALLS: dict[str, tuple[Call, tuple[int, int, int]]] = {
         ),
         (2 * 16 * 8 * 64 + 2 * 8 * 64, 16 * 64 * 2 + 8 * 64 // 2 + 32 * 2, 16 * 8 * 2),
     ),
-    # Whole, as nested tensors have it: five rows of 8 to 4.
+    # A linear layer as one operator, as nested tensors call it: five rows of 8 to 4.
     "linear layer in one operator": (
         Call(aten.linear.default, (x(5, 8), x(4, 8), x(4)), {}, x(5, 4)),
         (2 * 5 * 8 * 4 + 20, (40 + 32 + 4) * 4, 20 * 4),
     ),
-    # The gradients of weights (needs the input) and bias (a sum); of the input nothing is asked.
+    # The gradients of weights (needs the input) and bias (a sum); that of the input is not requested.
     "linear layer backward": (
         Call(
             aten.linear_backward.default,
@@ -557,7 +557,7 @@ def test_windows_see_what_lies_inside_them(queries: int, keys: int, left: int | 
 
 
 def test_every_operator_that_pytorch_counts_has_a_formula() -> None:
-    """Whatever has flops for its FlopCounterMode, in any namespace."""
+    """All operators for which PyTorch's FlopCounterMode counts flops, in any namespace."""
     pytest.importorskip("torch.nn.attention.varlen")
     from torch.utils.flop_counter import flop_registry
 

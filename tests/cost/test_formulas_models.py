@@ -113,7 +113,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]
 
 
 def train(model: str, optimizer: str, *, autocast: bool) -> list[Record]:
-    """Two steps of training: the first makes the optimizer's state, the second uses it."""
+    """Two steps of training: the first creates the optimizer's state, the second uses it."""
     build, data = MODELS[model]
     network = build()
     make, options = OPTIMIZERS[optimizer]
@@ -137,7 +137,7 @@ def test_no_operator_of_training_is_uncovered_or_silently_zero(model: str, optim
     records = train(model, optimizer, autocast=autocast)
     assert {(record.name, record.uncovered) for record in records if record.cost is None} == set()
     silent = {r.name for r in records if r.cost is not None and not r.cost.bytes and r.name not in TOUCH_NOTHING}
-    # In place (detach_) a view is still one.
+    # An in-place operator (detach_) on a view is still a view.
     assert {name for name in silent if name.removesuffix("_") not in TOUCH_NOTHING} == set()
     assert len({record.name for record in records if record.cost != FREE}) > 20
 
@@ -152,7 +152,7 @@ def test_inference_is_covered_too(model: str) -> None:
     assert {record.name for record in counted.records if record.cost is None} == set()
 
 
-# What FlopCounterMode knows of these models; it leaves additions of biases out.
+# The operators of these models that FlopCounterMode counts; it omits additions of biases.
 PRODUCTS = ("mm", "bmm")
 PRODUCTS_WITH_BIAS = ("addmm", "convolution", "convolution_backward")
 
@@ -216,7 +216,7 @@ def test_attention_agrees_with_the_flop_counter_of_pytorch_up_to_the_causal_half
     ours = {r.name.removeprefix("aten::"): r.cost.flops["bf16"] for r in counted.records if r.cost is not None}
     theirs = _flop_counter(step)
     assert set(ours) == set(theirs) == {forward.__name__, backward.__name__}
-    # Theirs takes the whole square.
+    # FlopCounterMode counts the whole square.
     counted_pairs, all_pairs = (length * (length + 1) // 2 if causal else length**2), length**2
     for name, flops in theirs.items():
         assert ours[name] * all_pairs == flops * counted_pairs

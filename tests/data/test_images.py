@@ -25,7 +25,7 @@ ALL = {"crop": 0.2, "flip": 0.5, "shift": 0.2, "rand_augment": 2, "magnitude": 7
 
 
 def photograph(width: int, height: int, seed: int = 0) -> Image.Image:
-    """Smooth colours, so that sizes at which it is decoded look alike."""
+    """An image of smooth colours, which looks alike at all sizes of decoding."""
     small = np.random.default_rng(seed).integers(0, 256, (4, 5, 3), dtype=np.uint8)
     return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
 

@@ -83,7 +83,7 @@ class Signalling(Failing):
 
 
 def plain(value: Any) -> Any:
-    """Containers of tensors as what can be compared: dtype, shape and bytes of each."""
+    """Containers of tensors in a comparable form: dtype, shape and bytes of each."""
     if isinstance(value, Tensor):
         return value.dtype, tuple(value.shape), value.contiguous().reshape(-1).view(torch.uint8).tolist()
     if isinstance(value, dict):
@@ -98,7 +98,7 @@ def listed(batches: Iterator[LoadedBatch]) -> list[Any]:
 
 
 def shared_memory() -> set[str]:
-    """Mappings of shared memory of PyTorch in this process."""
+    """The mappings of PyTorch's shared memory in this process."""
     return {line for line in Path("/proc/self/maps").read_text().splitlines() if "/torch_" in line}
 
 
@@ -392,7 +392,7 @@ def test_the_time_that_a_consumer_waits_is_counted(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("rooftop.data.loader.time.perf_counter", lambda: float(next(now)))
     loader = Loader(TensorDataset(torch.arange(6)), 2, how="here")
     list(loader)
-    assert loader.waited_s == 3.0  # three batches, each between two looks at the clock
+    assert loader.waited_s == 3.0  # three batches, each between two readings of the clock
 
 
 def test_parts_keep_draws_and_names() -> None:

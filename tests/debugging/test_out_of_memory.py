@@ -147,7 +147,7 @@ def test_the_text_says_it_all() -> None:
 
 def test_the_advice_follows_what_holds_the_memory() -> None:
     fragments, others, activations = explanation().advice
-    assert "expandable_segments" in fragments  # 15 MiB free in pieces of at most 9, 12 asked for
+    assert "expandable_segments" in fragments  # 15 MiB are free in pieces of at most 9 MiB; 12 MiB are requested
     assert "860.00 MiB are held outside" in others
     assert activations.startswith("Activations take 96.00 MiB (86%): use a smaller batch")
 
@@ -245,7 +245,7 @@ def test_what_was_interrupted_is_marked_no_more() -> None:
 
 @contextmanager
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch, snapshot: Any) -> Iterator[list[Any]]:
-    """A GPU that is recorded and has this snapshot; yields the calls that start and stop the recording."""
+    """A recorded GPU with this snapshot; yields the calls that start and stop the recording."""
     calls: list[Any] = []
     memory = torch.cuda.memory
     with monkeypatch.context() as patch:

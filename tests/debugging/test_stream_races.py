@@ -22,7 +22,7 @@ A, B = 0, 7
 
 
 class Kept(TorchDispatchMode):
-    """Keeps all results: nobody tells the watcher when the CPU's memory is freed and given out again."""
+    """Keep all results, because the watcher is not told when the CPU's memory is freed and reused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Machine:
 
 
 def here() -> SourceLine:
-    """The line that calls it."""
+    """The line of the caller."""
     frame = inspect.stack()[1]
     return SourceLine(frame.filename, frame.lineno)
 

@@ -23,7 +23,7 @@ from rooftop.errors import MissingExtraError
 
 
 def look(name: str) -> Finding:
-    """What is found of one part."""
+    """The findings about one part."""
     (finding,) = diagnose([part for part in PARTS if part.name == name])
     return finding
 
@@ -45,7 +45,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def on_ubuntu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's Ubuntu, in no container, with pip."""
+    """A user's Ubuntu with pip, outside a container."""
     monkeypatch.setattr(mending, "container", lambda: "")
     monkeypatch.setattr("platform.freedesktop_os_release", lambda: {"ID": "ubuntu"})
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
@@ -90,7 +90,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, folder: Path, *devices: tuple[str, 
 
 
 def packages(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], requires: dict[str, list[str]]) -> None:
-    """Installed packages and what they ask for; the others stay as they are."""
+    """Installed packages and their requirements; other packages stay unchanged."""
     true_version, true_requires = metadata.version, metadata.requires
 
     def version(name: str) -> str:
@@ -476,10 +476,10 @@ def test_small_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, on
 
 
 class Jupyter:
-    """What is asked of ipykernel and jupyter_client."""
+    """The queries to ipykernel and jupyter_client."""
 
     class NoSuchKernel(KeyError):
-        """No kernel of that name."""
+        """There is no kernel with that name."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.python = ""
@@ -524,7 +524,7 @@ def test_without_ipykernel_the_command_is_said(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_setuptools_can_be_imported_after_a_diagnosis() -> None:
-    """setuptools takes a search for pip for a run of pip, and torch.compile imports setuptools."""
+    """setuptools mistakes a search for pip for a run of pip, and torch.compile imports setuptools."""
     pytest.importorskip("setuptools")
     program = "from rooftop.hardware import diagnose; diagnose(); import setuptools"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -27,7 +27,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(metadata, "distributions", lambda: true_distributions(path=[str(tmp_path)]))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    # Of torch, what the parts are linked against: the whole takes seconds.
+    # The part of torch that compiled parts are linked against, because loading all of torch takes seconds.
     c10 = f"ctypes.CDLL({str(LIBRARIES / 'libc10.so')!r}, ctypes.RTLD_GLOBAL)"
     monkeypatch.setattr(torch_extensions, "CHILD", torch_extensions.CHILD.replace("import torch", c10))
     return tmp_path

@@ -106,8 +106,8 @@ def test_rate_is_never_below_what_was_measured(measured: Ceilings) -> None:
 def test_no_plain_loop_is_far_above_a_ceiling(
     measured: Ceilings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The machine is shared, so within a third, and of three measurements one: what disturbs one may spare the loop.
-    The benchmark asks for 5% on a GPU of its own."""
+    """The machine is shared, so one of three measurements must agree within a third. (The benchmark requires 5% on a
+    dedicated GPU.)"""
     monkeypatch.setenv("ROOFTOP_CACHE", str(tmp_path))
     size = 1 << 27
     x, y = torch.rand(size // 4), torch.empty(size // 4)

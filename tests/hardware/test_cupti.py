@@ -103,7 +103,7 @@ def test_a_thread_that_computes_may_be_in_a_call() -> None:
 
 
 def test_what_a_pool_calls_may_be_in_a_call_also_without_a_frame_of_its_own() -> None:
-    """Of an operator that a pool runs, the standard library has the innermost frame of Python."""
+    """If a pool runs an operator, the innermost Python frame belongs to the standard library."""
     a, ends = torch.ones(2000, 2000), time.monotonic() + 60
     with ThreadPoolExecutor(1) as pool:
         product = pool.submit(torch.mm, a, a)
@@ -114,7 +114,8 @@ def test_what_a_pool_calls_may_be_in_a_call_also_without_a_frame_of_its_own() ->
 
 
 def test_who_asks_keeps_no_caller() -> None:
-    """With the frame of the asker in a variable of its own, all callers and their tensors waited for a collection."""
+    """If the caller's frame was in a local variable of itself, all callers and their tensors waited for a garbage
+    collection."""
 
     def caller() -> weakref.ref[torch.Tensor]:
         held = torch.ones(1000)

@@ -24,7 +24,7 @@ MIB, GIB = 1 << 20, 1 << 30
 
 @pytest.fixture
 def free_gibibytes(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How much memory the GPU that is not there has free."""
+    """The free memory of the simulated GPU."""
     free = [1.0]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free[0] * GIB), 80 * GIB))
     return free
@@ -103,7 +103,7 @@ def test_a_full_gpu_is_named(free_gibibytes: list[float]) -> None:
 
 
 class FakeTimes:
-    """Stands in for the profiler: runs the calls, and says that a variant's kernels take what `ms` gives."""
+    """A stand-in for the profiler: it runs the calls, and reports the times from `ms` for a variant's kernels."""
 
     def __init__(self, ms: dict[int, float]) -> None:
         self.ms, self.sessions = ms, list[Sequence[Variant]]()

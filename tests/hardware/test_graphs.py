@@ -17,7 +17,7 @@ from rooftop.hardware.graphs import captured_into
 
 @contextmanager
 def cannot_end(*_: Any) -> Iterator[None]:
-    """As `torch.cuda.graph`, which says that a capture in which something went wrong cannot end."""
+    """Like `torch.cuda.graph`, which reports that a capture with an error cannot end."""
     try:
         yield
     finally:

@@ -36,7 +36,7 @@ MOMENTS = ("2026-01-01T00:00:00Z", "2026-01-02T00:00:00Z", "2026-01-03T00:00:00Z
 
 
 def conditions(others: float) -> dict[str, float]:
-    """With other programs on so many of the two cores that the measurement wants."""
+    """Conditions with other programs on this many of the two cores that the measurement needs."""
     return {"others_cores": others, "threads": 2.0, "cores": 2.0}
 
 
@@ -65,7 +65,7 @@ measurements = st.builds(
 
 @st.composite
 def histories(draw: st.DrawFn) -> History:
-    """A few measurements, then perhaps something that an operator raised."""
+    """A few measurements, and possibly figures that operators raised."""
     found = history(draw(measurements))
     for each in draw(st.lists(measurements, max_size=3)):
         found = found.merged(history(each))
@@ -118,7 +118,7 @@ def test_ceilings_alone_are_a_history_that_gives_the_same_ceilings(found: Histor
 
 
 def test_ceilings_alone_stay_disturbed_where_they_were() -> None:
-    """Their best memory rate is of a measurement under load, the rest of a later quiet one."""
+    """The best memory rate is from a measurement under load, the other figures are from a later quiet one."""
     loaded = history(measurement({"flops fp32": 1e9, f"memory {MIB} read": 9e9}, others=0.5))
     quiet = measurement({"flops fp32": 2e9, f"memory {MIB} read": 5e9}, at=MOMENTS[1])
     ceilings = loaded.merged(history(quiet)).ceilings()
@@ -189,7 +189,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def probes(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Stands in for the measurement: gives these figures, of the parts that are asked for; "others" is the load."""
+    """A stand-in for the measurement: it returns these figures for the requested parts; "others" is the load."""
     rates = {"flops fp32": 0.110e12, "flops bf16": 1e12, "flops fp64": 5e10, "flops fp16": 4e10, "others": 0.0}
     machine = machine_of(torch.device("cpu"))
     count = iter(range(60))

@@ -14,7 +14,7 @@ from rooftop.hardware.kernel_times import MARKER, Variant, joined, kernel_times
 
 @dataclass
 class Event:
-    """What the profiler gives, as far as it is read."""
+    """The fields of the profiler's result that are read."""
 
     called: str
     start: int
@@ -43,7 +43,7 @@ class Event:
 
 
 def stream(*names: str) -> list[Event]:
-    """Kernels in order; those named "split 3000" last so many ns."""
+    """Kernels in order; a kernel named "split 3000" lasts that many ns."""
     events = []
     for i, each in enumerate(names):
         name, _, duration = each.partition(" ")

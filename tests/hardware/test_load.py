@@ -19,7 +19,7 @@ def busy(seconds: float) -> None:
 
 
 def test_own_work_is_not_that_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine's count of busy seconds is replaced by that of this process: what is left for others is nothing."""
+    """The machine's count of busy seconds is replaced by that of this process, so nothing is left for others."""
     process = psutil.Process()
     monkeypatch.setattr("rooftop.hardware.load._busy_s", lambda: process.cpu_times().user + process.cpu_times().system)
     with other_load() as seen:

@@ -135,7 +135,7 @@ def test_on_a_gpu_blocks_and_releases_are_those_of_the_allocator() -> None:
     summary = memory_summary()[0]
     assert summary.allocated_bytes == torch.cuda.memory_allocated()
     assert summary.limit_bytes is None
-    held = release()[0]  # x lies in the block that was released before it: its other half cannot go back
+    held = release()[0]  # x is in the block that was released before, whose other half cannot be given back
     assert held.fragmented_bytes >= size
     assert held.allocated_bytes >= x.nbytes
     assert held.allocated_bytes + held.fragmented_bytes == torch.cuda.memory_reserved()

@@ -324,7 +324,7 @@ def compiled(library: Any, capability: tuple[int, int], registers: int, static_f
 
 
 class Kernel:
-    """A kernel in the driver's hands: what it uses, and what the driver says of its occupancy."""
+    """A kernel loaded by the driver: its resources, and the driver's occupancy."""
 
     def __init__(self, driver: Any, image: bytes, capability: tuple[int, int]) -> None:
         self.driver, self.function, module = driver, ctypes.c_void_p(), ctypes.c_void_p()

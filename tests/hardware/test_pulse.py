@@ -13,7 +13,7 @@ from rooftop.hardware.pulse import Pulse
 
 
 def taken(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> Pulse:
-    """A pulse, taken while product and read, in turn, took so long."""
+    """A pulse, taken while product and read, in turns, took this long."""
     following = iter(seconds)
     monkeypatch.setattr(pulses, "_mean_s", lambda call: next(following))
     pulse = Pulse()
@@ -47,7 +47,7 @@ def test_it_computes_what_it_counts() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_defaults_of_the_program_change_nothing(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is multiplied and read are float32 numbers of the CPU, even where a program has other defaults."""
+    """The multiplied and read numbers are float32 on the CPU, even if a program has other defaults."""
     seen = []
 
     def looked_at(call: Callable[[], Tensor]) -> float:

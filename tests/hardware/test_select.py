@@ -137,7 +137,7 @@ def test_devices_run_at_the_same_time_and_not_in_the_calling_thread() -> None:
     both = Barrier(2)
 
     def job(device: torch.device) -> int:
-        both.wait(PATIENCE_S)  # passes only if two jobs are here at once
+        both.wait(PATIENCE_S)  # passes only if two jobs are at this point at once
         return get_ident()
 
     assert len({*on_each([job, job], TWO_CPUS), get_ident()}) == 3
@@ -238,7 +238,7 @@ def pair(device: str = "cpu") -> list[nn.Module]:
 
 
 class Meeting(nn.Module):
-    """Passes only while another one is in its forward too."""
+    """A model whose forward only returns while another one is in its forward too."""
 
     def __init__(self, both: Barrier) -> None:
         super().__init__()
@@ -350,7 +350,7 @@ def test_without_gpus_an_ensemble_is_on_the_cpu(monkeypatch: pytest.MonkeyPatch)
 
 
 class Matmuls(nn.Module):
-    """Some ms of work from a small input to a small output, so that it is not the links that are timed."""
+    """Some ms of work with small inputs and outputs, so that the links are not timed."""
 
     def __init__(self, size: int = 4096, count: int = 20) -> None:
         super().__init__()

@@ -36,7 +36,7 @@ def test_a_loops_own_time_lies_in_its_interval(block: list[float]) -> None:
 
 
 def test_a_host_that_is_slow_most_of_the_time_leaves_the_time_alone() -> None:
-    """Three of four blocks were slowed down by half and more: the time is that of the fourth."""
+    """Three of four blocks were slowed down by half or more, so the time is that of the fourth."""
     blocks = [[15.0] * 100, [10.0] * 100, [17.0] * 100, [16.0] * 100]
     seen = StepTime.of(blocks)
     assert seen.ms == pytest.approx(10.0)
@@ -68,7 +68,7 @@ def test_the_steps_of_a_loop_differ_and_all_of_them_count() -> None:
 
 
 def test_a_clock_counts_what_comes_after_the_lead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first step of each block is slow, as after a pause: it is not among those that count."""
+    """The first step of each block is slow, as after a pause, and does not count."""
     now, first = 0.0, True
 
     def step() -> None:

@@ -26,7 +26,7 @@ from rooftop.hardware.timing import (
 
 
 class Clock:
-    """Stands for `time`: only what is called takes time."""
+    """A stand-in for `time`, in which only calls take time."""
 
     def __init__(self) -> None:
         self.now, self.calls = 0.0, 0

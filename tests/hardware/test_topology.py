@@ -30,7 +30,7 @@ class NVMLError_InvalidArgument(NVMLError):
 
 
 class Driver:
-    """What is asked of pynvml. `remotes`: of each GPU (kind, PCI address) for each link; None: the link is down."""
+    """A stand-in for pynvml. `remotes`: for each GPU and link (kind, PCI address); None: the link is down."""
 
     NVMLError, NVMLError_NotSupported = NVMLError, NVMLError_NotSupported
     NVMLError_InvalidArgument = NVMLError_InvalidArgument
@@ -77,7 +77,7 @@ class Driver:
 
 
 def path(driver: Any, monkeypatch: pytest.MonkeyPatch, access: bool = True) -> str:
-    """How GPU 0 reaches GPU 1, as the command line says it."""
+    """The path from GPU 0 to GPU 1, in the words of the command line."""
     monkeypatch.setitem(sys.modules, "pynvml", driver)
     with nvml_session() as nvml:
         links = [nv_links(nvml, uuid) for uuid in UUIDS]

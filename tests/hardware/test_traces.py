@@ -40,7 +40,8 @@ def test_an_error_inside_passes_and_ends_the_profiler() -> None:
 
 
 def test_the_native_result_does_not_outlive_the_block() -> None:
-    """Kineto's destructor must not run when the next profiler has begun, as it does where a collection frees it."""
+    """Kineto's destructor must not run after the next profiler has begun, as it would if garbage collection freed
+    it."""
     freed: list[bool] = []
     seen: list[weakref.ref[Any]] = []
 

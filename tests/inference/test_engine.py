@@ -32,7 +32,7 @@ def network(**options: Any) -> ResNet:
 
 
 def state_hash(model: nn.Module) -> str:
-    """Of names, values, gradients, training flags and identities."""
+    """A model's names, values, gradients, training flags and identities."""
     found = hashlib.sha256()
     for name, tensor in model.state_dict(keep_vars=True).items():
         found.update(f"{name} {id(tensor)} {tensor.requires_grad} {tensor.dtype} {tensor.stride()}".encode())
@@ -157,7 +157,8 @@ def test_norms_and_softmaxes_by_rooftops_kernels() -> None:
 
 @torch.no_grad()
 def test_max_pools_by_rooftops_kernel() -> None:
-    """Those alone whose result it gives: no indices, sizes rounded down, the forward of their class."""
+    """Only poolings whose result it returns are replaced: without indices, with sizes rounded down, and with the
+    forward of their class."""
 
     class Pool(nn.MaxPool2d):
         pass
@@ -375,7 +376,7 @@ def test_what_makes_a_signature() -> None:
         captures(object(), 1.0)
     x = torch.randn(2, 4)
     engine(Pair(x, None), more={"x": torch.randn(2, 4)})
-    engine(Pair(x, None), more={"x": x})  # the same tensor twice is another call than two tensors
+    engine(Pair(x, None), more={"x": x})  # a call with the same tensor twice differs from a call with two tensors
     assert graphs.captures == 8
 
 
@@ -532,7 +533,7 @@ def test_repeated_calls_see_the_inputs_of_each(gpu_engine: Engine) -> None:
         x = torch.randn(4, 3, 64, 64, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
         results.append((gpu_engine(x), eager(x)))
         x.fill_(float("nan"))  # a later write on the same stream is not seen
-    for got, expected in results:  # all still the caller's own
+    for got, expected in results:  # all still belong to the caller
         torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
     assert not torch.equal(results[0][0], results[1][0])
     x = torch.randn(4, 3, 64, 64, device="cuda")
@@ -667,7 +668,7 @@ def test_detr_with_its_lists_and_masks_is_captured() -> None:
 @pytest.mark.gpu
 @torch.no_grad()
 def test_what_is_computed_once_outlives_the_graphs_that_read_it() -> None:
-    """More sizes than there are graphs and constants, then the first ones again, from several streams."""
+    """More sizes than graphs and constants, then the first sizes again, from several streams."""
     torch.manual_seed(0)
     model = Detr(BasicBlock, (1, 1, 1, 1), 5, 7, 32, 4, 2, 3, 48).eval().cuda()
     engines = [Engine(model, dtype=torch.float32, most_shapes=3), Engine(model, dtype=torch.float32, graphs=False)]
@@ -726,7 +727,7 @@ def test_a_model_that_waits_runs_without_graphs_and_says_so(explicitly: bool) ->
 
 
 class Remembering(nn.Module):
-    """Gives the sum of all inputs so far."""
+    """A module that returns the sum of all inputs so far."""
 
     def __init__(self) -> None:
         super().__init__()

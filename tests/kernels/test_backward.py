@@ -70,7 +70,7 @@ def test_a_backward_within_autocast_is_one_outside(name: str) -> None:
 
 
 class Zeros(TorchDispatchMode):
-    """The shapes of tensors of zeros that are made."""
+    """The shapes of the zero tensors that are created."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -58,7 +58,7 @@ def windowed(packed: Tensor, bias: Tensor, padding: Tensor) -> Tensor:
 
 
 def learn(function: Callable[..., Any], *tensors: Tensor) -> None:
-    """Forward and backward, the gradient of all floating point tensors."""
+    """Run forward and backward, with gradients of all floating point tensors."""
     leaves = [t.detach().clone().requires_grad_() if t.is_floating_point() else t for t in tensors]
     found = function(*leaves)
     outputs = found if isinstance(found, tuple) else (found,)

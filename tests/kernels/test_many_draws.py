@@ -24,7 +24,7 @@ Function = Callable[..., Any]  # of x (M, N), weight (N,), bias (N,) and targets
 
 
 def pair(name: str, **keywords: Any) -> tuple[Function, Function]:
-    """A function of rows, as Rooftop and as PyTorch have it under one name."""
+    """A function of rows that Rooftop and PyTorch have under the same name."""
     theirs = torch.linalg.vector_norm if name == "norm" else getattr(torch, name)
     return (
         lambda x, w, b, t: getattr(kernels, name)(x, **keywords),
@@ -77,7 +77,7 @@ DRAWS = 20 if INTERPRETED else 25
 
 
 def results(function: Function, x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, seed: int) -> list[Tensor]:
-    """What it gives, and the gradients of x, weight and bias."""
+    """The result, and the gradients of x, weight and bias."""
     leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
     found = function(*leaves, target)
     outputs = found if isinstance(found, tuple) else (found,)

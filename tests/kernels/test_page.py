@@ -108,7 +108,8 @@ def test_what_was_not_measured_says_how(tmp_path: Path) -> None:
 
 
 def tensors(snippet: str) -> dict[str, Any]:
-    """What the snippets of the page leave to the reader, small; some names mean another shape elsewhere."""
+    """The variables that the page's snippets leave to the reader, with small shapes. Some names have other shapes
+    elsewhere."""
     rows, heads = torch.randn(4, 8, requires_grad=True), torch.randn(1, 2, 6, 8)
     names = ("x", "residual", "gate", "hidden", "logits", "both")
     by_shape = {**dict.fromkeys(names, rows), **dict.fromkeys(("query", "key", "value", "key_a", "key_b"), heads)}

@@ -381,11 +381,11 @@ def assert_as_torch(public: Public, tensors: dict[str, Tensor], copied: bool = F
 
 
 MEANS_OF_LOSSES = ("cross_entropy", "linear_cross_entropy")
-"""Without a target they are 0, so that one step of a training without one does no harm."""
+"""Without a target they are 0, so that a training step without targets does no harm."""
 
 
 def refused(public: Public, arguments: Arguments, argument: str | None, *kinds: type[Exception]) -> None:
-    """The message names the function and the argument, or (None) one of those that do not fit together."""
+    """The message names the function and the argument, or (None) one of the arguments that contradict each other."""
     with pytest.raises(kinds) as caught:
         public.ours(**arguments)
     message = str(caught.value)
@@ -589,7 +589,7 @@ HUGE = {"M": (1 << 21) + 1, "N": 1 << 11, "K": 1 << 11, "V": 1 << 18, "S": 1 << 
 
 @each_public
 def test_more_than_two_billion_elements(public: Public) -> None:
-    """Shapes only: nothing has room for them."""
+    """Shapes only, because the tensors would not fit in memory."""
     sizes = {**SIZES, **HUGE}
     tensors = {
         name: torch.empty(

@@ -32,7 +32,7 @@ Loss = Callable[..., Tensor]
 
 
 def loss_of(function: Callable[..., Any], tensors: dict[str, Tensor], names: list[str]) -> Loss:
-    """A curved number of the tensors that are named."""
+    """A nonlinear scalar function of the named tensors."""
 
     def loss(*values: Tensor) -> Tensor:
         found = function(**{**tensors, **dict(zip(names, values, strict=True))})
@@ -203,7 +203,7 @@ def test_a_gradient_penalty_trains_a_critic_as_pytorchs() -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_fused_kernel_of_a_loss_has_derivatives_of_any_order(reduction: str) -> None:
-    """Of logits that are still there: the kernel has made the first derivative, PyTorch computes it again."""
+    """With logits that still exist: the kernel has computed the first derivative, and PyTorch computes it again."""
     torch.manual_seed(0)
     weight, x = torch.randn(5, 3), torch.randn(4, 3)
     options = {"label_smoothing": 0.1, "reduction": reduction}

@@ -152,7 +152,8 @@ def test_a_linear_cross_entropy_that_made_no_gradient_makes_it_in_backward(tenso
 
 @quiet
 def test_a_shift_is_that_of_the_map_a_traced_program_is_given() -> None:
-    """Where one window covers a map there is none: traced at either kind of map, run at the other."""
+    """There is no shift if one window covers a map. The model is traced with either kind of map, and run with the
+    other."""
     packed, bias = torch.rand(1, 2, 2, 12), torch.rand(2, 4, 4)
     large = torch.rand(1, 4, 6, 12)
 
@@ -227,7 +228,7 @@ def test_an_operator_without_a_decomposition_says_so_in_one_line(public: Public)
 
 
 def test_losses_with_gradients_decompose_as_they_are() -> None:
-    """What a program holds that was traced where gradients are made in forward."""
+    """The contents of a program that was traced while forward computes gradients."""
     generator = torch.Generator().manual_seed(0)
     x, hidden = torch.randn(6, 5, generator=generator), torch.randn(6, 3, generator=generator)
     weight, bias = torch.randn(5, 3, generator=generator), torch.randn(5, generator=generator)

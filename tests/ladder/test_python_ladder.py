@@ -63,7 +63,7 @@ def test_every_rung_gives_what_plain_python_gives(climbed: SpeedClimb) -> None:
 
 
 def test_the_lessons_of_the_ladder(climbed: SpeedClimb) -> None:
-    """Far beyond what other work on the machine can do to a time."""
+    """Far more than other work on the machine can change a time."""
     rungs = by_name(climbed)
     assert (rungs[NUMBA, "the same loops, compiled"].speed_up or 0) > 20
     assert (rungs[PYTHON, "loops in threads"].speed_up or 9) < 1.9
@@ -144,7 +144,7 @@ def test_wrong_results_and_failures_are_told_apart() -> None:
 
 
 def test_slow_and_fast_rungs_become_percents_of_their_roofs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With timings that are made up: what is slow is timed by single calls."""
+    """With made-up timings: slow rungs are timed by single calls."""
     ladder = made_up(*[lambda: [0.0, 1.0, 2.0]] * 2)
     ms = roof(ladder.cost, ceilings_of("h200")).ms
     monkeypatch.setattr(python_climbing, "SLOW_S", -1.0)

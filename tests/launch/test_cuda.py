@@ -59,7 +59,7 @@ __global__ void outside(float* x) { x[1ll << 40] = 1.0f; }
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of its own for each test, on disk and in memory."""
+    """A separate cache for each test, on disk and in memory."""
     monkeypatch.setenv("ROOFTOP_CACHE", str(tmp_path))
     monkeypatch.setattr(cuda, "_kernels", {})
     return tmp_path / "kernels"
@@ -173,7 +173,7 @@ def test_without_cuda_core_the_command_that_installs_it_is_named(monkeypatch: py
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of what is compiled from now on."""
+    """The names of kernels that are compiled from now on."""
     compiled: list[str] = []
     real = nvrtc._compile
 
@@ -423,7 +423,7 @@ def test_nothing_is_launched_where_something_is_wrong() -> None:
 
 @pytest.mark.gpu
 def test_with_rooftop_sync_an_error_names_its_kernel() -> None:
-    """In a separate process: after such an error the GPU cannot be used any more."""
+    """In a separate process, because the GPU cannot be used after such an error."""
     program = f"""
 import torch
 from rooftop.launch import cuda

@@ -14,7 +14,7 @@ from rooftop.mat import CV_8U, CV_8UC3, CV_32FC1, Mat, MatAllocator, MatDataFlag
 
 
 class Arena:
-    """Counts what it gives, and begins each piece at its own place in one tensor."""
+    """An allocator that counts its blocks, and places them one after another in one tensor."""
 
     def __init__(self) -> None:
         self.memory = torch.zeros(1 << 16, dtype=torch.uint8)

@@ -24,7 +24,7 @@ cv2 = pytest.importorskip("cv2")
 DEPTH_NUMBERS = range(len(DEPTHS))
 INTEGERS = [number for number in DEPTH_NUMBERS if DEPTHS[number].limits]
 FLOATS = [mat.CV_32F, mat.CV_64F, mat.CV_16F, mat.CV_16BF]
-# What cv2 takes as arrays: it turns 64-bit integers into 32-bit ones on the way in.
+# The depths that cv2 accepts as arrays. It converts 64-bit integers to 32-bit ones on input.
 TAKEN = [mat.CV_8U, mat.CV_8S, mat.CV_16U, mat.CV_16S, mat.CV_32S, mat.CV_32F, mat.CV_64F]
 GIVEN = [number for number in DEPTH_NUMBERS if number != mat.CV_16BF]  # NumPy has none
 SMALL = [mat.CV_8U, mat.CV_8S, mat.CV_16U, mat.CV_16S]
@@ -72,7 +72,7 @@ def test_every_pair_of_depths_without_a_scale(depth: int, new: int) -> None:
 )
 def test_every_pair_of_depths_with_a_scale(depth: int, new: int, alpha: float, seed: int) -> None:
     array = values(depth, seed)
-    # OpenCV takes floating values from 2^31 on for the least; ours are held against it below that.
+    # OpenCV converts floating values from 2^31 on to the least integer, so ours are only compared below that.
     if DEPTHS[new].limits and depth in (mat.CV_32S, mat.CV_32F, mat.CV_64F):
         array = (array // 64 if depth == mat.CV_32S else array / 64).astype(array.dtype)
     expected, scale = scaled_by_opencv(array, new, alpha)
@@ -119,7 +119,8 @@ def exactly(x: float | int, depth: int, alpha: Fraction, beta: Fraction) -> int:
 @pytest.mark.parametrize("new", INTEGERS)
 @pytest.mark.parametrize("depth", [*INTEGERS, mat.CV_64F, mat.CV_32F])
 def test_integers_are_exact_without_a_scale(depth: int, new: int) -> None:
-    """Also where OpenCV is not: CV_32U into signed depths, floating values from 2^31 on, 64 bits."""
+    """Conversions are also right where OpenCV's are not: CV_32U into signed depths, floating values from 2^31 on, 64
+    bits."""
     if depth in INTEGERS:
         low, high = DEPTHS[depth].limits or (0, 0)
         numbers: list[Any] = [low, low + 1, 0, 1, 127, min(128, high), high // 2, high // 2 + 1, high - 1, high]

@@ -226,7 +226,7 @@ def _any_value(whose: Grown, tree: tuple[Any, ...], exact: bool) -> Value:
 
 
 def _depth_of(whose: Grown, operands: list[Any]) -> int:
-    """The depth that an operation's operands have."""
+    """The depth of an operation's operands."""
     for kind, *below in operands:
         if kind == "leaf":
             return whose.leaves[below[0]][0].depth()
@@ -272,7 +272,7 @@ def _objects(array: np.ndarray) -> np.ndarray:
 
 
 def _is_wide_bits(whose: Grown, tree: tuple[Any, ...]) -> bool:
-    """Bitwise operations of 64 bits: their operands are evaluated apart, since float64 has not so many."""
+    """Bitwise operations of 64 bits. Their operands are evaluated separately, since float64 does not have 64 bits."""
     kind, *operands = tree
     return (kind in BITS or kind == "not") and DEPTHS[_depth_of(whose, operands)].size_bytes == 8
 
@@ -387,7 +387,7 @@ def test_regions_of_any_depth_get_them_too(tree: Grown, depth: int) -> None:
 @examples
 @given(grown(most=4), st.data())
 def test_targets_may_be_what_is_read(tree: Grown, data: Any) -> None:
-    """A leaf itself, shifted or transposed: as if all had been read first."""
+    """Writing into a leaf itself, shifted or transposed, works as if everything had been read first."""
     expected = lawful(tree)
     expression = built(tree)
     targets = [m for m, _ in tree.leaves if m.type() == expression.type()]
@@ -411,7 +411,7 @@ def test_kernels_follow_the_law(interpreted: Callable[..., int]) -> None:
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(grown(most=5), st.data())
 def test_compiled_loops_follow_the_law(tree: Grown, data: Any) -> None:
-    """Numba's, however small the Mats; into new memory, and into a leaf. Each example compiles one."""
+    """Numba's loops, however small the Mats, into new memory and into a leaf. Each example compiles one loop."""
     expression, expected = built(tree), lawful(tree)
     targets = [m for m, _ in tree.leaves if m.type() == expression.type() and tuple(m.size) == tree.sizes]
     into = data.draw(st.sampled_from([None, *targets]))
@@ -426,7 +426,7 @@ def test_compiled_loops_follow_the_law(tree: Grown, data: Any) -> None:
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(grown(most=4))
 def test_a_gpu_follows_the_law(tree: Grown) -> None:
-    """Each example is a kernel of its own, so there are few."""
+    """Each example compiles a separate kernel, so there are few examples."""
     there = [m.cuda() for m, _ in tree.leaves]
     found = evaluated(built(tree, there))
     assert found.device.type == "cuda"

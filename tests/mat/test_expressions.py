@@ -383,7 +383,7 @@ def test_all_that_is_not_named() -> None:
 
 
 def test_not_a_number_is_a_number_among_others() -> None:
-    """Of large Mats too, which take another way than small ones."""
+    """Large Mats too, which are computed in another way than small ones."""
     for size in ((3, 4), (600, 700)):
         m = Mat(np.ones(size, np.float32))
         for e in (m + float("nan"), m - float("nan"), m * float("nan"), float("nan") / m):

@@ -109,7 +109,7 @@ def test_rows_pushed_to_a_region_leave_the_whole_alone() -> None:
 
 
 def test_two_headers_push_to_places_of_their_own() -> None:
-    """OpenCV lets the second overwrite the row of the first."""
+    """OpenCV lets the second header overwrite the row of the first."""
     one = Mat(1, 1, CV_8U, 1)
     one.reserve(64)
     two = Mat(one)

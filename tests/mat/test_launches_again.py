@@ -1,7 +1,6 @@
 """Cached launches of expressions, conversions and masked copies, which are repeated with other addresses.
 
-What is launched then must be what would be launched if nothing had been kept. Without a GPU the launches are looked at;
-on one, their results.
+These launches must be the same as without a cache. Without a GPU the launches are checked; on a GPU, their results.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def forget() -> None:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
-    """All launches as their kernel, grid and arguments, where no kernel runs."""
+    """All launches as (kernel, grid, arguments), without running kernels."""
     found: list[tuple[Any, ...]] = []
 
     def call(self: Repeated, *pointers: torch.Tensor) -> None:

@@ -36,7 +36,7 @@ def picture(number: int, height: int, width: int) -> np.ndarray:
 
 
 def number_of(frame: Tensor) -> int:
-    """Of a frame (3, H, W) of `picture`."""
+    """The number of a frame (3, H, W) of `picture`."""
     height, width = frame.shape[1:]
     column, row = width // BITS, height // 4
     middles = [frame[1, row, bit * column + column // 2] for bit in range(BITS)]
@@ -72,7 +72,8 @@ def write_video(
 
 @pytest.fixture(scope="session")
 def make_video(tmp_path_factory: pytest.TempPathFactory) -> MakeVideo:
-    """`write_video` by a name; each is made once in a session. Those of one name with other settings are others."""
+    """`write_video` by a name. Each video is created once in a session; the same name with other settings is another
+    video."""
     made: dict[str, Path] = {}
 
     def make(name: str, codec: str = "libx264", **settings: object) -> Path:
@@ -119,6 +120,6 @@ KINDS: dict[str, tuple[str, dict[str, object]]] = {
 
 @pytest.fixture(scope="session", params=KINDS)
 def any_video(request: pytest.FixtureRequest, make_video: MakeVideo) -> Path:
-    """One of each kind: 30 frames, numbered."""
+    """One video of each kind, with 30 numbered frames."""
     codec, settings = KINDS[request.param]
     return make_video(request.param, codec, **settings)

@@ -7,11 +7,11 @@ What is a finding:
 
 - a process that dies, by the system or by its limits: 10 s of work, 4 GiB of addresses over what it began with
 - 1 GiB of memory over what it began with
-- an exception that is none of InputError, DamagedVideoError and (for a position) IndexError
+- an exception other than InputError, DamagedVideoError and (for a position) IndexError
 - a frame, or samples of sound, from before the first wrong byte that differs from the whole file's at the same time
 
-Prints a report as JSON; exit status 1 if there are findings. Counted beside them: files with frames of before the first
-wrong byte that were not given, as those that the decoder still held when it met the error and let go.
+Prints a report as JSON; exit status 1 if there are findings. Also counted: files with missing frames from before the
+first wrong byte, such as frames that the decoder still held and dropped at the error.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ WORK_S, WAIT_S = 10, 300  # of a processor; and of a clock, on a machine that ot
 MEMORY_BYTES = 1 << 30
 ADDRESSES_BYTES = 4 << 30  # threads' stacks and heaps take addresses, not memory
 MOST_FRAMES = 400
-LATE = 4  # frames that may wait for others, where packets have no times
+LATE = 4  # frames that may wait for others, if packets have no times
 NEXT_START_BYTES = {".ts": 188, ".h264": 8}  # of the next packet, which tell where this one ends
 Ranges = list[tuple[int, int]]
 
 
 @dataclass
 class Whole:
-    """An undamaged file: its frames, and where in the file each packet ends and from when on it is shown."""
+    """An undamaged file: its frames, and for each packet its end in the file and the time from which it is shown."""
 
     path: Path
     content: bytes
@@ -84,7 +84,7 @@ class Whole:
         return min((at for end, at in self.packets if end > first), default=float("inf"))
 
 
-# Mutations: content and a source of chance to other content and the ranges in which it differs.
+# Mutations: functions from content and a random generator to other content and the ranges in which it differs.
 Mutation = Callable[[bytes, random.Random], tuple[bytes, Ranges]]
 
 
@@ -100,7 +100,7 @@ def flip(content: bytes, chance: random.Random) -> tuple[bytes, Ranges]:
 
 
 def cut(content: bytes, chance: random.Random) -> tuple[bytes, Ranges]:
-    """The end is missing, or a part within."""
+    """Remove the end, or a part inside."""
     start = chance.randrange(len(content))
     end = len(content) if chance.random() < 0.5 else min(len(content), start + chance.choice([1, 13, 188, 1000]))
     return content[:start] + content[end:], [(start, len(content))]
@@ -125,7 +125,7 @@ def swap(content: bytes, chance: random.Random) -> tuple[bytes, Ranges]:
 
 
 def repeat(content: bytes, chance: random.Random) -> tuple[bytes, Ranges]:
-    """A part comes twice, or many times."""
+    """Repeat a part twice, or many times."""
     start = chance.randrange(len(content))
     part = content[start : start + chance.choice([32, 188, 1000])]
     return content[:start] + part * chance.choice([2, 3, 200]) + content[start:], [(start, len(content))]
@@ -168,7 +168,7 @@ HUGE = (0xFFFFFFFF, 0x7FFFFFFF, 0x80000000, 0x40000000, 0x10000000, 0x00FFFFFF, 
 
 
 def declare(content: bytes, chance: random.Random) -> tuple[bytes, Ranges]:
-    """A size, a count or a dimension in a header says something else, mostly far too much."""
+    """Change a size, a count or a dimension in a header, mostly to far too large values."""
     found = bytearray(content)
     if content[4:8] == b"ftyp":
         places = _places(content, BOXES)
@@ -264,7 +264,7 @@ def describe(path: Path) -> Whole:
 
 
 def _header(content: bytes) -> Ranges:
-    """Where an MP4 or an AVI file has what all its packets depend on, if not in front of them."""
+    """The place of the data on which all packets of an MP4 or an AVI file depend, if it is not in front of them."""
     found, at = [], 0
     if content[4:8] == b"ftyp":
         while at + 8 <= len(content):
@@ -277,7 +277,7 @@ def _header(content: bytes) -> Ranges:
 
 
 def read_video(content: bytes) -> dict[str, Any]:
-    """All that can be asked of a file; errors by what was asked."""
+    """Run all kinds of reads on a file; return the errors by kind."""
     frames: dict[int, str] = {}
     errors: dict[str, tuple[str, str]] = {}
     last_good: float | None = None
@@ -381,7 +381,7 @@ def _child(work: Callable[[], Any], writing: int) -> None:
 
 
 def judge(whole: Whole, spoilt: Ranges, outcome: Outcome) -> list[str]:
-    """What is wrong with an outcome."""
+    """The findings in an outcome."""
     if outcome.failure is not None:
         return [outcome.failure]
     findings = []
@@ -402,7 +402,7 @@ def judge(whole: Whole, spoilt: Ranges, outcome: Outcome) -> list[str]:
 
 
 def lost(whole: Whole, spoilt: Ranges, outcome: Outcome) -> int:
-    """Frames from before the fault that were not given, of a file that gave any."""
+    """The number of missing frames from before the fault, for a file that returned any."""
     frames, fault = {} if outcome.result is None else outcome.result["frames"], whole.fault_s(spoilt)
     return sum(at not in frames for at in whole.frames if at / 1e6 < fault - 1e-5) if frames else 0
 

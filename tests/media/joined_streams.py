@@ -2,8 +2,8 @@
 
     python tests/media/joined_streams.py --files 1000 --seed 0
 
-A file that is told to be damaged must give the frames before the damage, each as FFmpeg has it there. Prints what does
-not hold; exit status 1 if anything does not.
+A file that is reported as damaged must return the frames before the damage, each equal to FFmpeg's. Prints violations;
+exit status 1 if there are any.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def made(folder: Path) -> list[bytes]:
 
 
 def mixed(streams: list[bytes], seed: int) -> bytes:
-    """Two to four of them: whole, or from or up to some piece, or with a few pieces lost, or two of them exchanged."""
+    """Two to four streams: whole, cut at a piece, with a few pieces lost, or with two pieces exchanged."""
     rng = random.Random(seed)
     parts = []
     for _ in range(rng.randint(2, 4)):
@@ -62,7 +62,7 @@ def mixed(streams: list[bytes], seed: int) -> bytes:
 
 
 def findings(content: bytes) -> list[str]:
-    """What does not hold of a file."""
+    """The violations in a file."""
     frames: list[Tensor] = []
     times: list[float] = []
     told = None
@@ -105,7 +105,7 @@ def findings(content: bytes) -> list[str]:
 
 
 def by_ffmpeg(content: bytes) -> int:
-    """How many frames it has from the first key frame on."""
+    """The number of frames from the first key frame on."""
     count, started = 0, False
     with av.open(io.BytesIO(content)) as container:
         for packet in container.demux(video=0):

@@ -107,7 +107,8 @@ def test_frames_after_the_damage_are_found_by_position(make_video: MakeVideo) ->
 
 
 def test_threads_lose_no_frame_before_the_damage(make_video: MakeVideo) -> None:
-    """Several threads have begun frames when a packet is found to be wrong: those before it are given all the same."""
+    """Several threads have begun frames when a packet turns out to be damaged; all earlier frames are still
+    returned."""
     path = make_video("threads.mkv", options={"bf": "3", "g": "8", "preset": "fast"})
     whole, content = list(VideoReader(path)), path.read_bytes()
     with av.open(str(path)) as container:
@@ -131,7 +132,7 @@ def test_threads_lose_no_frame_before_the_damage(make_video: MakeVideo) -> None:
 
 
 def test_frames_before_the_first_key_frame_are_left_out(make_video: MakeVideo) -> None:
-    """A stream that was joined in the middle, as broadcast is."""
+    """A stream whose beginning is missing, like a broadcast."""
     path = make_video("joined.ts", options={"bf": "2", "g": "8", "sc_threshold": "0"})
     with av.open(str(path)) as container:
         packets = [packet for packet in container.demux(video=0) if packet.size]
@@ -261,7 +262,7 @@ def test_an_avi_with_an_empty_chunk_is_whole(make_video: MakeVideo, tmp_path: Pa
 
 
 def test_nothing_is_asked_of_a_closed_file(make_video: MakeVideo) -> None:
-    """FFmpeg would read memory that it has freed: a reader asks for the frame rate when its first decoder is closed."""
+    """The reader queries the frame rate after its first decoder is closed, when FFmpeg would read freed memory."""
     decoder = Decoder(Source(make_video("closed.mp4")))
     rate = decoder.rate()
     decoder.close()

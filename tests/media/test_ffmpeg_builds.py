@@ -56,7 +56,7 @@ esac; done
 
 
 class Place:
-    """A source, headers and a prefix in a folder of their own, and what was done there."""
+    """A source, headers and a prefix in a separate folder, with a record of what was done there."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.source, self.prefix = folder, folder / "small-7.1", folder / "installed"
@@ -132,7 +132,7 @@ def test_a_second_run_has_nothing_to_do(place: Place) -> None:
 
 
 def test_an_interrupted_build_goes_on_where_it_was(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was being compiled when it was interrupted is compiled again, whatever stands there."""
+    """A file that was being compiled at the interruption is compiled again, whatever its state."""
     monkeypatch.setenv("SLOW", "4.o")
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
@@ -148,7 +148,7 @@ def test_an_interrupted_build_goes_on_where_it_was(place: Place, monkeypatch: py
 
 
 def test_after_an_end_without_a_word_the_last_files_are_made_again(place: Place) -> None:
-    """As the power leaves them: an object cut off, newer than what it is made from, and a state that says "making"."""
+    """The state after a power failure: a truncated object that is newer than its source, and a state of "making"."""
     build_ffmpeg(place.source, place.prefix, headers=place.headers, jobs=1)
     old = time.time() - 3600
     for path in (place.build / "tree").iterdir():

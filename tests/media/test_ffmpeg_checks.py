@@ -1,6 +1,6 @@
 """What `ffmpeg_abilities` says is what FFmpeg does: right frames are told from wrong ones, and each reason is FFmpeg's.
 
-Hardware is played by the software of the real FFmpeg: a script between takes `mpeg4_cuvid` for `mpeg4`, and can spoil
+The real FFmpeg's software simulates hardware: a script in between replaces `mpeg4_cuvid` by `mpeg4`, and can corrupt
 the frames.
 """
 
@@ -47,7 +47,7 @@ def has_cuda() -> bool:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """Of the real FFmpeg; what was said of the progress; the folder that temporary files were made in."""
+    """The abilities of the real FFmpeg, the reported progress, and the folder of temporary files."""
     folder, progress = tmp_path_factory.mktemp("temporary"), list[tuple[str, float]]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(folder))
@@ -104,7 +104,7 @@ Played = Callable[..., Trials]
 
 @pytest.fixture
 def played(tmp_path: Path) -> Iterator[Played]:
-    """Trials of an FFmpeg in which words are replaced by others (none: left out)."""
+    """Trials of an FFmpeg in whose arguments words are replaced (by None: omitted)."""
     made: list[Trials] = []
 
     def play(**words: str) -> Trials:
@@ -127,7 +127,7 @@ def played(tmp_path: Path) -> Iterator[Played]:
 
 @needs_ffmpeg
 def test_a_decoder_works_if_its_frames_are_right_in_value_number_and_order(played: Played) -> None:
-    """pipe:1 stands where the words before the output end."""
+    """pipe:1 comes after the arguments before the output."""
     expected = {
         "pipe:1": "works",
         '-vf "lutyuv=y=val+5:u=val+5:v=val+5" pipe:1': "10 of 10 frames are wrong, by 5 of 255 levels on average",

@@ -211,7 +211,7 @@ def test_without_a_gpu_auto_says_why_and_cuda_raises() -> None:
         read_image(FORMS["jpeg"], device="cuda")
 
 
-# What a GPU's decoder is given, with another decoder in its place.
+# The inputs of a GPU's decoder, with another decoder in its place.
 
 
 def lying(content: bytes) -> Tensor:

@@ -57,7 +57,7 @@ def assert_whole(content: bytes, numbers: list[int], number_of: ReadNumber) -> V
 def test_streams_that_were_joined_are_whole(
     make_video: MakeVideo, read_number: ReadNumber, begins: tuple[int, ...]
 ) -> None:
-    """Clocks that start again, overlap, go back by 8 s, go on and jump ahead."""
+    """Clocks that start again, overlap, go back by 8 s, continue and jump ahead."""
     content = b"".join(stream(make_video, begin) for begin in begins)
     reader = assert_whole(content, list(range(FRAMES)) * len(begins), read_number)
     info = probe(content)
@@ -93,7 +93,7 @@ def test_pieces_that_are_lost_are_damage(
             assert len(seen) == len(reader)
         if reader.index.discontinuity is None:
             continue  # whole packets are gone, and FFmpeg sees no break
-        # None is made from one that is lost: what comes out is of the file, in its order.
+        # No frame is made from a lost one: all returned frames are from the file, in order.
         numbers = [read_number(frame) for frame in seen]
         assert numbers == sorted(numbers)
         assert all(torch.equal(whole[number], frame) for number, frame in zip(numbers, seen, strict=True))
@@ -195,7 +195,7 @@ def test_an_avi_whose_header_says_a_frame_too_many_is_whole(make_video: MakeVide
 def test_times_of_an_avi_follow_its_places(
     make_video: MakeVideo, read_number: ReadNumber, codec: str, options: dict[str, str]
 ) -> None:
-    """Where frames were dropped, places are left out: also for frames that are shown in another order."""
+    """Dropped frames leave gaps in the positions, even for frames that are shown in another order."""
     ticks = [n for n in range(40) if n % 10 not in (3, 4, 5)]
     name = f"dropped-{codec}-{options.get('bf', '')}.avi"
     pixel_format = "yuvj420p" if codec == "mjpeg" else "yuv420p"
@@ -213,7 +213,7 @@ def test_times_of_an_avi_follow_its_places(
 
 @pytest.mark.parametrize("suffix", ["png", "gif", "avif"])
 def test_animations_are_videos(tmp_path: Path, make_picture: Picture, read_number: ReadNumber, suffix: str) -> None:
-    """Of AVIF the sequence, and not its cover."""
+    """An AVIF file gives its sequence, not its cover."""
     pictures = [Image.fromarray(make_picture(number, 64, 96)) for number in range(5)]
     path = tmp_path / f"a.{suffix}"
     try:

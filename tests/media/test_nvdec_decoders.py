@@ -29,7 +29,7 @@ HEVC = {"x265-params": "log-level=none:keyint=5:min-keyint=5"}
 
 @pytest.fixture(autouse=True)
 def decoders(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Those that wait, none before and none after; without a GPU."""
+    """The idle decoders: none before and none after a test; without a GPU."""
     monkeypatch.setattr(nvdec_decoders, "acceleration", lambda device: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     release_decoders()
@@ -38,7 +38,7 @@ def decoders(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 def frames(path: Path, device: torch.device | None) -> list[torch.Tensor]:
-    """All of them; the decoder is closed after."""
+    """All frames; the decoder is closed afterwards."""
     decoder = Decoder(Source(path), device, threads=False)
     try:
         return [to_tensor(frame, RGB) for _, frame in decoder.frames()]
@@ -188,7 +188,7 @@ def test_headers_that_are_too_short_are_trusted_in_nothing() -> None:
 
 
 def test_of_another_process_nobody_goes_on(decoders: list[Any]) -> None:
-    """After a fork the child has its parent's readers, and no GPU."""
+    """After a fork, the child has its parent's readers but no GPU."""
     kind = Kind(DEVICE, "h264", b"headers", 64, 48, (1, 1, 1, 1))
     given_back(kind, of_size(kind), os.getpid() + 1)
     assert not decoders
@@ -291,7 +291,7 @@ def shifted(flv: bytes, by_ms: int) -> bytes:
 
 
 def test_how_pictures_are_turned_stays_with_them(make_video: MakeVideo, tmp_path: Path, decoders: list[Any]) -> None:
-    """HEVC that says so in its own data, of the same headers as one that does not."""
+    """HEVC with a rotation in its own data, and the same headers as a video without."""
     path, turned = make_video("plain.mp4", "libx265", options=HEVC, frames=10, width=96), tmp_path / "turned.mp4"
     orientation = bytes([39 << 1, 1, 47, 3, 0x08, 0x00, 0x18, 0x80])  # prefix SEI 47 (H.265, D.2.17): a quarter, kept
     with av.open(str(path)) as source, av.open(str(turned), "w") as target:

@@ -19,7 +19,7 @@ SAMPLING = [(2, 2), (1, 2), (1, 1), (1, 4), (2, 1)]
 
 
 def random_planes(height: int, width: int, down: int, across: int, bits: int, seed: int) -> list[np.ndarray]:
-    """Rows with something after them, that must not be read as pixels."""
+    """Rows followed by data that must not be read as pixels."""
     rng = np.random.default_rng(seed)
     small = (-(-height // down), -(-width // across))
     dtype = np.uint8 if bits == 8 else np.uint16
@@ -125,7 +125,7 @@ def test_weights_sum_up_to_one() -> None:
 def test_resized_by_torch_too_and_in_one_column(
     size: tuple[int, int], wanted: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    """Each result is the mean of pixels, by weights that are written out here."""
+    """Each result is a weighted mean of pixels, with the weights written out here."""
     x = torch.rand(3, *size, dtype=torch.float64) * 255
     x = x.round().to(dtype) if dtype == torch.uint8 else x.to(dtype)
     expected = x.double().numpy()

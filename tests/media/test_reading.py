@@ -155,8 +155,7 @@ def test_a_turned_video_is_given_upright(make_video: MakeVideo, degrees: int) ->
 
 
 def test_photographs_that_say_how_they_are_turned(tmp_path: Path) -> None:
-    """EXIF's orientation 6: what is above in the file is at the right. PyAV has no name for EXIF among what a frame
-    says."""
+    """EXIF's orientation 6: the top in the file is at the right. PyAV does not know EXIF as side data of a frame."""
     av, image = pytest.importorskip("av"), pytest.importorskip("PIL.Image")
     pixels = np.zeros((32, 64, 3), np.uint8)
     pixels[:16] = 255
@@ -298,7 +297,7 @@ def test_frames_that_are_converted_together_are_the_same(
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("degrees", [0, 90])
 def test_frames_that_were_read_leave_at_once(make_video: MakeVideo, device: str, degrees: int) -> None:
-    """Their memory is a decoder's own. What refers to itself would stay until Python looks for garbage."""
+    """The frames' memory belongs to a decoder. A reference cycle would keep it until Python collects garbage."""
     from av import VideoFrame
 
     reader = VideoReader(make_video(f"gone{degrees}.mp4", width=64, degrees=degrees), device=device, resize=(20, 30))

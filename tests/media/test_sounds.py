@@ -23,7 +23,7 @@ MakeSound = Callable[..., Path]
 
 
 def noise(channels: int = 2, samples: int = SAMPLES) -> Tensor:
-    """(C, N) in -0.8..0.8: low enough for every codec to keep, and alike nowhere."""
+    """(C, N) in -0.8..0.8: low enough for every codec, and without repetition."""
     white = torch.randn(channels, 1, samples, generator=torch.Generator().manual_seed(0))
     window = torch.hann_window(65)[None, None]
     found = torch.nn.functional.conv1d(white, window / window.sum(), padding=32)[:, 0]
@@ -84,7 +84,7 @@ def test_what_an_encoder_put_in_front_is_left_out_and_the_rest_is_what_ffmpeg_gi
     sound = read_sound(path.read_bytes())
     assert sound.start_s == 0.0
     assert torch.equal(sound.samples, by_ffmpeg)
-    # Nothing is shifted: no other lag is as like what was written.
+    # Nothing is shifted: no other lag is as similar to the written sound.
     written, taken = (torch.fft.rfft(each[0, :SAMPLES], 2 * SAMPLES) for each in (noise(), sound.samples))
     assert int(torch.fft.irfft(taken * written.conj()).argmax()) == 0
 

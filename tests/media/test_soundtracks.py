@@ -25,7 +25,7 @@ def tones(seconds: float = 3.0, rate_hz: int = RATE, channels: int = 2) -> Tenso
 
 
 def packets_of(path: Path) -> list[tuple[float, bytes]]:
-    """Of the sound: when each is heard after the first picture is shown, and its bytes."""
+    """The packets of the sound: the time of each relative to the first picture, and its bytes."""
     with av.open(str(path)) as container:
         found = [
             (packet.stream.type, packet.pts * packet.time_base, bytes(packet))
@@ -210,7 +210,7 @@ def test_auto_says_which_encoder_it_took_and_why(tmp_path: Path) -> None:
 def test_auto_takes_nvenc_after_a_trial_and_the_other_where_the_size_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With an encoder of software in the place of NVENC, which few machines have."""
+    """With a software encoder in the place of NVENC, which few machines have."""
     trials: list[tuple[int, int] | None] = []
 
     def trial(pixel_format: str, *size: int) -> str | None:

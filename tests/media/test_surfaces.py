@@ -32,7 +32,8 @@ def planes_of(height: int, width: int, down: int, across: int, bits: int, seed: 
 
 
 def surface(planes: list[Tensor], bits: int, paired: bool, colours: Colours, device: str) -> Surface:
-    """As a decoder has them: long rows, 10 and 12 bits in the upper ones of 16, chroma perhaps in pairs."""
+    """Planes as a decoder stores them: long rows, 10 and 12 bits in the upper bits of 16, and chroma possibly in
+    pairs."""
     dtype = torch.uint8 if bits == 8 else torch.uint16
     y, u, v = ((each << (0 if bits == 8 else 16 - bits)).to(dtype) for each in planes)
     rows = torch.zeros(y.shape[0], y.shape[1] + 13, dtype=torch.int32).to(dtype)
@@ -120,7 +121,7 @@ def test_resized_turned_and_normalized_in_one_launch(
     turns=st.integers(0, 3),
 )
 def test_many_are_each_as_it_is_alone(device: str, counts: list[int], to: tuple[int, int] | None, turns: int) -> None:
-    """Whatever their sizes; eight of one size by one launch."""
+    """Frames of any sizes; eight of one size take one launch."""
     form, given_surfaces, launched = form_of("rgb", torch.uint8, to, None), [], 0
     for number, count in enumerate(counts):
         size = (6 + 2 * number, 8)

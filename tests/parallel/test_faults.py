@@ -47,8 +47,7 @@ def rank():
 
 elastic_launch(config, rank)()
 """
-"""torchrun's own agent, whose ranks have imported torch before they begin: torchrun would import it in each of them.
-A file says that a rank has told the others its step."""
+"""torchrun's own agent, with ranks that have already imported torch. (torchrun would import it in each rank.)"""
 
 WORDS = [
     *(
@@ -140,7 +139,7 @@ def test_a_rank_that_dies_or_stops_ends_all_and_is_named(
 
 
 def test_sigterm_ends_all_ranks_without_an_error(fork: Fork, book: Path) -> None:
-    """Where nothing is saved there is nothing to wait for; a launcher that ends its ranks is not a failure of one."""
+    """Without saves there is nothing to wait for, and a launcher that ends its ranks is not a failed rank."""
     where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", "one", "--nproc-per-node", "2"]
     words = [*where, *WORDS, "--train-iters", "1000000"]
     agent = fork(AGENT, *words, environment={}, folder=book, output=book / "out", errors=book / "err")
@@ -159,13 +158,13 @@ def test_sigterm_ends_all_ranks_without_an_error(fork: Fork, book: Path) -> None
 
 STEPS = 100
 OWN_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""PyTorch 2.13 lets no launcher in later that the others do not know, where they share a store."""
+"""If launchers share a store, PyTorch 2.13 does not accept a later launcher that the others do not know."""
 
 
 def launcher(
     number: int, port: int, steps: int, fork: Fork, book: Path, environment: dict[str, str] | None = None
 ) -> BaseProcess:
-    """One of two launchers of a training on two machines, which a single one may go on with."""
+    """One of two launchers of a training on two machines; a single launcher may continue the training."""
     where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "two", "--nnodes", "1:2"]
     soon = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=15"
     where += ["--nproc-per-node", "2", "--max-restarts", "2", "--rdzv-conf", soon]
@@ -178,7 +177,7 @@ def launcher(
 def two_launchers(
     port: int, steps: int, fork: Fork, book: Path, environment: dict[str, str] | None = None
 ) -> tuple[BaseProcess, BaseProcess]:
-    """The first has the store at which they meet: it lives on when the second is killed."""
+    """The first launcher has the store at which they meet, so it survives when the second is killed."""
     first = launcher(1, port, steps, fork, book, environment)
     wait_for(lambda: port in listening(first), first)
     return first, launcher(2, port, steps, fork, book, environment)
@@ -191,7 +190,7 @@ def listening(process: BaseProcess) -> set[int]:
 
 
 def starts(book: Path) -> list[tuple[int, int]]:
-    """(ranks, the step after which they went on) of each start."""
+    """(ranks, the step from which they continued) of each start."""
     said = "".join(path.read_text() for path in sorted(book.glob("out?")))
     parts = re.split(r"float32 on (\d) x cpu", said)[1:]
     gone_on = (re.search(r"continuing after step (\d+) of", part) for part in parts[1::2])
@@ -204,7 +203,7 @@ def wait_for_checkpoint(book: Path, step: int, agent: BaseProcess) -> None:
 
 
 def wait_for_start(book: Path, ranks: int, agent: BaseProcess) -> int:
-    """Until so many ranks have gone on; gives the step after which they did."""
+    """Wait until this many ranks have continued; return the step from which they did."""
     until = time.monotonic() + 300
     while True:
         for size, step in starts(book):
@@ -216,7 +215,7 @@ def wait_for_start(book: Path, ranks: int, agent: BaseProcess) -> int:
 
 
 def one_is_killed(first: BaseProcess, second: BaseProcess, book: Path) -> int:
-    """Two launchers, of which the second dies; gives the step after which the other has gone on."""
+    """Two launchers, the second of which dies; return the step from which the other continued."""
     wait_for_step(book / "lines", 25, [first, second])
     orphans = ranks_of(second)
     second.kill()

@@ -487,7 +487,7 @@ def test_thousands_of_lonely_triangles_come_to_one_cluster(tmp_path: Path) -> No
 
 
 def test_what_cannot_be_simplified_is_kept_and_said(tmp_path: Path) -> None:
-    """A soup in which every vertex belongs to dozens of faces all over: no group has an inside."""
+    """A triangle soup in which every vertex belongs to dozens of distant faces, so no group has an inside."""
     random = np.random.default_rng(0)
     report = scene.build(random.random((500, 3)), random.integers(0, 500, (9000, 3)), tmp_path / "mesh.rtg")
     assert report.roots > 1

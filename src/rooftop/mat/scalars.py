@@ -1,8 +1,8 @@
 """Values that are written to every element: one number for all channels, a number for each channel, or OpenCV's Scalar
 of four numbers.
 
-Numbers are converted to a depth as everywhere here: rounded half to even, limited to the depth's range, NaN as the
-least integer.
+Numbers are converted to a depth as in the rest of this package: rounded half to even, limited to the depth's range,
+with NaN as the least integer.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class Header(Shaped):
     _steps: Sizes  # bytes
     _data: MatData | None  # None without elements
     _share: object  # counts the headers of the block
-    _offset: int  # bytes in the storage: offset of the first element,
+    _offset: int  # in bytes of the storage: the offset of the first element,
     _start: int  # start of the whole Mat from which this was cut,
     _end: int  # end of its last row,
     _limit: int  # end of the memory that rows may grow into

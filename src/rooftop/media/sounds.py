@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SCALES = {"u8": (128, 128.0), "s16": (0, 32768.0), "s32": (0, 2147483648.0), "flt": (0, 1.0), "dbl": (0, 1.0)}
 """For FFmpeg's sample formats: the number for silence, and the distance from it to 1.0. Planar formats have the same
-numbers, and a p.
+numbers, and a "p" at the end of their names.
 """
 
 HEAD_BYTES = 1 << 16

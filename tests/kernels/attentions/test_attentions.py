@@ -209,7 +209,7 @@ def test_derivatives_that_it_has_not_are_refused() -> None:
 
 @pytest.fixture
 def plan_on(monkeypatch: pytest.MonkeyPatch) -> Callable[..., attention_plans.AttentionPlan]:
-    """The plan for a GPU that is not there."""
+    """The plan for a simulated GPU."""
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
 
@@ -315,7 +315,7 @@ def test_a_forward_by_one_back_end_and_a_backward_by_another(forward: str, backw
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("positions", [64, 150, 300])  # in each range of the table another back end
+@pytest.mark.parametrize("positions", [64, 150, 300])  # a different back end in each range of the table
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_gate_of_what_is_chosen_on_a_gpu(is_causal: bool, positions: int, dtype: torch.dtype) -> None:
     assert_gate(inputs(2, 4, positions, positions, 64, dtype), "cuda", is_causal=is_causal)

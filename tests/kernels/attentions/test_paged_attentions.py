@@ -36,7 +36,7 @@ def paged(
     device: str = "cpu",
     spare: int = 3,
 ) -> tuple[Tensor, ...]:
-    """query, keys, values, pages, lengths: each sequence's pages lie anywhere, and what nobody attends to is NaN."""
+    """query, keys, values, pages, lengths. Each sequence's pages are at random places, and unused positions are NaN."""
     generator = torch.Generator().manual_seed(sum(lengths) + width)
     needed = [-(-length // page) for length in lengths]
     count = sum(needed) + spare
@@ -56,7 +56,7 @@ def paged(
 
 
 def by_torch(query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, lengths: Tensor) -> Tensor:
-    """Each sequence for itself, its positions in a row, in the dtype of the query."""
+    """Each sequence alone, with its positions in order, in the dtype of the query."""
     results = []
     for row, length in enumerate(lengths.tolist()):
         own = pages[row, : -(-length // keys.shape[2])].long()

@@ -25,7 +25,7 @@ def tables(positions: int, pairs: int, base: float = 10_000.0, dtype: torch.dtyp
 
 
 def by_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, offset: int = 0) -> Tensor:
-    """As models write it, in the dtype of x."""
+    """The rotation as models write it, in the dtype of x."""
     pairs, positions = cos.shape[-1], slice(offset, offset + x.shape[-2])
     cos, sin = cos[..., positions, :].to(x.dtype), sin[..., positions, :].to(x.dtype)
     turned, kept = x[..., : 2 * pairs], x[..., 2 * pairs :]

@@ -51,7 +51,7 @@ class Case:
         return window_attention(qkv, bias, *shape, padding=padding, cosine_scale=scale)
 
     def origin(self, qkv: Tensor, bias: Tensor, padding: Tensor | None, scale: Tensor | None) -> Tensor:
-        """As the papers' code has it: pad, roll, cut, attend, join, roll, crop."""
+        """The computation of the papers' code: pad, roll, cut, attend, join, roll, crop."""
         (high, wide), (height, width) = self.window, self.size
         tall, broad = -(-height // high) * high, -(-width // wide) * wide
         shift = [s if size > w else 0 for s, size, w in zip(self.shift, self.size, self.window, strict=True)]
@@ -135,7 +135,7 @@ def assert_gate(case: Case, dtype: torch.dtype, device: str = "cpu", kernels: Se
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_it_is_the_origin(case: Case) -> None:
-    """Not the gate: of few elements, PyTorch's worst error can be 0 by luck."""
+    """The gate is not used, because for few elements PyTorch's worst error can be 0 by luck."""
     tensors = case.tensors(torch.float64)
     assert tensors[0] is not None
     dout = torch.randn(*tensors[0].shape[:3], case.heads * case.features, dtype=torch.float64)
@@ -392,7 +392,7 @@ def test_dropout_drops_the_share_of_weights_it_says_and_keeps_the_mean() -> None
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
 def test_the_kernels_through_the_interpreter(interpreted: Callable[..., int]) -> None:
-    """Every case, both ways, and the gate."""
+    """Every case, in both directions, with the gate."""
     chosen = "origin or long_windows or (gate and V2) or any_strides or through_the_interpreter"
     assert interpreted(__file__, "-k", chosen) >= 20
 
@@ -410,7 +410,7 @@ def test_half_precision_compiles_for_sm_90_without_spills() -> None:
 
 
 def spilled_bytes(kernel: Any, config: WindowConfig, features: int, cosine: bool) -> int:
-    """Of bfloat16, where a map is shifted and padded."""
+    """bfloat16, with a shifted and padded map."""
     import triton
 
     side = math.isqrt(config.positions)

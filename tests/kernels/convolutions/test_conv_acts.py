@@ -69,7 +69,7 @@ def by_torch(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, activation: str = "none",
     **options: object,
 ) -> Tensor:  # fmt: skip
-    """The same in PyTorch, one call after the other."""
+    """The reference in PyTorch, one call after the other."""
     y = functional.conv2d(x, weight, bias, **options)  # type: ignore[arg-type]
     return activated(y if residual is None else y + residual, activation)
 
@@ -111,7 +111,7 @@ class Case:
         return conv_act(*self.tensors, activation=activation, **self.options)  # type: ignore[arg-type]
 
     def plan(self, tile: ConvTile) -> ConvPlan:
-        """By a tile, as far as it fits."""
+        """The result by a tile, if it fits."""
         x, weight, _, residual = self.tensors
         seen = copied(x, weight, residual, self.g)
         found = fitted(tile, problem_of(self.g, residual is not None, dtype=x.dtype, copied=seen))
@@ -425,7 +425,7 @@ def problem(batch: int, shape: tuple[int, int, int, int, int], residual: bool = 
 
 
 def problem_of(geometry: Geometry, residual: bool, **other: object) -> Problem:
-    """On an H200, channels last in bfloat16, but for `other`."""
+    """A case on an H200, channels last in bfloat16, except for `other`."""
     found: dict[str, object] = {"keep": False, "dtype": torch.bfloat16, "device": "cuda", "kernels": True}
     found |= {"channels_last": True, "copied": True, "cudnn": True, "sms": 132, "capability": 9}
     return Problem(geometry, residual, **{**found, **other})  # type: ignore[arg-type]
@@ -433,7 +433,7 @@ def problem_of(geometry: Geometry, residual: bool, **other: object) -> Problem:
 
 @pytest.fixture
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing is in the table of what was measured."""
+    """Let the table of measurements be empty."""
     monkeypatch.setattr(conv_act_tables, "MEASURED_ON_HOPPER", ())
     choose.cache_clear()
     yield
@@ -611,7 +611,7 @@ def test_ten_runs_that_share_k_have_the_same_bits_on_a_gpu() -> None:
 
 @pytest.mark.gpu
 def test_replayed_from_a_graph_on_a_gpu() -> None:
-    """Kernels that are launched early wait for what they read: each convolution here reads the one before."""
+    """Kernels that are launched early wait for their inputs: each convolution here reads the previous result."""
     case = Case((1, 256, 14, 14, 256, 3, 1, 1, 1), torch.bfloat16, residual=False, device="cuda")
     x, weight, bias, _ = case.tensors
 

@@ -30,7 +30,7 @@ def image(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") 
 
 
 def assert_as_torch(x: Tensor, **options: Any) -> None:
-    """The very values: a maximum is not rounded."""
+    """The results are exact, because a maximum is not rounded."""
     with count_launches() as launches:
         y = max_pool2d(x, **options)
     expected = F.max_pool2d(x, **options)

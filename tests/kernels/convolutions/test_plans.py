@@ -1,6 +1,6 @@
 """Plans of convolutions and max pools match what runs, and name the deciding fact.
 
-The GPU is an H200 that need not be there: kernels and libraries are recorded, not called.
+The GPU is a simulated H200: kernels and libraries are recorded, not called.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Recorded = list[tuple[str, tuple[int, ...], dict[str, Any]]]
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
-    """(name, grid, constants) of what is launched, and libraries that are called; results are what memory held."""
+    """(name, grid, constants) of launches, and the libraries that are called; results are uninitialized."""
     found: Recorded = []
 
     def record(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, **constants: Any) -> None:
@@ -71,7 +71,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
 
 
 def problem(geometry: Geometry, residual: bool = False, **other: Any) -> Problem:
-    """On an H200, of relu, channels last in bfloat16, but for `other`."""
+    """A case with relu on an H200, channels last in bfloat16, except for `other`."""
     found: dict[str, Any] = {"keep": False, "dtype": HALF, "device": "cpu", "kernels": True, "channels_last": True}
     return Problem(geometry, residual, **{**found, "copied": True, "cudnn": True, "sms": 132, "capability": 9, **other})
 

@@ -86,7 +86,7 @@ STEPS = {"ceil", "floor", "round", "sign", "trunc", "isnan", "between"}
 
 
 def differentiable(name: str) -> Function:
-    """The function, with a gradient (of zero) where PyTorch gives none."""
+    """The function, with a zero gradient if PyTorch returns none."""
     function = UNARY[name]
     return (lambda x: function(x) + 0.0 * x) if name in STEPS - {"isnan"} else function
 
@@ -185,7 +185,7 @@ SUMMED = {
 @pytest.mark.parametrize("wanted", ["all", "broadcast"])
 @pytest.mark.parametrize("case", SUMMED)
 def test_sums_of_gradients_in_tiles_of_any_size(case: str, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loops over tiles, and partial sums, in small."""
+    """Loops over tiles, and partial sums, with small sizes."""
     for table in ("SUMS", "LONG_SUMS"):
         monkeypatch.setattr(tables, table, tables.TileConfig(128, 32, 1))
     monkeypatch.setattr(tables, "PROGRAMS_PER_SM", 2)
@@ -251,7 +251,7 @@ def expression_of(count: int) -> Function:
 )
 @settings(max_examples=40, deadline=None)
 def test_any_layout(sizes: list[int], tensors: list[tuple[list[bool], list[int]]], steps: bool) -> None:
-    """Dimensions left out, permuted, and elements skipped."""
+    """Dimensions that are omitted or permuted, and skipped elements."""
     made = []
     for kept, order in tensors:
         shape = [size if keep else 1 for size, keep in zip(sizes, kept, strict=False)]
@@ -343,7 +343,7 @@ OPERATORS: dict[str, Function] = {
     "float": lambda x: x.float(),
 }
 REFUSED = "powers 1 to 4|pow of booleans|sub of booleans"
-"""What of PyTorch's is refused: integer powers of integers but the small constant ones."""
+"""Operations of PyTorch that are refused: integer powers of integers, except small constant ones."""
 
 
 def type_of(function: Function, *operands: Any) -> torch.dtype | Exception:
@@ -544,7 +544,7 @@ def test_text_is_read_back_as_the_same_tree() -> None:
 
 
 def texts() -> st.SearchStrategy[str]:
-    """Expressions whose meaning hangs on how operators bind."""
+    """Expressions whose meaning depends on operator precedence."""
     binary = st.sampled_from(["+", "-", "*", "/", "**", "&", "|", "^"])
     inner = st.recursive(
         st.sampled_from(["a0", "a1", "a2"]),

@@ -52,7 +52,7 @@ def test_regions_are_written_and_nothing_beside_them(columns: slice) -> None:
 @pytest.mark.parametrize("begins", [(0, 0, 0), (8, 8, 8), (16, 4, 8), (1, 2, 3), (0, 0, 5), (13, 0, 0)])
 @pytest.mark.parametrize("columns", [5, 40, 2100])
 def test_regions_begin_anywhere(begins: tuple[int, int, int], columns: int) -> None:
-    """Short rows and long ones, operands of several widths; one row alone too."""
+    """Short and long rows, operands of several widths, and a single row."""
     x, y = (drawn(4, columns + 16, seed=n) for n in range(2))
     bytes_, numbers = (x.abs().clamp(0, 200)).to(torch.uint8), y.float()
     whole = torch.full((4, columns + 16), 7.0, device=DEVICE)
@@ -71,7 +71,7 @@ def test_regions_begin_anywhere(begins: tuple[int, int, int], columns: int) -> N
 
 @launches
 def test_launches_are_found_again_by_how_tensors_lie() -> None:
-    """The same program of tensors that lie in other ways, time and again."""
+    """The same program for tensors with various layouts, repeatedly."""
     x = drawn(6, 50, dtype=torch.float32)
     for _ in range(2):
         for given in (x, x[1:4], x[:, 3:40], x[:, 4:40], x[::2], x.t(), x[0], x[0, 3:7]):
@@ -93,7 +93,7 @@ def test_float64_is_rounded_after_each_operation() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.uint8])
 @pytest.mark.parametrize("channels", [1, 2, 3, 7])
 def test_numbers_that_repeat_along_the_last_dimension(channels: int, dtype: torch.dtype) -> None:
-    """Of all of it, of a region, of one that is one short row, and of tiles of short rows."""
+    """Stores to a whole tensor, a region, a region of one short row, and tiles of short rows."""
     x = drawn(5, 1400, channels, dtype=torch.float32)
     numbers = [1.0, 20.0, 200.0, -0.0 if dtype.is_floating_point else 0, 5.0, 6.0, 7.0][:channels]
     program = "tt: float32(a0) / float32(a1)"

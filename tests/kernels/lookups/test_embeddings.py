@@ -22,7 +22,7 @@ from rooftop.launch import INTERPRETED, count_launches
 from rooftop.nn import Embedding
 from rooftop.testing import assert_as_accurate
 
-if INTERPRETED:  # short chunks: what crosses them, and two levels of them, with few items
+if INTERPRETED:  # short chunks, so that few items cross them and need two levels
     tables.RUNS = RunsConfig(chunk=8, ahead=4, columns=16, warps=1)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -59,7 +59,7 @@ def drawn(*shape: int, rows: int) -> Tensor:
 
 @pytest.mark.parametrize("tokens", [torch.tensor([[3, 0], [9, 9]]), torch.tensor([4, 1, 4], dtype=torch.int32)])
 def test_tables_of_any_strides(tokens: Tensor) -> None:
-    """Rows apart, transposed, all alike, and at addresses that 16 bytes do not divide."""
+    """Rows with gaps, transposed, expanded, and at addresses that are not multiples of 16 bytes."""
     table = torch.randn(10, 200).half()
     for weight in (table[:, :64], table[:, 3:67], table[::2, 8:].repeat(2, 1)[:10], table.t()[:10, :8], table[:1, :64]):
         weight = weight.expand(10, -1)
@@ -83,7 +83,7 @@ def test_tokens_of_any_strides(of: Callable[[Tensor], Tensor]) -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_token_outside_of_the_table_stops_the_program() -> None:
-    """In a separate process: the context of one that did so is lost."""
+    """In a separate process, because its CUDA context is lost."""
     program = """
 import torch
 from rooftop.kernels import embedding

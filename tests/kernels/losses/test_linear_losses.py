@@ -84,8 +84,8 @@ def assert_gate_of_draws(draws: list[tuple[list[Tensor | None], Tensor]], **opti
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk_size", [None, 16, 1000])
 def test_gate(dtype: torch.dtype, chunk_size: int | None) -> None:
-    """In float32 of several draws: of a single one of this size, measured over 1,920, either's largest error was beyond
-    twice the other's by luck, ours in 4.5% and eager's in 8.4%; of 32 together in 1 of 60 and in none."""
+    """In float32, over several draws. In 1,920 single draws of this size, one side's largest error was more than twice
+    the other's by luck: ours in 4.5%, eager's in 8.4%. For 32 draws together, this was 1 of 60 and none."""
     draws = (8 if INTERPRETED else 32) if dtype == torch.float32 else 1
     if chunk_size == 1000:
         assert_chunks(*inputs(40, 33, 300, dtype), 40, 1)
@@ -124,7 +124,7 @@ def test_gate_of_all_that_a_loss_can_have(reduction: str) -> None:
 
 @contextmanager
 def shapes_of_all_tensors() -> Iterator[set[tuple[int, ...]]]:
-    """The shapes of all that torch computes or allocates in the `with` block, inside our operator too."""
+    """The shapes of all tensors that torch computes or allocates in the `with` block, also inside our operator."""
     seen: set[tuple[int, ...]] = set()
 
     class Watch(TorchDispatchMode):

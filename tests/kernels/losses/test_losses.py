@@ -27,7 +27,7 @@ IGNORED = -100
 
 
 def by_torch(x: Tensor, target: Tensor, weight: Tensor | None = None, z_loss: float = 0.0, **options: Any) -> Tensor:
-    """The same in PyTorch; of z-loss the mean or sum is taken as of the rest."""
+    """The reference in PyTorch; the z-loss is averaged or summed like the rest."""
     loss = F.cross_entropy(x, target, weight, **options)
     if not z_loss:
         return loss
@@ -99,7 +99,7 @@ def test_gate_of_rows_longer_than_a_tile(options: dict[str, float], fused: bool)
     assert_gate(x, target, ("cross_entropy_rows_long",), weight=weight, fused=fused, reduction="sum", **options)
 
 
-# Nine rows of odd length begin at all addresses that there are between multiples of 16 bytes.
+# Nine rows of odd length begin at every possible offset from a multiple of 16 bytes.
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 1e-3}], ids=["plain", "smooth"])
 def test_gate_of_long_rows_at_any_address(options: dict[str, float], fused: bool) -> None:
@@ -200,7 +200,7 @@ def test_gradients_of_a_row_sum_to_zero_and_a_shift_changes_nothing() -> None:
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 def test_where_no_target_counts_the_mean_and_its_gradient_are_zero(fused: bool, dtype: torch.dtype) -> None:
-    """All are ignored, or there are none, or those that there are weigh nothing."""
+    """All targets are ignored, there are none, or their weights are 0."""
     x, none = torch.randn(3, 5, dtype=dtype), torch.full((3,), IGNORED)
     weightless = {"weight": torch.tensor([0, 1, 1, 1, 1], dtype=dtype)}
     for logits, target, options in (

@@ -65,7 +65,7 @@ SMALL_TILES = {
 def by_torch(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", residual: Tensor | None = None
 ) -> Tensor:
-    """The same in PyTorch, one call after the other."""
+    """The reference in PyTorch, one call after the other."""
     y = TORCH[activation](functional.linear(x, weight, bias))
     return y if residual is None else y + residual
 
@@ -237,7 +237,7 @@ def test_pointers_take_any_strides(tile: Tile) -> None:
 
 
 def all_numbers(dtype: torch.dtype) -> Tensor:
-    """All finite ones of 16 bits."""
+    """All finite 16-bit numbers."""
     numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
     return numbers[numbers.isfinite()].double()
 
@@ -246,7 +246,7 @@ def all_numbers(dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "sigmoid"])
 def test_activations_for_results_of_16_bits_are_far_within_their_rounding(activation: str, dtype: torch.dtype) -> None:
-    """Within a tenth of a step of what is rounded, for each number that there is; the rounding itself is half one."""
+    """The error is within a tenth of a rounding step, for every number. (Rounding itself is half a step.)"""
     from rooftop.kernels.matmuls.triton_kernels import linear_act_finish
 
     x = all_numbers(dtype)
@@ -284,7 +284,7 @@ def test_derivatives_for_results_of_16_bits_are_far_within_their_rounding(activa
 
 
 def derivatives(x: Tensor, activation: str) -> Tensor:
-    """By the kernel of backward, in float32."""
+    """The derivative by backward's kernel, in float32."""
     return matmul_launches.backward(torch.ones(1, len(x)), x[None], activation, False, False)[0][0]
 
 
@@ -329,7 +329,7 @@ def test_sums_for_the_bias_keep_infinities() -> None:
 def test_a_library_product_of_rows_that_are_not_aligned(
     activation: str, keep: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Padded as on a GPU: same results, contiguous, and the operands as they were."""
+    """With padding as on a GPU: the same results, contiguous, and unchanged operands."""
     x, weight, bias, residual = operands(20, 37, 51, dtype=torch.bfloat16, residual=True)
     before = [t.clone() for t in (x, weight)]
     monkeypatch.setattr(matmul_launches, "missing_columns", lambda columns, _: -columns % 64)
@@ -367,7 +367,7 @@ def test_on_a_gpu_rows_that_are_not_aligned(m: int, n: int, k: int, activation: 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(2, 1024, 512, 256), (4096, 264, 1000), (300, 2049, 513), (3, 4096, 4096)])
 def test_what_pytorch_computes_as_well_is_its_own(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """The same bits as of the operator, which modes and compilers see; with less work for the host."""
+    """The same bits as the operator's, which modes and compilers see, with less work for the host."""
     x, weight, bias, _ = operands(*shape, dtype=dtype, device="cuda")
     assert bias is not None
     for added in (None, bias):

@@ -55,7 +55,7 @@ def assert_gate(name: str, inputs: list[Tensor]) -> None:
 
 @pytest.fixture
 def take(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[ClusterConfig], None]]:
-    """Gives both tables one entry."""
+    """Set one entry in both tables."""
 
     def entry(config: ClusterConfig) -> None:
         forget()
@@ -67,7 +67,7 @@ def take(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[ClusterConfig], 
 
 
 def forget() -> None:
-    """Also the kernels: those of the CPU's compiler are not a GPU's."""
+    """The kernels are also checked here, because code from the CPU's compiler is not a GPU's."""
     plans.forget()
     norm_clusters.ready.cache_clear()
 
@@ -133,7 +133,7 @@ def test_without_parameters_views_and_rows_that_eight_does_not_divide(
     assert cuda_on_cpu[FORWARD] == 1, "not what bulk copies can fetch"
 
 
-# Rows share groups of elements with their neighbours: none of a neighbour's must get in.
+# Rows share groups of elements with their neighbours, whose elements must not be used.
 @in_interpreted_run
 def test_a_bad_row_stays_alone_and_runs_are_alike(take: Any, compiled: None, cuda_on_cpu: Counter[str]) -> None:
     take(CASES[1][4])

@@ -150,7 +150,7 @@ def test_gate_of_the_other_norms(name: str, dtype: torch.dtype) -> None:
     assert_gate(name, inputs_of(name, 5, 200, dtype=dtype), PLAIN)
 
 
-# Eight rows and more of an odd number of half precision elements; what eight does not divide goes the plain way.
+# Eight or more rows with an odd number of half precision elements; the remainder modulo eight goes the plain way.
 @pytest.mark.parametrize(
     ("name", "rows", "columns", "dtype"),
     [
@@ -193,7 +193,7 @@ def test_gate_of_long_rows_of_fours(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert_gate(name, inputs_of(name, 5, 204, dtype=torch.bfloat16), PLAIN)
 
 
-# Of one element the variance is 0 and 1 / std large: what is normalized must be what is stored.
+# With one element, the variance is 0 and 1 / std is large, so the normalized sum must be the stored one.
 @pytest.mark.parametrize("dtype", HALVES)
 def test_gate_of_rows_of_one_element(dtype: torch.dtype) -> None:
     for name in ("layer_norm", "add_layer_norm"):
@@ -324,7 +324,7 @@ def test_several_normalized_dimensions() -> None:
     torch.testing.assert_close((y, total), (F.rms_norm(2 * x, (5, 6), weight), 2 * x), rtol=1e-5, atol=1e-5)
 
 
-# Odd rows share groups of elements with their neighbours: none of a neighbour's must get in.
+# Odd rows share groups of elements with their neighbours, whose elements must not be used.
 @pytest.mark.parametrize(("columns", "dtype"), [(50, torch.float32), (131, torch.bfloat16)])
 def test_a_bad_row_stays_alone(columns: int, dtype: torch.dtype) -> None:
     x = torch.randn(8, columns).to(dtype)

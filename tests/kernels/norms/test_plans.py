@@ -31,7 +31,7 @@ class Launched(NamedTuple):
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
-    """What is launched on an H200 that is not there."""
+    """The launches on a simulated H200."""
     found: list[Launched] = []
 
     def numbers_of(arguments: tuple[Any, ...]) -> tuple[int | float, ...]:

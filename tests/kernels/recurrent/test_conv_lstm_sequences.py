@@ -66,7 +66,7 @@ def test_gradients_are_those_of_the_plain_loop(kernel: tuple[int, int], state: b
 
 
 def conv_lstm_sequence_reference_of_all(*given: Any, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The plain loop, in which a kernel that no step needs has a gradient too: of zeros."""
+    """The plain loop, in which a kernel that no step needs also has a gradient, of zeros."""
     outputs, cell = conv_lstm_sequence_reference(*given, bias=bias)
     return outputs + 0 * given[1].sum(), cell
 

@@ -1,6 +1,6 @@
 """Plans of reductions match what runs, in each regime and at its edges, and name the deciding fact.
 
-The GPU is an H200 that need not be there: kernels are recorded, not launched.
+The GPU is a simulated H200: kernels are recorded, not launched.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Dims = tuple[int, ...]
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[KernelLaunch]]:
-    """What is launched on a GPU of compute capability 9.0; results are what memory held."""
+    """The launches on a GPU of compute capability 9.0; results are uninitialized."""
     found: list[KernelLaunch] = []
 
     def record(kernel: Any, grid: Dims, device: torch.device, *arguments: Any, **constants: Any) -> None:
@@ -133,7 +133,7 @@ def test_a_gradient_is_launched_as_its_plan_says(
 def test_without_counters_a_second_kernel_combines(
     recorded: list[KernelLaunch], counted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where the captured graphs of a process have taken all."""
+    """As if the captured graphs of the process had used up all counters."""
     if not counted:
         monkeypatch.setattr(launches, "counters", lambda device, count: None)
     kernels = ("reduce_tiles",) if counted else ("reduce_tiles", "combine_partials")

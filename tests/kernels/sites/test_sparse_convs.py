@@ -183,7 +183,7 @@ SWEEP = ((1, 2, 3, 4, 5), (1, 2, 3), (0, 1, 2), (1, 2, 3), CHANNELS, CHANNELS, (
 
 
 def pairwise() -> Iterator[tuple[int, ...]]:
-    """Of the sweep's product as many as there must be for any two values of two parameters to meet."""
+    """The smallest part of the sweep's product in which any two values of two parameters occur together."""
     generator = random.Random(0)
     sides = list(itertools.combinations(range(len(SWEEP)), 2))
     missing = {(i, j, a, b) for i, j in sides for a in SWEEP[i] for b in SWEEP[j]}
@@ -298,7 +298,7 @@ def test_an_order_changes_no_bit() -> None:
 
 
 def test_gate_with_tables_in_order_alone() -> None:
-    """Each dtype; strided, and mirrored where the other direction is none."""
+    """Each dtype; strided, and mirrored if there is no reverse table."""
     for name in ("strided", "submanifold"):
         for dtype in DTYPES:
             case = SMALL[name]
@@ -555,7 +555,7 @@ def test_compiled_whole() -> None:
 
 
 def test_cost_is_of_the_pairs_that_are_said_to_be_there() -> None:
-    """Else of one for each result."""
+    """Otherwise one pair for each result is assumed."""
     book = book_of(SMALL["strided"])
     (features, weight, bias), _ = leaves_of(SMALL["strided"], book, torch.float32)
     rows, pairs = len(book.results), int((book.neighbours >= 0).sum())
@@ -779,7 +779,7 @@ def test_gate_on_a_gpu(name: str, dtype: torch.dtype, monkeypatch: pytest.Monkey
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "taps"), [(300_000, 27), (70_000, 125), (1, 1), (5, 64)])
 def test_tables_on_a_gpu_are_those_of_the_cpu(rows: int, taps: int) -> None:
-    """Whatever values there are beyond the numbers of pairs."""
+    """Values beyond the numbers of pairs are ignored."""
     neighbours = torch.stack([torch.randperm(rows) for _ in range(taps)], 1).int()
     neighbours[torch.rand(neighbours.shape) < torch.rand(taps)] = -1
     masks, order = neighbour_masks(neighbours), rows_by_mask(neighbour_masks(neighbours))

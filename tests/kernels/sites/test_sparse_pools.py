@@ -29,7 +29,7 @@ Pool = Callable[..., Tensor]
 
 
 def book_of(grid: tuple[int, int, int], density: float = 0.3, **options: Any) -> Rulebook:
-    """Of a batch of 2, by the plain law."""
+    """The table for a batch of 2, from the definition."""
     active = torch.rand(2, *grid, generator=torch.Generator().manual_seed(1)) < density
     active[0, 0, 0, 0] = True
     return rulebook_reference(active.nonzero(), geometry(2, grid, **options))
@@ -66,7 +66,7 @@ def on(book: Rulebook, pool: Pool, device: str = "cpu") -> Pool:
 
 
 def written_out(book: Rulebook, pool: Pool) -> Pool:
-    """By gathering all neighbours; all that equal a maximum get its gradient."""
+    """Pool by gathering all neighbours; all that equal a maximum get its gradient."""
 
     def function(features: Tensor) -> Tensor:
         table = book.neighbours.to(features.device).long()
@@ -148,7 +148,7 @@ def test_gate(dtype: torch.dtype, pool: Pool) -> None:
 
 @pytest.mark.parametrize("pool", LOCAL)
 def test_gate_over_several_tiles(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And with offsets of 64 bits."""
+    """The kernels also work with 64-bit offsets."""
     monkeypatch.setattr(pool_launches, "is_wide", lambda *tensors: True)
     book = book_of((4, 3, 2), **BOOKS["halved"])
     assert_gate(book, pool, features_of(book, 150, torch.float32))
@@ -177,7 +177,7 @@ def test_all_that_equal_the_maximum_get_its_gradient() -> None:
 
 
 def test_a_reverse_table_of_other_results_divides_by_no_zero() -> None:
-    """On a GPU nobody looks whether it fits: results 0 and 1 have no neighbour, and a site says that it is in both."""
+    """On a GPU the tables are not checked: results 0 and 1 have no neighbour, but a site claims to be in both."""
     table, back = torch.full((2, 2), -1, dtype=torch.int32), torch.tensor([[0, 1]], dtype=torch.int32)
     dy, counts = torch.tensor([[1.0], [-3.0]]), torch.zeros(2, dtype=torch.int32)
     assert SparsePoolBackward(dy, None, None, counts, table, back, 1).computed().tolist() == [[-2.0]]
@@ -238,7 +238,7 @@ BATCH = torch.tensor([3, 0, 0, -1, 1, 3, 3, 0] * 8)  # nothing in 2
 
 
 def each_by_itself(pool: Pool) -> Pool:
-    """What PyTorch makes of the rows of each batch element."""
+    """PyTorch's result for the rows of each batch element."""
 
     def function(features: Tensor) -> Tensor:
         found = []

@@ -29,7 +29,7 @@ class Launched(NamedTuple):
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
-    """What is launched on an H200 that is not there; of clusters, as many as one a multiprocessor."""
+    """The launches on a simulated H200; as many clusters as multiprocessors."""
     found: list[Launched] = []
 
     def numbers_of(arguments: tuple[Any, ...]) -> tuple[int, ...]:
@@ -57,7 +57,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What compiles the kernels of clusters."""
+    """The compiler of the clusters' kernels."""
     plans.forget()
     monkeypatch.setattr(clusters, "is_installed", lambda: True)
     yield

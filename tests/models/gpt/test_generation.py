@@ -46,7 +46,7 @@ Pair = tuple[Any, Gpt]
 
 
 def randomize(model: nn.Module) -> None:
-    """Parameters with which the text is not one token again and again."""
+    """Parameters with which the text does not repeat a single token."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -208,7 +208,7 @@ def test_what_is_drawn_is_a_function_of_seed_sequence_and_position(config: GptCo
     assert turned[::-1] == whole
     assert [generate(model, [prompts[i]], 20, seed=3, sequences=[i], **OPTIONS)[0] for i in range(6)] == whole
     assert generate(model, prompts, 20, seed=4, **OPTIONS) != whole
-    # Where a text continues makes no difference either: the same position has the same number.
+    # It makes no difference where a text is continued, because the same position has the same random number.
     assert generate(model, [prompts[0] + whole[0][:5]], 15, seed=3, **OPTIONS) == [whole[0][5:]]
 
 
@@ -225,7 +225,7 @@ def test_limits_of_sampling_are_greedy() -> None:
 
 
 def test_texts_are_drawn_as_often_as_they_are_probable() -> None:
-    """The first token of 4,000 sequences, beside what the model says."""
+    """The first tokens of 4,000 sequences, compared with the model's probabilities."""
     model, prompt = small(GPT), texts([4], 97)[0]
     with torch.no_grad():
         probable = model(torch.tensor([prompt]))[0, -1].double().softmax(-1)

@@ -151,7 +151,7 @@ def test_on_every_path_one_cluster_is_drawn_while_pages_come(paged_ball: Geometr
     renderer.render(camera, wait=False)
     assert renderer.pool is not None
     renderer.pool.loader = Late(renderer.pool.loader, 0)  # type: ignore[assignment]
-    for _ in range(60):  # a few pages come with each, those that others need as often last as first
+    for _ in range(60):  # a few pages are loaded in each frame, in random order even if others need them
         frame = renderer.render(camera, ("depth",), wait=False)
         counts |= counts_along_paths(paged_ball, drawn_clusters(renderer, frame))
         levels.add(frame.stats.levels)

@@ -74,7 +74,7 @@ class Client:
         self.connection = http.client.HTTPConnection("127.0.0.1", self.viewer.port, timeout=60)
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
-        """`headers` replace those of a page; an empty one is left out."""
+        """`headers` replace those of a page; empty ones are omitted."""
         given = {"Authorization": f"Bearer {self.viewer.token}", "Host": f"127.0.0.1:{self.viewer.port}"} | headers
         content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         self.connection.putrequest(method, path, skip_host=True)

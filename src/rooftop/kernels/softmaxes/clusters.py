@@ -44,9 +44,9 @@ BLOCKS, HELD, THREADS = (1, 2, 4, 8, 16), range(3, 9), range(64, 513)  # of the 
 def fullest(groups: int, tensors: int, stages: int, shared_bytes: int) -> list[ClusterConfig]:
     """Clusters for rows of `groups` 16-byte groups. The first leaves the fewest lanes of an SM without a group.
 
-    The work of a thread for each row, besides its groups, counts as 1.5 groups. Each block of the cluster and each warp
-    of the block adds 1/16 for the exchange of results. With these weights, the number of busy lanes finds the fastest
-    of the shapes measured, or one within 4% of it (tune_clusters.json).
+    A thread's work for each row, in addition to its groups, counts as 1.5 groups. Each block of the cluster and each
+    warp of the block adds 1/16 for the exchange of results. With these weights, the number of busy lanes finds the
+    fastest of the shapes measured, or one within 4% of it (tune_clusters.json).
 
     Args:
         groups: the largest number of groups, wherever a row begins.

@@ -266,7 +266,8 @@ class _Plain:
 
 
 def _floats(values: Array, normalized: bool) -> Array:
-    """Integers as the numbers that they represent: themselves, or fractions of the greatest."""
+    """Convert integers to the numbers that they represent: the integers themselves, or fractions of the greatest
+    integer."""
     if not normalized or values.dtype.kind == "f":
         return values.astype(np.float32)
     found: Array = np.maximum(values.astype(np.float64) / np.iinfo(values.dtype).max, -1.0)

@@ -43,8 +43,8 @@ V = TypeVar("V", bound=np.generic)
 PIECE_TRIANGLES = 1 << 14
 PIECES = 4  # of a batch
 BATCH_TRIANGLES = 1 << 16  # most triangles of groups that are simplified together
-BATCHES = 64  # least number of batches, each of
-LEAST_TRIANGLES = 1 << 13  # this many triangles; so 16 workers or more have enough work
+BATCHES = 64  # at least this many batches, if each has
+LEAST_TRIANGLES = 1 << 13  # this many triangles: enough work for 16 workers or more
 RUN_CLUSTERS = 1 << 11  # clusters of a run in which groups are found; no group extends from one run into another
 GROWTH = 1 + 2**-10 + 2**-20  # an error is larger than those below it by 1 + 2^-10, even when rounded to float32
 TRIES = 3

@@ -49,7 +49,7 @@ def _centers(items: Words) -> npt.NDArray[np.float32]:
 
 
 def _packed(items: Words, nodes: list[Words]) -> Words:
-    """Nodes over consecutive items: appended to `nodes`, and returned as items."""
+    """Create nodes over consecutive items: append them to `nodes`, and return them as items for the next level."""
     many = -(-len(items) // layouts.NODE_CHILDREN)
     made = np.zeros((many * layouts.NODE_CHILDREN, layouts.CHILD_WORDS), np.uint32)
     made[: len(items)] = items
