@@ -67,7 +67,7 @@ def parts_of(thing: Any, type: int | None, layout: str) -> Parts:
     if hasattr(thing, "__cuda_array_interface__"):
         return _of_tensor(torch.as_tensor(thing, device="cuda"), type, layout)
     if not isinstance(thing.__array_interface__.get("data"), tuple):  # for example the interface of Pillow's images
-        raise TypeError(f"{thing.__class__.__name__} gives a copy of its memory: pass np.array(...) of it")
+        raise TypeError(f"{thing.__class__.__name__} returns a copy of its memory: pass np.array(...) of it")
     return _of_array(np.asarray(thing), type, layout)
 
 

@@ -109,7 +109,7 @@ def find_requirements(source: Path, headers: Path | None) -> Requirements:
     with tempfile.TemporaryDirectory(prefix="rooftop-ffmpeg-") as folder:
         environment = build_environment(headers, Path(folder))
         if not _said("pkg-config", "--version"):
-            missing.append(Lacking("pkg-config, by which libraries are found", "pkg-config"))
+            missing.append(Lacking("pkg-config, which finds libraries", "pkg-config"))
             if headers is None:  # it may be installed later, and is checked next time; otherwise the error names it
                 missing.append(Lacking(NO_HEADERS, "ffnvcodec"))
         else:

@@ -275,7 +275,7 @@ class _Ranks:
             except BaseException as error:
                 first, mine = self._first_failure(error)
                 say(self.store, "seen", self.rank, LINGER_S, range(self.size))
-                if first.startswith(f"rank {self.rank} of {self.size} has given no sign"):
+                if first.startswith(f"rank {self.rank} of {self.size} has given no sign of life"):
                     time.sleep(LINGER_S)  # the others report first, since a launcher ends all ranks when one is gone
                 at = self.watch.at
                 of_another = isinstance(error, RankError) and at  # the block has ended as far as Python can tell

@@ -101,7 +101,7 @@ def _collected(store: Any, ranks: int) -> tuple[Ranks | None, list[str]]:
             plain, why_none = json.loads(store.get(key))
         except RuntimeError:  # a timeout is a RuntimeError, and so is a lost connection
             patience = timedelta(seconds=1)  # the other ranks have had this time too
-            notes.append(f"Rank {rank} of {ranks} is not in the report: it did not say what it saw before it ended.")
+            notes.append(f"Rank {rank} of {ranks} is not in the report: it ended before it sent its measurements.")
             continue
         if plain is None:
             notes.append(f"Rank {rank} of {ranks} is not in the report: {why_none}.")

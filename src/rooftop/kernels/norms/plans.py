@@ -175,7 +175,7 @@ def gradients_of(call: Forward) -> Backward:
 
 def without_kernels(dtype: torch.dtype, columns: int, triton: bool) -> str | None:
     """Why plain PyTorch computes the norm; None if kernels do. `triton`: whether Triton's kernels run on the device."""
-    return "rows of no elements, which have nothing to launch for" if columns == 0 else why_reference(dtype, triton)
+    return "rows have no elements, so nothing is launched" if columns == 0 else why_reference(dtype, triton)
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
