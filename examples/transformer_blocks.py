@@ -262,8 +262,8 @@ def main() -> None:
     if not on_gpu:
         print("No times without a GPU: on a CPU Rooftop's operators are plain PyTorch, too.")
     print("Of the torch.nn blocks, rooftop.nn.replace swaps by itself:")
-    blocks = nn.ModuleDict({name: pair(name, options.width)[0] for name in PAIRS})
-    print(rooftop.nn.replace(blocks, only=rooftop.nn.KINDS))
+    originals = nn.ModuleDict({name: pair(name, options.width)[0] for name in PAIRS})
+    print(rooftop.nn.replace(originals, only=rooftop.nn.KINDS))
 
 
 if __name__ == "__main__":

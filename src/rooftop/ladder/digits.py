@@ -1,4 +1,5 @@
-"""A network of two layers, h = sigmoid(x W1^T + b1), y = sigmoid(h W2^T + b2), trained with only the ladder's kernels on the handwritten digits of scikit-learn (1,797 images of 8 x 8), and the same in PyTorch.
+"""A network of two layers, h = sigmoid(x W1^T + b1), y = sigmoid(h W2^T + b2), trained with only the ladder's kernels
+on the handwritten digits of scikit-learn (1,797 images of 8 x 8), and the same in PyTorch.
 
 The loss is the cross entropy of the ten sigmoids, summed over them, mean over the batch. Its gradient before the last
 sigmoid is y - one_hot(target), divided by the batch; the rest is products:

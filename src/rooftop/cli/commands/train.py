@@ -1,4 +1,7 @@
-"""`rooftop train`: the group, and arguments, options and help of `train gpt`. Trains in one process, or as one rank of several."""
+"""`rooftop train`: the group, and arguments, options and help of `train gpt`.
+
+It trains in one process, or as one rank of several.
+"""
 
 from __future__ import annotations
 
