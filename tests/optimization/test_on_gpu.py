@@ -54,7 +54,8 @@ def small() -> nn.Module:
 
 
 def test_graphs_are_kept_where_the_host_is_what_takes_time() -> None:
-    model, x = small(), torch.randn(4, 256, device="cuda")
+    layers = [layer for _ in range(16) for layer in (nn.Linear(256, 256), nn.LayerNorm(256), nn.ReLU())]
+    model, x = nn.Sequential(*layers).cuda().eval(), torch.randn(4, 256, device="cuda")
     found = rooftop.optimize(model, x, rules=["cuda-graphs", "kernels", "constants"])
     assert "cuda-graphs" in found.kept, found.changes
     assert found.after_ms < 0.7 * found.before_ms
@@ -90,7 +91,7 @@ def test_a_training_step(monkeypatch: pytest.MonkeyPatch) -> None:
     before = [p.detach().clone() for p in model.parameters()]
     found = rooftop.optimize(model, x, train=True, optimizer=optimizer, rules=["kernels", "fused-optimizer"])
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
-    assert {change.verdict for change in found.changes} <= {"kept", "no gain"}
+    assert {change.verdict for change in found.changes} <= {"kept", "no gain"}, found.changes
     found.module(x).square().sum().backward()
     assert found.optimizer is not None
     found.optimizer.step()

@@ -73,7 +73,7 @@ def start(
 
 def facts_of(args: Sequence[Any], index: int) -> tuple[list[Any], list[Any]] | None:
     """(what Triton compiles for, what its launcher takes: addresses and numbers). None for arguments that Triton has to
-    inspect: tensors elsewhere and other kinds.
+    inspect: tensors elsewhere, tensor descriptors, and other kinds.
 
     Args:
         args: positional arguments of a launch.
@@ -99,11 +99,6 @@ def facts_of(args: Sequence[Any], index: int) -> tuple[list[Any], list[Any]] | N
             facts.append(None)
         elif kind in _NUMBERS:
             facts.append(kind)
-        elif kind.__name__ == "TensorDescriptor":
-            base = each.base
-            if base.get_device() != index:
-                return None
-            facts += (base.dtype, *each.block_shape, each.padding, each.round_f32_to_tf32)
         else:
             return None
     return facts, given

@@ -109,6 +109,7 @@ class Launches:
         import warp
 
         loaded = (self.device, kernel.module.name)
+        warp.init()  # device_from_torch does not do it
         device = warp.device_from_torch(self.device)
         with nullcontext() if loaded in _LOADED else _LOADING:
             packed = warp.launch(kernel, threads, arguments, device=device, record_tape=False, record_cmd=True)

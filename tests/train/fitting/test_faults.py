@@ -217,7 +217,7 @@ def test_out_of_memory_explains_what_holds_it() -> None:
 
     with pytest.raises(ModelRunError, match="out of memory in step 1") as caught:
         fit(task(Grows()), recipe(), device="cuda")
-    assert re.search(r"asked for in 1 at .*test_faults\.py:\d+\n", caught.value.__notes__[0])
+    assert re.search(r"requested in 1 at .*test_faults\.py:\d+\n", caught.value.__notes__[0])
 
 
 @contextmanager
