@@ -242,12 +242,12 @@ def test_half_a_million_threads_in_a_block_are_a_clear_error() -> None:
     ("configuration", "error", "message"),
     [
         ({"block": (8, 8, 17)}, ValueError, "has 1,088 threads"),
-        ({"block": (1, 1, 65)}, ValueError, "65 in z, at most 64"),
+        ({"block": (1, 1, 65)}, ValueError, "65 in z, expected at most 64"),
         ({"block": 0}, ValueError, "block must be at least 1"),
         ({"block": [32]}, TypeError, "block must be an int or one to three"),
         ({"block": 1.5}, TypeError, "block must be an int or one to three"),
-        ({"grid": (1, 65_536)}, ValueError, "65,536 in y, at most 65,535"),
-        ({"grid": 2**31}, ValueError, "in x, at most 2,147,483,647"),
+        ({"grid": (1, 65_536)}, ValueError, "65,536 in y, expected at most 65,535"),
+        ({"grid": 2**31}, ValueError, "in x, expected at most 2,147,483,647"),
         ({"grid": -1}, ValueError, "grid must be at least 0"),
         ({"grid": (1, 1, 1, 1)}, TypeError, "grid must be an int or one to three"),
         ({"shared_bytes": 228 * 1024}, ValueError, r"0 \+ 233,472 bytes .* sm_90 has 232,448"),
@@ -440,5 +440,5 @@ cuda.compile({SOURCE!r}, "outside").launch(1, 1, x)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_launch_without_a_gpu_says_so() -> None:
     kernel = cuda.compile(SOURCE, "filters::none", arch="sm_90")
-    with pytest.raises(LaunchError, match="kernel filters::none: there is no GPU here"):
+    with pytest.raises(LaunchError, match="kernel filters::none: no GPU here to launch it on"):
         kernel.launch(1, 1)
