@@ -395,7 +395,6 @@ def test_a_wrong_request_is_answered_with_a_sentence(client: Client, request_: A
 
 @pytest.mark.parametrize("length", ["", "-1", "abc", "9" * 30, str(1 << 30)])
 def test_a_body_that_is_too_long_or_of_no_length_is_not_read(client: Client, length: str) -> None:
-    client.connection.timeout = 5
     answer = client.ask("POST", "/frame", None, Content_Length=length, Connection="close")
     assert answer.status == 400
     assert "expected a body of at most 65,536 bytes" in answer.error
