@@ -28,7 +28,8 @@ from rooftop.parallel.peer_memory import of_all, peer_memory, stop_of_waits
 
 WORDS = 32_768
 """What a rank may send in a call: 128 KiB of data, such as 16 rows of 4096 in half precision. More rows are left to
-NCCL, which does not send a number with every word. Not measured yet."""
+NCCL, which does not send a number with every word. On two H200s the kernel takes 5.6 µs there, NCCL with a norm 12.6
+(benchmarks/norm_sums.py); larger limits were not tried."""
 
 
 @dataclass(frozen=True)
