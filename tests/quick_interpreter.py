@@ -1,9 +1,10 @@
 """Triton's interpreter, several times faster and with the same results.
 
-It computes with NumPy, a few microseconds for a tile of the tests, and spends a hundred on what surrounds each
-operation: types built again, shapes wrapped element by element, all of Triton's language searched at every call of a
-device function for functions to replace. Here each of these is done once, and what it does for one element at a time
-(a reduction by a function of the kernel's own) is done for whole tiles.
+The interpreter computes with NumPy. An operation on a tile of the tests takes a few microseconds, but the work around
+it takes a hundred:
+it builds types again, wraps shapes element by element, and searches all of Triton's language for functions to replace
+at every call of a device function. Here each of these is done once. Reductions by a function of the kernel are done for
+whole tiles, not for one element at a time.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def quicken() -> None:
     Semantic.computation_type_impl = functools.cache(Semantic.computation_type_impl)
     Semantic.binary_op_type_checking_impl = _checked
     Semantic.broadcast_impl_value = _broadcast
-    # Every sum of integers is compared with that in 64 bits, for a device assertion that only debugging looks at.
+    # The interpreter compares every sum of integers with the sum in 64 bits, for a device assertion that is only used
+    # in debugging.
     Semantic.binary_op_sanitize_overflow_impl = lambda *_: None
 
 
@@ -53,7 +55,7 @@ INTEGERS = frozenset(core.dtype.SINT_TYPES + core.dtype.UINT_TYPES)
 
 
 def _replace_the_language(kernel: Any) -> Any:
-    """Once for all kernels, which then find it replaced: in this process none is compiled."""
+    """Once for all kernels, since no kernel is compiled in this process."""
     _for_good()
     return interpreter._LangPatchScope()
 
@@ -84,8 +86,8 @@ def _numpy_dtype(dtype: Any) -> Any:
 
 
 def _converted(input: Any, input_dtype: Any, output_dtype: Any, rounding_mode: Any) -> Any:
-    """Between bfloat16 and float32 without rounding, bits are moved; those of denormals the interpreter moves its own
-    way."""
+    """Moves bits if bfloat16 and float32 are converted without rounding; the interpreter's own code handles
+    denormals."""
     names = (input_dtype.name, output_dtype.name)
     if rounding_mode is None and names == ("bf16", "fp32"):
         bits = input.view(numpy.uint16).astype(numpy.uint32) << 16
@@ -99,7 +101,7 @@ def _converted(input: Any, input_dtype: Any, output_dtype: Any, rounding_mode: A
 
 
 def _has_denormals(bits: Any) -> bool:
-    """Of float32: the sign is shifted out, 0 becomes the largest number."""
+    """For float32: the sign is shifted out, and 0 becomes the largest number."""
     return bool((((bits << 1) - 1) < (1 << 24) - 1).any())
 
 
@@ -151,7 +153,7 @@ def _checked(
     self: Any, one: Any, other: Any, one_ptr: bool = False, other_ptr: bool = False, arithmetic: bool = True,
     division: bool = False,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Two tensors of one type, which is that of the result, are left as they are."""
+    """Two tensors that have the type of the result are not changed."""
     if type(one) is core.tensor and type(other) is core.tensor:
         dtype = one.dtype
         if dtype is other.dtype and not dtype.is_ptr():
@@ -173,8 +175,8 @@ def _init_tensor(tensor: Any, handle: Any, type_: Any) -> None:
 
 
 def _reduce(self: Any, input: tuple[Any, ...]) -> list[Any]:
-    """Neighbours are combined, then neighbours of these: Triton's sizes are powers of two, and its functions of
-    reductions associative."""
+    """Combines neighbours, then neighbours of the results: Triton's sizes are powers of two and its reduction functions
+    are associative."""
     values, axis = self.unravel(input, self.axis)
     dtypes = [value.dtype for value in values]
     parts = [numpy.moveaxis(value.handle.data, axis, -1) for value in values]

@@ -17,7 +17,7 @@ MOST_LINES = 60  # of what is read at a glance
 
 
 def modules() -> dict[str, Path]:
-    """All files of the source by the names that imports have for them."""
+    """All source files by their names in imports."""
     found = {}
     for path in SOURCE.rglob("*.py"):
         parts = ("rooftop", *path.relative_to(SOURCE).with_suffix("").parts)
@@ -26,7 +26,7 @@ def modules() -> dict[str, Path]:
 
 
 def imported(tree: ast.AST, known: set[str]) -> set[str]:
-    """Files that one imports, in functions too, but not for types alone."""
+    """Files that a file imports, also within functions, but not only for types."""
     found: set[str] = set()
     for each in statements(tree):
         if isinstance(each, ast.Import):
@@ -48,7 +48,8 @@ def statements(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def circle(imports: dict[str, set[str]]) -> list[str]:
-    """Files each of which imports the one before it, and the first of which is the last; empty if there are none."""
+    """A cycle of files, each of which imports the one before it, with the first also at the end; empty if there is
+    none."""
     try:
         TopologicalSorter(imports).prepare()
     except CycleError as error:
@@ -99,7 +100,7 @@ def test_each_map_fits_one_screen() -> None:
 
 
 def test_each_family_of_kernels_has_a_row() -> None:
-    """Which names its files, but for those of the same roles in all families."""
+    """The files' names must come from their family, except for those that have the same role in all families."""
     page = PAGE.read_text(encoding="utf-8")
     kernels = page.partition("\n**kernels**")[2].partition("\n**")[0]
     rows = dict(re.findall(r"^\| `(\w+)/` \| (.*)", kernels, re.MULTILINE))

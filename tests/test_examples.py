@@ -1,7 +1,8 @@
-"""Each example, and each snippet of the pages about hardware and cost, runs unchanged and prints what it promises.
+"""Each example, and each snippet of the pages about hardware and cost, runs unchanged and prints the output that the
+page shows.
 
-They run in this process (`python examples/NAME.py`, without the seconds that importing torch takes again). Links
-between the pages lead somewhere.
+They run in this process, like `python examples/NAME.py` but without the seconds for importing torch again. Links
+between the pages must have a target.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def test_every_example_is_tested_and_teaches() -> None:
 
 
 def line_of(name: str, text: str) -> int:
-    """The number of the line of an example that holds a text."""
+    """The number of the line of an example that contains a text."""
     lines = (FOLDER / f"{name}.py").read_text(encoding="utf-8").splitlines()
     return 1 + next(number for number, line in enumerate(lines) if text in line)
 
@@ -433,7 +434,7 @@ def test_a_flight_over_mountains_has_no_holes(run: Run, tmp_path: Path) -> None:
 
 
 def test_mountains_have_grass_and_snow(run: Run, tmp_path: Path) -> None:
-    """The texture decides, not the few triangles."""
+    """The texture decides the colours, not the few triangles."""
     words = ("--size", "160x90", "--frames", 1, "--out", tmp_path, "--device", "cpu", "--ground", 256)
     run("terrain", "--triangles", 5_000, *words)
     with Image.open(tmp_path / "color-000.png") as picture:
@@ -520,7 +521,7 @@ def test_photographs_are_described_by_a_function_of_the_example(run: Run, tmp_pa
 
 
 def test_install_commands_work_in_a_clone() -> None:
-    """Rooftop is on no package index: pages install from the folder, with extras that exist."""
+    """Rooftop is on no package index: pages must install it from the folder, with extras that exist."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     assert 'install "rooftop' not in text
@@ -535,7 +536,7 @@ def without_code(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """What GitHub names the headings of a page."""
+    """The anchors that GitHub gives the headings of a page."""
     found: Counter[str] = Counter()
     names = set()
     for heading in re.findall(r"^#+ (.*)", without_code(page), re.MULTILINE):
@@ -605,7 +606,7 @@ def test_a_task_of_ones_own_is_trained_and_resumed(run: Run, monkeypatch: pytest
         return task.model.state_dict()
 
     class StopAfter:
-        """Asks to stop once so many steps are told."""
+        """Asks to stop after this number of steps."""
 
         def __init__(self, step: int) -> None:
             self.step, self.stop = step, Stop()

@@ -51,8 +51,8 @@ def test_what_hardware_does_not_have_is_said() -> None:
 
 
 def test_packages_are_reached_through_the_name_alone() -> None:
-    """As messages and docstrings write it: rooftop.hardware.ceilings_of("h200"). Nor do all of them, and what
-    analyzes, take the seconds for which torch's compiler is imported."""
+    """Names as messages and docstrings write them: rooftop.hardware.ceilings_of("h200"). Importing all of them, and
+    analyzing, must not import torch's compiler, which takes seconds."""
     program = """
 import sys
 import rooftop

@@ -36,7 +36,7 @@ def _double(x, y):
 @in_interpreted_run
 @pytest.mark.parametrize("columns", [1, 2, 8])
 def test_a_reduction_keeps_the_order(columns: int) -> None:
-    """Of maps x -> slope * x + offset, one after another: associative, not commutative. Small integers are exact."""
+    """The composition of maps x -> slope * x + offset: associative, not commutative. Small integers are exact."""
     slopes, offsets = torch.randint(-2, 3, (2, 4, columns)).float()
     found = torch.full((2, 4), torch.nan)
     _compose[(1,)](slopes, offsets, found[0], found[1], rows=4, columns=columns)

@@ -40,7 +40,7 @@ def test_one_wrong_element_fails(poison: float) -> None:
 
 
 def test_a_small_bias_on_every_element_fails() -> None:
-    """Each element within the worst case of eager, but all of them: the mean tells."""
+    """Each element is within the worst case of eager, but all are wrong: the mean shows it."""
     exact = torch.linspace(1, 2, 1000, dtype=torch.float64)
     eager = exact.float()
     eager[0] += 1e-3

@@ -21,7 +21,7 @@ SIZES = (3, 40, 1, 7, 64, 5)
 
 
 def model_with_gradients(rank: int) -> nn.Module:
-    """Of several dtypes, one parameter without gradient; other gradients on each rank."""
+    """Parameters of several dtypes, one of them without a gradient; the gradients differ between ranks."""
     model = nn.Module()
     generator = torch.Generator().manual_seed(rank)
     for number, size in enumerate(SIZES):
@@ -118,12 +118,13 @@ def test_during_backward_the_same_is_summed(all_of_it: bool, dtype: torch.dtype,
         assert torch.equal(found["layers.0.weight"], after[1 - rank][0]["layers.0.weight"])
         assert (began, count) == ([0, 0], 7 if all_of_it else 6)  # matrices, and all biases together
         assert same == count
-        # `never`, the last one, has no gradient: what was made before it waits for `sum_`.
+        # `never`, the last one, has no gradient, so the sum of the bucket that holds it begins only in `sum_`.
         assert began_earlier == [0, 0]
 
 
 def of_used_layers(fail: bool) -> tuple[list[int], int]:
-    """As above without what is not used: how many sums have begun by the end of backward; hooks that are left."""
+    """The same without the unused layer: the number of sums that had begun by the end of backward, and of hooks that
+    are left."""
     model = Chain().layers
     mine = ModelGradients(model, {"dp-cp": dist.group.WORLD})
     with patch.object(sums, "LARGE_BYTES", 100), patch.object(sums, "start_sum", wraps=sums.start_sum) as starts:
@@ -154,7 +155,7 @@ def test_sums_begin_during_backward_and_what_goes_wrong_leaves_nothing(fail: boo
 
 
 def of_frozen_layers() -> list[bool]:
-    """Which parameters get the sum, where one was frozen after all was made."""
+    """Which parameters get the sum if one was frozen after the gradients' sums were set up."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     mine = ModelGradients(model, {"dp-cp": dist.group.WORLD})
     model[0].requires_grad_(False)
@@ -174,7 +175,7 @@ def test_frozen_parameters_are_left_out(on_ranks: Run) -> None:
 
 
 def norm_of_norms() -> tuple[float, torch.dtype]:
-    """Of a model of which only what each rank has whole is trained: one rank counts it, the others nothing."""
+    """Only parameters that each rank has whole are trained: one rank counts them, the others count nothing."""
     config = GptConfig(vocabulary=16, layers=1, width=8, heads=2, kv_heads=2, hidden=16, positions=4)
     layout = Layout(1, 2)
     groups = layout.process_groups()
@@ -251,7 +252,7 @@ def test_targets_that_count_on_all_ranks(on_ranks: Run) -> None:
 
 
 def test_a_step_without_a_target_changes_nothing() -> None:
-    """The recipe of docs/parallel.md, and a micro-batch without one among others."""
+    """The recipe of docs/parallel.md, also with one micro-batch outside of it."""
     config = GptConfig(vocabulary=11, layers=1, width=16, heads=2, kv_heads=2, hidden=32, positions=8)
     model = parallel_gpt(config, seed=1, dtype=torch.float64)
     gradients, tokens = ModelGradients(model), torch.arange(16).view(2, 8) % 11

@@ -60,15 +60,15 @@ CONFIGS = {
 }
 BATCH, LENGTH, SEED = 8, 8, 3
 STEPS = {2: 3, 4: 2, 8: 2}
-"""By the number of ranks. The second step differs from the first in all that is kept; a third one differs in nothing
-more, and few ranks make it in less time."""
+"""Number of steps, by the number of ranks. The second step is the first that uses kept state. A third step tests
+nothing new, and it is fast only with few ranks."""
 CLOSE = 1e-10
-FAR = 1e-7  # what a fault must do at least
+FAR = 1e-7  # the least difference that a fault must make
 
 
 @dataclass(frozen=True)
 class Case:
-    """One training that is compared."""
+    """A training whose results are compared."""
 
     kind: str
     layout: Layout
@@ -122,7 +122,7 @@ CASES = {
 
 @dataclass
 class Trained:
-    """What there is to compare: tensors by name, of the whole model or a rank's part."""
+    """The tensors to compare by name, of the whole model or of a rank's part."""
 
     initial: Tensors
     losses: list[float]
@@ -132,7 +132,7 @@ class Trained:
 
 
 def text(config: GptConfig) -> tuple[Tensor, Tensor]:
-    """Tokens and targets (BATCH, LENGTH), of which some do not count, not as many in each sequence."""
+    """Tokens and targets (BATCH, LENGTH). Some targets do not count; their number differs between sequences."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocabulary, (BATCH, LENGTH + 1), generator=generator)
     unknown = torch.rand(BATCH, LENGTH, generator=generator) < torch.linspace(0, 0.6, BATCH)[:, None]
@@ -140,7 +140,7 @@ def text(config: GptConfig) -> tuple[Tensor, Tensor]:
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """A shared tensor put together, on every rank, or another tensor itself."""
+    """A sharded tensor gathered on every rank; other tensors unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -151,10 +151,10 @@ def copied(model: nn.Module) -> Tensors:
 def trained_with(
     model: nn.Module, all_gradients: ModelGradients, backward: Callable[[int], Tensor], steps: int
 ) -> Trained:
-    """Some steps; `backward(step)` leaves gradients and gives the loss."""
+    """Trains for some steps; `backward(step)` computes gradients and returns the loss."""
     found = Trained(copied(model), [], [], [], {})
     with torch.no_grad():
-        for parameter in model.parameters():  # matrices that leave nothing nearly zero
+        for parameter in model.parameters():  # matrices large enough that no value becomes nearly zero
             parameter.mul_(8 if parameter.dim() > 1 else 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     for step in range(steps):
@@ -174,7 +174,7 @@ OPTIONS = {"label_smoothing": 0.1, "z_loss": 0.01, "reduction": "sum"}
 
 @cache
 def reference(kind: str, steps: int) -> Trained:
-    """The whole model and the whole batch at once, on one process."""
+    """Trains the whole model with the whole batch on one process."""
     config = CONFIGS[kind]
     model = parallel_gpt(config, seed=SEED, dtype=torch.float64)
     tokens, targets = text(config)
@@ -189,7 +189,7 @@ def reference(kind: str, steps: int) -> Trained:
 
 
 def references(cases: Iterable[Case], steps: int) -> dict[str, Trained]:
-    """Of the models of some cases."""
+    """Results on one process for the models of some cases."""
     return {kind: reference(kind, steps) for kind in {case.kind for case in cases}}
 
 
@@ -250,7 +250,8 @@ def trained(case: Case, groups: Mapping[str, Group], steps: int) -> tuple[Traine
 
 
 def differences(found: Trained, model: GptStages, expected: Trained) -> dict[str, float]:
-    """The largest, of each kind, of this rank's part from the same part of the whole, after as many steps."""
+    """The largest difference of each kind, between this rank's part and the same part of the whole model, after as many
+    steps."""
     shards = shards_of(model)
 
     def largest(ours: Tensors, whole: Tensors) -> float:
@@ -281,7 +282,7 @@ def groups_of(layouts: list[Layout]) -> dict[str, dict[str, Group]]:
 
 
 def all_differences(cases: list[Case], expected: dict[str, Trained], steps: int) -> list[dict[str, float]]:
-    """Of each case, on a rank."""
+    """The differences of each case on a rank."""
     groups = groups_of([case.layout for case in cases])
     return [differences(*trained(case, groups[str(case.layout)], steps), expected[case.kind]) for case in cases]
 
@@ -301,7 +302,7 @@ def test_training_is_that_of_one_process(world: int, on_ranks: Run) -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """A change that breaks a law, on these ranks, and what shows it."""
+    """A deliberate fault on these ranks, and the kind of value in which it must show."""
 
     case: Case
     shown_by: str
@@ -353,7 +354,7 @@ given_to = pipelines._Step._given
 
 
 def of_the_first(self: Any, made_by: Instruction) -> Tensor:
-    """The gradient of a micro-batch in place of those of others."""
+    """The gradient of one micro-batch replaces those of others."""
     found = given_to(self, made_by)
     if made_by.kind == "F":
         return found
@@ -385,7 +386,7 @@ FAULTS = {
 
 
 def shown(expected: dict[str, Trained]) -> dict[str, float]:
-    """How large each fault shows itself on this rank."""
+    """The difference that each fault makes on this rank."""
     groups = TWO.process_groups()
     found = {}
     for name, fault in FAULTS.items():
@@ -405,8 +406,8 @@ def test_faults_are_found(on_ranks: Run) -> None:
 
 
 def held(name: str, stages: int | None, micro_batches: int) -> int:
-    """The most that this rank held at a time: inputs and outputs of a stage for a micro-batch, or what is left of them
-    for weight gradients."""
+    """The maximum number of micro-batches whose inputs and outputs (or what weight gradients still need of them) this
+    rank held at a time."""
     schedule = schedule_of(name, dist.get_world_size(), micro_batches, stages)
     weight, most, do = torch.ones(2, requires_grad=True), [0], pipelines._Step.do
 
@@ -438,7 +439,7 @@ def test_a_rank_holds_what_the_simulation_says(name: str, stages: int | None, on
 
 
 def refusals() -> list[str]:
-    """What a pipeline refuses, before it communicates and in it."""
+    """Errors that a pipeline raises, before it communicates and during communication."""
     group, said = Layout(pp=2).process_groups()["pp"], []
     options = {"group": group, "shape": (2,), "dtype": torch.float32, "device": torch.device("cpu")}
     for schedule in (schedule_of("1f1b", 3, 2), schedule_of("zb-h1", 2, 2)):
@@ -513,7 +514,7 @@ def failing(name: str, stages: int | None, wrong: int, how: str) -> None:
         pipeline = Pipeline(schedule, group=groups["pp"], **options)
         with patch.object(Later, "make", nothing_made):
             pipeline.run(at_stage)
-        dist.barrier()  # those that were done wait here
+        dist.barrier()  # ranks that are done wait here
 
 
 FAILURES = [
@@ -587,7 +588,7 @@ def replaying(name: str, graph: bool, how: str) -> None:
 def test_on_gpus_it_is_said_what_the_gpu_awaited(
     name: str, graph: bool, how: str, on_ranks: Run, ranks_failed: type[Exception]
 ) -> None:
-    """Python is past it, and a graph launched by nobody."""
+    """the graph that Python has launched cannot finish, and no other is launched"""
     began = time.monotonic()
     with pytest.raises(ranks_failed) as caught:
         on_ranks(2, replaying, name, graph, how, joined=False)
@@ -611,7 +612,8 @@ class Collectives(TorchDispatchMode):
 
 
 def communicated(name: str, micro_batches: int) -> tuple[dict[str, int], int]:
-    """What a step of a shared model communicates on a rank, and how many parts it gathers by themselves."""
+    """Counts of what a step of a fully sharded model communicates on a rank, and of the parts that it gathers
+    singly."""
     case, groups = Case("gpt", Layout(2, pp=2), name, micro_batches, shared=True), Layout(2, pp=2).process_groups()
     with Collectives() as collectives:
         _, model = trained(case, groups, steps=1)

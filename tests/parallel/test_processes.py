@@ -168,7 +168,7 @@ def test_slurm_starts_the_ranks(on_ranks: Run, free_port: Callable[[], int]) -> 
 
 
 def errors_of(run: Run, failed: type[Exception], *arguments: Any, **options: Any) -> dict[int, str]:
-    """What each rank raised, long before PyTorch gives up by itself."""
+    """The error of each rank, long before PyTorch's own timeout."""
     began = time.monotonic()
     with pytest.raises(failed) as caught:
         run(*arguments, joined=False, **options)
@@ -184,7 +184,8 @@ def with_layout(layout: Layout) -> None:
 def test_a_wrong_layout_is_refused_before_anything_is_communicated(
     on_ranks: Run, ranks_failed: type[Exception]
 ) -> None:
-    nobody = {rank: {"MASTER_ADDR": "256.0.0.1"} for rank in range(4)}  # who tried to communicate would fail with this
+    # a rank that tried to communicate would fail with this
+    nobody = {rank: {"MASTER_ADDR": "256.0.0.1"} for rank in range(4)}
     errors = errors_of(on_ranks, ranks_failed, 4, with_layout, Layout(tp=3), environments=nobody)
     said = "the layout dp=1 tp=3 pp=1 cp=1 does not fit: it has 3 ranks and the world 4. Nearest for 4 ranks: dp=1 tp=4"
     assert errors.keys() == set(range(4))
@@ -249,7 +250,7 @@ def test_a_rank_that_cannot_start_is_named_at_all(on_ranks: Run, ranks_failed: t
 
 
 def started_anew(start: int, attempts: list[int]) -> tuple[int, int, list[float]]:
-    """A block of the ranks that launchers have started, whose counts of restarts differ."""
+    """A block of ranks started by launchers whose restart counts differ."""
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempts[int(os.environ["RANK"])])
     processes._joined.clear()  # as in a separate process
     with join(settings={"start": start}, device="cpu", patience_s=60.0) as world:
@@ -259,7 +260,7 @@ def started_anew(start: int, attempts: list[int]) -> tuple[int, int, list[float]
 
 
 def in_a_row(starts: list[tuple[int, list[int]]]) -> list[tuple[int, int, list[float]]]:
-    """Starts of ever other numbers of ranks at one store; a rank that a start leaves out goes on to the next."""
+    """Starts different numbers of ranks at one store; a rank that is not part of a start continues with the next."""
     rank, said = int(os.environ["RANK"]), []
     waiting = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
     for number, (size, attempts) in enumerate(starts):
@@ -273,7 +274,7 @@ def in_a_row(starts: list[tuple[int, list[int]]]) -> list[tuple[int, int, list[f
 
 
 def test_ranks_that_are_started_anew_meet_at_the_store_of_those_before(on_ranks: Run) -> None:
-    """Fewer, more again, and with launchers each of which has restarted another number of times."""
+    """Fewer ranks, then more again, with launchers that have restarted different numbers of times."""
     starts = [(4, [0, 0, 0, 0]), (2, [1, 1, 0, 0]), (4, [1, 1, 0, 0]), (4, [1, 1, 0, 0])]
     found = on_ranks(4, in_a_row, starts, joined=False)
     for rank, said in enumerate(found):
@@ -282,7 +283,7 @@ def test_ranks_that_are_started_anew_meet_at_the_store_of_those_before(on_ranks:
 
 
 def after_a_start_that_did_not_meet(rank: int, late_s: float) -> tuple[int, int, list[float]]:
-    """What a rank has left behind that has ended in its roll call; then all start."""
+    """A rank ends during its roll call and leaves its entries in the store; then all ranks start."""
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
     left = dist.PrefixStore("rooftop/0/0", store)  # type: ignore[attr-defined]
     if int(os.environ["RANK"]) == rank:
@@ -294,7 +295,7 @@ def after_a_start_that_did_not_meet(rank: int, late_s: float) -> tuple[int, int,
 
 @pytest.mark.parametrize(("rank", "late_s"), [(0, 0.0), (0, 1.0), (2, 0.0), (2, 1.0)])
 def test_a_meeting_that_was_left_before_its_verdict_is_closed(rank: int, late_s: float, on_ranks: Run) -> None:
-    """By the one that has come in the place of who left it, however late: the others do not take it for that one."""
+    """A rank that replaces one that left, however late: the others must not mistake it for the one that left."""
     found = on_ranks(3, after_a_start_that_did_not_meet, rank, late_s, joined=False)
     assert found == [(each, 3, [10.0, 11.0, 12.0]) for each in range(3)]
 
@@ -345,9 +346,9 @@ def test_the_death_of_the_rank_that_holds_the_store(
 
 
 def late(rank: int, seconds: float, share: float = 1.0) -> tuple[float, float]:
-    """When a rank has ended its part of the block, and when it has left the block: `rank` ends it last.
+    """When a rank has finished its part of the block, and when it has left the block; `rank` finishes last.
 
-    Ranks wait for each other's end for a share of the 20 s in which a busy machine forms a group, too.
+    Ranks wait for each other's end for a part of the 20 s, which is also enough to form a group on a busy machine.
     """
     end = processes._Ranks.end
     with pytest.MonkeyPatch.context() as patch, join(device="cpu", timeout_s=20.0) as world:
@@ -461,11 +462,12 @@ def test_each_rank_has_the_gpu_of_its_number(on_ranks: Run) -> None:
     assert on_ranks(2, device_of_this_rank, joined=False) == [("cuda:0", "cuda", 0), ("cuda:1", "cuda", 1)]
 
 
-held: list[object] = []  # nothing lets go of a graph that is here
+held: list[object] = []  # keeps a reference to the graph
 
 
 def replaying(wrong: int, error: type[BaseException]) -> float:
-    """All-reduces from a CUDA graph, which somebody still holds when the block ends; rank `wrong` leaves it early."""
+    """All-reduces from a CUDA graph that is still referenced when the block ends; rank `wrong` leaves the block
+    early."""
     with join(timeout_s=60) as world:
         found = torch.ones(1 << 20, device=world.device)
 
@@ -501,7 +503,7 @@ def test_a_graph_with_work_of_nccl_keeps_no_rank(
 
 @contextmanager
 def counted_graphs() -> Iterator[list[str]]:
-    """torch's class of graphs replaced by one that only says what is done with it."""
+    """Replaces torch's class of graphs by one that only records its calls."""
     calls: list[str] = []
 
     class Graph:

@@ -35,7 +35,7 @@ TEXT = torch.randint(17, (4, 9), generator=torch.Generator().manual_seed(0))
 
 
 def enlarged(model: nn.Module) -> nn.Module:
-    """With matrices that leave nothing nearly zero."""
+    """With matrices large enough that no value becomes nearly zero."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(8 if parameter.dim() > 1 else 1)
@@ -43,7 +43,7 @@ def enlarged(model: nn.Module) -> nn.Module:
 
 
 def gradients(config: GptConfig, recompute: bool | str, dtype: torch.dtype, **options: Any) -> list[Tensor]:
-    """Of two losses, whose forwards both come before the backwards."""
+    """Gradients of two losses; both forwards run before the backwards."""
     model = enlarged(parallel_gpt(config, seed=1, recompute=recompute, dtype=dtype, **options))
     losses = [model(TEXT[:, :-1], TEXT[:, 1:], step=step) for step in (3, 4)]
     for loss in losses:
@@ -65,7 +65,7 @@ def test_gradients_are_those_without_bit_for_bit(name: str, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_under_autocast_too(config: GptConfig) -> None:
-    """Where the linear layers cast what they take; backward runs outside of it."""
+    """Under autocast, where linear layers cast their inputs; backward runs outside of it."""
 
     def found(recompute: bool | str) -> list[Tensor]:
         model = parallel_gpt(config, seed=1, recompute=recompute)
@@ -98,7 +98,7 @@ def test_blocks_are_not_compiled_and_have_the_same_gradients() -> None:
 
 
 def gradients_here(kind: str, layout: Layout, shared: bool) -> list[list[Tensor]]:
-    """What this rank holds of a step's gradients: without recomputation, and with it."""
+    """This rank's part of a step's gradients, without recomputation and with it."""
     groups, found = layout.process_groups(), []
     make = fully_sharded_gpt if shared else parallel_gpt
     for recompute in (False, "selective"):
@@ -132,7 +132,8 @@ def test_each_rank_has_the_same_gradients_bit_for_bit(name: str, on_ranks: Run) 
 
 
 def kept_by(block: nn.Module, config: GptConfig, length: int = 8) -> int:
-    """Bytes that autograd keeps of a block between forward and backward, beside parameters and tables of positions."""
+    """Bytes that autograd keeps for a block between forward and backward, without parameters and tables of
+    positions."""
     dtype = next(block.parameters()).dtype
     x, update = (torch.randn(2, length, config.width, dtype=dtype, requires_grad=True) for _ in range(2))
     rotation = rotation_of(torch.arange(config.positions), config) if config.position == "rope" else None
@@ -147,7 +148,7 @@ def kept_by(block: nn.Module, config: GptConfig, length: int = 8) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
         result = block(x, update, rotation)
-    for each in kept_now():  # by hooks of the block's own, sources of what is made again among it
+    for each in kept_now():  # counted by hooks of the block's own, including the inputs of the recomputation
         if not any(each is other for other in earlier):
             see(each.tensor)
     for each in others:
@@ -185,7 +186,7 @@ def test_a_block_keeps_what_the_docs_say(kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-7b"])
 def test_it_is_a_third_less(name: str) -> None:
-    """Of a model's own proportions, a sixteenth as wide."""
+    """With the proportions of a real model, a sixteenth as wide."""
     config = replace(gpt_config(name), dropout=0.0, attention_dropout=0.0, vocabulary=17, layers=1, positions=8)
     config = replace(config, width=config.width // 16, hidden=config.hidden // 16, heads=4, kv_heads=4)
     assert per_token(config, "selective") < 2 / 3 * per_token(config, False)
@@ -236,7 +237,7 @@ def test_a_tensor_is_made_again_once_for_each_that_needs_it() -> None:
 
     made = make(x)
     with made_again(made, make, x):
-        y = made[0].T * made[1].T  # each keeps the other, as a view
+        y = made[0].T * made[1].T  # each is a view of the other's memory, so both are kept
     assert calls == [True]
     y.sum().backward()
     assert calls == [True, False]

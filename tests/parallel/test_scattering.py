@@ -24,7 +24,7 @@ TWO, THREE = ["cpu"] * 2, ["cpu"] * 3
 
 
 class ItsOwnAttributes(dict[str, Any]):
-    """Items that can be read as attributes, as EasyDict and argparse-like configurations have them."""
+    """A dict whose items can also be read as attributes, like EasyDict and argparse-like configurations."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -36,7 +36,7 @@ class WithAttributes(dict[str, Any]):
 
 
 class Frozen(Mapping[str, Any]):
-    """A Mapping of somebody's own."""
+    """A user-defined Mapping."""
 
     def __init__(self, items: Mapping[str, Any], version: int = 1) -> None:
         self._items, self._count, self.version = dict(items), len(items), version
@@ -52,7 +52,7 @@ class Frozen(Mapping[str, Any]):
 
 
 class Encoded(UserDict[str, Any]):
-    """As transformers' BatchEncoding is made: items, and something for each sample beside them."""
+    """Built like transformers' BatchEncoding: items, and an attribute with an entry for each sample."""
 
     def __init__(self, data: dict[str, Any], encodings: list[str]) -> None:
         super().__init__(data)

@@ -99,7 +99,7 @@ def test_how_many_micro_batches_are_held() -> None:
 
 
 def test_costs_may_be_of_each_instruction() -> None:
-    """A slow last stage holds up the others."""
+    """The others wait for a slow last stage."""
     schedule = schedule_of("1f1b", 2, 4)
     timeline = simulate(schedule, lambda each: 4 if each.stage == 1 else 1)
     assert timeline.makespan == 1 + 4 * 8 + 1
@@ -120,7 +120,7 @@ def as_ours(actions: Sequence[Any]) -> list[Instruction]:
 
 
 def of_torch(name: str, ranks: int, micro_batches: int, stages: int, rank: int) -> list[Instruction]:
-    """A rank's list in `torch.distributed.pipelining.schedules`, by functions that take their sizes from `self`."""
+    """A rank's list from `torch.distributed.pipelining.schedules`, whose functions read sizes from `self`."""
     rounds = max(1, micro_batches // ranks)
     sizes = SimpleNamespace(
         pp_group_size=ranks,

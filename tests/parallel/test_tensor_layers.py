@@ -54,7 +54,7 @@ def attention_of_one_key(**options: Any) -> nn.Module:
 
 
 def normed_attention(**options: Any) -> nn.Module:
-    """Norms of queries and keys, a window, and heads whose features are not the width's."""
+    """Norms of queries and keys, a window, and heads whose total size differs from the width."""
     return ParallelSelfAttention(WIDTH, 8, 2, head_features=6, out_bias=False, norms_epsilon=1e-5, window=3, **options)
 
 
@@ -112,7 +112,7 @@ def gradient_of_result(make: Make, y: Tensor) -> Tensor:
 
 
 def compared(make: Make, sequence_parallel: bool) -> dict[str, float]:
-    """The largest differences from one process, of result, input's gradient and parameters' gradients."""
+    """The largest differences from one process, for the result, the input's gradient and the parameters' gradients."""
     group: Group = dist.group.WORLD
     one = whole(make)
     module = make(group=group, sequence_parallel=sequence_parallel).double()
@@ -140,7 +140,7 @@ def compared(make: Make, sequence_parallel: bool) -> dict[str, float]:
         ranks, rank = group.size(), group.rank()
         pieces = [torch.cat([p.chunk(ranks, -1)[rank] for p in t.split([12, 20], -1)], -1) for t in (expected[0], dy)]
         expected[0], dy = pieces
-    elif sequence_parallel:  # gathered, each rank's share of the loss is its own positions'
+    elif sequence_parallel:  # when gathered, each rank's share of the loss comes from its own positions
         mask = torch.zeros_like(dy)
         own_part(mask, SEQUENCE, group).fill_(1)
         dy = dy * mask
@@ -188,7 +188,7 @@ def parts_here() -> dict[str, Any]:
 
 
 def test_who_holds_what(on_ranks: Run) -> None:
-    """Four ranks: two heads of the queries each, and of two heads of keys and values each one for two ranks."""
+    """Four ranks, each with two query heads; each of the two heads of keys and values is shared by two ranks."""
     found = on_ranks(4, parts_here)
     assert all(each["parts"] == {"query": 4, "key": 2, "value": 2} for each in found)
     assert [each["rows"] for each in found] == [
@@ -305,7 +305,7 @@ def test_autocast_is_as_of_linear_layers(on_ranks: Run) -> None:
 
 
 def order_of_calls() -> list[str]:
-    """Of the products and exchanges of a column layer's backward."""
+    """The order of the products and exchanges in a column layer's backward."""
     seen: list[str] = []
 
     class Products(TorchDispatchMode):

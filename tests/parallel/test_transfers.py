@@ -20,7 +20,8 @@ schedules = st.builds(
 
 
 def ends(schedule: Schedule, programs: list[list[Step]]) -> bool:
-    """Whether all ranks come to the end. What a rank has posted is done in its order, each with the other end."""
+    """Whether all ranks reach the end. A rank's operations run in the order in which they were posted, each together
+    with its counterpart on the other rank."""
     at, posted, done = [0] * schedule.ranks, [list[int]() for _ in programs], set[Instruction]()
     there = {each.number: each for each in transfers_of(schedule)}
     moved = True
@@ -60,8 +61,8 @@ def test_no_rank_waits_for_ever(schedule: Schedule) -> None:
 
 
 def meet(schedule: Schedule, programs: list[list[Step]]) -> bool:
-    """Whether all ranks come to the end where even to post something waits for the other end, as NCCL does when two
-    ranks connect."""
+    """Whether all ranks reach the end if posting an operation waits for the other rank, as in NCCL when two ranks
+    connect."""
     at, done, moved = [0] * schedule.ranks, set[Instruction](), True
 
     def next_of(rank: int) -> Step | None:
@@ -118,7 +119,7 @@ def test_all_that_crosses_ranks_is_sent_once_and_received_once(schedule: Schedul
 
 
 def test_receives_are_posted_ahead_of_what_needs_them() -> None:
-    """The activations of the next micro-batch are on their way while this one is computed."""
+    """The activations of the next micro-batch are transferred while this one is computed."""
     words = [
         f"{type(step).__name__} {step.transfer.made_by}" if isinstance(step, Receive | Send) else str(step)
         for step in program_of(schedule_of("1f1b", 2, 3), 1)
@@ -136,7 +137,7 @@ def test_receives_are_posted_ahead_of_what_needs_them() -> None:
 
 
 def test_the_check_sees_an_order_that_waits_for_ever() -> None:
-    """A rank that posts all its receives first holds up what it must send."""
+    """A rank that posts all its receives first delays its sends."""
     schedule = schedule_of("1f1b", 2, 3)
     programs = programs_of(schedule)
     programs[0] = sorted(programs[0], key=lambda step: not isinstance(step, Receive))

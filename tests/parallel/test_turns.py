@@ -46,7 +46,8 @@ def test_the_first_is_a_phase_ahead() -> None:
 
 
 def events_of_a_step() -> list[Event]:
-    """When each exchange began and ended on this rank, and each linear layer computed its product or the gradient."""
+    """The time at which each exchange began and ended on this rank, and at which each linear layer computed its product
+    or gradient."""
     events: list[Event] = []
 
     def watched(start: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,8 +85,8 @@ def events_of_a_step() -> list[Event]:
 
 
 def test_something_is_computed_while_something_is_exchanged(on_ranks: Run) -> None:
-    """Each exchange but the first and last ones, which have no other half beside them, covers a linear layer's
-    product."""
+    """Each exchange overlaps with a linear layer's product, except for the first and the last, which have no other half
+    to overlap with."""
     for events in on_ranks(2, events_of_a_step):
         begun = [number for what, number in events if what == "begin"]
         assert len(begun) == 2 * 2 * 4 * LLAMA.layers  # two halves, forward and back, four in each layer

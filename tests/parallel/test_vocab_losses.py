@@ -34,7 +34,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def problem(vocabulary: int, scale: float, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """(logits (ROWS, V), target (ROWS,)), which has the first and the last class, -100 and 3."""
+    """(logits (ROWS, V), target (ROWS,)). The target includes the first and the last class, -100 and 3."""
     generator = torch.Generator().manual_seed(vocabulary)
     logits = (torch.randn(ROWS, vocabulary, generator=generator, dtype=torch.float64) * scale).to(dtype)
     target = torch.randint(vocabulary, (ROWS,), generator=generator)
@@ -44,7 +44,7 @@ def problem(vocabulary: int, scale: float, dtype: torch.dtype = torch.float64) -
 
 def of_torch(logits: Tensor, target: Tensor, z_loss: float = 0.0, reduction: str = "mean", **options: Any) -> Tensor:
     ignored = options.get("ignore_index", -100)
-    target = target.where((target >= 0) | (target == ignored), 0)  # -100, where that is not ignored, is not a class
+    target = target.where((target >= 0) | (target == ignored), 0)  # -100 is not a class if it is not ignored
     losses = functional.cross_entropy(logits, target, reduction="none", **options)
     counted = target != ignored
     losses = losses + torch.where(counted, z_loss * logits.logsumexp(-1).square(), 0.0)
@@ -56,7 +56,7 @@ def targets_for(target: Tensor, options: dict[str, Any]) -> Tensor:
 
 
 def own_columns(whole: Tensor, padding: float) -> tuple[Tensor, int]:
-    """This rank's of (..., V), padded to as many on each, and how many are classes."""
+    """This rank's columns of (..., V), padded to the same number on each rank, and how many of them are classes."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     columns = -(-whole.shape[-1] // ranks)
     padded = functional.pad(whole, (0, columns * ranks - whole.shape[-1]), value=padding)
@@ -65,13 +65,13 @@ def own_columns(whole: Tensor, padding: float) -> tuple[Tensor, int]:
 
 
 def apart(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference, of numbers beyond 1 as a share of the largest."""
+    """The largest difference; relative to the largest number if that is above 1."""
     assert ours.shape == theirs.shape
     return float((ours - theirs).abs().max()) / max(1.0, float(theirs.abs().max()))
 
 
 def compared(vocabularies: tuple[int, ...], scales: tuple[float, ...]) -> dict[str, float]:
-    """The differences from PyTorch's, of losses and of gradients."""
+    """Differences of losses and gradients from PyTorch's."""
     found = {}
     for vocabulary, scale, options in ((v, s, o) for v in vocabularies for s in scales for o in OPTIONS):
         logits, target = problem(vocabulary, scale)
@@ -103,7 +103,7 @@ def test_it_is_that_of_torch(ranks: int, on_ranks: Run) -> None:
 
 
 def with_columns_of_minus_infinity() -> dict[str, float]:
-    """As `compared`, where all that one rank has of a row is -inf: classes that are ruled out."""
+    """Like `compared`, but all of one rank's logits of a row are -inf, as for classes that are ruled out."""
     logits, _ = problem(16, 3.0)
     target = torch.arange(ROWS) % 8  # of the first half
     logits[3:9, 8:] = -torch.inf
@@ -125,7 +125,7 @@ def test_classes_may_be_ruled_out_on_a_whole_rank(on_ranks: Run) -> None:
 
 
 def without_targets() -> list[float]:
-    """Losses and largest gradients where no target counts."""
+    """Losses and largest gradients if no target counts."""
     found = []
     for dtype in (torch.float64, torch.float32, torch.float16):
         logits, target = problem(16, 1.0, dtype)
@@ -147,7 +147,7 @@ def test_where_no_target_counts_the_loss_and_its_gradients_are_zero(on_ranks: Ru
 
 @contextmanager
 def largest() -> Iterator[list[int]]:
-    """Gives the elements of the largest tensor that an operator has made, in a list."""
+    """Yields a list with the number of elements of the largest tensor that an operator has created."""
     seen = [0]
 
     class Watching(TorchDispatchMode):
@@ -182,7 +182,7 @@ def test_the_logits_are_never_gathered(on_ranks: Run) -> None:
 
 
 def in_chunks() -> bool:
-    """Whether some rows at a time give what all at once do."""
+    """Whether some rows at a time give the same results as all at once."""
     logits, target = problem(127, 3.0)
     part, _ = own_columns(logits, 0.0)
     found = []
@@ -233,7 +233,7 @@ def test_with_the_head_it_is_that_of_torch(on_ranks: Run) -> None:
 
 
 def half(scale: float) -> list[tuple[Tensor, Tensor]]:
-    """Of bfloat16: (losses, gradient of this rank's columns)."""
+    """Results in bfloat16: (losses, gradient of this rank's columns)."""
     logits, target = problem(127, scale, torch.bfloat16)
     leaf = own_columns(logits, 0.0)[0].requires_grad_()
     loss = vocab_parallel_cross_entropy(leaf, target, dist.group.WORLD, vocabulary=127, reduction="none")
@@ -259,7 +259,7 @@ def test_bfloat16_is_as_accurate_as_torch(scale: float, on_ranks: Run) -> None:
 
 
 def in_float16() -> float:
-    """The relative error of a weight's gradient under a loss scale, of so many rows that a mean would underflow."""
+    """The relative error of a weight's gradient under a loss scale, with so many rows that a mean would underflow."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 4, generator=generator).half() for n in (1 << 15, 16))
     target = torch.randint(16, (1 << 15,), generator=generator)

@@ -33,7 +33,7 @@ Run = Callable[..., list[Any]]
 
 @contextmanager
 def impatient(**constants: float) -> Iterator[None]:
-    """Shorter times than a user has. Ranks may answer later: on a busy machine they come late to where they wait."""
+    """Shorter times than the defaults, except for a rank's answers, which can be slow on a busy machine."""
     with ExitStack() as stack:
         for name, value in {"NOTE_S": 0.5, "TELLING_S": 30.0, "ARRIVING_S": 20.0, **constants}.items():
             module = waits if name == "NOTE_S" else watching
@@ -44,7 +44,7 @@ def impatient(**constants: float) -> Iterator[None]:
 def errors_of(
     run: Run, failed: type[Exception], *arguments: Any, limit_s: float = 150.0, **options: Any
 ) -> dict[int, str]:
-    """What each rank raised, all of them in time."""
+    """The error of each rank; all must come in time."""
     with pytest.raises(failed) as caught:
         run(*arguments, joined=False, limit_s=limit_s, **options)
     return caught.value.errors  # type: ignore[attr-defined]
@@ -54,7 +54,7 @@ def errors_of(
 
 
 def sums(wrong: int, what: str, kills: Path | None = None) -> None:
-    """All sum over and over; rank `wrong` does something else in its third step."""
+    """All ranks sum repeatedly; rank `wrong` does something else in its third step."""
     with (
         impatient(),
         patch.object(process_states, "OOM_KILLS", kills or Path("/proc/vmstat")),
@@ -79,7 +79,7 @@ def is_killed_for_memory(kills: Path | None) -> None:
 
 
 def loses_its_connections(_: Path | None) -> None:
-    """All sockets of gloo to other ranks, and not that of the store."""
+    """All of gloo's sockets to other ranks, without the store's."""
     port = int(os.environ["MASTER_PORT"])
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:  # not all are connected sockets
@@ -125,7 +125,7 @@ def test_a_rank_that_loses_the_network_ends_all(on_ranks: Run, ranks_failed: typ
     assert sorted(errors) == [0, 1, 2]
     own = [error for error in errors.values() if error.startswith("RuntimeError: ")]
     heard = {error for error in errors.values() if error.startswith("RankError: ")}
-    assert len(own) == 1, errors  # of the rank that was the first to say it
+    assert len(own) == 1, errors  # from the rank that reported it first
     (line,) = heard
     said = r"RankError: rank \d of 3 failed: RuntimeError: .*(Connection (closed|reset)|Broken pipe).*"
     assert re.match(f"{said}; all ranks are alive: check the network between them$", line), line
@@ -135,7 +135,7 @@ def test_a_rank_that_loses_the_network_ends_all(on_ranks: Run, ranks_failed: typ
 def test_a_rank_that_hangs_is_named_and_ended(
     what: str, on_ranks: Run, ranks_failed: type[Exception], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Where nothing frees its main thread, the watch ends its process, and shows where that was."""
+    """If nothing frees the main thread, the watch ends the process and reports where it was."""
     with patch.dict(os.environ, {"HANGS": what}):
         errors = errors_of(on_ranks, ranks_failed, 3, leaving, 2, what)
     assert errors.pop(2) == "died"
@@ -150,7 +150,7 @@ def test_a_rank_that_hangs_is_named_and_ended(
 
 
 def leaving(wrong: int, what: str) -> None:
-    """Only rank `wrong` does not leave by itself, and is ended soon."""
+    """Only rank `wrong` does not end by itself; it is ended soon."""
     with impatient(LEAVING_S=0.5 if os.environ["RANK"] == str(wrong) else 60.0, STUCK_S=0.4, LOOK_S=0.2):
         sums(wrong, what)
 
@@ -159,9 +159,10 @@ def leaving(wrong: int, what: str) -> None:
 
 
 def slow(kind: str) -> tuple[float, list[str]]:
-    """Rank 1 takes 2.5 s between two sums. A rank is named after 0.5 s here, and ended if it is stopped for 1 s.
+    """Rank 1 takes 2.5 s between two sums. Here a rank is reported after 0.5 s, and ended if it is stopped for 1 s.
 
-    Where it is expected to, it takes 6 s and would be named after 2 s: the others must hear of it before.
+    In the case where a delay is expected, it takes 6 s and would be reported after 2 s: the others must learn of the
+    delay before.
     """
     with (
         impatient(NOTE_S=2.0 if kind == "expected" else 0.5, STOPPED_S=1.0, STUCK_S=0.2, LOOK_S=0.2, SILENT_S=1.0),
@@ -182,7 +183,7 @@ def computes() -> None:
 
 
 def keeps_the_lock() -> None:
-    """Of Python: not even the thread that watches runs."""
+    """Stops all of Python: not even the watching thread runs."""
     ctypes.PyDLL(None).usleep(2_500_000)
 
 
@@ -244,7 +245,7 @@ def orphaned() -> None:
 
 
 def test_a_rank_whose_launcher_is_gone_ends_all(on_ranks: Run, ranks_failed: type[Exception]) -> None:
-    """Its process lives on, and would train on beside those that start again."""
+    """Its process still runs, and would continue to train next to those that start again."""
     environments = {rank: {"TORCHELASTIC_RUN_ID": "one"} if rank else {} for rank in range(2)}
     errors = errors_of(on_ranks, ranks_failed, 2, orphaned, environments=environments)
     for error in errors.values():
@@ -336,7 +337,8 @@ def test_what_others_await_of_a_rank_that_failed() -> None:
 
 
 def test_a_wait_is_told_when_it_has_lasted() -> None:
-    """Of a rank that lacks what others await, and not of one that is held up itself, or is expected to take long."""
+    """Names a rank that has not posted what others wait for, and not one that waits itself or is expected to take
+    long."""
     seen = Waits(4)
     computing, reading = Place("step 3", "net.py:7, in forward"), Place("step 3", "data.py:9, in read")
     places = {0: Place(operations=(operation(5),)), 1: Place(operations=(operation(5),)), 2: computing, 3: reading}
@@ -359,7 +361,7 @@ def test_a_wait_is_told_when_it_has_lasted() -> None:
 
 
 def hangs_on_gpus(how: str) -> None:
-    """Rank 1 of two hangs in Python, or is stopped, while the GPU of rank 0 waits for it, and not Python."""
+    """Rank 1 of two hangs in Python or is stopped, while rank 0's GPU (not its Python code) waits for it."""
     with impatient(LEAVING_S=5.0), join(device="cuda", timeout_s=15.0) as world:
         found = torch.ones(7, device=world.device)
         dist.all_reduce(found)

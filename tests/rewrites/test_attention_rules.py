@@ -19,7 +19,7 @@ from rooftop.rewrites.candidates import Call
 
 
 class Attends(nn.Module):
-    """Self-attention; keeps which back ends were allowed, in their order."""
+    """Self-attention that records which back ends were allowed, in their order."""
 
     def __init__(self) -> None:
         super().__init__()

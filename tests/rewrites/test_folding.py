@@ -20,7 +20,7 @@ RESNETS = ("resnet18", "resnet50", "resnext50_32x4d", "wide_resnet50_2")  # the 
 
 @torch.no_grad()
 def randomized(model: nn.Module) -> nn.Module:
-    """All parameters and norm buffers, of sizes that keep the activations near one; in evaluation mode."""
+    """Draws all parameters and norm buffers such that activations stay near one, and sets evaluation mode."""
     torch.manual_seed(0)
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         if value.dim() > 1:
@@ -54,7 +54,7 @@ def test_every_resnet_folds_wholly(name: str) -> None:
     assert list(engine.report.folded) == norms
     assert not engine.report.left
     assert engine.report.folded["layer2.0.downsample.1"] == "layer2.0.downsample.0"
-    assert not any(isinstance(b, Tensor) for b in engine.model.buffers())  # statistics are gone, not only unused
+    assert not any(isinstance(b, Tensor) for b in engine.model.buffers())  # the statistics are removed, not only unused
     x = torch.randn(2, 3, 48, 33)
     assert_same(engine(x), model(x))
 
@@ -143,7 +143,7 @@ def test_a_norm_without_weights_and_one_of_another_precision() -> None:
 
 
 class Torchvisions(nn.Module):
-    """A frozen norm with arithmetic and shapes of its own, and an eps that nobody can look up."""
+    """A frozen norm with its own arithmetic and shapes, and an eps that is not an attribute."""
 
     def __init__(self, channels: int, slope: float = 1.0) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ class TwoNames(Wired):
 
 
 class Optional(Wired):
-    """A trace of it would see one of its ways only."""
+    """A trace of it would see only one of its branches."""
 
     def forward(self, x: Tensor, plain: bool = False) -> Tensor:
         y = self.conv(x)
@@ -318,7 +318,7 @@ def test_a_norm_that_is_training_is_left() -> None:
 
 
 class Bypassed(nn.Module):
-    """Does not trace, and goes past the forward of its part, which does."""
+    """Cannot be traced, and does not call the forward of its part, which can be traced."""
 
     def __init__(self) -> None:
         super().__init__()

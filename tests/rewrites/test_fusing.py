@@ -16,7 +16,7 @@ from rooftop.cost import CountingMode
 from rooftop.inference import Engine, fold_norms, fuse_convolutions
 from rooftop.models.vision import resnet
 
-# As the variants by name, with fewer blocks.
+# Like the variants of these names, with fewer blocks.
 VARIANTS: dict[str, tuple[type[resnet.Block], dict[str, Any]]] = {
     "basic": (resnet.BasicBlock, {}),
     "bottleneck": (resnet.Bottleneck, {}),
@@ -34,7 +34,7 @@ def calls(model: nn.Module, *inputs: Tensor) -> list[str]:
 
 
 def fused_with(model: nn.Module, *inputs: Tensor) -> dict[str, str]:
-    """What is fused with each convolution, after checking that results are those of before, to the last digits."""
+    """The operators fused with each convolution, after a check that results are nearly the same as before."""
     model = model.double().eval()
     own = copy.deepcopy(model)
     fusing = fuse_convolutions(own)
@@ -190,7 +190,7 @@ def test_what_may_not_be_fused_stays_apart(function: Callable[..., Any]) -> None
 
 
 def test_a_sum_in_place_changes_the_tensor_that_it_is_added_to() -> None:
-    """A trace does not tell `z += y` from `z = z + y`; the call does."""
+    """A trace cannot distinguish `z += y` from `z = z + y`, but the call can."""
 
     def added(model: Net, x: Tensor) -> tuple[Tensor, Tensor]:
         same = z = x * 2

@@ -22,7 +22,7 @@ from rooftop.scene.building.normals import octahedral
 from rooftop.scene.geometry import _normals
 from rooftop.scene.heads import bit_lengths
 
-OLD_FILE = Path(__file__).with_name("version_3.rtg")  # half a ball with all attributes, as version 3 wrote it
+OLD_FILE = Path(__file__).with_name("version_3.rtg")  # half a ball with all attributes, written in version 3
 
 Words = NDArray[np.uint32]
 Column = tuple[NDArray[np.int64], int]  # values, and the bits of each
@@ -35,7 +35,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 def bumpy_ball(subdivisions: int) -> Arrays:
-    """Closed, around the origin, from which all of it can be seen; radius 0.75 to 1.25."""
+    """A closed surface around the origin, all visible from there; radius 0.75 to 1.25."""
     ball = trimesh.creation.icosphere(subdivisions)
     x, y, z = ball.vertices.T
     return ball.vertices * (1 + 0.25 * np.sin(9 * x) * np.cos(7 * y) * np.sin(5 * z))[:, None], ball.faces
@@ -109,7 +109,7 @@ def in_old_layout() -> Callable[..., Geometry]:
 
 @pytest.fixture(scope="session")
 def old_file() -> Geometry:
-    """Half a noisy ball of 900 triangles, with normals, uv, colours and mixed materials, as version 3 wrote it."""
+    """Half a noisy ball of 900 triangles with normals, uv, colours and mixed materials, written in version 3."""
     return Geometry.open(OLD_FILE)
 
 
@@ -143,7 +143,7 @@ def _in_old_layout(geometry: Geometry, path: Path, version: int = 3) -> Geometry
 
 @cache
 def _old_pages(path: Path) -> tuple[bytes, ...]:
-    """Of a file: all three versions have the same."""
+    """Header fields of a file that all three versions share."""
     geometry = Geometry.open(path)
     pages = tuple(_page(geometry, page).astype("<u4").tobytes() for page in range(geometry.pages))
     assert max(map(len, pages)) <= 128 << 10
@@ -221,7 +221,7 @@ def _numbers(geometry: Geometry, number: int) -> dict[str, Any]:
 
 
 def _packed(columns: list[Column]) -> Words:
-    """Interleaved values, from the lowest bit of a word on."""
+    """Interleaved values, starting at the lowest bit of a word."""
     whole, at = 0, 0
     for row in zip(*([(int(value), bits) for value in values] for values, bits in columns), strict=True):
         for value, bits in row:

@@ -187,7 +187,7 @@ def test_processes_stay_from_run_to_run_and_get_the_state_of_each(left: Left) ->
 def test_a_team_that_is_too_small_or_lacks_a_function_is_forked_anew() -> None:
     more = 5
 
-    def plus(state: int, item: int) -> int:  # it cannot be sent: its processes were forked with it
+    def plus(state: int, item: int) -> int:  # it cannot be sent to a process: the processes were forked with it
         return state + item + more
 
     with Workers(3).team([times]) as team:
@@ -284,7 +284,7 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 
 @linux
 def test_a_triangle_takes_less_than_200_bytes_of_memory(tmp_path: Path) -> None:
-    """With normals and uv. Everything is counted, the arrays that were given as well."""
+    """With normals and uv. All memory is counted, also the arrays that were passed in."""
     peaks, triangles = [], []
     for side in (240, 480):
         command = [sys.executable, "-c", PEAK, str(side), str(tmp_path / "mesh.rtg")]

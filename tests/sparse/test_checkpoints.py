@@ -14,7 +14,7 @@ from rooftop.sparse.weight_layouts import LAYOUTS, as_krsc, fitting
 
 
 def a_network() -> nn.Module:
-    """With layers whose layout their shape settles, and one with as many channels in as out."""
+    """Has layers whose layout follows from their shape, and one with as many channels in as out."""
     torch.manual_seed(0)
     return spconv.SparseSequential(
         first=spconv.SubMConv3d(4, 16, 3, bias=False),
@@ -61,7 +61,7 @@ def test_a_module_with_two_names() -> None:
 
 
 def test_converted_weights_are_contiguous() -> None:
-    """As who saves them wants them, and who assigns them."""
+    """Dtypes as the saver wants them, and as the assigning side wants them."""
     network, twin = a_network(), a_network().to("meta")
     converted, _ = spconv.convert_state_dict(network, saved(network, "RSKC"))
     assert all(value.is_contiguous() for value in converted.values())
@@ -72,7 +72,7 @@ def test_converted_weights_are_contiguous() -> None:
 
 
 def test_layers_in_different_layouts() -> None:
-    """As of spconv 2.1, where each layer's algorithm decided."""
+    """A file like spconv 2.1's, where each layer's algorithm decided the layout."""
     network = a_network()
     state = {**saved(network, "KRSC"), "down.weight": saved(network, "RSKC")["down.weight"]}
     converted, report = spconv.convert_state_dict(network, state)
@@ -106,7 +106,7 @@ def test_what_nothing_decides() -> None:
 def test_load_state_dict_refuses_what_nothing_decides(layout: str) -> None:
     conv, other = spconv.SubMConv3d(16, 3, 3), spconv.SubMConv3d(16, 3, 3)
     before = other.weight.detach().clone()
-    state = saved(conv, layout)  # a plain dict, as of other files: no version is noted
+    state = saved(conv, layout)  # a plain dict without a version, as in other files
     with pytest.raises(RuntimeError, match=r"layout KRSC or RSKC: load it with .*load_spconv_state_dict"):
         other.load_state_dict(state)
     assert torch.equal(other.weight, before)
@@ -124,7 +124,7 @@ def test_the_other_layers_decide_for_a_network(layout: str) -> None:
 
 @pytest.mark.parametrize("shape", [(16, 3, 3), (16, 16, 3), (3, 3, 3), (1, 1, 1), (4, 1, 1)])
 def test_what_this_library_saved_loads_as_it_is(shape: tuple[int, int, int], tmp_path: Path) -> None:
-    """The file notes who saved it; also within another module, and by way of `load_spconv_state_dict`."""
+    """The file records which library saved it; also within another module, and through `load_spconv_state_dict`."""
     conv, other = (nn.ModuleDict({"last": spconv.SubMConv3d(*shape)}) for _ in range(2))
     torch.save(conv.state_dict(), tmp_path / "last.pt")
     state = torch.load(tmp_path / "last.pt")

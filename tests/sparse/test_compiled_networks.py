@@ -29,7 +29,7 @@ BOUND = 150
 
 
 class Network(nn.Module):
-    """Plain tensors in and out; the sparse one is made within."""
+    """Takes and returns plain tensors; the sparse tensor is created inside."""
 
     def __init__(self, bound: int | None) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def inputs(count: int = 50, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def learnt(network: nn.Module, features: Tensor, indices: Tensor) -> list[Tensor]:
-    """The result of a training step, the gradients of features and parameters, and what buffers then hold."""
+    """The result of a training step, the gradients of features and parameters, and the buffers afterwards."""
     features = features.detach().requires_grad_()
     y = network(features, indices)
     dy = torch.linspace(-1, 1, y.numel(), device=y.device).view_as(y).to(y.dtype)
@@ -82,7 +82,7 @@ def assert_all_close(found: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def test_compiled_whole_for_any_number_of_sites() -> None:
-    """A training step, without a break."""
+    """A training step without a graph break."""
     compiled, network = torch.compile(a_network(), fullgraph=True, backend="aot_eager", dynamic=True), a_network()
     for count in (50, 33):
         assert_all_close(learnt(compiled, *inputs(count)), learnt(network, *inputs(count)))
@@ -99,7 +99,7 @@ def test_compiled_in_parts_without_a_bound() -> None:
         return y.relu()
 
     with torch.no_grad():  # torch warns where a graph ends at a tensor with a gradient
-        for dynamic in (None, True):  # as sizes are that may change
+        for dynamic in (None, True):  # like sizes that may change
             compiled = torch.compile(run, backend="eager", dynamic=dynamic)
             for count in (50, 33):
                 torch.testing.assert_close(compiled(*inputs(count)), run(*inputs(count)))
@@ -121,7 +121,7 @@ def test_exported_with_a_bound() -> None:
 
 
 def test_an_order_of_as_many_rows_as_only_a_run_knows() -> None:
-    """As exported programs without a bound have them."""
+    """The operators of exported programs without a bound."""
     env = ShapeEnv()
     with FakeTensorMode(shape_env=env):
         rows = env.create_unbacked_symint()
@@ -143,7 +143,7 @@ def test_fake_tensors() -> None:
 @pytest.mark.parametrize("bound", [None, 40])
 @pytest.mark.parametrize("kind", ["submanifold", "strided", "transposed"])
 def test_the_rulebook_s_operator(kind: str, bound: int | None) -> None:
-    """Its schema, and its shapes without data: where the data decides, a size that nobody knows."""
+    """Checks its schema, and its shapes without data: an unknown size if the data decides it."""
     _, indices = inputs(20)
     steps = {"submanifold": (3, 1, 1), "strided": (3, 2, 1), "transposed": (1, 2, 0)}[kind]
     shape = geometry(2, GRID, *steps, subm=kind == "submanifold", transpose=kind == "transposed")
@@ -260,7 +260,7 @@ dist.destroy_process_group()
 
 
 def test_data_parallel_ranks_average_their_gradients(tmp_path: Path, fork: Callable[..., BaseProcess]) -> None:
-    """The parameters of the first rank, and on both the mean of the gradients, of which one rank's are zero."""
+    """Both ranks have the first rank's parameters and the mean of the gradients; one rank's gradients are zero."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     served = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "WORLD_SIZE": "2"}
     served |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
@@ -295,7 +295,7 @@ def test_compiled_by_inductor_on_a_gpu() -> None:
 
 @pytest.mark.gpu
 def test_a_graph_replays_a_bounded_network_on_other_sites() -> None:
-    """Forward and backward, captured once; then sites and features change under it, and their number, by rows of -1."""
+    """Forward and backward are captured once; then sites, features and (by rows of -1) the number of sites change."""
     torch.manual_seed(0)
     layers = (
         spconv.SubMConv3d(3, 16, 3, indice_key="a"),

@@ -101,7 +101,8 @@ CASES = [
 
 
 def dense(case: Case, conv: spconv.SparseConvolution, x: SparseConvTensor) -> tuple[Tensor, Tensor]:
-    """torch's convolution of the whole grid (B, C, *grid), and which of its cells some input reaches (B, *grid)."""
+    """torch's convolution of the whole grid (B, C, *grid), and which of its cells are reached by an input (B,
+    *grid)."""
     weight = conv.weight.movedim(-1, 1)  # (out, in, *kernel)
     active = x.replace_feature(torch.ones_like(x.features[:, :1])).dense()
     counts = torch.ones(1, 1, *weight.shape[2:], dtype=active.dtype)
@@ -120,7 +121,7 @@ def dense(case: Case, conv: spconv.SparseConvolution, x: SparseConvTensor) -> tu
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_it_equals_torch_on_the_dense_grid(case: Case) -> None:
-    """Which sites are active, features, and all gradients."""
+    """Compares active sites, features, and all gradients."""
     cells = case.batch * math.prod(case.grid)
     x, conv = a_tensor(case.channels, max(1, min(cells // 3, 90)), case.batch, case.grid), case.module()
     y = conv(x)
@@ -140,7 +141,8 @@ def test_it_equals_torch_on_the_dense_grid(case: Case) -> None:
 
 @pytest.mark.parametrize("kind", ["SubMConv", "SparseConv"])
 def test_four_dimensions(kind: str) -> None:
-    """By the law of pairs, since torch has no such convolution: a kernel that reads the next cell in each dimension."""
+    """Compared with the definition of pairs, since torch has no such convolution: a kernel that reads the next cell in
+    each dimension."""
     shape = (4, 3, 5, 4)
     x = a_tensor(3, 100, 2, shape)
     conv = getattr(spconv, f"{kind}4d")(3, 2, 3, padding=1, bias=False, dtype=torch.float64)
@@ -175,7 +177,7 @@ def test_groups() -> None:
 
 
 class UNet(spconv.SparseModule):
-    """As a user of spconv writes one: two levels, keys in common, an inverse convolution, features concatenated."""
+    """A network as users of spconv write it: two levels, shared keys, an inverse convolution, concatenated features."""
 
     def __init__(self, channels: int = 3, width: int = 4, bound: int | None = None) -> None:
         super().__init__()
@@ -220,7 +222,7 @@ def test_the_gradients_of_a_network(bound: int | None) -> None:
 
 
 def test_a_bounded_network_equals_the_other() -> None:
-    """In training too: batch norms count sites alone, and the running statistics come out the same."""
+    """Also in training: batch norms count only sites, and the running statistics are the same."""
     torch.manual_seed(0)
     free, bounded = UNet().double(), UNet(bound=130).double()
     bounded.load_state_dict(free.state_dict())
@@ -370,7 +372,7 @@ def occupied(x: SparseConvTensor) -> Tensor:
 
 
 def test_orders_and_pairs_are_made_once_and_where_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where kernels compute, which is not here: made by what a CPU has, and counted."""
+    """Stands in for kernels, which a CPU cannot run: computes the result with CPU operators, and counts calls."""
     made: list[str] = []
 
     def counting(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
@@ -389,7 +391,7 @@ def test_orders_and_pairs_are_made_once_and_where_needed(monkeypatch: pytest.Mon
     network, x = UNet(), a_tensor(3, dtype=torch.float32)
     with torch.no_grad():
         network(x)
-    assert made == ["row_order"] * 4  # of each level, and between them both ways
+    assert made == ["row_order"] * 4  # of each level, and between levels in both directions
     made.clear()
     network(x).features.sum().backward()
     assert sorted(made) == ["row_blocks"] * 4 + ["row_order"] * 4
@@ -463,7 +465,7 @@ def test_a_key_whose_indices_were_changed_in_place() -> None:
         conv(y)
     assert torch.equal(conv(x).indices, x.indices)
     with torch.no_grad():
-        copied = copy.deepcopy(conv(x))  # whose tensors have not been changed
+        copied = copy.deepcopy(conv(x))  # its tensors were not changed
     assert torch.equal(conv(copied).features, conv(conv(x)).features)
 
 
@@ -550,7 +552,7 @@ def test_a_bound_that_is_too_small() -> None:
 
 
 def test_what_layers_found_wrong_is_raised_when_asked_for() -> None:
-    """As on a GPU, where layers do not wait to say so."""
+    """As on a GPU, where layers do not wait for a check before they report an error."""
     y = UNet(bound=130).down[0](a_tensor(4, dtype=torch.float32))
     y.check()
     (faults,) = y.faults
@@ -682,7 +684,7 @@ def test_a_bound_that_is_too_small_on_a_gpu() -> None:
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in spconv
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_it_equals_spconv_on_a_gpu(dtype: torch.dtype) -> None:
-    """The same network with the same weights, by both; the sites of spconv's levels are in another order."""
+    """The same network with the same weights in both libraries; spconv's levels have their sites in another order."""
     other = pytest.importorskip("spconv.pytorch")
     torch.manual_seed(0)
     x = on_gpu(50_000, 16, dtype)

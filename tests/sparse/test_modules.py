@@ -17,7 +17,7 @@ INDICES = torch.tensor([[0, 2, 1], [1, 0, 3], [1, 2, 3], [0, 0, 0]], dtype=torch
 
 
 def a_tensor(rows: int = 4, channels: int = 2, padding: int = 0) -> SparseConvTensor:
-    """The first sites of four, then rows that are none and hold junk."""
+    """The sites of four samples, then rows that are no sites and contain arbitrary values."""
     torch.manual_seed(0)
     features = torch.cat([torch.randn(rows, channels), torch.full((padding, channels), 1e3)])
     indices = nn.functional.pad(INDICES[:rows], (0, 0, 0, padding), value=-1)
@@ -25,7 +25,7 @@ def a_tensor(rows: int = 4, channels: int = 2, padding: int = 0) -> SparseConvTe
 
 
 class Doubled(spconv.SparseModule):
-    """As a user derives one."""
+    """A subclass as a user would write it."""
 
     def forward(self, x: SparseConvTensor) -> SparseConvTensor:
         return x.replace_feature(2 * x.features)
@@ -161,7 +161,7 @@ def test_a_batch_norm_across_ranks_does_not_count_rows_that_are_no_sites() -> No
 
 
 class Sevens(nn.BatchNorm1d):
-    """As networks derive one, to add up over ranks."""
+    """A subclass as in networks that sum over ranks."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.full_like(x, 7.0)

@@ -91,7 +91,8 @@ def test_sizes_of_each_dimension() -> None:
 
 
 def test_strides_are_those_of_spconv_where_none_is_given() -> None:
-    """The window's size, but of the classes that take the dimensions 1, and of 1 where sites stay."""
+    """The window's size: 1 for layers that keep the sites, and without the classes whose window covers whole
+    dimensions."""
     assert SparseMaxPool3d([3, 2, 1]).stride == (3, 2, 1)
     assert SparseAvgPool2d(3).stride == (3, 3)
     assert SparseMaxPool(3).stride == SparseAvgPool(3).stride == (1, 1, 1)

@@ -68,8 +68,8 @@ def keys(sites: np.ndarray, batch_size: int, grid: tuple[int, ...]) -> np.ndarra
 
 
 def law(sites: np.ndarray, shape: Geometry) -> np.ndarray:
-    """(N, K): the key of the output that each input has at each offset, or -1, written down from the law. An input and
-    an offset leave one output at most, so that this is the set of pairs."""
+    """(N, K): the key of the output of each input at each offset, or -1, written directly from the definition. An input
+    and an offset give at most one output, so this is the set of pairs."""
     stride, padding, dilation, size = map(np.array, (shape.stride, shape.padding, shape.dilation, shape.out_shape))
     reached = np.full((len(sites), shape.kernel_volume), -1)
     for k, offset in enumerate(np.ndindex(*shape.ksize)):
@@ -87,7 +87,8 @@ def law(sites: np.ndarray, shape: Geometry) -> np.ndarray:
 
 
 def assert_law(rulebook: Rulebook, indices: Tensor, shape: Geometry) -> None:
-    """The pairs are those of the law, each once; outputs are what they reach, sorted; tables and pairs agree."""
+    """The pairs are those of the definition, each once; the outputs are sorted and are exactly those in pairs; tables
+    and pairs agree."""
     outputs = keys(rulebook.out_indices.cpu().numpy().astype(np.int64), shape.batch_size, shape.out_shape)
     rows, numbers = rulebook.indice_pairs.cpu().numpy(), rulebook.indice_pair_num.cpu().numpy()
     is_pair = np.arange(rows.shape[2]) < numbers[:, None]  # (K, N)
@@ -245,7 +246,7 @@ def test_the_inverse_convolution_restores_the_sites() -> None:
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_transposed_is_the_adjoint(dims: int) -> None:
-    """From the outputs of a convolution back: its pairs turned round, and those to sites that were not active."""
+    """From the outputs of a convolution back to inputs: its reversed pairs, and pairs to sites that were not active."""
     grid = (9,) * dims  # (9 - 1) * 2 - 2 + 3 is what transposed makes of 5: again 9
     indices = random_sites(8, 1, grid)
     forward = build_rulebook(indices, geometry(1, grid, 3, 2, 1))
@@ -319,7 +320,7 @@ def test_all_outputs_vanish() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_keys_beyond_int32_and_coordinates_near_2_to_20(kind: str) -> None:
-    side = 2**20 - 8 if kind == "transposed" else 2**20  # which makes twice as much of it: 2^63 cells would be too many
+    side = 2**20 - 8 if kind == "transposed" else 2**20  # which doubles the size: 2^63 cells would be too many
     near = torch.cartesian_prod(*[torch.arange(side - 3, side)] * 3)
     indices = torch.cat([torch.nn.functional.pad(near, (1, 0), value=b) for b in (0, 3)])  # batch elements 1, 2: none
     shape = of_kind(kind, 4 if kind != "transposed" else 1, (side,) * 3)
@@ -347,7 +348,7 @@ def test_strided_indices_are_read_as_they_are() -> None:
 
 
 def test_a_table_that_is_too_small_grows() -> None:
-    """A single site reaches 125 outputs, of which the first table has room for few."""
+    """A single site reaches 125 outputs, more than the first table has room for."""
     indices = torch.tensor([[0, 50, 50, 50]])
     with count_launches() as launches:
         rulebook = build_rulebook(indices, geometry(1, (100,) * 3, 5))
@@ -377,7 +378,7 @@ def test_a_bound_pads_the_outputs(kind: str, spare: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_padding_are_no_sites(kind: str) -> None:
-    """What a bounded convolution gives goes into the next."""
+    """The result of a bounded convolution is the input of the next."""
     indices, shape = random_sites(30, 1, (8, 8)), of_kind(kind, 1, (8, 8))
     padded = torch.nn.functional.pad(indices, (0, 0, 0, 5), value=-1)
     rulebook, plain = build_rulebook(padded, shape), build_rulebook(indices, shape)
@@ -484,7 +485,7 @@ def test_without_warp_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_first_launch_loads_the_kernels_in_one_thread_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where two threads load them at once, Warp raises `KeyError`, now and then."""
+    """If two threads load them at once, Warp sometimes raises `KeyError`."""
     import warp
 
     launch, loading, met = warp.launch, [True], []
@@ -617,7 +618,8 @@ def test_half_a_million_voxels_on_a_gpu(kind: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_wrong_sites_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that waits for the GPU raises; of others, check() does, or with ROOFTOP_CHECK=1 the call."""
+    """A call that waits for the GPU raises; for other calls, check() raises, or with ROOFTOP_CHECK=1 the call
+    itself."""
     shape = of_kind(kind, 1, (4, 4))
     repeated = torch.tensor([[0, 1, 1], [0, 2, 2], [0, 1, 1]], device="cuda")
     outside = torch.tensor([[0, 1, 1], [0, 2, 4]], device="cuda")
@@ -665,7 +667,7 @@ def test_a_bound_that_is_too_small_on_a_gpu_leaves_no_outputs(kind: str) -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_captured_in_a_graph(kind: str) -> None:
-    """Recorded once, replayed on other sites, on a stream of its own."""
+    """Captured once and replayed on other sites, on a separate stream."""
     shape, many = of_kind(kind, 1, (32, 32, 32)), 30_000
     first, second = (random_sites(1000, 1, (32, 32, 32), seed) for seed in (1, 2))
     indices = first.cuda()
@@ -689,7 +691,7 @@ def test_captured_in_a_graph(kind: str) -> None:
 
 @pytest.mark.gpu
 def test_on_the_current_stream() -> None:
-    """Sites that a busy stream has yet to write are read after that."""
+    """Sites that a busy stream has not written yet are read after they are written."""
     shape, sites = of_kind("submanifold", 1, (32, 32, 32)), random_sites(1000, 1, (32, 32, 32))
     wrong, right = random_sites(1000, 1, (32, 32, 32), 5).cuda(), sites.cuda()
     build_rulebook(wrong, shape)

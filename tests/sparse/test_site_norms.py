@@ -20,7 +20,7 @@ BACKWARD = ("site_gradient_sums", "site_gradient")
 
 
 def given(rows: int, channels: int, dtype: torch.dtype = torch.float64, share: float = 0.7) -> tuple[Tensor, ...]:
-    """x, of which rows that are not sites are NaN, sites, weight and bias."""
+    """x (with NaN in rows that are not sites), sites, weight and bias."""
     generator = torch.Generator().manual_seed(rows + channels)
     sites = torch.rand(rows, generator=generator) < share
     x = torch.randn(rows, channels, generator=generator).where(sites[:, None], torch.nan).to(dtype)

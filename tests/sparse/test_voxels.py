@@ -152,7 +152,8 @@ def test_other_dimensions(dims: int) -> None:
 
 
 def test_a_point_is_in_the_cell_of_ieee_divisions() -> None:
-    """Where a product with the reciprocal, as GPUs compute a division by a number, would find another."""
+    """Points for which a product with the reciprocal (GPUs compute a division by a constant this way) would give
+    another cell."""
     low, size = -40.0, 0.1
     points = (torch.arange(800) * np.float32(size) + np.float32(low)).float().view(-1, 1)
     numbers = np.floor((points.numpy() - np.float32(low)) / np.float32(size)).astype(int)
@@ -236,8 +237,8 @@ def test_every_point_of_a_range_is_in_a_voxel_and_no_other(
 
 
 def test_under_spconvs_name_the_grid_ends_where_spconvs_does() -> None:
-    """In the whole number of cells that comes nearest: of 0 to 1 in thirds the last tenth is left out, of 0 to 0.8 some
-    more is taken in."""
+    """The range becomes the nearest whole number of cells: of 0 to 1, the last tenth is not covered; of 0 to 0.8, cells
+    reach beyond it."""
     points = torch.tensor([[0.85], [0.95], [0.89]])
     for high, kept in ((1.0, [0, -1, 0]), (0.8, [0, -1, 0])):
         make = PointToVoxel([0.3], [0.0, high], 1, 9, 9)
@@ -270,7 +271,7 @@ def test_one_cloud_is_batch_element_0() -> None:
 
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 def test_gradients_of_voxelize(reduce: str) -> None:
-    """Of the features: coordinates move a point to no other voxel."""
+    """Only features have gradients: a small change of coordinates moves no point to another voxel."""
     points = a_cloud(20).double()
     points = points[~points.isnan().any(1)]
     assert torch.autograd.gradcheck(
@@ -364,7 +365,7 @@ def test_a_gpu_makes_the_same_voxels(dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_gpu_finds_the_same_cells_of_a_scan(dtype: torch.dtype) -> None:
-    """Half a million points, many at the edges of cells that no binary number is."""
+    """Half a million points, many at edges of cells that are not exact binary numbers."""
     size, ends = [0.1, 0.05, 0.2], [-51.2, -51.2, -5.0, 51.2, 51.2, 3.0]
     points = (torch.rand(500_000, 4) * 120 - 60).to(dtype)
     points[::3, :3] = (points[::3, :3].double() / 0.1).round().mul(0.1).to(dtype)

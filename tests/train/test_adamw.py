@@ -28,7 +28,7 @@ SHAPES = [(5,), (), (0, 3), (3, 1), (40, 101), (2049,), (4096,)]
 
 
 def parameters(dtype: torch.dtype, device: str) -> list[nn.Parameter]:
-    """Of several sizes, the last two with their dimensions in another order."""
+    """Parameters of several sizes; the last two have permuted dimensions."""
     generator = torch.Generator().manual_seed(0)
     made = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
     made += [torch.randn(30, 7, generator=generator, dtype=torch.float64).t()]
@@ -37,8 +37,8 @@ def parameters(dtype: torch.dtype, device: str) -> list[nn.Parameter]:
 
 
 def given_gradients(parameters: list[nn.Parameter], step: int, alike: bool = False) -> None:
-    """The same for the same step, small and large, and contiguous or like their parameters; none of the first one in
-    the second step."""
+    """Gradients that depend only on the step; small and large, contiguous or with their parameter's layout; the first
+    parameter has none in the second step."""
     generator = torch.Generator().manual_seed(step)
     for number, each in enumerate(parameters):
         gradient = torch.randn(each.shape, generator=generator, dtype=torch.float64) * 10.0 ** (number % 5 - 2)
@@ -110,7 +110,8 @@ def main_weights(device: str, keep_narrow: bool) -> tuple[nn.Module, MainWeights
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("most", [0.05, 1e9])
 def test_main_weights_are_stepped_as_one_after_another(device: str, micro_batches: int, most: float) -> None:
-    """Widened, clipped, stepped, published: the same, but that clipped gradients are not rounded between."""
+    """Compared with casting to float32, clipping, stepping and rounding one after the other: equal, except that clipped
+    gradients are not rounded in between."""
     (model, weights), (other, plain_weights) = main_weights(device, True), main_weights(device, False)
     gradients, plain_gradients = ModelGradients(model), ModelGradients(other)
     weights.answer_for(gradients)
@@ -140,7 +141,7 @@ def test_main_weights_are_stepped_as_one_after_another(device: str, micro_batche
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_step_is_from_what_was_loaded_into_the_model(device: str) -> None:
-    """Element by element, past autograd, and where the model's weight lies otherwise; the others keep their digits."""
+    """Weights changed element by element, without autograd, and with another layout; the others keep their digits."""
     model, weights = main_weights(device, True)
     model[2].weight.data = model[2].weight.data.t().contiguous().t()
     optimizer = AdamW(weights.named.values(), **OPTIONS, weights=weights)
@@ -180,7 +181,7 @@ def test_gradients_that_are_asked_for_are_wide() -> None:
 
 
 def test_a_model_leaves_with_its_weights() -> None:
-    """Hooks of parameters that knew the model would keep both for good."""
+    """Hooks of parameters that referenced the model would keep both alive forever."""
     model, weights = main_weights("cpu", True)
     model(torch.ones(2, 24, dtype=NARROW)).sum().backward()
     left = weakref.ref(next(model.parameters()))
@@ -192,7 +193,7 @@ def test_a_model_leaves_with_its_weights() -> None:
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 5000), st.integers(0, 3), st.sampled_from([torch.float32, NARROW]), st.integers(0, 2**31))
 def test_any_size_and_place(size: int, before: int, dtype: torch.dtype, seed: int) -> None:
-    """What lies anywhere in memory, beside what must not change."""
+    """Tensors at arbitrary places in memory, next to memory that must not change."""
     generator = torch.Generator().manual_seed(seed)
     room = torch.randn(size + before + 3, generator=generator).to(dtype)
     whole = room.clone()
@@ -292,7 +293,7 @@ def test_frozen_weights_stay() -> None:
 
 
 def test_betas_may_change_and_gradients_be_absent() -> None:
-    """A schedule of betas compiles nothing again; without gradients nothing moves."""
+    """A schedule of betas does not cause compilation; without gradients, weights do not change."""
     ours, theirs = parameters(torch.float64, "cpu"), parameters(torch.float64, "cpu")
     optimizer, plain = AdamW(ours, **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS)
     optimizer.step(scale=torch.tensor(0.5))
@@ -318,7 +319,7 @@ BETWEEN = ["nothing", "cleared", "one state replaced", "one state dropped", "loa
 def test_whatever_happens_between_steps(
     shapes: list[list[int]], betas: tuple[float, float], between: list[str], random: Any
 ) -> None:
-    """What is kept from step to step is only what is still so."""
+    """Data kept from step to step is used only while it is still valid."""
     generator = torch.Generator().manual_seed(random.randrange(2**31))
     ours = [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)) for shape in shapes]
     sides = [ours, [nn.Parameter(each.detach().clone()) for each in ours]]
@@ -354,8 +355,8 @@ def test_whatever_happens_between_steps(
 @pytest.mark.skipif(not INTERPRETED, reason="PyTorch makes the steps of a CPU")
 @pytest.mark.parametrize("graph", [False, True])
 def test_weights_share_a_launch(graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other gradients, other weights among them: the same numbers, and no launch more. Where a graph is captured each
-    has its own."""
+    """Changed gradients and some changed weights: same results and no additional launch. If a graph is captured, each
+    graph has its own data."""
     monkeypatch.setattr(adamw_launches, "capturing", lambda device: graph)
     ours, theirs = parameters(torch.float64, "cpu"), parameters(torch.float64, "cpu")
     optimizer, plain = AdamW(ours, **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS)
@@ -373,7 +374,7 @@ def test_weights_share_a_launch(graph: bool, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_weights_that_moved_are_found() -> None:
-    """The memory of each of the tensors may be another in the next step, and a parameter may have become smaller."""
+    """Each tensor may be in other memory in the next step, and a parameter may have become smaller."""
     ours, theirs = parameters(torch.float64, "cpu"), parameters(torch.float64, "cpu")
     optimizer, plain = AdamW(ours, **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS)
     for step in range(5):
@@ -393,7 +394,7 @@ def test_weights_that_moved_are_found() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_gradients_that_are_not_in_memory_as_they_are(device: str) -> None:
-    """A negative one of complex numbers, from autograd; a negated view; zeros that nothing holds."""
+    """A gradient with the negative bit, from complex numbers in autograd; a negated view; zeros without memory."""
 
     def after(make: Callable[..., torch.optim.Optimizer]) -> list[float]:
         weights = [nn.Parameter(torch.tensor(2.0, device=device)) for _ in range(3)]
@@ -417,7 +418,7 @@ def test_gradients_that_are_not_in_memory_as_they_are(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_states_that_moved_are_found(device: str) -> None:
-    """As by `.data = .data.cpu()` and back; what lay there before belongs to others by then."""
+    """As after `.data = .data.cpu()` and back; other tensors have the former memory by then."""
     ours, theirs = (parameters(torch.float32, device)[-1:] for _ in range(2))
     one, other = AdamW(ours, **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS)
     kept = []
@@ -535,7 +536,7 @@ def test_a_step_waits_for_nothing(scaled: bool) -> None:
 
 @pytest.mark.gpu
 def test_streams_and_graphs_take_turns() -> None:
-    """What is kept on the GPU from step to step belongs to one stream, and to no graph."""
+    """Data that is kept on the GPU from step to step belongs to one stream, and to no graph."""
     ours, theirs = parameters(torch.float64, "cuda"), parameters(torch.float64, "cuda")
     optimizer, plain = AdamW(ours, **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS)
     streams = [torch.cuda.Stream() for _ in range(3)]

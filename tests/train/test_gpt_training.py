@@ -217,7 +217,7 @@ def test_a_save_that_fails_leaves_the_last_one(tmp_path: Path, monkeypatch: pyte
     found, step = find_training(tmp_path, TRAINING)
     assert step == 1
     load_training(found, trainer())
-    save_training(tmp_path, one)  # what was left over does not stand in the way
+    save_training(tmp_path, one)  # leftover files are no problem
     assert find_training(tmp_path, TRAINING)[1] == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000002"]
 
@@ -226,7 +226,7 @@ def test_a_save_that_fails_leaves_the_last_one(tmp_path: Path, monkeypatch: pyte
 def test_a_step_that_is_saved_again_is_there_all_the_time(
     done: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever renaming is the last that is done."""
+    """Whichever renaming was the last."""
     one = trainer()
     one.advance()
     save_training(tmp_path, one)

@@ -79,7 +79,7 @@ def trainer(training: GptTraining = TRAINING, device: str = "cpu", **options: An
 
 
 def others(of: GptTrainer) -> Weights:
-    """Values of another seed, as the model's dtype has them."""
+    """Values of another seed in the model's dtype."""
     state = trainer(replace(of.training, seed=5, cuda_graph=False)).model.state_dict()
     return {name: value.to(of.device) for name, value in state.items()}
 
@@ -90,7 +90,7 @@ def others(of: GptTrainer) -> Weights:
 def test_whatever_is_loaded_is_trained(
     door: Callable[[nn.Module, Weights], None], dtype: torch.dtype, steps: int
 ) -> None:
-    """Weights move from what was loaded by no more than a step, and the optimizer moves what the model has."""
+    """Weights differ from the loaded ones by at most a step, and the optimizer changes the model's weights."""
     one = trainer(replace(TRAINING, dtype=dtype))
     for _ in range(steps):
         one.advance()
@@ -142,7 +142,7 @@ def test_assigned_float32_weights_keep_their_digits() -> None:
 
 
 def loop(optimizer: Callable[..., Any], door: Callable[[nn.Module, Weights], None] | None) -> tuple[Tensor, Tensor]:
-    """(copy, model's) of a weight after a load and a step of a program's own, at rate 0.5 and with a gradient of 1."""
+    """(copy, model's weight) after a load and a step written by the program, at rate 0.5 and with a gradient of 1."""
     model = nn.Linear(2, 1, bias=False)
     weights = MainWeights(model, NARROW)
     made = optimizer(weights)
@@ -185,7 +185,8 @@ def test_replaced_parameters_are_refused_where_it_is_too_late(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_a_replaced_model_are_refused(dtype: torch.dtype) -> None:
-    """The recipe of a loop with PyTorch's optimizer: it would step what the model no longer has."""
+    """The recipe of a loop with PyTorch's optimizer, which would otherwise change tensors that the model no longer
+    uses."""
     model = nn.Linear(2, 1).to(dtype)
     gradients = ModelGradients(model)
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)

@@ -55,7 +55,7 @@ def records(shards: dict[str, Shard]) -> dict[str, object]:
 
 
 def held(kind: str, count: int) -> list[Held]:
-    """What each of so many ranks has of the numbers 1, 2, 3 and so on, as it was read from its file."""
+    """Each rank's part of the numbers 1, 2, 3 and so on, read from its file."""
     whole = 1 + torch.arange(torch.Size(WHOLE[kind]).numel(), dtype=torch.float64).view(WHOLE[kind])
     shards = [shard(kind, index, count) for index in range(count)]
     parts = [each.of(whole) if each else whole for each in shards]

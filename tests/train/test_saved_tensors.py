@@ -37,7 +37,7 @@ def counted(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tenso
 
 
 def written(folder: Path, held: list[list[tuple[Held, Tensor]]]) -> SavedTensors:
-    """A checkpoint of what ranks hold."""
+    """A checkpoint of the ranks' parts."""
     folder.mkdir(exist_ok=True)
     plans = planned([[each for each, _ in rank] for rank in held])
     files = []
@@ -87,7 +87,7 @@ def test_any_part_of_any_pieces(
     data: st.DataObject,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Pieces are a grid over the tensor, one on each rank; the part is any box of it."""
+    """Pieces form a grid over the tensor, one on each rank; the part is any box of the tensor."""
     tensor = counted(size, dtype)
     held = []
     for first, last in parts_of(size[0], rows):
@@ -147,7 +147,8 @@ def two_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_a_changed_byte_is_named_with_its_tensor(two_files: Path, data: st.DataObject) -> None:
-    """Wherever it is; in what is not read, it does not matter. Of a file whose header has changed, nothing is read."""
+    """Damage is found wherever it is in the bytes that are read; elsewhere it does not matter. If the header of a file
+    has changed, nothing is read."""
     file = two_files / f"rank-{data.draw(st.integers(0, 1))}.safetensors"
     before = file.read_bytes()
     at = data.draw(st.integers(0, len(before) - 1))
@@ -216,7 +217,7 @@ def test_another_shape_or_dtype_is_refused_by_name(two_files: Path) -> None:
 
 
 def test_a_file_whose_checksums_were_not_written_yet_is_not_taken(tmp_path: Path) -> None:
-    """As one that was cut off would be, had its length not told it."""
+    """Like a truncated file whose length was not recorded."""
     tensor = counted((40, 3))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(checkpoint_files, "checksum", lambda block: checkpoint_files.WAITING_CHECKSUM)

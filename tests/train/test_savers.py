@@ -61,7 +61,7 @@ def trainer(training: GptTraining = TRAINING, device: str = "cpu") -> GptTrainer
 
 
 def there(of: GptTrainer) -> dict[str, Tensor]:
-    """Weights and what the optimizer has, as they are now."""
+    """The current weights and the optimizer's state."""
     return {each.held.name: each.local.clone() for each in tensors_of(of)}
 
 
@@ -84,7 +84,7 @@ def saving(folder: Path, of: GptTrainer, **options: Any) -> Iterator[Saver]:
 
 
 def goes_on(saver: Saver, one: GptTrainer, steps: int) -> None:
-    """Save, and make steps beside it."""
+    """Saves while steps continue."""
     saver.begin()
     for _ in range(steps):
         one.advance()
@@ -105,7 +105,7 @@ def names(folder: Path) -> list[str]:
 
 
 def saved_during_a_step(folder: Path, stepped: threading.Event) -> bool:
-    """Whether what is saved is what was there."""
+    """Whether the saved values are those at the time of the save."""
     one = trainer()
     one.advance()
     before = there(one)
@@ -121,7 +121,7 @@ def saved_during_a_step(folder: Path, stepped: threading.Event) -> bool:
 
 
 def test_steps_that_follow_do_not_change_what_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the copying begins late in the next step; and this sees an optimizer that does not wait for it."""
+    """The copying begins late in the next step; the test must detect an optimizer that does not wait for it."""
     copy, stepped, patience_s = Staging._copy, threading.Event(), 0.3
 
     def late(self: Staging, sources: list[Tensor]) -> None:
@@ -197,7 +197,7 @@ def test_a_training_before_its_first_step_is_saved_too(tmp_path: Path) -> None:
 
 
 def test_a_plan_follows_what_the_optimizer_has(tmp_path: Path) -> None:
-    """Prepared before the first step, when it has nothing."""
+    """Prepared before the first step, when there is no state yet."""
     one = trainer()
     with saving(tmp_path, one) as saver:
         saver.prepare()
@@ -234,7 +234,7 @@ def test_the_last_ones_are_kept(tmp_path: Path) -> None:
     (of_others / "notes.txt").write_text("mine")
     again = trainer()
     again.advance()
-    save_training(tmp_path, again, keep_last=1)  # one of a later step is not older
+    save_training(tmp_path, again, keep_last=1)  # a save of a later step is not older
     assert names(tmp_path) == ["latest", "step-00000000.7", "step-00000001", "step-00000005.2"]
     assert (of_others / "notes.txt").read_text() == "mine"
     with pytest.raises(ValueError, match="keep_last must be 1 or more, got 0"):
@@ -250,12 +250,12 @@ def test_on_a_gpu_the_optimizer_waits_for_the_copy_and_the_host_for_nothing(
     copy = Staging._copy
 
     def late(self: Staging, sources: list[Tensor]) -> None:
-        torch.cuda._sleep(2_000_000_000)  # about a second, on the stream of the copies
+        torch.cuda._sleep(2_000_000_000)  # takes about a second on the stream of the copies
         copy(self, sources)
 
     one = trainer(replace(TRAINING, dtype=dtype, cuda_graph=graph), "cuda")
     with saving(tmp_path, one) as saver:
-        for _ in range(6):  # a graph has been captured by then
+        for _ in range(6):  # a graph was captured by then
             one.advance()
             saver.after_step()
         saver.prepare()
@@ -294,7 +294,7 @@ def test_on_a_gpu_a_save_before_the_graph_is_captured_does_not_disturb_it(tmp_pa
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """No process that is started within can write more to a file: as on a disk that is full."""
+    """No process started within can make a file grow, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -389,7 +389,7 @@ def test_a_folder_that_cannot_be_made_is_said_at_once(tmp_path: Path) -> None:
 def test_whatever_is_the_last_that_is_done_what_has_a_steps_name_is_whole(
     done: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of all that changes names or removes files, where one step takes the place of another."""
+    """Every call that renames or removes files when one step replaces another."""
     one, left = trainer(), iter(range(done))
     save_training(tmp_path, one, keep_last=1)
     one.advance()
@@ -397,7 +397,7 @@ def test_whatever_is_the_last_that_is_done_what_has_a_steps_name_is_whole(
     def until_killed(what: Callable[..., None]) -> Callable[..., None]:
         def call(*arguments: Any, **options: Any) -> None:
             if next(left, None) is None:
-                raise KeyboardInterrupt  # which nobody catches to tidy up
+                raise KeyboardInterrupt  # which no code catches to clean up
             what(*arguments, **options)
 
         return call
@@ -449,8 +449,8 @@ for _ in run_steps(trainer, 10**6, save=folder, save_interval=1, keep_last=2, in
 
 
 def test_killed_at_any_time_the_last_one_is_whole(fork: Fork, tmp_path: Path) -> None:
-    """Five times; each goes on with what the one before has left. benchmarks/checkpoint_kills.py does it a hundred
-    times, with two ranks."""
+    """Five times; each run continues from the files that the previous one left. benchmarks/checkpoint_kills.py does it
+    a hundred times, with two ranks."""
     draw, folder, before = random.Random(1), tmp_path / "run", 0
     for number in range(5):
         output = tmp_path / f"said-{number}"
@@ -561,7 +561,7 @@ def test_only_a_folder_that_is_saved_to_may_be_missing(book: Path, capsys: pytes
     assert "run has no checkpoint yet: starting at step 1" in capsys.readouterr().out
     assert main([*words, "--load", "run", "--save", "run"]) == 2
     assert "run already has 1 steps: expected a larger --train-iters, got 1" in capsys.readouterr().err
-    (book / "run" / "latest").unlink()  # killed just before it was there: the step is whole
+    (book / "run" / "latest").unlink()  # killed just before this existed: the step is complete
     assert main([*words, "--load", "run", "--save", "run"]) == 2
     assert "run already has 1 steps" in capsys.readouterr().err
     assert main([*words, "--keep-last", "2"]) == 2
@@ -588,7 +588,7 @@ def test_the_writing_process_does_not_hear_what_the_training_is_sent(tmp_path: P
 
 
 def test_the_writing_process_ends_with_its_training(tmp_path: Path) -> None:
-    """It writes no block more for another process than the one that started it."""
+    """It writes no further block if the process that started it is gone."""
     script = [sys.executable, "-I", "-S", checkpoint_files.__file__]
     piece = checkpoint_files.FilePiece("up", "F32", (3,), (0,), (3,))
     with tempfile.TemporaryFile() as memory:
@@ -602,7 +602,7 @@ def test_the_writing_process_ends_with_its_training(tmp_path: Path) -> None:
 
 
 def ignores(pid: int, number: int) -> bool:
-    """Whether a process has said that it does not want to hear a signal."""
+    """Whether a process ignores a signal."""
     status = Path(f"/proc/{pid}/status").read_text()
     (mask,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigIgn"))
     return bool(int(mask, 16) >> (number - 1) & 1)

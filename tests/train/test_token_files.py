@@ -39,7 +39,7 @@ def row_of(path: Path, kind: str | None = None) -> list[int]:
 def test_the_width_of_numbers_is_found(
     tmp_path_factory: pytest.TempPathFactory, kind: str, vocabulary: int, count: int, seed: int, rare: bool
 ) -> None:
-    """Of any vocabulary, evenly or as words are distributed, any number of tokens."""
+    """Any number of tokens of any vocabulary, distributed uniformly or like words."""
     if kind == "uint16":
         vocabulary = min(vocabulary, 65536)
     share = np.random.default_rng(seed).random(count)
@@ -51,7 +51,7 @@ def test_the_width_of_numbers_is_found(
 
 @pytest.mark.parametrize("kind", ["uint16", "uint32", "int64"])
 def test_the_width_of_a_large_file_is_found_by_places_all_over_it(kind: str, tmp_path: Path) -> None:
-    """Its beginning alone would not do: it is padding."""
+    """Its beginning is only padding, so more of it must be read."""
     count = PLACES * LOOKED_AT
     tokens = RANDOM.integers(0, 50257, count).astype(kind)
     tokens[: count // 4] = 0
@@ -90,7 +90,7 @@ def test_what_the_caller_says_of_numbers_alone_counts(kind: str, tmp_path: Path)
 
 
 def test_the_command_finds_the_width(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The loss of uint32 tokens that are random is that of the vocabulary, not that of half zeros."""
+    """Random uint32 tokens have the loss of the vocabulary, not that of data with every second token 0."""
     RANDOM.integers(0, 1000, 5000).astype(np.uint32).tofile(tmp_path / "l.bin")
     sizes = ["--num-layers", "1", "--hidden-size", "16", "--seq-length", "16", "--vocab-size", "1000"]
     words = ["train", "gpt", "--device", "cpu", "--no-roof", "--train-iters", "1", *sizes]
@@ -106,7 +106,7 @@ LENGTHS = [3, 5, 0, 2]
 
 
 def index_of(kind: str, lengths: list[int] = LENGTHS, **changed: object) -> bytes:
-    """As Megatron's `IndexedDatasetBuilder.finalize` writes it; one document a sequence."""
+    """Written like Megatron's `IndexedDatasetBuilder.finalize`, with one document for each sequence."""
     lengths_, size = np.array(lengths, np.int32), np.dtype(kind).itemsize
     starts = np.array([sum(lengths[:place]) * size for place in range(len(lengths))], np.int64)
     values = {"magic": b"MMIDIDX\0\0", "version": 1, "code": CODES[kind], "starts": starts} | changed
@@ -118,7 +118,7 @@ def index_of(kind: str, lengths: list[int] = LENGTHS, **changed: object) -> byte
 @pytest.mark.parametrize("kind", CODES)
 @pytest.mark.parametrize("name", ["text.bin", "text.idx", "text"])
 def test_megatrons_index_says_the_dtype(kind: str, name: str, tmp_path: Path) -> None:
-    """Whichever of the pair is named, or the prefix of both, as Megatron takes it."""
+    """Either file of the pair can be named, or, as in Megatron, the prefix of both."""
     tokens = np.arange(10).astype(kind)
     tokens.tofile(tmp_path / "text.bin")
     (tmp_path / "text.idx").write_bytes(index_of(kind))

@@ -25,7 +25,7 @@ def datasets(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathF
 
 
 def saved(datasets: Any, way: str, folder: Path, rows: dict[str, list[Any]]) -> Path:
-    """Where a data set was written."""
+    """A folder with a written data set."""
     data = datasets.Dataset.from_dict(rows)
     if way == "folder":
         data.save_to_disk(str(folder / "data"), num_shards=2)
@@ -53,7 +53,7 @@ def test_lists_of_tokens_and_texts_are_rows(datasets: Any, way: str, tmp_path: P
 
 
 def test_a_slice_of_a_table_has_its_rows_alone(datasets: Any, tmp_path: Path) -> None:
-    """Arrow's buffers have what is before and behind it too."""
+    """Arrow's buffers also contain the data before and after it."""
     from rooftop.train.tokens.token_tables import _numbers
 
     for name, expected in (("input_ids", [4, 1, 5, 70000]), ("text", list(b"and blue"))):

@@ -167,7 +167,7 @@ def tensor_like(spec: TensorSpec, form: Form, device: torch.device) -> Tensor:
     numbers.
 
     On a CPU, all numbers are equal: calls are as fast with them, and drawing random numbers would take longer than most
-        calls.
+    calls.
     """
     kind = form.dtype if form.dtype is not None and spec.dtype.is_floating_point else spec.dtype
     sides = len(spec.shape) - 2 if len(spec.shape) > 1 else 0

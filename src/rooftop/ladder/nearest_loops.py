@@ -35,7 +35,7 @@ def for_vectors(points: Any, centres: Any, nearest: Any, first: Any, last: Any) 
     """The inner loop goes over points, which are neighbours in memory: the compiler uses vectors.
 
     It takes four centres at a time: a point that is loaded serves four distances. The number of centres must be a
-        multiple of four.
+    multiple of four.
     """
     for begin in range(first, last, BLOCK):
         end = min(begin + BLOCK, last)

@@ -102,7 +102,7 @@ def other_values(tensor: Tensor, generator: torch.Generator, shape: Sequence[int
     """A tensor with values drawn from this one; for integers and truth values a permutation.
 
     A constant would give only itself: then values between 0 and it, or 0 and 1, are drawn. Sparse tensors stay
-        unchanged.
+    unchanged.
     """
     if tensor.layout != torch.strided:
         return tensor

@@ -23,14 +23,14 @@ from rooftop.scene.viewing.serving import Viewer
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 FLAGS += ["--disable-sync", "--no-first-run"]
-PATIENCE_S = 120  # of a machine that is busy with other tests
+PATIENCE_S = 120  # long enough for a machine that is busy with other tests
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium or google-chrome")]
 
 Open = Callable[..., "Page"]
 
 
 class Page:
-    """The viewer in a tab, with everything that the console said or that was asked of anybody else."""
+    """The viewer in a tab, with all messages of its console and all requests to other servers."""
 
     def __init__(self, tab: Any, viewer: Viewer) -> None:
         self.page, self.said = tab, []
@@ -43,14 +43,14 @@ class Page:
         self.settle()
 
     def wait_for(self, condition: str) -> None:
-        """Until a JavaScript expression holds."""
+        """Waits until a JavaScript expression is true."""
         ends = time.monotonic() + PATIENCE_S
         while not self.page.evaluate(condition):
             assert time.monotonic() < ends, f"{condition} is not so after {PATIENCE_S} s: {self.said}"
             self.page.wait_for_timeout(20)
 
     def settle(self) -> None:
-        """Until the picture of full size is there that shows all changes. It fails where the page shows an error."""
+        """Waits for the full-size picture that shows all changes. Fails if the page shows an error."""
         picture, error = self.page.locator("#picture"), self.page.locator("#error")
         self.wait_for("state !== 'changing'")
         assert not error.is_visible(), error.inner_text()
@@ -59,14 +59,14 @@ class Page:
 
     @contextmanager
     def change(self) -> Iterator[None]:
-        """What happens inside changes the picture; afterwards all of it is shown."""
+        """Code in this block must change the picture; on exit, waits until all changes are shown."""
         before = self.page.evaluate("changes")
         yield
         self.wait_for(f"changes > {before}")
         self.settle()
 
     def pixels(self) -> NDArray[np.int64]:
-        """(H, W, 3): what the canvas shows, when it rests."""
+        """(H, W, 3): the content of the canvas when it no longer changes."""
         self.settle()
         url = self.page.evaluate("document.getElementById('picture').toDataURL('image/png')")
         with Image.open(io.BytesIO(base64.b64decode(url.split(",")[1]))) as image:
@@ -77,12 +77,12 @@ class Page:
         return self.page.evaluate("view")
 
     def drag(self, right: int, down: int, button: str = "left") -> None:
-        """From the middle of the picture."""
+        """Drags from the middle of the picture."""
         with self.change():
             self.pull(right, down, button)
 
     def pull(self, right: int, down: int, button: str = "left") -> None:
-        """As `drag`, whatever the page makes of it."""
+        """Like `drag`, without waiting for a result."""
         mouse, box = self.page.mouse, self.page.locator("#picture").bounding_box()
         x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
         mouse.move(x, y)
@@ -93,7 +93,7 @@ class Page:
         self.wait_for("!pointers.size")
 
     def press(self, key: str) -> None:
-        """A key that changes the picture."""
+        """Presses a key that changes the picture."""
         with self.change():
             self.page.keyboard.press(key)
 
@@ -124,7 +124,7 @@ def opened(chromium: Any, viewer: Viewer) -> Iterator[Open]:
 
 
 def apart(a: NDArray[np.int64], b: NDArray[np.int64]) -> float:
-    """Which share of the pixels differ by more than JPEG makes of it."""
+    """The share of pixels that differ by more than the errors of JPEG."""
     return float((np.abs(a - b).max(-1) > 40).mean())
 
 
@@ -325,7 +325,7 @@ def test_a_change_while_an_error_is_on_its_way_is_drawn(opened: Open) -> None:
 
 
 def test_movement_of_a_picture_that_was_not_drawn_is_kept(opened: Open) -> None:
-    """As where the server drops it, since one that was broken off came after it."""
+    """As if the server dropped it because a cancelled request came after it."""
     found = opened()
     home, dropped = found.view(), []
 

@@ -44,7 +44,7 @@ class Answer:
 
     @property
     def error(self) -> str:
-        """The sentence, of which there is one, and no more."""
+        """The error message, which must be a single sentence."""
         found = self.json
         assert list(found) == ["error"]
         assert "Traceback" not in found["error"]
@@ -52,7 +52,7 @@ class Answer:
 
     @property
     def about(self) -> Any:
-        """What comes with a picture."""
+        """The data sent with a picture."""
         return json.loads(self.headers["Rooftop-Frame"])
 
     @property
@@ -64,7 +64,7 @@ class Answer:
 
 @dataclass
 class Client:
-    """Asks as a page does, over one connection."""
+    """Sends requests like a page does, over one connection."""
 
     viewer: Viewer
     tab: str
@@ -132,7 +132,7 @@ def test_a_frame_comes_with_its_statistics(client: Client) -> None:
 
 
 def test_with_a_pool_and_shadows_pictures_become_what_they_are_without(world: scene.Scene) -> None:
-    """Frames do not wait for pages; light that moves moves the shadows."""
+    """Frames do not wait for pages; moving a light moves the shadows."""
     plain = scene.Scene()
     for number, mesh in enumerate(world.meshes):
         plain.add_mesh(mesh)
@@ -228,7 +228,7 @@ def test_light_comes_from_where_it_is_asked_to(client: Client) -> None:
     )
     assert left[:, :24].sum() > 1.5 * left[:, 24:].sum()
     assert right[:, 24:].sum() > 1.5 * right[:, :24].sum()
-    assert not np.array_equal(usual, right)  # and is not kept for who asks for none
+    assert not np.array_equal(usual, right)  # and is not kept for requests without one
 
 
 def test_a_finer_picture_draws_more(client: Client) -> None:
@@ -490,7 +490,7 @@ def test_an_error_in_rendering_is_said_and_the_next_picture_is_drawn(
             assert answer.status == 500
             assert words in answer.error
         assert client.frame().status == 200
-    assert "the kernel is broken" in capsys.readouterr().err  # with its traceback, for who has started it
+    assert "the kernel is broken" in capsys.readouterr().err  # with its traceback, for the user who started the server
 
 
 def test_who_goes_away_disturbs_nobody(client: Client, viewer: Viewer, capsys: pytest.CaptureFixture[str]) -> None:
@@ -514,7 +514,7 @@ def test_who_waits_when_it_ends_is_let_go(world: scene.Scene) -> None:
         waiting = pool.submit(drawing._wait, "waiting", lambda: None)
         while "waiting" not in drawing._waiting:
             time.sleep(0.01)
-        assert not drawing.stop(0.05)  # what is being drawn cannot be broken off
+        assert not drawing.stop(0.05)  # a frame that is being drawn cannot be cancelled
         with pytest.raises(DroppedError):
             waiting.result(60)
         go.set()
@@ -554,7 +554,7 @@ def test_the_command_prints_an_address_serves_and_ends(
 
     monkeypatch.setattr("rooftop.cli.scene_view.wait_for_interrupt", look_and_interrupt)
     assert main(["scene", "view", *(str(mesh.path) for mesh in world.meshes), "--device", "cpu"]) == 0
-    assert time.perf_counter() - ended[0] < serving.IDLE_S / 2  # it does not wait for the connection that is open
+    assert time.perf_counter() - ended[0] < serving.IDLE_S / 2  # it does not wait for the open connection
     open_[0].close()
     said = capsys.readouterr()
     assert "ended" in said.out

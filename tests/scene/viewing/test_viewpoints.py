@@ -31,7 +31,7 @@ def viewpoints(draw: st.DrawFn) -> Viewpoint:
 
 
 def elevation(view: Viewpoint) -> float:
-    """Of the eye, as seen from the target, in degrees."""
+    """Angles of the eye as seen from the target, in degrees."""
     offset = np.subtract(view.eye, view.target)
     sine = offset @ np.asarray(view.up) / np.linalg.norm(offset) / np.linalg.norm(view.up)
     return math.degrees(math.asin(np.clip(sine, -1, 1)))

@@ -34,7 +34,7 @@ class Root(nn.Module):
 
 
 class Breaks(nn.Module):
-    """Gives NaN in some of its calls."""
+    """Returns NaN in some of its calls."""
 
     def __init__(self, when: Callable[[int], bool], value: float = math.nan) -> None:
         super().__init__()
@@ -95,7 +95,8 @@ def after(steps: int, what: Task, how: Recipe) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("interval", [1, 5])
 def test_a_nan_ends_the_training_and_names_the_first_module(interval: int, tmp_path: Path) -> None:
-    """However late the host reads it, the weights are those before the step, and the checkpoint before is the last."""
+    """Even if the host reads the fault late, the weights are those before the step, and the last checkpoint is the one
+    before."""
     how = recipe()
     what = task(Breaks(lambda call: call >= 4))
     words = (
@@ -159,7 +160,7 @@ def test_training_goes_on_after_a_skipped_step_but_not_for_ever(interval: int) -
 
 
 def test_an_overflow_of_float16_is_no_fault() -> None:
-    """The scaler leaves the step out and halves its scale; a loss that is not finite is a fault there, too."""
+    """The scaler skips the step and halves its scale; a loss that is not finite is a fault there, too."""
     seen = Notes()
     loud: Callable[..., Tensor] = lambda model, batch: 40 * model(batch[0]).square().mean()  # noqa: E731
     fit(task(loss=loud), recipe(12, run={"precision": "fp16"}), device="cpu", observers=[seen])
@@ -222,7 +223,7 @@ def test_out_of_memory_explains_what_holds_it() -> None:
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """Nothing can write more to a file: as on a disk that is full."""
+    """No file can grow, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

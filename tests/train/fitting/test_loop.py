@@ -98,7 +98,7 @@ def recipe(**sections: dict[str, Any]) -> Recipe:
 
 
 class Seen:
-    """An observer that keeps all that it is told."""
+    """An observer that keeps all events."""
 
     def __init__(self, act: Callable[[StepRecord], None] = lambda record: None) -> None:
         self.events: list[str] = []
@@ -191,7 +191,7 @@ def mixed(batch: Any, places: Tensor, generator_of: Any) -> Any:
 
 
 def test_the_losses_are_the_same_for_any_number_of_parts() -> None:
-    """With mixup and samples that are drawn again in each epoch."""
+    """With mixup, and with samples that are redrawn in each epoch."""
     losses = [fitted(task(count=51, alter=mixed), recipe(run={"accumulate": parts}))[1].losses for parts in (1, 2, 4)]
     for other in losses[1:]:
         torch.testing.assert_close(other, losses[0], rtol=0, atol=1e-12)
@@ -531,7 +531,7 @@ def test_a_step_does_not_wait_for_the_gpu(optimizer: str, precision: str) -> Non
 
 
 def test_lengths_of_the_training_are_those_of_the_loader() -> None:
-    """What is said of a training's length is what its loader gives."""
+    """The reported length of a training is that of its loader."""
     seen: list[list[int]] = []
 
     def alter(batch: Any, places: Tensor, generator_of: Any) -> Any:

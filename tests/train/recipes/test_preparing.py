@@ -64,7 +64,7 @@ def test_a_training_that_goes_on_needs_no_file(tmp_path: Path) -> None:
 
 
 class Notes:
-    """An observer that keeps what it is told."""
+    """An observer that keeps all events."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -105,7 +105,7 @@ class StopsAfter(Notes):
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_stopped_training_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
-    """With everything that has a state, and without the file that it started from."""
+    """With everything that has a state, and with the original file removed."""
     pytest.importorskip("safetensors")
     optimizer = {"name": name, "lr": 0.02, "layer_decay": 0.7, "clip": 0.5}
     model = {"weights": str(tmp_path / "start.pth"), "dropout": 0.25}

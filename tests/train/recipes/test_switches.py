@@ -17,7 +17,7 @@ SOURCE = ROOT / "src" / "rooftop"
 PAGE = ROOT / "docs" / "train-recipes.md"
 SECTIONS = {each.name: type(getattr(Recipe(), each.name)).__name__ for each in fields(Recipe)}
 WHERE = ("train/recipes", "train/fitting", "train/tasks", "data")
-"""Who carries switches out; what only shows or checks them does not count."""
+"""The files that implement switches; files that only show or check them do not count."""
 SHOWN = ("recipe.py", "checks.py", "switches.py")
 
 

@@ -20,7 +20,7 @@ from rooftop.train.tasks.task import Task
 
 PER_EPOCH = 10
 STEP_S = 0.5
-"""Seconds of a step of the script."""
+"""Seconds of a step of the scripted training."""
 
 
 def small_task(best: str = "accuracy") -> Task:
@@ -81,8 +81,8 @@ def scripted_fit(
     before: int = 0,
     reason: str = "done",
 ) -> Fitted:
-    """Tell the observers of a training of `recipe.run.epochs`, in which a step takes half a second and all 1.25 times
-    as long as its steps."""
+    """Send the observers the events of a training of `recipe.run.epochs` epochs. A step takes half a second, and the
+    whole training takes 1.25 times as long as its steps."""
     facts = facts_of(task, recipe, before)
     for each in observers:
         each.began(facts, task)
@@ -104,7 +104,7 @@ def scripted_fit(
 
 @pytest.fixture
 def scripted() -> SimpleNamespace:
-    """The stand-in, and what it tells."""
+    """The stand-in, and its events."""
     return SimpleNamespace(
         fit=scripted_fit,
         task=small_task,

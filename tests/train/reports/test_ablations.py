@@ -38,8 +38,8 @@ NAMES = ["mix.mixup", "ema.decay", "mix.label_smoothing"]
 
 
 def accuracy_of(recipe: Recipe) -> float:
-    """Mixup helps by 0.03, the mean of weights hurts by 0.02, smoothing does nothing; each seed has a level, each run
-    a little noise."""
+    """Mixup helps by 0.03, the mean of weights hurts by 0.02, smoothing has no effect; each seed has a level of its
+    own, each run a little noise."""
     noise = hash((recipe.run.seed, recipe.mix.mixup, recipe.ema.decay, recipe.mix.label_smoothing)) % 1000 / 1e6
     level = 0.8 + 0.02 * (recipe.run.seed % 3)
     return level + (0.03 if recipe.mix.mixup else 0) - (0.02 if recipe.ema.decay else 0) + noise
@@ -77,7 +77,7 @@ def test_each_switch_is_compared_at_the_same_seeds(tmp_path: Path, train: Traine
     mixup = found.worths[0]
     assert mixup.with_it == tuple(found.values.values())
     assert mixup.mean == pytest.approx(0.03, abs=0.001)
-    # The levels of the seeds differ by more than a switch is worth, and are gone from the differences.
+    # The levels of the seeds differ by more than the effect of a switch, but cancel in the differences.
     assert statistics.stdev(mixup.with_it) > 0.015
     assert mixup.error == pytest.approx(statistics.stdev(mixup.differences) / 3**0.5)
     assert mixup.error < 0.001

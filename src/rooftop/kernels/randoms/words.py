@@ -148,7 +148,7 @@ def normal_quantiles_reference(words: Tensor) -> Tensor:
     """The normal quantile of (word + 1/2) / 2^32, float32; its error is below 2e-7.
 
     It uses fixed-point integers with 28 fractional bits. The tail's probability is `tail` / 2^33, and each of its
-        octaves has a polynomial.
+    octaves has a polynomial.
     """
     negative = words < 1 << 31
     tail = torch.where(negative, words, WORD - words) << 1 | 1

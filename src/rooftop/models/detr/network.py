@@ -56,8 +56,8 @@ def pad_images(images: Sequence[Tensor], multiple: int = 1) -> tuple[Tensor, Ten
         images: (C, H, W) each, of one dtype and device.
         multiple: height and width of the batch are rounded up to a multiple of this.
 
-    (B, C, H, W), and the padding mask (B, H, W): True outside the image.
-        (B, C, H, W), and the mask of padding (B, H, W): True outside the image.
+    Returns:
+        (B, C, H, W), and the padding mask (B, H, W): True outside the image.
 
     Raises:
         ValueError: there are no images, or one is not (C, H, W) with the channels of the first.

@@ -71,8 +71,9 @@ def generate(
             give the same arguments.
         prompts: tokens of each prompt, at least one: a sequence of ints or a tensor (S,); lengths may differ.
         max_new_tokens: the maximum for each prompt. A sequence also ends when it has as many tokens as the model has
-            positions. temperature, top_k, top_p, seed: how tokens are chosen, see `Sampling`. With temperature 0 the
-            most probable token is chosen.
+            positions.
+        temperature, top_k, top_p, seed: how tokens are chosen, see `Sampling`. With temperature 0 the most probable
+            token is chosen.
         stop: tokens that end a sequence; the result includes the token that ended it.
         sequences: a number for each prompt; None: 0, 1, 2, ... Random numbers depend on this number, the seed and the
             position. So a prompt with the same number gets the same text in any batch.
@@ -82,9 +83,9 @@ def generate(
         page: positions of a page.
 
     Returns:
-        The new tokens of each prompt, in their order.
+        The new tokens of each prompt, in the order of the prompts.
 
-    The new tokens of each prompt, in the order of the prompts.
+    Raises:
         TypeError, ValueError: the model is a stage, is in training mode, has no values, or its ranks share sequences; a
             prompt is empty, too long or has unknown tokens; a number is out of range; or the cache is too small for a
             prompt.

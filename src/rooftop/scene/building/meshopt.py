@@ -39,9 +39,9 @@ _SIGNATURES: dict[str, tuple[type, list[type]]] = {
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Its functions, by the names in its header.
+    """The library's functions, by the names in its header.
 
-    The library's functions, by the names in its header.
+    Raises:
         MissingExtraError: it is not installed.
     """
     try:

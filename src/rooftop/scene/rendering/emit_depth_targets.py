@@ -68,7 +68,7 @@ def parts_of(views: Views, place: wp.vec3i, a: wp.vec3, b: wp.vec3, c: wp.vec3):
     the triangle.
 
     Coordinates are relative to the first corner: far away, where all three corners are nearly the same, only that
-        distance cancels.
+    distance cancels.
     """
     direction = ray(views, place)
     longest = longest_side(a, b, c)

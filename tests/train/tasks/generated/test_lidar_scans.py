@@ -39,7 +39,8 @@ def clouds() -> Any:
 
 
 def surfaces(kind: int, o: list[float], d: list[float], half: tuple[float, float, float]) -> list[tuple[float, ...]]:
-    """(distance, normal) wherever a ray goes through a solid's surface, in the solid's frame, by its equations."""
+    """(distance, normal) of each intersection of a ray with a solid's surface, in the solid's frame, from its
+    equations."""
     found = []
 
     def at(t: float) -> list[float]:
