@@ -141,7 +141,7 @@ def test_from_the_end_of_the_clip_on_there_is_nothing_to_compare(run: Run) -> No
     status, out, _ = run(*words)
     assert status == 0
     assert "error" not in out
-    assert "the clip ends after 0 of these 2 frames: black" in out
+    assert "the clip ends after 0 of these 2 frames: the real frames after that are black" in out
     told = json.loads(run(*words, "--json")[1])
     assert (told["error"], told["errors"], told["real_frames"], told["context"]) == (None, [], 0, 10)
 

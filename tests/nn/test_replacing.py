@@ -118,7 +118,7 @@ def test_without_kinds_and_inputs_it_swaps_only_what_is_never_slower() -> None:
     assert set(done.left.values()) == {CALLS}
     assert type(model.norm) is nn.LayerNorm
     structural = replace(nn.Sequential(nn.Softmax()))
-    assert structural.left == {"0": "it does not say its dimension"}
+    assert structural.left == {"0": "its dimension is unknown"}
 
 
 def hooked_norm() -> nn.Module:

@@ -147,7 +147,7 @@ def test_ranks_coordinates_and_names_that_are_not_there() -> None:
 def test_a_world_that_cannot_be_split_names_the_nearest_sizes() -> None:
     assert Layout.of_world(8, tp=2, cp=2) == Layout(dp=2, tp=2, cp=2)
     with pytest.raises(
-        ValueError, match="a world of 8 cannot be split by tp=3 pp=1 cp=1: 3 does not divide it"
+        ValueError, match="a world of 8 cannot be split by tp=3 pp=1 cp=1: 3 does not divide the world size"
     ) as error:
         Layout.of_world(8, tp=3)
     assert str(error.value).endswith(

@@ -138,7 +138,7 @@ def refused() -> list[str]:
 
 def test_what_has_no_halves_is_refused(on_ranks: Run) -> None:
     odd, again = on_ranks(2, refused)[0]
-    assert "a batch of 3 has no halves" in odd
+    assert "a batch of 3 cannot be halved" in odd
     assert "cannot be combined with recompute" in again
 
 

@@ -117,7 +117,7 @@ def test_wrong_detections(folder: Path) -> None:
         average_precision(data, found(data)[:1])
     wrong = found(data)
     wrong[0].labels[0] = 5
-    with pytest.raises(ValueError, match=r"label 5 is none of the dataset's \[2, 7\]"):
+    with pytest.raises(ValueError, match=r"label 5 is not one of the dataset's \[2, 7\]"):
         average_precision(data, wrong)
 
 
@@ -127,8 +127,8 @@ def test_wrong_detections(folder: Path) -> None:
         (lambda d: d.pop("images"), "has no list 'images': expected annotations in COCO's format"),
         (lambda d: d.update(categories={}), "has no list 'categories'"),
         (lambda d: d["images"][0].pop("file_name"), r"images\[0\] has file_name None, expected str"),
-        (lambda d: d["annotations"][1].update(image_id=99), "annotation 1 has image_id 99, which is not there"),
-        (lambda d: d["annotations"][0].update(category_id=1), "annotation 0 has category_id 1, which is not there"),
+        (lambda d: d["annotations"][1].update(image_id=99), "annotation 1 has image_id 99, which does not exist"),
+        (lambda d: d["annotations"][0].update(category_id=1), "annotation 0 has category_id 1, which does not exist"),
         (lambda d: d["annotations"][0].update(bbox=[1, 2, 3]), r"bbox \[1, 2, 3\], expected left, top, width, height"),
         (lambda d: d["images"][0].update(id=3), "two images or two categories have the same id"),
         (lambda d: d["categories"][0].update(id=-1), "annotation|category id -1"),

@@ -298,7 +298,7 @@ def test_a_roof_of_what_was_decoded() -> None:
 @pytest.mark.parametrize(
     ("prompts", "options", "error", "message"),
     [
-        ([[0] * 40], {}, ValueError, "prompt 0 has 40 tokens, and the model 40 positions: .*shorten it to 39"),
+        ([[0] * 40], {}, ValueError, "prompt 0 has 40 tokens, and the model 40 positions, .*shorten it to at most 39"),
         ([[0] * 90], {}, ValueError, "prompt 0 has 90 tokens"),
         ([[1], []], {}, ValueError, "prompt 1 is empty"),
         ([[1, 97]], {}, ValueError, "tokens of prompt 0 are from 1 to 97, those of the model from 0 to 96"),
@@ -334,7 +334,7 @@ def test_a_roof_of_what_was_decoded() -> None:
         ([[1]], {"sequences": [1.5]}, TypeError, "sequences must be ints, got 1.5"),
         ([[1]], {"sequences": [2**31]}, ValueError, "number of a sequence must be from 0"),
         ([[1]], {"temperature": "1"}, TypeError, "temperature must be a number"),
-        ([[1]], {"sequences": [1, 2]}, ValueError, "expected a number of each of 1 prompts, got 2"),
+        ([[1]], {"sequences": [1, 2]}, ValueError, "expected one sequence number for each of 1 prompts, got 2"),
         ([[1]], {"sequences": [-1], "temperature": 1.0}, ValueError, "number of a sequence must be from 0"),
     ],
 )
