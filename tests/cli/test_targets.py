@@ -168,7 +168,7 @@ def test_builtin_models_have_an_example() -> None:
         ("NET:raises", ModelRunError, "raised KeyError: 'weights'"),
         ("NET:leaves", ModelRunError, "raised SystemExit: 0"),
         ("NET_leaves:Net", ModelRunError, "raised SystemExit"),
-        ("nowhere/NET.py:Net", TargetError, "there is no such file"),
+        ("nowhere/NET.py:Net", TargetError, "no such file"),
         ("../NET:Net", TargetError, "expected package.module:callable"),
         ("NET:empty", TargetError, "has no 'empty'; it has Net, pair, several"),
         ("NET:missing", TargetError, "has no 'missing'"),

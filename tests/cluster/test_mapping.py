@@ -311,11 +311,11 @@ def test_targets_that_cannot_work_end_the_run() -> None:
     lines(3)
     for target, error, said in (
         ("my.py:missing", TargetError, "has no 'missing'; it has .*number"),
-        ("your.py:number", TargetError, "there is no such file"),
+        ("your.py:number", TargetError, "no such file"),
         ("my_module_that_is_not:number", TargetError, "no module 'my_module_that_is_not'"),
         ("my.py:TARGETS", TargetError, "has no 'TARGETS'"),
         ("number", TargetError, "expected a model's name, my.py:function"),
-        ("my.py:Broken", ModelRunError, "making my.py:Broken raised OSError: no weights here"),
+        ("my.py:Broken", ModelRunError, "creating my.py:Broken raised OSError: no weights here"),
         ("my.py:named", InputError, "'error', which every row already has"),
         (threading.Lock().acquire, TargetError, "cannot be sent to other processes"),
     ):

@@ -99,7 +99,7 @@ def test_caches_as_inputs_and_unknown_ones_are_refused(transformers: ModuleType,
             DataParallel(model, TWO)(ids, past_key_values=given)
     other = copy.deepcopy(cache)
     other.layers[0].somewhere = torch.ones(5)
-    with pytest.raises(TypeError, match=r"DynamicLayer cannot be gathered: .* its attribute 'somewhere' is not known"):
+    with pytest.raises(TypeError, match=r"DynamicLayer cannot be gathered: .* its attribute 'somewhere' is unknown"):
         gather([other, other], "cpu")
     with pytest.raises(TypeError, match="replicas gave caches that differ"):
         gather([cache, other], "cpu")

@@ -192,7 +192,7 @@ def test_gradients_of_two_dtypes_go_to_triton() -> None:
     problem = gradient_of(64, 16_384)
     assert choose(problem).backend == "clusters"
     plan = choose(problem._replace(read=(BFLOAT16, SINGLE)))
-    assert "another dtype" in plan.refused["clusters"]
+    assert "differ in dtype" in plan.refused["clusters"]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="of the CPU without the interpreter")
@@ -203,7 +203,7 @@ def test_the_public_plan_is_that_of_the_arguments(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(plans, "device_facts", lambda device: H200)
     assert softmax_plan(x).backend == softmax_plan(x, direction="backward").backend == "clusters"
     assert softmax_plan(x, 1).sizes == (2 * 4999, 3, 3)
-    assert softmax_plan(x, dtype=SINGLE).refused == {"clusters": "the result has differ in dtype"}
+    assert softmax_plan(x, dtype=SINGLE).refused == {"clusters": "the result and the rows differ in dtype"}
     assert softmax_plan(x, scale=0.0).refused == {"clusters": "the scale is not a normal float32"}
     keep = torch.ones(4999, dtype=torch.bool)
     assert softmax_plan(x, mask=keep, direction="backward").refused == {"clusters": "there is a mask"}

@@ -74,7 +74,7 @@ def test_values_of_both_are_kept_and_the_later_ones_win() -> None:
     ("name", "problem"),
     [
         ("own_pkg.tusk:build", r"no module 'own_pkg\.tusk' here \(.*\) or in this environment"),
-        ("other.py:build", r"other\.py: there is no such file"),
+        ("other.py:build", r"other\.py: no such file"),
         ("own_pkg.task:biuld", r"has no 'biuld'; it has .*build.* \(did you mean build\?\)"),
         ("own_pkg.task:number", r"is a int: expected a function build\(data, recipe\)"),
         ("own_pkg.task:Cls", r"is a type: expected a function"),
