@@ -2,7 +2,7 @@
 #   make demo   analyze ResNet-50 on real photographs and print where the report lies
 #   make test   lint, types, import contracts, and all tests
 #   make test-gpu [GPU_PYTHON=python3] [TESTS=tests/kernels]
-#               the tests that need an NVIDIA GPU, on the one here
+#               the tests that need an NVIDIA GPU, on all that are here
 #   make bench-kernels [MACHINE=h200] [KERNELS="softmaxes losses"]
 #               time every kernel, or these, on the GPU here, into benchmarks/results/MACHINE
 
@@ -57,7 +57,7 @@ test: setup browser ffmpeg lint
 
 # Kernels are compiled in many processes at once: each has one thread for what runs on the CPU.
 test-gpu: gpu
-	OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -m gpu -n logical --maxprocesses 14 --dist worksteal $(TESTS)
+	OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -m gpu -n logical --maxprocesses $$(( 14 * $$($(GPU_PYTHON) -c 'import torch; print(torch.cuda.device_count())') )) --dist worksteal $(TESTS)
 
 lint: setup
 	$(BIN)/ruff check

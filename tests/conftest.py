@@ -128,6 +128,7 @@ def pytest_configure(config: pytest.Config) -> None:
     No name server is queried. Each connection between ranks looks up a name that is not needed, and a lost query takes
     five seconds.
     """
+    use_a_gpu_each()
     if "ROOFTOP_CACHE" not in os.environ:  # workers and other processes use that of the first one
         cache = tempfile.TemporaryDirectory(prefix="rooftop-tests-", ignore_cleanup_errors=True)
         os.environ["ROOFTOP_CACHE"] = cache.name
@@ -141,6 +142,22 @@ def pytest_configure(config: pytest.Config) -> None:
         runpy.run_path(str(Path(__file__).with_name("quick_interpreter.py")))["quicken"]()
 
 
+def use_a_gpu_each() -> None:
+    """Let each worker's `cuda:0` be another GPU, as long as there are enough. All GPUs stay visible."""
+    count, worker = torch.cuda.device_count(), os.environ.get("PYTEST_XDIST_WORKER", "")
+    if count > 1 and worker:
+        os.environ["CUDA_VISIBLE_DEVICES"] = in_turn(
+            os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count))), int(worker.removeprefix("gw"))
+        )
+
+
+def in_turn(gpus: str, number: int) -> str:
+    """The same GPUs, beginning with another one for each number: "0,1,2" and 4 is "1,2,0"."""
+    names = gpus.split(",")
+    first = number % len(names)
+    return ",".join(names[first:] + names[:first])
+
+
 @pytest.fixture(autouse=True)
 def memory_of_the_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Workers share one GPU: a test's memory is released after it, and tests marked `large` run one after another."""
@@ -149,7 +166,8 @@ def memory_of_the_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.T
         return
     with ExitStack() as held:
         if "large" in request.keywords:
-            lock = held.enter_context(open(tmp_path_factory.getbasetemp().parent / "large", "w"))
+            gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]
+            lock = held.enter_context(open(tmp_path_factory.getbasetemp().parent / f"large{gpu}", "w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
         gc.collect()
