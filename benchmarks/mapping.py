@@ -2,6 +2,7 @@
 
     python benchmarks/mapping.py [--out benchmarks/results/h100/mapping.json] [--only resnet50 detr clips]
     python benchmarks/mapping.py --photographs FOLDER      of your own, instead of ones that are made
+    python benchmarks/mapping.py --repeat 8                each photograph under eight names: a longer steady state
 
 Photographs (JPEG, 500 x 375, quality 90: crops of real ones where scikit-image or scikit-learn is installed, else noise
 of all scales) are classified by ResNet-50 and searched by DETR, and clips of a video classified by ResNet-50; random
@@ -98,6 +99,7 @@ def main() -> int:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=", ".join(WAYS))
     parser.add_argument("--photographs", type=Path, help="a folder of JPEGs")
     parser.add_argument("--count", type=int, default=6000, help="photographs to be made (default %(default)s)")
+    parser.add_argument("--repeat", type=int, default=1, help="names of each photograph (default %(default)s)")
     parser.add_argument("--quick", action="store_true", help="few and on the CPU: shows that the script runs")
     options = parser.parse_args()
     if not options.quick and not torch.cuda.is_available():
@@ -138,6 +140,9 @@ def photographs(folder: Path, options: argparse.Namespace) -> tuple[Path, ...]:
         with ThreadPoolExecutor(CORES) as pool:
             for _ in pool.map(make, range(count)):
                 pass
+        for path in list(made.iterdir()):
+            for number in range(1, options.repeat):
+                path.with_stem(f"{path.stem}-{number}").hardlink_to(path)
     return tuple(sorted(made.iterdir()))
 
 

@@ -30,7 +30,7 @@ from rooftop.errors import MissingExtraError, ModelRunError, RooftopError
 CHUNKS_OF_A_WORKER = 2
 CORES_OF_A_WORKER = 4
 MOST_STARTS = 3  # items that fail in a row before the run does
-MOST_THREADS = 8  # decodes at a time in a worker: each may hold a whole photograph
+MOST_THREADS = 16  # decodes at a time in a worker: each may hold a whole photograph
 PATIENCE_S = 5.0  # that a worker has to end by itself
 
 
