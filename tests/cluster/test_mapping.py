@@ -20,6 +20,7 @@ from PIL import Image
 from rooftop.cluster import callable_target, local_workers, map_items
 from rooftop.cluster import parts as parts_module
 from rooftop.cluster.local_workers import divide
+from rooftop.cluster.mapping import size_near_end
 from rooftop.errors import InputError, ModelRunError, TargetError
 
 pq = pytest.importorskip("pyarrow.parquet")
@@ -374,6 +375,20 @@ def test_gpus_are_shared_by_as_many_processes_as_have_cores(
     assert {division.gpus.count(str(gpu)) for gpu in range(gpus)} == {workers // gpus}
     assert division.decode_threads * workers <= max(cores, workers)
     assert divide("cuda", 3, of_a_gpu).workers == 3
+
+
+def test_chunks_get_smaller_at_the_end_so_that_workers_end_together() -> None:
+    assert size_near_end(512, left=100_000, workers=4, batch=64) == 512
+    assert size_near_end(512, left=2048, workers=4, batch=64) == 256
+    assert size_near_end(512, left=700, workers=4, batch=64) == 64
+    assert size_near_end(512, left=0, workers=0, batch=64) == 64
+    left, given = 4000, []
+    while left > 0:
+        given.append(min(left, size_near_end(512, left, 4, 64)))
+        left -= given[-1]
+    assert sum(given) == 4000
+    assert given == sorted(given, reverse=True)
+    assert given[-4:-1] == [64, 64, 64]
 
 
 def test_a_column_without_a_type_takes_it_in_a_later_run() -> None:

@@ -24,7 +24,7 @@ from typing import Any
 from rooftop.cluster.arrow import load_arrow
 from rooftop.cluster.events import Event, Finished, Lost, Workers
 from rooftop.cluster.items import Decoding, Item, find_inputs, list_items
-from rooftop.cluster.local_workers import LocalWorkers, divide
+from rooftop.cluster.local_workers import CHUNKS_OF_A_WORKER, LocalWorkers, divide
 from rooftop.cluster.parts import Parts
 from rooftop.cluster.tables import Failure, is_settled, to_batch
 from rooftop.cluster.targets import Target, callable_target
@@ -222,6 +222,15 @@ def _chained(first: Item, others: Iterator[Item]) -> Iterator[Item]:
     yield from others
 
 
+def size_near_end(size: int, left: int, workers: int, batch: int) -> int:
+    """Size of a chunk if so many items are left, in whole batches and at most `size`.
+
+    Each worker may get two more chunks of what is left. So all workers end at about the same time.
+    """
+    share = left // (CHUNKS_OF_A_WORKER * max(1, workers))
+    return max(batch, min(size, share // batch * batch))
+
+
 class _Run:
     """The loop of a run, and its counters."""
 
@@ -234,6 +243,7 @@ class _Run:
         self.first_at = self.last_at = 0.0
         self.first_error: str | None = None
         self._number = 0
+        self._given = 0
         self._size = 1
         self._again: deque[Chunk] = deque()
         self._unsettled: list[Any] = []  # batches, until each column has a type
@@ -263,11 +273,12 @@ class _Run:
                     else:
                         if not workers.has_room():
                             break
-                        some = list(islice(items, self._size))
+                        some = list(islice(items, self._size_now(batch)))
                         if not some:
                             exhausted = True
                             break
                         chunk = self._chunk(some)
+                        self._given += len(some)
                     chunk.columns, chunk.learn = self._columns, not self._final
                     self.first_at = self.first_at or time.monotonic()
                     workers.give(chunk)
@@ -320,6 +331,12 @@ class _Run:
         wanted = min(wanted, int(MOST_BYTES / size))
         wanted = min(wanted, 2 * max(self._size, batch), MOST_ITEMS)  # one quick chunk says little
         return max(batch, wanted // batch * batch)
+
+    def _size_now(self, batch: int) -> int:
+        """Size of the next chunk: smaller ones at the end of the run, if its end is known."""
+        if self.files is None or not self._final:
+            return self._size
+        return size_near_end(self._size, self.files - self.parts.done.rows - self._given, len(self.workers), batch)
 
     def _add(self, rows: Any, count: int, errors: int) -> None:
         if self._final:
