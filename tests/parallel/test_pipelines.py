@@ -588,7 +588,7 @@ def replaying(name: str, graph: bool, how: str) -> None:
 def test_on_gpus_it_is_said_what_the_gpu_awaited(
     name: str, graph: bool, how: str, on_ranks: Run, ranks_failed: type[Exception]
 ) -> None:
-    """the graph that Python has launched cannot finish, and no other is launched"""
+    """Python no longer waits there: a launched graph cannot finish, or a graph is never launched."""
     began = time.monotonic()
     with pytest.raises(ranks_failed) as caught:
         on_ranks(2, replaying, name, graph, how, joined=False)
