@@ -372,7 +372,7 @@ def occupied(x: SparseConvTensor) -> Tensor:
 
 
 def test_orders_and_pairs_are_made_once_and_where_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with kernels, which a CPU cannot run: orders and pairs are made by the CPU functions, and calls are counted."""
+    """As with kernels, which a CPU cannot run: CPU functions make the orders and pairs, and calls are counted."""
     made: list[str] = []
 
     def counting(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
