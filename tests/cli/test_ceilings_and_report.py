@@ -91,7 +91,7 @@ def test_a_refresh_says_what_came_out_lower_and_that_the_higher_stays(
     assert status == 0
     assert "lower this time, so the earlier figure stays" in said
     assert f"was {good.peak('fp32') / 1e12:,.3g} TFLOP/s on {good.measured_at}" in said
-    assert "others used the machine meanwhile: 1.5 of 2 cores" in said
+    assert "other processes used the machine during the measurement: 1.5 of 2 cores" in said
     assert measure_ceilings("cpu").flops == good.flops
     status, out, _ = run("ceilings", "--device", "cpu", "--forget")
     assert measure_ceilings("cpu").peak("fp32") == good.peak("fp32") / 2

@@ -156,7 +156,7 @@ def test_pictures_of_one_name_do_not_overwrite_each_other() -> None:
         (
             ("one", "--random-weights", "0", "-o", "empty.pth/x"),
             2,
-            "empty.pth/x cannot be made (Not a directory): name",
+            "empty.pth/x cannot be created (Not a directory): name",
         ),
         (("one", "--random-weights", str(2**64)), 2, "is not in the range 0<=x<="),
         (("empty.pth", "--random-weights", "0"), 2, "empty.pth is not an image"),

@@ -74,7 +74,7 @@ def test_textures_are_kept_and_listed_or_left_out(tmp_path: Path, capsys: pytest
     (tmp_path / "red.png").unlink()
     assert main(["scene", "build", obj]) == 2
     said = capsys.readouterr().err
-    assert "material red names the image red.png, which is not there" in said
+    assert "which does not exist: put it beside the file" in said
     assert "--no-textures" in said
     assert main(["scene", "build", obj, "--no-textures"]) == 0
     assert Geometry.open(rtg).image_bytes == 0

@@ -156,7 +156,7 @@ def test_what_raises_hangs_or_ends_its_worker_is_an_error_of_its_item(scheduler:
     errors = {row["place"]: row["error"] for row in rows if row["error"] is not None}
     assert errors[3] == "ValueError: three is bad"
     assert errors[5] == "took longer than the timeout of 10 s"
-    assert errors[7].startswith("several workers of the scheduler ended while")
+    assert errors[7].startswith("several workers of the scheduler ended during this item")
     assert report.errors == 3
 
 
@@ -203,5 +203,5 @@ def test_where_there_is_no_scheduler(scheduler: Scheduler, monkeypatch: pytest.M
 
 def test_a_target_that_cannot_be_made_ends_the_run(scheduler: Scheduler) -> None:
     scheduler.start(1)
-    with pytest.raises(ModelRunError, match=r"making my\.py:Broken raised OSError: no weights here"):
+    with pytest.raises(ModelRunError, match=r"creating my\.py:Broken raised OSError: no weights here"):
         mapped(scheduler, "my.py:Broken", 3)

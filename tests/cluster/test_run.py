@@ -79,7 +79,7 @@ def test_each_item_has_one_row(
     assert (run.items, run.errors) == (count, sum(row["error"] is not None for row in rows))
     for row in rows:
         assert row["error"] is not None or row["place"] % 3
-        assert row["error"] in (None, "third") or "ended while" in row["error"] or "took longer" in row["error"]
+        assert row["error"] in (None, "third") or "ended during" in row["error"] or "took longer" in row["error"]
         if "n" in row and row["error"] is None:
             assert row["n"] == (row["place"] if row["place"] > 4 else None)
     if not any(fate in "dh" for fate, _ in fates):

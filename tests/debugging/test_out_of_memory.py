@@ -137,7 +137,7 @@ def test_what_was_asked_for_and_where() -> None:
 
 def test_the_text_says_it_all() -> None:
     text = str(explanation())
-    assert "cuda:0 is out of memory: 12.00 MiB asked for in head at /home/me/model.py:17" in text
+    assert "cuda:0 is out of memory: 12.00 MiB requested in head at /home/me/model.py:17" in text
     assert "131.00 MiB of them for this process" in text
     assert "64.00 MiB  activations [16, 1024, 1024] float32 in layers.1 at /home/me/model.py:17" in text
     assert "layers.1.weight (exp_avg) (optimizer states) [1280, 1024] float32 at /home/me/train.py:44" in text
@@ -154,7 +154,7 @@ def test_the_advice_follows_what_holds_the_memory() -> None:
     states = {address: KnownTensor(OPTIMIZER_STATE, "w", (1,), torch.float32) for address in (0x2000, 0x3000)}
     alone = DeviceMemory("cuda:0", 1, 1, 1, 999 * MIB, 1000 * MIB, 11 * MIB)
     request, optimizer = explanation(memory=alone, known=states).advice
-    assert request.startswith("The request alone (12.00 MiB) is more than the 11.00 MiB")
+    assert request.startswith("The request alone (12.00 MiB) exceeds the 11.00 MiB")
     assert "8-bit Adam" in optimizer
 
 

@@ -236,7 +236,7 @@ def test_only_what_is_missing_is_measured(cache: Path, probes: dict[str, float])
     assert set(second.flops) == {"fp32", "bf16"}
     assert set(measure_ceilings("cpu").flops) == {"fp32", "bf16", "fp64", "fp16"}
     assert probes["parts"] == 2
-    with pytest.raises(ValueError, match="unknown precision 'float32'; there are fp64, fp32"):
+    with pytest.raises(ValueError, match="unknown precision 'float32'; known are fp64, fp32"):
         measure_ceilings("cpu", precisions=["float32"])
 
 

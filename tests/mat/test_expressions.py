@@ -277,7 +277,7 @@ def test_mats_are_still_hashed_by_identity() -> None:
     assert len({a, b, a}) == 2
     assert (a == b).numpy().tolist() == [[255, 255]] * 2
     assert (a == None) is False  # noqa: E711
-    with pytest.raises(TypeError, match="no truth value"):
+    with pytest.raises(TypeError, match="no single truth value"):
         bool(a == b)
 
 

@@ -276,8 +276,8 @@ def test_colours_that_are_not_luma_and_chroma_are_not_for_nvjpeg() -> None:
         (plain, None),
         (FORMS["grey"], None),
         (FORMS["progressive"], None),
-        (adobe, "as they are"),
-        (bytes(bare), "as they are"),
+        (adobe, "stored as red, green and blue"),
+        (bytes(bare), "stored as red, green and blue"),
     ):
         with Image.open(io.BytesIO(content)) as image:
             found = nvjpeg.reason_against(image, content)

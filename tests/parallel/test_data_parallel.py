@@ -456,7 +456,7 @@ def test_a_buffer_may_be_written_to_while_autograd_keeps_another() -> None:
 def test_modules_that_cannot_be_replicated_are_refused() -> None:
     inside = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     inside[1].weight = nn.Parameter(torch.empty(2, 2, device="meta"))
-    with pytest.raises(ValueError, match=r"1\.weight is on meta, and the first device is cpu: move .* module\.to"):
+    with pytest.raises(ValueError, match=r"1\.weight is on meta, but the first device is cpu: move .* module\.to"):
         replicate(inside, TWO)
     compiled = nn.Sequential(nn.Linear(2, 2))
     compiled[0]._compiled_call_impl = compiled[0]._call_impl  # what Module.compile leaves, without its seconds

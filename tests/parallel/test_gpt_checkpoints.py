@@ -403,7 +403,7 @@ def test_pytorch_reads_what_any_layout_has_saved(on_ranks: Run, tmp_path: Path) 
 def test_what_no_layout_may_change_is_still_refused(on_ranks: Run, tmp_path: Path) -> None:
     training = training_of("llama")
     on_ranks(2, gone_on, training, "tp=2", tmp_path / "none", 1, tmp_path)
-    with pytest.raises(InputError, match="heads is 8 there, 4 here"):
+    with pytest.raises(InputError, match="heads is 8 in the checkpoint and 4 now"):
         find_training(tmp_path, replace(training, config=replace(LLAMA, heads=4)))
 
 

@@ -246,7 +246,7 @@ def on_a_gpu_at(rank: int) -> None:
 def test_a_rank_that_cannot_start_is_named_at_all(on_ranks: Run, ranks_failed: type[Exception]) -> None:
     errors = errors_of(on_ranks, ranks_failed, 2, on_a_gpu_at, 1)
     assert len(set(errors.values())) == 1
-    assert errors[0].startswith("RankError: rank 1 of 2 cannot start: it is process 1 on its machine")
+    assert errors[0].startswith("RankError: rank 1 of 2 cannot start: it is process 1 on a machine")
 
 
 def started_anew(start: int, attempts: list[int]) -> tuple[int, int, list[float]]:

@@ -206,7 +206,7 @@ def test_what_is_at_the_wrong_rank_is_refused() -> None:
     schedule = schedule_of("1f1b", 2, 2)
     with pytest.raises(ValueError, match="F of micro-batch 0 at stage 1 at rank 0, which has the stages"):
         changed(schedule, 0, [Instruction("F", 1, 0)])
-    with pytest.raises(ValueError, match="expected each of 0 to 1 at one"):
+    with pytest.raises(ValueError, match="expected each of 0 to 1 at exactly one"):
         replace(schedule, placement=((0,), (0,)))
 
 

@@ -234,7 +234,7 @@ def test_errors_say_what_would_fit(on_ranks: Run) -> None:
         "only one layer can be padded, got gate, up",
         "RowParallelLinear: in_features=9 cannot be split among 2 ranks",
         "heads=9 and kv_heads=9 cannot be split among 2 ranks: use 1, 3, 9 ranks",
-        "heads=12 and kv_heads=3 cannot be split among 2 ranks: use 1, 3, 6, 12 of them",
+        "heads=12 and kv_heads=3 cannot be split among 2 ranks: use 1, 3, 6, 12 ranks",
         "heads=3 must divide width=16",
         "features=9 cannot be split among 2 ranks",
         "add it after a row layer",

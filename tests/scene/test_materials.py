@@ -283,7 +283,7 @@ def test_materials_that_do_not_fit_a_mesh_are_refused(tmp_path: Path) -> None:
         build(path, Material(), materials=[0.5, 1.0])
     scene.build(POINTS, FACES, path, materials=[0, 2])
     world = Scene()
-    with pytest.raises(ValueError, match=r"a\.rtg has faces with the material number 2, and there are 1"):
+    with pytest.raises(ValueError, match=r"a\.rtg has faces with the material number 2, but there are 1 materials"):
         world.add_mesh(path, materials=[Material()])
     with pytest.raises(ValueError, match="no texture coordinates"):
         world.add_mesh(path, materials=[Material(texture=RGB)] * 3)

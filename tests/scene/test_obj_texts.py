@@ -113,7 +113,7 @@ def test_materials_in_latin_1_are_read(tmp_path: Path) -> None:
     [
         ("v 0 0 0\nv 1 0 0\nf -3 -2 -1\n", r"line 3: '-3' counts back beyond the first of 2"),
         ("v\t0 0 0\nf a b c\n", r"line 2: 'a' is not an index of a vertex"),
-        ("v 0 0 0\nv 1 0 0\nv 1 1 0\nv 0 1 0\nf 1 2 3 9\n", r"names vertex 9, and there are 4"),
+        ("v 0 0 0\nv 1 0 0\nv 1 1 0\nv 0 1 0\nf 1 2 3 9\n", r"names vertex 9, but there are only 4"),
         ("v\t0 0 x\nf 1 2 3\n", r"line 1: a vertex needs three numbers, got '0 0 x'"),
     ],
 )

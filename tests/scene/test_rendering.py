@@ -747,7 +747,7 @@ def test_outputs_that_were_not_asked_for_are_named(ball: Geometry) -> None:
     assert frame.normal is None
     assert Renderer(row_of(ball, [4.0]), "cpu").render(AHEAD, iter(["depth"])).depth is not None  # type: ignore[arg-type]
     assert frame["uv"].isnan().all()  # the mesh has none
-    with pytest.raises(KeyError, match=r"'normal' was not rendered.*there are: depth, uv"):
+    with pytest.raises(KeyError, match=r"'normal' was not rendered.*available: depth, uv"):
         frame["normal"]
 
 

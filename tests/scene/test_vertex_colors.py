@@ -251,7 +251,7 @@ def test_a_texture_of_a_ply_file_is_left_out_with_a_warning(tmp_path: Path) -> N
     head += [*(f"property float {axis}" for axis in "xyz"), "element face 1"]
     lines = [*head, "property list uchar int vertex_indices", "end_header", "0 0 0", "1 0 0", "0 1 0", "3 0 1 2"]
     (tmp_path / "mesh.ply").write_text("\n".join(lines) + "\n")
-    with pytest.warns(UserWarning, match=r"mesh\.ply: its texture my scan\.png is left out"):
+    with pytest.warns(UserWarning, match=r"mesh\.ply: its texture my scan\.png is ignored"):
         assert read_mesh(tmp_path / "mesh.ply").table is None
 
 

@@ -84,7 +84,7 @@ def test_wrong_modules() -> None:
     with pytest.raises(IndexError, match="index 1 is out of range: there are 1 modules"):
         network[1]
     lstm = spconv.SparseSequential(nn.LSTM(2, 2))
-    with pytest.raises(TypeError, match="module '0', LSTM, made tuple of the features: derive it from SparseModule"):
+    with pytest.raises(TypeError, match="module '0', LSTM, returned tuple for the features: derive it"):
         lstm(a_tensor())
 
 

@@ -98,7 +98,7 @@ def _other(shard: Shard) -> Shard:
 
 def test_what_nobody_holds_or_ranks_disagree_on_is_an_error() -> None:
     half = Shard((Piece(Box((8, 2), (0, 0), (4, 2))),))
-    with pytest.raises(ValueError, match="the ranks together hold 8 elements of up, which has 16"):
+    with pytest.raises(ValueError, match="the ranks together hold 8 elements of up, but it has 16"):
         planned([[Held.of("up", "F32", (8, 2), half)]])
     with pytest.raises(ValueError, match=r"up is .* on two ranks"):
         planned([[Held.of("up", "F32", (8, 2), None)], [Held.of("up", "F64", (8, 2), None)]])

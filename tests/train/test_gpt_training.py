@@ -265,7 +265,10 @@ def test_only_what_changes_no_number_may_change(tmp_path: Path) -> None:
     save_training(tmp_path, trainer())
     find_training(tmp_path, replace(TRAINING, micro_batch=1, learning_rate=0.1, recompute=True, cuda_graph=True))
     other = replace(TRAINING, seed=7, config=replace(CONFIG, layers=3))
-    with pytest.raises(InputError, match="another training: layers is 2 there, 3 here; seed is 0 there, 7 here"):
+    with pytest.raises(
+        InputError,
+        match="another training: layers is 2 in the checkpoint and 3 now; seed is 0 in the checkpoint and 7 now",
+    ):
         find_training(tmp_path, other)
 
 
@@ -425,7 +428,7 @@ def test_what_cannot_be_captured_is_said() -> None:
 def test_a_graph_needs_a_gpu() -> None:
     with pytest.raises(ValueError, match="needs a GPU, but the training runs on cpu: leave the graph out"):
         trainer(GRAPHED)
-    with pytest.raises(ValueError, match="Replayed: a CUDA graph needs a GPU, got cpu: call the function itself"):
+    with pytest.raises(ValueError, match="Replayed: a CUDA graph needs a GPU, got cpu: call the function directly"):
         Replayed(lambda: (), CPU)
     with pytest.raises(ValueError, match="needs a GPU, but the training runs on cpu"):
         GRAPHED.check(Layout(), 1, "cpu")

@@ -374,7 +374,7 @@ def test_a_writing_process_that_dies_is_an_error(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(checkpoint_files, "__file__", str(script))
     one = trainer()
     one.advance()
-    with saving(tmp_path / "run", one) as saver, pytest.raises(RuntimeError, match=r"ended with 1: of no use"):
+    with saving(tmp_path / "run", one) as saver, pytest.raises(RuntimeError, match=r"ended with status 1: of no use"):
         begin_and_wait(saver)
     assert nothing_saved(tmp_path / "run")
 

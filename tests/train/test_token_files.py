@@ -227,5 +227,5 @@ def test_a_folder_with_files_of_tokens_is_not_read_as_the_text_beside_them(tmp_p
     (tmp_path / "readme.txt").write_text("text")
     for name in ("train.bin", "val.bin"):
         np.arange(9).astype(np.uint16).tofile(tmp_path / name)
-    with pytest.raises(InputError, match=r"has files of tokens \(train.bin, val.bin\): name those"):
+    with pytest.raises(InputError, match=r"has files of tokens \(train.bin, val.bin\): list the files to train on"):
         open_tokens(tmp_path)

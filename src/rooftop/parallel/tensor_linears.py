@@ -207,7 +207,7 @@ class RowParallelLinear(Deferring, LinearAct):
         if self.group is None:
             return product(input, self.weight, self.bias, self.activation, residual, self.deferral)
         if residual is not None:
-            raise ValueError("RowParallelLinear takes no residual: add it to the result")
+            raise ValueError("RowParallelLinear does not accept a residual: add it to the result")
         partial = self.summand(input)
         if self.sequence_parallel:
             total = scattered_sum_of_ranks(partial, SEQUENCE, self.group)

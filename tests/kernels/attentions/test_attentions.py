@@ -177,7 +177,7 @@ ARGUMENTS = dict(zip(("query", "key", "value"), inputs(2, 4, 5, 6, 8), strict=Tr
     [
         ({"query": [1.0]}, TypeError, "query must be a tensor, got list"),
         ({"query": torch.zeros(5, 8)}, ValueError, r"expected query of shape \(B, H, S, D\)"),
-        ({"key": torch.zeros(2, 4, 6, 7)}, ValueError, "do not fit"),
+        ({"key": torch.zeros(2, 4, 6, 7)}, ValueError, "do not match"),
         ({"value": ARGUMENTS["value"].half()}, TypeError, "must have one dtype"),
         ({"key": torch.zeros(2, 2, 6, 8), "value": torch.zeros(2, 2, 6, 8)}, ValueError, "enable_gqa=True"),
         (

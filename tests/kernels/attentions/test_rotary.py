@@ -192,7 +192,7 @@ X, (COS, SIN) = torch.zeros(2, 3, 4, 8), tables(6, 4)
         ({"cos": torch.zeros(6, 8), "sin": torch.zeros(6, 8)}, ValueError, r"give cos\[..., :4\]"),
         ({"sin": torch.zeros(5, 4)}, ValueError, "cos and sin of one shape"),
         ({"cos": COS.to("meta")}, ValueError, "x is on cpu, cos on meta"),
-        ({"cos": COS.clone().requires_grad_()}, NotImplementedError, "get no gradient"),
+        ({"cos": COS.clone().requires_grad_()}, NotImplementedError, "are not supported: detach them"),
         ({"offset": 3}, ValueError, "positions 3 to 6 are not in tables of 6 positions"),
         ({"offset": torch.tensor([-1, 0])}, ValueError, "positions -1 to 3 are not"),
         ({"offset": torch.tensor([1])}, ValueError, r"expected offset \(2,\)"),

@@ -431,7 +431,7 @@ def test_hooks_of_norms_see_their_calls(config: GptConfig) -> None:
         (lambda m: m(torch.zeros(3, dtype=torch.int64)), ValueError, r"expected tokens \(B, S\), got \(3,\)"),
         (lambda m: m([[1]]), TypeError, "got list"),
         (lambda m: m(torch.zeros(1, 3)), TypeError, "tokens must be int64 or int32, got torch.float32"),
-        (lambda m: m(torch.zeros(1, 41, dtype=torch.int64)), ValueError, "41 positions, the model has 40"),
+        (lambda m: m(torch.zeros(1, 41, dtype=torch.int64)), ValueError, "41 positions, but the model has 40"),
         (
             lambda m: m(text(GPT), positions=torch.arange(3)),
             ValueError,
@@ -440,7 +440,7 @@ def test_hooks_of_norms_see_their_calls(config: GptConfig) -> None:
         (lambda m: m(text(GPT) + 97), IndexError, "index out of range"),
         (lambda m: m(text(GPT), text(GPT)[:, 1:]), ValueError, r"expected target of shape \(2, 21\), got \(2, 20\)"),
         (lambda m: continue_greedily(m.train(), text(GPT), 1), ValueError, r"training mode: call model\.eval"),
-        (lambda m: continue_greedily(m, text(GPT), 20), ValueError, "41 positions, the model has 40"),
+        (lambda m: continue_greedily(m, text(GPT), 20), ValueError, "41 positions, but the model has 40"),
         (lambda m: continue_greedily(m, text(GPT)[:, :0], 1), ValueError, r"expected tokens \(B, S\)"),
     ],
 )

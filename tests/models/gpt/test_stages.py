@@ -112,5 +112,5 @@ def test_a_rank_alone_has_all_stages_of_the_same_model() -> None:
 
 
 def test_a_schedule_for_other_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match="is for 2 ranks, and the layout dp=1 tp=1 pp=1 cp=1 has pp=1"):
+    with pytest.raises(ValueError, match="is for 2 ranks, but the layout dp=1 tp=1 pp=1 cp=1 has pp=1"):
         parallel_gpt_stages(GPT, Layout(), {}, schedule_of("1f1b", 2, 2), length=8, seed=3)

@@ -420,7 +420,7 @@ def test_a_pool_below_the_root_pages_is_refused_before_anything_is_allocated(
     with monkeypatch.context() as nothing:
         for name in ("Slots", "Loader", "RequestBuffers"):
             nothing.setattr(pool_module, name, refused)
-        with pytest.raises(InputError, match=f"take {roots} slots of 131,072 bytes: give at least {roots * SLOT:,}"):
+        with pytest.raises(InputError, match=f"need {roots} slots of 131,072 bytes: give at least {roots * SLOT:,}"):
             Renderer(scene, "cpu", pool_bytes=roots * SLOT - 1)
     tight = Renderer(scene, "cpu", pool_bytes=roots * SLOT)
     frame = tight.render(flight(1)[0])

@@ -502,7 +502,7 @@ def continue_greedily(model: Gpt, tokens: Tensor, count: int) -> Tensor:
         raise ValueError(f"continue_greedily: expected tokens (B, S) and a count, got {tuple(tokens.shape)}, {count}")
     end = tokens.shape[1] + count
     if end > model.config.positions:
-        raise ValueError(f"continue_greedily: {end} positions, the model has {model.config.positions}")
+        raise ValueError(f"continue_greedily: {end} positions, but the model has {model.config.positions}")
     cache, step = Cache(end), tokens
     for _ in range(count):
         positions = torch.arange(cache.length, cache.length + step.shape[1], device=tokens.device)
