@@ -184,10 +184,8 @@ def test_sound_that_is_damaged_leaves_no_file(tmp_path: Path) -> None:
     front.write_bytes(front.read_bytes()[: front.stat().st_size // 2])
     assert len(places) > 10
     writer = VideoWriter(tmp_path / "out.mkv", 25, sound_from=front)
-    with pytest.raises(
-        DamagedVideoError,
-        match=r"the sound of .* (cannot be read further|is damaged|has a damaged|ends)",
-    ):  # noqa: PT012
+    words = r"the sound of .* (cannot be read further|is damaged|has a damaged|ends)"
+    with pytest.raises(DamagedVideoError, match=words):  # noqa: PT012
         writer.write(FRAMES)
         writer.close()
     assert sorted(tmp_path.iterdir()) == [front, given]
