@@ -315,7 +315,7 @@ class _Observer(TorchDispatchMode):
         self.launched.append(Step(kernel, compiled, grid, given, tuple(pointers), dict(parameters)))
 
     def zeros(self, device: torch.device, count: int) -> Tensor | None:
-        """Counters, as memory of the call."""
+        """Counters, recorded as memory that belongs to the call."""
         if get_ident() != self.thread:
             return counters_now(device, count)
         with self._unseen():

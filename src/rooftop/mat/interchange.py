@@ -149,7 +149,7 @@ def _header(shape: Sizes, strides: Sizes, code: int, type: int | None, copied: s
 
 
 def _steps(sizes: Sizes, strides: Sizes, elem_bytes: int, copied: str) -> Sizes:
-    """The strides, of which the relevant ones are checked. Irrelevant ones are set as if there were no gaps."""
+    """The strides. Relevant ones are checked. Irrelevant ones are set as if there were no gaps."""
     steps: list[int] = []
     least = elem_bytes
     for axis in range(len(sizes) - 1, -1, -1):

@@ -202,7 +202,7 @@ def torch_dtype(type: int) -> torch.dtype:
 
 
 def numpy_dtype(type: int) -> np.dtype[np.generic]:
-    """The dtype of NumPy of a type's channels.
+    """NumPy's dtype for the channels of a type.
 
     Raises:
         TypeError: CV_16BF, which NumPy lacks.

@@ -335,7 +335,7 @@ def _plain(path: Path, what: str) -> Path:
 
 
 def _appended(path: Path) -> TextIO:
-    """A log that continues on a new line: a killed process may have left an incomplete one."""
+    """Open a log to append on a new line: a killed process may have left an incomplete line."""
     with path.open("a+b") as log:
         log.seek(-min(1, log.tell()), os.SEEK_END)
         if log.read(1) not in (b"", b"\n"):

@@ -157,7 +157,7 @@ _COVERED: dict[str, Callable[[Tensor], Tensor]] = {  # for other outputs, whethe
     "coverage": lambda covered: covered,
     "material_depth": lambda depth: depth > 0,
     "overdraw": lambda times: times > 0,
-    "shadow": lambda shares: shares.isfinite().any(-1),  # without lights there is nothing
+    "shadow": lambda shares: shares.isfinite().any(-1),  # a scene without lights has no finite shadow value
 }
 
 # ---- colours (N, 3) of N values --------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def _pairs(call: Call) -> int:
 
 
 def _window(call: Call, causal: bool) -> tuple[int | None, int | None]:
-    """The number of positions before and after its own that a query sees; None: all."""
+    """How many positions a query sees before and after its own position; None: all."""
     left, right = call.get("window_size_left"), call.get("window_size_right")
     window = call.get("window_size")
     if isinstance(window, (list, tuple)):

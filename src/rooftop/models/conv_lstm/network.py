@@ -186,7 +186,7 @@ class ConvLSTM2D(nn.Module):
             outputs, state = self._step_by_step(inputs, given, mask)
         if self.stateful:  # copies, so that the last state does not keep the earlier ones alive
             self.hidden_state, self.cell_state = (t.detach().clone() for t in state)
-        results = outputs[-1:] if last_only else outputs  # (T, N, ...), in which order the next layer's steps read
+        results = outputs[-1:] if last_only else outputs  # (T, N, ...), the order that the next layer reads
         hidden, cell = (self._as_given(t) for t in state)
         return results.transpose(0, 1), (hidden, cell)
 

@@ -7,7 +7,7 @@
 | kind | a frequency becomes |
 |---|---|
 | `linear` | frequency / factor: positions are counted in smaller steps |
-| `llama3` | the same where its wave is short, frequency / factor where it is long, and a mixture between |
+| `llama3` | unchanged for short wavelengths, frequency / factor for long ones, a mixture between them |
 
 Sources: Chen et al. 2023, "Extending Context Window of Large Language Models via Positional Interpolation"; Llama 3.1's
 reference code (`apply_scaling` in meta-llama/llama-models), which transformers calls "llama3".
