@@ -57,7 +57,7 @@ def peer_memory(bytes: int, group: ProcessGroup, device: torch.device, lacking: 
         lacking: what this rank lacks to use it, if anything: then all are refused.
     """
     with torch.cuda.device(device):
-        torch.cuda.synchronize(device)  # also makes the context current: the driver allocates from it
+        torch.cuda.synchronize(device)  # makes the context current, since the driver allocates in it
         own, offer = _offered(bytes, device, lacking)
         offers = of_all(offer, group)
         refused = refusal(offers)
