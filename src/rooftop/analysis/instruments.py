@@ -334,8 +334,8 @@ def medians(
     """Each operator's median time over the faster runs, if all runs had the same operators on the same sizes.
     Otherwise, only the last run counts.
 
-    Other work of a host only adds to a run, as it does to the steps, of which the lower tenth is the wall time. Also
-    the median time of kernels without an operator. A note on runs that differ is added to `notes`.
+    Other work of the host only adds to a run, as it adds to the steps. The wall time is the lower tenth of the steps.
+    Also the median time of kernels without an operator. A note on runs that differ is added to `notes`.
 
     Args:
         undisturbed: the time of each kernel without labels. If the labelled runs launched the same kernels, these are

@@ -214,7 +214,7 @@ Make = Callable[[TensorSpec], Tensor]
 
 
 def _batch_norm(spec: CallSpec, make: Make) -> tuple[Callable[[], Tensor], list[Tensor]]:
-    """Weights and running statistics are present if they were before, in the dtype in which autocast leaves them."""
+    """Weights and running statistics are present if the recorded call had them, in the dtypes of that call."""
     x = make(spec["input"])
 
     def given(name: str) -> Tensor | None:

@@ -54,7 +54,7 @@ def kernel_times(variants: Sequence[Variant], device: torch.device) -> list[list
     """
     from rooftop.hardware.bandwidth_kernels import marker
 
-    marker()  # compiled, if it was not
+    marker()  # compile it before the trace
     torch.cuda.synchronize(device)
     with Trace(device, host=False) as trace:
         for variant in variants:

@@ -225,7 +225,7 @@ _one_at_a_time = Lock()
 
 
 def _observed(run: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, Any]:
-    """(the result, its steps or `_OTHER`), or `_SEEN` if another thread observes a call of its own."""
+    """Return the result and its steps (or `_OTHER`); `_SEEN` instead of steps if another thread is observing a call."""
     places = tuple(i for i, each in enumerate(arguments) if isinstance(each, Tensor))
     tensors = [arguments[i] for i in places]
     if len({id(each) for each in tensors}) < len(tensors) or not _one_at_a_time.acquire(blocking=False):

@@ -33,7 +33,7 @@ class MatDataFlag(Flag):
 
 
 class _Share:
-    """An object that only the Mats of a block refer to, so that its reference count is their number."""
+    """An object to which only the Mats of a block refer. Its reference count is the number of these Mats."""
 
     __slots__ = ()
 

@@ -47,7 +47,7 @@ def check_nothing_is_carried(original: nn.Module, step: Step, drawn: Sequence[Dr
     for draw in (*drawn[1:], drawn[0]):
         try:
             outcome_of(step, model, model, draw.given)
-        except Exception:  # reported where the draw is tried
+        except Exception:  # the error is reported when the draw is tried
             continue
         if changed := _changed(before, _state(model)):
             raise ValueError(

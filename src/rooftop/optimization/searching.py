@@ -84,7 +84,7 @@ class Search:
         self._gates: dict[tuple[str, ...], Gate] = {}
 
     def run(self, rules: Sequence[Rule], all_at_once: bool = False) -> None:
-        """Try rules, those of the largest predicted gain first.
+        """Try rules. The rule with the largest predicted gain comes first.
 
         Args:
             all_at_once: apply them all, prove and time them together: a plan.

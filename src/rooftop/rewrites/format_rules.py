@@ -27,7 +27,7 @@ class ChannelsLast(Rule):
         convolutions = [
             module
             for module in candidate.model.modules()
-            if isinstance(module, CONVOLUTIONS_2D) and module.weight is not None  # folded ones have none
+            if isinstance(module, CONVOLUTIONS_2D) and module.weight is not None  # a folded convolution has no weight
         ]
         for module in convolutions:
             weight = module.weight.detach().contiguous(memory_format=torch.channels_last)

@@ -248,7 +248,7 @@ def random_uniform(
         step: from 0 to 2^63 - 1; another step gives other numbers.
         low, high: finite, rounded to float32 (except for float64).
         dtype: float32: low + (high - low) * u with 24 bits of u. bfloat16, float16: the same rounded; if that is
-            `high`, the number before it. float64: 53 bits, of which the first 24 are the same.
+            `high`, the number before it. float64: 53 bits; the first 24 are the same.
         device: the bits are the same on any device.
 
     Returns:

@@ -107,7 +107,7 @@ LARGE, PIECES, TILES = wp.constant(5), wp.constant(6), wp.constant(7)
 DRAWN_TRIANGLES, DRAWN_LEVELS, DRAWN_CLUSTERS = wp.constant(8), wp.constant(9), wp.constant(13)
 # And only for persistent_cull (10 to 12): claimed places in the queue, finished nodes, claimed places among the groups.
 # Its queue counts as level 0.
-LEVEL = wp.constant(16)  # and on, to the end: nodes of each level of a tree, which has at most layouts.MAX_DEPTH
+LEVEL = wp.constant(16)  # from here to the end: a counter of nodes for each level of a tree, at most layouts.MAX_DEPTH
 
 # ---- lights, written by shadow_maps.py -------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
     recipe = Recipe.of({"run": {"epochs": 20}, "optimizer": {"name": "adamw", "lr": 1e-3}})
     recipe = recipe.with_values(["mix.mixup=0.2", "ema.decay=0.999"])
 
-A switch that is off costs nothing: its default is the value without effect.
+A switch left at its default is off and costs nothing.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class Page:
         assert self.history.facts is not None
         try:
             self._roof = task_roof(self.history.task, model, self._recipe, self.history.facts)
-        except Exception as error:  # of the user's code on tensors without data: the page says so, the training is over
+        except Exception as error:  # the user's code may fail on tensors without data; the page then shows the reason
             self._roof = str(error)
         self.write()
 
