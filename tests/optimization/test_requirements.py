@@ -93,7 +93,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         "tensors must be plain tensors, got a .*Image",
     ),
     "nested": (lambda: rooftop.optimize(linear(), torch.nested.nested_tensor([X, X])), "got a nested tensor"),
-    "a hidden result": (lambda: rooftop.optimize(Hiding(), X), "a result may hide tensors.*use_cache=False"),
+    "a hidden result": (lambda: rooftop.optimize(Hiding(), X), "a result may contain tensors.*use_cache=False"),
     "a shape that the model refuses": (
         lambda: rooftop.optimize(linear(), X, shapes=[(2, 5)]),
         "does not take inputs of 2x5 float32, which shapes= names",

@@ -35,7 +35,7 @@ class Level:
 
     @property
     def in_flight_bytes(self) -> float:
-        """The bytes that must be on their way to reach this rate, by Little's law."""
+        """The bytes that must be in flight at once to reach this rate, by Little's law."""
         return 1e-9 * self.latency_ns * self.rate
 
 
@@ -44,7 +44,7 @@ class Flight:
     """Loads from the farthest memory of the device, at one concurrency and one parallelism.
 
     Attributes:
-        concurrency: loads that a thread has on their way.
+        concurrency: loads that a thread has in flight.
         parallelism: threads that load at the same time.
         bytes_each: bytes of one load.
         rate: bytes/s, measured.
@@ -59,7 +59,7 @@ class Flight:
 
     @property
     def in_flight_bytes(self) -> int:
-        """The bytes that are on their way."""
+        """The bytes that are being loaded at any time."""
         return self.concurrency * self.parallelism * self.bytes_each
 
 

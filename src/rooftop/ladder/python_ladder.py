@@ -50,8 +50,8 @@ class SpeedRung:
         copied: bytes that one call copies between processes, or between host and GPU; None if nothing is copied.
         clock: how it is timed: called on the host, replayed from a CUDA graph, or called between events on the GPU.
         note: a remark in a few words.
-        part: computes one of many equal parts; for rungs that take the same time for every point, and for which a whole
-            call is too long to stay undisturbed.
+        part: computes one of many equal parts. For rungs that take the same time for every point, if other work on the
+            machine would disturb a whole call.
     """
 
     name: str

@@ -77,7 +77,7 @@ class Optimized:
         checked: inputs on which every change was compared with the original. unchecked: skipped ones, with the reason.
         proven: shapes that the faster module runs.
         surroundings: the model, inputs, device and versions of this result.
-        differs: with a plan, how these differ from those for which it was found.
+        differs: if a plan was given, how this machine, model and inputs differ from those for which the plan was found.
     """
 
     module: OptimizedModule

@@ -113,8 +113,8 @@ def outcome_of(step: Step, call: Callable[..., Any], model: nn.Module, given: Ar
             structure = signature((output, given), _layout)[0]
         except TypeError as error:
             raise TypeError(
-                f"optimize: a result may hide tensors: {error}. Let the model return tensors (transformers: "
-                "use_cache=False)"
+                f"optimize: a result may contain tensors that cannot be compared: {error}. Let the model return "
+                "tensors (transformers: use_cache=False)"
             ) from error
         values = {f"result {i}": _dense(t) for i, t in enumerate(results)}
         values |= {name: _dense(gradient) for name, gradient in gradients.items()}

@@ -379,7 +379,7 @@ def test_powers_of_booleans_and_integers_are_computed_in_the_dtype_of_the_result
             torch.testing.assert_close(with_number(operator.pow, power)(operand), operand**power)
     torch.testing.assert_close(add(values(3).half(), n, alpha=0.3), values(3).half() + 0.3 * n.half())
     torch.testing.assert_close(add(n, x[1], alpha=3), torch.add(n, x[1], alpha=3))
-    with pytest.raises(TypeError, match=r"alpha and value must be integers beside torch\.uint8"):
+    with pytest.raises(TypeError, match=r"alpha and value must be integers if the inputs are torch\.uint8"):
         add(n, n, alpha=0.5)
 
 

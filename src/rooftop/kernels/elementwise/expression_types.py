@@ -138,7 +138,9 @@ def _type_of(name: str, operands: list[Kind], autocast: bool) -> Typed:
     common = promoted(operands)
     if operation.typing == "scaled":
         if common.is_floating_point and not operands[0].dtype.is_floating_point:
-            raise TypeError(f"fused: alpha and value must be integers beside {operands[0].dtype}, got {common}")
+            raise TypeError(
+                f"fused: alpha and value must be integers if the inputs are {operands[0].dtype}, got {common}"
+            )
         common = operands[0].dtype
     if operation.typing == "compared":
         return Typed(Kind(torch.bool, rank), common)

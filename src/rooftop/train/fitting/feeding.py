@@ -99,7 +99,7 @@ class Feed:
         self._next = 0
 
     def close(self) -> None:
-        """End the reading ahead and its processes."""
+        """Stop reading ahead, and end the processes that read."""
         self._end_reading()
         self.loader.close()
 
