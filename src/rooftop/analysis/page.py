@@ -32,7 +32,7 @@ ON_CPU = {"launch_gap_ms": "time between operators, in Python, PyTorch and the s
 """Other wording for a CPU, which waits for no host."""
 RANK_PARTS = (
     ("own", "what the rank needs by itself"),
-    ("transfer", "exposed communication without waiting: collectives during which nothing else runs"),
+    ("transfer", "exposed communication, without the time spent waiting: collectives while nothing else runs"),
     ("waited", "exposed communication in which the rank waits for a slower rank"),
 )
 

@@ -172,7 +172,7 @@ def _of_samples(
 
 
 def _batch_of(samples: Samples, some: Sequence[int], batch: int) -> list[Any]:
-    """Samples for a batch; samples repeat if there are too few."""
+    """The samples of a batch. If there are too few, samples repeat."""
     made = [sample(samples, index, 0, 0) for index in some[:batch]]
     return list(itertools.islice(itertools.cycle(made), min(batch, len(samples))))
 

@@ -154,7 +154,7 @@ def with_nan(tensor: Tensor) -> Tensor:
 def of_shape(given: Arguments, shape: Sequence[int], generator: torch.Generator) -> Arguments:
     """The given arguments with the first tensor in another shape.
 
-    Other tensors with the same first dimension share it as a batch, so they get the new one, too.
+    Other tensors whose first dimension is the same have the same batch, so their first dimension changes too.
     """
     first, *_ = tensors_of(given)
 

@@ -36,7 +36,7 @@ class ConvTile:
             a time.
         group: rows of tiles in a band, whose operands L2 holds.
         parts: parts of a tile's pixels, finished one after the other (not gathered).
-        split: parts of K that are summed separately (not persistent); none of them is empty.
+        split: number of parts of K that are summed separately (not persistent); each part has elements.
         programs_per_sm: how many persistent programs an SM holds: with two, one computes while the other finishes.
         early: whether it is launched while the previous kernel may still run, and waits for it (not persistent).
     """

@@ -59,7 +59,7 @@ _WORDS = {"inf": math.inf, "nan": math.nan, "True": True, "False": False}
 class _Waiting(NamedTuple):
     """An operator, a call or a parenthesis that waits for operands.
 
-    `operation`: "" for a parenthesis that is not a call. `binding`: 0 for calls and parentheses. `before`: the number
+    `operation`: "" for parentheses that only group. `binding`: 0 for calls and parentheses. `before`: the number
     of values on the stack before it.
     """
 

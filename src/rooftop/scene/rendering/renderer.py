@@ -369,7 +369,7 @@ def _filled(pool: Pool, history: bool) -> tuple[bool, bool]:
 
     The first pass's requests depend only on the previous frame. Once they are resident, the pass draws the same as with
     all pages, so the second pass's requests are known, too. If both do not fit, the frame is drawn without the previous
-    frame: then its requests depend on nothing else, and the choice is based on them.
+    frame. Its requests then depend only on the camera and the scene, and the choice is based on these requests.
 
     Returns:
         Whether the pages are the best that fit, so that loading more cannot help, and whether to test against the
