@@ -10,8 +10,9 @@ and the spread between them, since hosts and moments differ. Modes:
     forward          with a gradient wanted
     both             forward and backward
 
-`torch` does the same by its own functions, one after the other where it has no fused one. `torch_sum` is what its parts
-take. Of ours, in inference, the parts:
+`rooftop` is a call as users make it: in C++ once it is known (launch/repeated_calls.py); `why` says why Python makes it
+nevertheless. `python` is the same call in Python. `torch` does the same by its own functions, one after the other where
+it has no fused one. Of the call in Python, in inference, the parts:
 
     checks           the public function up to its operators, and back
     way              from the call of an operator to what runs it (launch/fast_path.py)
@@ -44,7 +45,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rooftop import kernels
 from rooftop.hardware import ceilings_of, measure_ceilings
-from rooftop.launch import operators, triton_launch
+from rooftop.launch import operators, repeated_calls, triton_launch
 from rooftop.launch.compiled_kernels import Compiled
 
 BURST = 40
@@ -162,6 +163,8 @@ def main() -> int:
         parser.error("needs an NVIDIA GPU; --quick shows on a CPU that the script runs")
     device = torch.device("cpu" if options.quick else "cuda")
     rounds, compiled = (3, False) if options.quick else (options.rounds, not options.no_compile)
+    if not options.quick:
+        repeated_calls.build()
     results = Results(options.out, ceilings_of("h200") if options.quick else measure_ceilings("cuda"))
     for case in CASES:
         if case.name in options.only:
@@ -183,15 +186,19 @@ def rows_of(case: Case, device: torch.device, rounds: int, compiled: bool) -> It
         variants["torch.compile"] = torch.compile(case.torch, fullgraph=True)
     for mode, (backward, within) in MODES.items():
         runs = {name: run_of(function, given, backward) for name, function in variants.items()}
+        runs["python"] = in_python(runs["rooftop"])
+        before = repeated_calls.calls_made()
         with within():
             taken = in_turn(runs, device, rounds)
         row: dict[str, Any] = {"case": case.name, "mode": mode, "unit": "us"}
         row |= {name: statistics.median(found) for name, found in taken.items()}
         row["by_torch"] = row["rooftop"] / row["torch"]
+        row["made_in_cpp"] = (repeated_calls.calls_made() - before) / (rounds * BURST)
+        row["why"] = dict(repeated_calls.reasons)
         row["spread"] = {name: (max(each) - min(each)) / statistics.median(each) for name, each in taken.items()}
         if mode == "inference":
-            with within():
-                row["parts"] = parts(lambda: case.ours(*given), device, rounds, row["rooftop"])
+            with within(), repeated_calls.in_python():
+                row["parts"] = parts(lambda: case.ours(*given), device, rounds, row["python"])
         yield row
 
 
@@ -215,10 +222,20 @@ def run_of(function: Callable[..., Any], given: tuple[Any, ...], backward: bool)
     return lambda: torch.autograd.grad(results_of(function(*given))[0], leaves, slope, allow_unused=True)
 
 
+def in_python(run: Run) -> Run:
+    """The same, made in Python; the switch is part of the burst, not of the call."""
+
+    def all_of_it() -> Any:
+        return run()
+
+    all_of_it.within = repeated_calls.in_python  # type: ignore[attr-defined]
+    return all_of_it
+
+
 def in_turn(runs: dict[str, Run], device: torch.device, rounds: int) -> dict[str, list[float]]:
     """Microseconds of each, in each round."""
     for run in runs.values():
-        for _ in range(3):  # compiles
+        for _ in range(5):  # compiles, and gets known
             run()
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds):
@@ -231,10 +248,11 @@ def host_us(run: Run, device: torch.device) -> float:
     """Of one call, while the queue of the device has room."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    for _ in range(BURST):
-        run()
-    took = time.perf_counter() - began
+    with getattr(run, "within", nullcontext)():
+        began = time.perf_counter()
+        for _ in range(BURST):
+            run()
+        took = time.perf_counter() - began
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return 1e6 * took / BURST

@@ -26,12 +26,13 @@ _runtime: Any = None  # Triton's settings, once it is imported
 class Compiled:
     """A compiled kernel on one device, with the constants that follow its arguments."""
 
-    __slots__ = ("constants", "device", "function", "kernel", "metadata", "run", "stream_of")
+    __slots__ = ("constants", "device", "function", "kernel", "metadata", "run", "stream_of", "whole")
 
     def __init__(self, kernel: Any, compiled: Any, constants: tuple[Any, ...]) -> None:
         from triton.runtime import driver
 
         self.kernel = kernel  # keeps it alive, so no other kernel gets its id
+        self.whole = compiled
         self.constants = constants
         self.run, self.function, self.metadata = compiled.run, compiled.function, compiled.packed_metadata
         self.device: int = driver.active.get_current_device()

@@ -76,6 +76,8 @@ def remembering(run: Callable[..., Any], settings: Callable[[Sequence[Any]], Any
     _forgets.append(known.clear)
 
     def again(*arguments: Any) -> Any:
+        if lesson is not None and lesson.thread == get_ident():
+            return lesson.operator(run, arguments)
         if arguments[0].is_cpu and not ON_CPU:
             return run(*arguments)
         facts = facts_of(arguments if settings is None else (*arguments, settings(arguments)))
@@ -85,6 +87,7 @@ def remembering(run: Callable[..., Any], settings: Callable[[Sequence[Any]], Any
                 return result
         elif found is _SEEN:
             result, known[facts] = _observed(run, arguments)
+            became_known()
             return result
         elif found is None and facts is not None:
             if len(known) >= MOST_KNOWN:
@@ -93,6 +96,34 @@ def remembering(run: Callable[..., Any], settings: Callable[[Sequence[Any]], Any
         return run(*arguments)
 
     return again
+
+
+def watched(run: Callable[..., Any], pure: bool) -> Callable[..., Any]:
+    """The same function of an operator's arguments, which lessons see.
+
+    Args:
+        run: the function.
+        pure: whether its decisions depend on the facts of its arguments alone.
+    """
+
+    def call(*arguments: Any) -> Any:
+        if lesson is not None and lesson.thread == get_ident():
+            if pure:
+                return lesson.operator(run, arguments)
+            lesson.other = True
+        return run(*arguments)
+
+    return call
+
+
+after_known: list[Callable[[], None]] = []
+"""Called when a call became known."""
+
+
+def became_known() -> None:
+    """Note that a call became known."""
+    for then in after_known:
+        then()
 
 
 def also_forget(clear: Callable[[], None]) -> None:
@@ -198,19 +229,24 @@ class Steps(NamedTuple):
         return self.kind([None if i is None else made[i] for i in self.results])
 
     def _launch(self, sources: list[Tensor]) -> None:
-        addresses = [each.data_ptr() for each in sources]
-        for kernel, compiled, grid, given, pointers, parameters in self.steps:
-            given = given.copy()
-            if compiled is None:
-                for place, source, offset, view in pointers:
-                    given[place] = _view(sources[source], offset, *view)
-                kernel.run(*given, grid=grid, warmup=False, **parameters)
-            else:
-                for place, source, offset, _ in pointers:
-                    given[place] = addresses[source] + offset
-                compiled.launch(grid, given)
-            if triton_launch._counters:
-                triton_launch._count(kernel.fn.__name__)
+        launch_steps(self.steps, sources)
+
+
+def launch_steps(steps: Sequence[Step], sources: Sequence[Tensor]) -> None:
+    """Launch kernels with pointers to these sources, on the current device."""
+    addresses = [each.data_ptr() for each in sources]
+    for kernel, compiled, grid, given, pointers, parameters in steps:
+        given = given.copy()
+        if compiled is None:
+            for place, source, offset, view in pointers:
+                given[place] = _view(sources[source], offset, *view)
+            kernel.run(*given, grid=grid, warmup=False, **parameters)
+        else:
+            for place, source, offset, _ in pointers:
+                given[place] = addresses[source] + offset
+            compiled.launch(grid, given)
+        if triton_launch._counters:
+            triton_launch._count(kernel.fn.__name__)
 
 
 def _view(source: Tensor, offset: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
@@ -227,9 +263,15 @@ _one_at_a_time = Lock()
 def _observed(run: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, Any]:
     """Return the result and its steps (or `_OTHER`); `_SEEN` instead of steps if another thread is observing a call."""
     places = tuple(i for i, each in enumerate(arguments) if isinstance(each, Tensor))
-    tensors = [arguments[i] for i in places]
+    result, observer = _observe(run, arguments, [arguments[i] for i in places])
+    return result, _SEEN if observer is None else observer.steps(places, result) or _OTHER
+
+
+def _observe(run: Callable[..., Any], arguments: Sequence[Any], tensors: list[Tensor]) -> tuple[Any, _Observer | None]:
+    """Return the result, and who observed it: None if another thread is observing a call, or a tensor is given twice,
+    so that whose memory is used would not be clear."""
     if len({id(each) for each in tensors}) < len(tensors) or not _one_at_a_time.acquire(blocking=False):
-        return run(*arguments), _SEEN  # whose memory is used would not be clear
+        return run(*arguments), None
     try:
         observer = _Observer(tensors)
         triton_launch._observer = observer
@@ -238,7 +280,7 @@ def _observed(run: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, A
     finally:
         triton_launch._observer = None
         _one_at_a_time.release()
-    return result, observer.steps(places, result) or _OTHER
+    return result, observer
 
 
 class _Observer(TorchDispatchMode):
@@ -343,20 +385,28 @@ class _Observer(TorchDispatchMode):
             source = None if each is None else self.source_of.get(id(each), 0)
             if source is not None and (source < count or source in self.zeros_of or not self._is_whole(each, source)):
                 return None
+            if source is not None and each.numel() and not self.is_used(source):
+                return None
             results.append(None if source is None else source - count)
-        memory = tuple(
+        memory = self.memory(count, places)
+        return Steps(self.device, places, memory, tuple(self.launched), tuple(results), kind)
+
+    def memory(self, count: int, places: tuple[int, ...] = ()) -> tuple[Memory | Zeros, ...]:
+        """The allocations, after as many tensors that were given; `places` are the arguments that these are."""
+        return tuple(
             Zeros(self.zeros_of[i])
             if i in self.zeros_of
             else Memory(tuple(t.shape), t.stride(), t.dtype, self._like(t, places))
             for i, t in enumerate(self.sources[count:], count)
         )
-        return Steps(self.device, places, memory, tuple(self.launched), tuple(results), kind)
+
+    def is_used(self, source: int) -> bool:
+        """Whether a launch has a pointer to it. A result without one was computed by what nobody observed."""
+        return any(pointer.source == source for step in self.launched for pointer in step.pointers)
 
     def _is_whole(self, result: Tensor, source: int) -> bool:
         """Whether a result is an allocation; torch.empty gives another object for it."""
-        memory = self.sources[source]
-        same = result.data_ptr() == memory.data_ptr() and result.dtype == memory.dtype
-        return same and result.shape == memory.shape and result.stride() == memory.stride()
+        return _is_same(self.sources[source], result)
 
     def _like(self, memory: Tensor, places: tuple[int, ...]) -> int | None:
         if not memory.is_contiguous():
@@ -365,3 +415,81 @@ class _Observer(TorchDispatchMode):
             if (each.shape, each.stride(), each.dtype) == (memory.shape, memory.stride(), memory.dtype):
                 return place
         return None
+
+
+# ---- observing the operators of a public function (repeated_calls.py) ------------------------------------------------
+
+
+class Record(NamedTuple):
+    """How autograd records an operator.
+
+    Attributes:
+        results: those that have gradients.
+        kept: tensors that backward needs.
+        gradients: from (kept, wanted of each argument, slopes) to gradients of the arguments; trailing ones may be
+            missing.
+        zeros: whether a missing slope counts as zeros.
+    """
+
+    name: str
+    results: list[Tensor]
+    kept: tuple[Tensor, ...]
+    gradients: Callable[[Sequence[Tensor], list[Any], Sequence[Tensor | None]], Sequence[Any]]
+    zeros: bool
+
+
+class Taught:
+    """What an observed operator does.
+
+    Attributes:
+        arguments: of the operator; `tensors` are those among them and in their lists.
+        made: its allocations, and `memory` what they are.
+        record: how autograd records it; None if it does not.
+    """
+
+    def __init__(self, arguments: Sequence[Any], tensors: list[Tensor], observer: _Observer) -> None:
+        self.arguments, self.tensors, self.device = arguments, tensors, observer.device
+        self.made = observer.sources[len(tensors) :]
+        self.memory, self.steps = observer.memory(len(tensors)), tuple(observer.launched)
+        self.record: Record | None = None
+
+    def place_of(self, tensor: Tensor) -> int | None:
+        """The allocation that a tensor of the operator is."""
+        return next((i for i, each in enumerate(self.made) if each is tensor or _is_same(each, tensor)), None)
+
+
+class Lesson:
+    """The operators that a thread calls while a public function is observed.
+
+    Attributes:
+        other: whether there was more than operators whose allocations and launches are known.
+    """
+
+    def __init__(self, thread: int) -> None:
+        self.thread, self.other = thread, False
+        self.taught: list[Taught] = []
+
+    def operator(self, run: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+        """Run an operator whose decisions depend on the facts of its arguments alone."""
+        tensors = [each for given in arguments for each in (given if isinstance(given, list | tuple) else (given,))]
+        tensors = [each for each in tensors if isinstance(each, Tensor)]
+        result, observer = _observe(run, arguments, tensors)
+        if observer is None or observer.other or not observer.launched:
+            self.other = True
+        else:
+            self.taught.append(Taught(arguments, tensors, observer))
+        return result
+
+    def recorded(self, record: Record) -> None:
+        """Autograd records the last operator."""
+        if self.taught and not self.other:
+            self.taught[-1].record = record
+
+
+lesson: Lesson | None = None
+"""Of the thread whose calls are observed now."""
+
+
+def _is_same(memory: Tensor, tensor: Tensor) -> bool:
+    alike = memory.data_ptr() == tensor.data_ptr() and memory.dtype == tensor.dtype
+    return alike and memory.shape == tensor.shape and memory.stride() == tensor.stride()

@@ -23,16 +23,16 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import cache, partial, wraps
 from operator import itemgetter
-from typing import Any, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVar, get_type_hints
+from typing import Any, Literal, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from rooftop.cost import Call, Cost, cost_of
-from rooftop.launch import fast_path
+from rooftop.launch import fast_path, known_calls
 from rooftop.launch.fast_path import in_forward_mode, recording, recording_lists, requires_grad, transformed
-from rooftop.launch.known_calls import remembering
+from rooftop.launch.known_calls import Record, remembering
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -92,7 +92,7 @@ def declare(
     mutates: Sequence[str] = (),
     slopes: int | None = None,
     derivative: Callable[..., NoReturn] | None = None,
-    known: bool | Callable[[Sequence[Any]], Any] = False,
+    known: bool | Literal["itself"] | Callable[[Sequence[Any]], Any] = False,
 ) -> Callable[Arguments, Result]:
     """Register an operator as `torch.ops.rooftop.<name>` for all devices, and return the function that calls it.
 
@@ -105,7 +105,7 @@ def declare(
         derivative: for a backward operator without a derivative: `no_second_derivative(...)`, which raises.
         known: whether all decisions of `run` depend on shapes, strides, dtypes, alignment, device and other values
             alone. They are then made once (known_calls.py). A function, from the arguments to a value of Python, gives
-            the settings that they depend on, too.
+            the settings that they depend on, too. "itself": `run` remembers its decisions itself.
     """
     made: Any = signature
     schema = torch.library.infer_schema(_prototype(made), mutates_args=mutates)
@@ -115,8 +115,10 @@ def declare(
     def run(*arguments: Any) -> Any:
         return (new(arguments) if len(arguments) == fields else made(*arguments)).run()
 
-    if known:
+    if known and known != "itself":
         run = remembering(run, None if known is True else known)
+    else:
+        run = known_calls.watched(run, known == "itself")
     _library.impl(name, run, "CompositeExplicitAutograd")
     overload = getattr(torch.ops.rooftop, name).default
     if hasattr(made, "fake"):
@@ -226,17 +228,27 @@ def _differentiate(
     alone, gives_list = results == ["Tensor"], results == ["List[Tensor]"]
     without = slopes is not None and slopes < len(results)  # some results have no gradient
     nothing = (None,) * len(overload._schema.arguments)
-    fields, new = len(signature._fields), partial(tuple.__new__, signature)
+    fields, new, name = len(signature._fields), partial(tuple.__new__, signature), overload._opname
 
     def save(ctx: Any, inputs: Any, output: Any) -> None:
         kept = inputs if keep is None else keep(inputs, output)
         tensors, others, together = _places_of(tuple(map(type, kept)))
         ctx.save_for_backward(*tensors(kept))
         ctx.kept = type(kept), together, others(kept)
+        if known_calls.lesson is not None:
+            teach(known_calls.lesson, output, tensors(kept), *ctx.kept)
         if without:
             ctx.mark_non_differentiable(*output[slopes:])
         if not alone:
             ctx.set_materialize_grads(False)  # no zeros for results that were not used
+
+    def teach(lesson: known_calls.Lesson, output: Any, tensors: Any, kind: Any, together: Any, others: Any) -> None:
+        def again(tensors: Sequence[Tensor], wanted: list[Any], given: Sequence[Tensor | None]) -> Sequence[Any]:
+            kept = tuple.__new__(kind, together((*tensors, *others)))
+            return gradients(kept, wanted, list(given)) if gives_list else gradients(kept, wanted, *given)
+
+        results = [output] if alone else list(output)[:slopes]
+        lesson.recorded(Record(f"GeneratedBackwardFor_rooftop_{name}_defaultBackward", results, tensors, again, alone))
 
     def backward(ctx: Any, wanted: Sequence[Any], *given: Any) -> tuple[Any, ...]:
         if not alone and {*map(type, given[0] if gives_list else given)} == _NONE:

@@ -21,6 +21,7 @@ from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.launch_data import Constants, power_of_two
 from rooftop.kernels.operands.references import by_reference
 from rooftop.launch.operators import declare, no_tangents
+from rooftop.launch.repeated_calls import repeated
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import launch, require_triton
 
@@ -207,6 +208,7 @@ def _cost(
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@repeated
 @recorded_whole
 def rope(
     x: Tensor,
@@ -241,6 +243,7 @@ def rope(
     return _apply("rope", (x,), cos, sin, interleaved, offset, inplace)[0]
 
 
+@repeated
 @recorded_whole
 def rope_pair(
     query: Tensor,

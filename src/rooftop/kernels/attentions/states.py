@@ -22,6 +22,7 @@ from rooftop.kernels.operands.launch_data import Constants, ElementsConfig, powe
 from rooftop.kernels.operands.references import by_reference
 from rooftop.launch.operators import declare, no_second_derivative, no_tangents
 from rooftop.launch.strides import merged
+from rooftop.launch.repeated_calls import repeated
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import launch, require_triton
 
@@ -235,6 +236,7 @@ def _cost(read: Sequence[Tensor], out: Tensor, lse: Tensor) -> Cost:
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@repeated
 @recorded_whole
 def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over the keys of two parts, from the results of `attention(..., return_lse=True)` for each part.

@@ -30,6 +30,7 @@ from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.launch_data import WordConstants, power_of_two
 from rooftop.kernels.operands.references import by_reference
 from rooftop.launch.operators import declare, no_second_derivative, no_tangents, without_autocast
+from rooftop.launch.repeated_calls import repeated
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
 
@@ -411,6 +412,7 @@ def _flops(x: Tensor, sizes: Sizes, products: int, of_pair: int, of_element: int
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@repeated
 @recorded_whole
 def window_attention(
     query_key_value: Tensor,

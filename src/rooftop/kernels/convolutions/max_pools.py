@@ -20,6 +20,7 @@ from rooftop.kernels.convolutions.tables import Geometry, PoolPlan
 from rooftop.kernels.operands.checks import check_tensors, two_integers
 from rooftop.kernels.operands.dtypes import FLOATS
 from rooftop.launch.operators import declare, no_tangents
+from rooftop.launch.repeated_calls import repeated
 from rooftop.launch.symbolic import recorded_whole
 
 Pair = int | Sequence[int]
@@ -79,6 +80,7 @@ def _geometry(
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@repeated
 @recorded_whole
 def max_pool2d(
     input: Tensor, kernel_size: Pair, stride: Pair | None = None, padding: Pair = 0, dilation: Pair = 1

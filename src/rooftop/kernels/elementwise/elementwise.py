@@ -50,8 +50,10 @@ from rooftop.kernels.elementwise.programs import (
 )
 from rooftop.kernels.operands.checks import not_dense
 from rooftop.kernels.operands.references import without_kernels
+from rooftop.launch import known_calls
 from rooftop.launch.known_calls import also_forget
 from rooftop.launch.operators import declare
+from rooftop.launch.repeated_calls import repeated
 from rooftop.launch.symbolic import recorded_whole
 
 MOST_TENSORS = 8
@@ -222,7 +224,7 @@ class FusedProgram(NamedTuple):
     def run(self) -> list[Tensor]:
         facts = facts_of(*self)
         known = _known.get(facts)
-        if known is not None:
+        if known is not None and known_calls.lesson is None:
             return known.run(self.tensors, self.numbers)
         plan, arguments = planned(*self)
         shapes = [shape_of(arguments, used) for used in plan.used]
@@ -236,6 +238,7 @@ class FusedProgram(NamedTuple):
             if len(_known) >= MOST_KNOWN:
                 _known.clear()
             _known[facts] = Known.of(program_of(self.program), shapes, plan, arguments, steps)
+            known_calls.became_known()
         return results
 
     def fake(self) -> list[Tensor]:
@@ -296,7 +299,7 @@ class FusedProgram(NamedTuple):
         return Cost(distinct_bytes(read), distinct_bytes(made), dict(flops))
 
 
-_fused = declare("fused", FusedProgram)
+_fused = declare("fused", FusedProgram, known="itself")
 _known: dict[tuple[Any, ...] | None, Known] = {}
 """By the facts of a call: what it allocates and launches."""
 also_forget(_known.clear)
@@ -403,6 +406,7 @@ class Fused:
         return tuple(found)
 
 
+@repeated
 @recorded_whole
 def run_text(text: str, names: Sequence[str], single: bool, *arguments: Argument) -> Any:
     """Compute what `Fused` computes, from the program's text: torch.fx can record such a call.
@@ -492,6 +496,7 @@ _GELU = fused(lambda input: torch.nn.functional.gelu(input))
 _GELU_TANH = fused(lambda input: torch.nn.functional.gelu(input, approximate="tanh"))
 
 
+@repeated
 @recorded_whole
 def add(input: Tensor, other: Argument, *, alpha: Number = 1) -> Tensor:
     """input + alpha * other, broadcast, with the arguments, dtypes and errors of `torch.add`."""
@@ -500,42 +505,49 @@ def add(input: Tensor, other: Argument, *, alpha: Number = 1) -> Tensor:
     return _ADD_SCALED(input, other, alpha)
 
 
+@repeated
 @recorded_whole
 def axpy(a: Argument, x: Tensor, y: Argument) -> Tensor:
     """a * x + y, broadcast, rounded once; `a` is a number or a tensor."""
     return _AXPY(x, y, a)
 
 
+@repeated
 @recorded_whole
 def mul(input: Tensor, other: Argument) -> Tensor:
     """input * other, broadcast, as `torch.mul`."""
     return _MUL(input, other)
 
 
+@repeated
 @recorded_whole
 def relu(input: Tensor) -> Tensor:
     """max(input, 0), as `torch.relu`."""
     return _RELU(input)
 
 
+@repeated
 @recorded_whole
 def sigmoid(input: Tensor) -> Tensor:
     """1 / (1 + exp(-input)), as `torch.sigmoid`."""
     return _SIGMOID(input)
 
 
+@repeated
 @recorded_whole
 def tanh(input: Tensor) -> Tensor:
     """As `torch.tanh`."""
     return _TANH(input)
 
 
+@repeated
 @recorded_whole
 def silu(input: Tensor) -> Tensor:
     """input * sigmoid(input), as `torch.nn.functional.silu`."""
     return _SILU(input)
 
 
+@repeated
 @recorded_whole
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     """As `torch.nn.functional.gelu`; approximate: "none" or "tanh".

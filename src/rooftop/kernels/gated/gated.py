@@ -18,6 +18,7 @@ from rooftop.kernels.operands.checks import check_dtype, check_same_dtype, check
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.references import by_reference
 from rooftop.launch.operators import declare
+from rooftop.launch.repeated_calls import repeated
 from rooftop.launch.symbolic import recorded_whole
 
 # ---- operators -------------------------------------------------------------------------------------------------
@@ -104,6 +105,7 @@ def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@repeated
 @recorded_whole
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """silu(gate) * up.

@@ -23,6 +23,7 @@ from rooftop.kernels.operands.checks import check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, INDICES, accumulator_dtype
 from rooftop.kernels.operands.references import by_reference
 from rooftop.launch.operators import declare
+from rooftop.launch.repeated_calls import repeated
 from rooftop.launch.symbolic import recorded_whole
 
 # ---- operators -------------------------------------------------------------------------------------------------
@@ -122,6 +123,7 @@ def embedding_backward_reference(dy: Tensor, tokens: Tensor, rows: int, padding:
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@repeated
 @recorded_whole
 def embedding(
     input: Tensor,

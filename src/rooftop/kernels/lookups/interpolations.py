@@ -22,6 +22,7 @@ from rooftop.kernels.lookups.cuda_interpolations import (
 )
 from rooftop.kernels.operands.references import by_reference
 from rooftop.launch.operators import declare, has_tangent, no_second_derivative
+from rooftop.launch.repeated_calls import repeated
 from rooftop.launch.symbolic import recorded_whole
 
 # ---- operators -------------------------------------------------------------------------------------------------
@@ -66,6 +67,7 @@ _trilinear_backward = declare(
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@repeated
 @recorded_whole
 def trilinear_interpolate(features: Tensor, points: Tensor) -> Tensor:
     """Features at points within cells, from the features at the cells' corners.

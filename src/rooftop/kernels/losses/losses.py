@@ -46,6 +46,7 @@ from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.references import by_reference, without_kernels
 from rooftop.launch.fast_path import transformed
 from rooftop.launch.operators import declare, keeps_for_backward, without_autocast
+from rooftop.launch.repeated_calls import repeated
 from rooftop.launch.symbolic import recorded_whole
 
 # ---- implementations -------------------------------------------------------------------------------------------
@@ -358,6 +359,7 @@ def _scale_into(gradient: Tensor, factor: Tensor, result: Tensor) -> None:
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@repeated
 @recorded_whole
 def cross_entropy(
     input: Tensor,

@@ -26,6 +26,7 @@ from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.launch_data import device_facts
 from rooftop.kernels.operands.strided_rows import unit_columns
 from rooftop.launch.operators import declare
+from rooftop.launch.repeated_calls import repeated
 from rooftop.launch.symbolic import recorded_whole
 
 # ---- operators -------------------------------------------------------------------------------------------------
@@ -280,6 +281,7 @@ def _rms_norm_gradients(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tens
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@repeated
 @recorded_whole
 def layer_norm(
     input: Tensor,
@@ -309,6 +311,7 @@ def layer_norm(
     return shaped(y, input)
 
 
+@repeated
 @recorded_whole
 def rms_norm(
     input: Tensor, normalized_shape: int | Sequence[int], weight: Tensor | None = None, eps: float | None = None

@@ -36,6 +36,7 @@ from rooftop.kernels.operands.dtypes import accumulator_dtype
 from rooftop.kernels.operands.strided_rows import unit_columns
 from rooftop.launch.fast_path import computed_on_cpu
 from rooftop.launch.operators import declare
+from rooftop.launch.repeated_calls import repeated
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED
 
@@ -194,6 +195,7 @@ def _cost(flops: int, read: Sequence[Tensor | None], made: Sequence[Tensor]) -> 
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@repeated
 @recorded_whole
 def add_layer_norm(
     input: Tensor,
@@ -234,6 +236,7 @@ def add_layer_norm(
     return shaped(y, input), shaped(total, input) if adds(residual, input_bias) else input
 
 
+@repeated
 @recorded_whole
 def add_rms_norm(
     input: Tensor,

@@ -26,6 +26,7 @@ from rooftop.kernels.operands.references import by_reference
 from rooftop.kernels.recurrent import launches
 from rooftop.kernels.recurrent.launches import format_of
 from rooftop.launch.operators import declare, no_second_derivative, no_tangents
+from rooftop.launch.repeated_calls import repeated
 from rooftop.launch.symbolic import recorded_whole
 
 ACTIVATIONS = ("tanh", "sigmoid", "hard_sigmoid", "hard_sigmoid_keras2", "relu", "linear")
@@ -262,6 +263,7 @@ def activation_flops(table: dict[str, int], activation: str, recurrent_activatio
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@repeated
 @recorded_whole
 def conv_lstm_gates(
     gates: Tensor,

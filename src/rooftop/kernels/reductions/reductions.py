@@ -29,6 +29,7 @@ from rooftop.kernels.operands.dtypes import FLOATS, HALVES, accumulator_dtype
 from rooftop.kernels.reductions import launches
 from rooftop.kernels.reductions.plans import PLACES, ReductionPlan
 from rooftop.launch.operators import declare
+from rooftop.launch.repeated_calls import repeated
 from rooftop.launch.symbolic import recorded_whole
 
 ORDERS = {"norm1": 1.0, "norm2": 2.0, "norm_inf": math.inf}
@@ -173,6 +174,7 @@ def _or_all(x: Tensor, dims: Sequence[int]) -> list[int] | None:
 Dims = int | Sequence[int] | None
 
 
+@repeated
 @recorded_whole
 def sum(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     """The sum over some dimensions or all, as `torch.sum`.
@@ -196,6 +198,7 @@ def sum(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.
     return _reduce(x, "sum", dims, bool(keepdim), result)
 
 
+@repeated
 @recorded_whole
 def mean(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     """The mean over some dimensions or all, as `torch.mean`; NaN for no elements.
@@ -206,6 +209,7 @@ def mean(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch
     return _reduce(x, "mean", dims, bool(keepdim), result)
 
 
+@repeated
 @recorded_whole
 def amax(input: Tensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
     """The maximum over some dimensions or all, as `torch.amax`: NaN if any element is NaN.
@@ -219,6 +223,7 @@ def amax(input: Tensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
     return _reduce(x, "amax", dims, bool(keepdim), result)
 
 
+@repeated
 @recorded_whole
 def amin(input: Tensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
     """The minimum over some dimensions or all, as `torch.amin`; see `amax`."""
@@ -252,6 +257,7 @@ def argmin(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tens
     return _reduce(x, "argmin", dims, bool(keepdim), result)
 
 
+@repeated
 @recorded_whole
 def norm(
     input: Tensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None

@@ -25,6 +25,7 @@ from rooftop.kernels.operands.strided_rows import rows_of
 from rooftop.kernels.softmaxes import launches
 from rooftop.kernels.softmaxes.plans import Direction, SoftmaxPlan, choose, forward_problem, gradient_of
 from rooftop.launch.operators import declare
+from rooftop.launch.repeated_calls import repeated
 from rooftop.launch.symbolic import recorded_whole
 
 # ---- operators -------------------------------------------------------------------------------------------------
@@ -129,6 +130,7 @@ _softmax_backward = declare("softmax_backward", SoftmaxBackward, known=True)
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@repeated
 @recorded_whole
 def softmax(
     input: Tensor,
@@ -161,6 +163,7 @@ def softmax(
     return _along("softmax", input, dim, dtype, mask, scale)
 
 
+@repeated
 @recorded_whole
 def log_softmax(
     input: Tensor,

@@ -1,0 +1,152 @@
+"""C++ parts of Rooftop: compiled when they are first needed, in the background, and stored in the cache.
+
+Installing Rooftop compiles nothing. A part must have a twin in Python that is used until it is there, and on machines
+without a C++ compiler.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.machinery
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PATIENCE_S = 600  # for a compilation, which takes less than a minute on most machines
+
+# Runs apart from this process, which may end before it. It compiles to another name, and then renames the file.
+_BUILDER = """
+import json, os, subprocess, sys
+command, partial, path, failed, building = json.loads(sys.argv[1])
+os.nice(10)
+done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+if done.returncode == 0:
+    os.replace(partial, path)
+else:
+    with open(failed, "wb") as file:
+        file.write(done.stdout)
+os.unlink(building)
+"""
+
+
+@cache
+def compiler() -> str | None:
+    """The path of the C++ compiler: $CXX, g++, c++ or clang++; None if there is none."""
+    names = [os.environ.get("CXX", ""), "g++", "c++", "clang++"]
+    return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+class Extension:
+    """A module of Python in one C++ file, which may use PyTorch.
+
+    Args:
+        name: of the module; the macro ROOFTOP_MODULE when the file is compiled.
+        source: the file.
+    """
+
+    def __init__(self, name: str, source: Path) -> None:
+        self.name, self.source = name, source
+
+    @cached_property
+    def path(self) -> Path:
+        """Where it is stored: a file for each source, PyTorch and Python."""
+        from rooftop.hardware.measuring import cache_folder
+
+        versions = (self.source.read_text(), torch.__version__, sys.version, sysconfig.get_platform())
+        key = hashlib.sha256(json.dumps(versions).encode()).hexdigest()[:24]
+        suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
+        return cache_folder() / "extensions" / f"{self.name}-{key}{suffix}"
+
+    @property
+    def failed(self) -> Path:
+        """What the compiler said if it failed."""
+        return self.path.with_name(f"{self.path.name}.failed")
+
+    def state(self) -> tuple[bool, str]:
+        """Whether it can be used, now or later, and one line that says why (not)."""
+        if self.path.exists():
+            return True, f"compiled, {self.path}"
+        if self.failed.exists():
+            lines = self.failed.read_text(errors="replace").splitlines()
+            first = next((line.strip() for line in lines if "error" in line), "the compiler failed")
+            return False, f"{first}: see {self.failed}, and delete it to try again"
+        if compiler() is None:
+            return False, "no C++ compiler"
+        return True, f"to be compiled when it is first needed, by {compiler()}"
+
+    def build(self) -> Any:
+        """Compile it unless it is stored; return the module.
+
+        Raises:
+            RuntimeError: there is no C++ compiler, or it failed.
+        """
+        if not self.path.exists():
+            if compiler() is None:
+                raise RuntimeError(f"{self.source.name} needs a C++ compiler: install g++, or set CXX to yours")
+            self.failed.unlink(missing_ok=True)
+            self._compile().wait()
+            if not self.path.exists():
+                raise RuntimeError(f"{self.source.name} was not compiled: {self.state()[1]}")
+        return self._load()
+
+    def load_when_built(self, then: Callable[[Any], None]) -> None:
+        """Give the module to `then`: at once if it is stored, else from a thread when it is compiled, if that is
+        possible."""
+        if self.path.exists():
+            then(self._load())
+        elif compiler() is not None and not self.failed.exists():
+            name = f"rooftop-{self.name}"
+            threading.Thread(target=self._await, args=(then,), name=name, daemon=True).start()
+
+    def _await(self, then: Callable[[Any], None]) -> None:
+        """Compile it unless another process does, and wait for the file."""
+        with suppress(OSError):  # of a cache that cannot be written: `rooftop doctor` says so
+            others = self.path.parent.glob(f"{self.path.name}.*.building")
+            if not any(time.time() - each.stat().st_mtime < PATIENCE_S for each in others):
+                self._compile().wait()
+            end = time.monotonic() + PATIENCE_S
+            while not self.path.exists() and not self.failed.exists() and time.monotonic() < end:
+                time.sleep(0.5)
+            if self.path.exists():
+                then(self._load())
+
+    def _compile(self) -> subprocess.Popen[bytes]:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial, building = (
+            self.path.with_name(f"{self.path.name}.{os.getpid()}.{kind}") for kind in ("partial", "building")
+        )
+        building.touch()
+        text = json.dumps([self._command(partial), *map(str, (partial, self.path, self.failed, building))])
+        quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        return subprocess.Popen([sys.executable, "-c", _BUILDER, text], start_new_session=True, **quiet)
+
+    def _command(self, made: Path) -> list[str]:
+        root = Path(torch.__file__).parent
+        include = [root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
+        standard = "c++20" if [int(n) for n in torch.__version__.split(".")[:2]] >= [2, 12] else "c++17"
+        libraries = [f"-L{root / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10", "-ldl"]
+        return [
+            str(compiler()), "-shared", "-fPIC", "-O2", f"-std={standard}", f"-DROOFTOP_MODULE={self.name}",
+            *(f"-I{each}" for each in include), str(self.source), "-o", str(made), *libraries,
+        ]  # fmt: skip
+
+    def _load(self) -> Any:
+        spec = importlib.util.spec_from_file_location(self.name, self.path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module

@@ -1,0 +1,714 @@
+// Calls of public functions that were observed before: allocations and launches, without Python (repeated_calls.py).
+//
+// A call is identified by the facts of its arguments: of each tensor its kind, shape, strides, dtype, device and
+// alignment, and whether autograd watches it; of the rest, the values; and what PyTorch does with calls on this thread
+// (grad mode, inference mode, autocast). For known facts, a `Plan` says what is allocated and launched. Other calls run
+// in Python, which may teach `Calls` a plan for the next time.
+//
+// All functions hold Python's lock (the GIL), also the backward nodes, so nothing here has a lock of its own.
+
+#include <Python.h>
+#include <dlfcn.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include <ATen/ATen.h>
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/SavedTensorHooks.h>
+#include <ATen/autocast_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/Device.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/Size.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/grad_mode.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+namespace py = pybind11;
+using at::Tensor;
+using Tensors = std::vector<Tensor>;
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+namespace {
+
+constexpr size_t MOST_KNOWN = 4096;
+
+// ---- the driver -----------------------------------------------------------------------------------------------------
+// Few facts of its interface, so that no CUDA headers are needed.
+
+struct LaunchAttribute {  // CUlaunchAttribute
+  int id;
+  int padding;
+  union {
+    int allowed;
+    char size[64];
+  };
+};
+static_assert(sizeof(LaunchAttribute) == 72);
+constexpr int PROGRAMMATIC_STREAM_SERIALIZATION = 6;
+
+struct LaunchConfig {  // CUlaunchConfig
+  unsigned grid[3], block[3], shared;
+  void* stream;
+  LaunchAttribute* attributes;
+  unsigned count;
+};
+static_assert(sizeof(LaunchConfig) == 56);
+
+struct Driver {
+  int (*launch)(const LaunchConfig*, void*, void**, void**) = nullptr;  // cuLaunchKernelEx
+  int (*parameter)(void*, size_t, size_t*, size_t*) = nullptr;          // cuFuncGetParamInfo, from CUDA 12.4 on
+  int (*name)(int, const char**) = nullptr;                             // cuGetErrorName
+};
+
+const Driver& driver() {
+  static const Driver found = [] {
+    Driver driver;
+    if (void* library = dlopen("libcuda.so.1", RTLD_LAZY)) {
+      driver.launch = reinterpret_cast<decltype(driver.launch)>(dlsym(library, "cuLaunchKernelEx"));
+      driver.parameter = reinterpret_cast<decltype(driver.parameter)>(dlsym(library, "cuFuncGetParamInfo"));
+      driver.name = reinterpret_cast<decltype(driver.name)>(dlsym(library, "cuGetErrorName"));
+    }
+    return driver;
+  }();
+  return found;
+}
+
+// ---- what Python gives once -----------------------------------------------------------------------------------------
+
+struct Python {
+  PyTypeObject* parameter = nullptr;  // torch.nn.Parameter
+  PyObject* counts = nullptr;         // the list of active launch counters
+  PyObject* is_watched = nullptr;     // whether Triton's hooks must see launches
+  PyObject* profiles = nullptr;       // whether PyTorch's profiler is on
+  PyObject* forward_mode = nullptr;   // the module whose _current_level says whether forward-mode AD is on
+  PyObject* counters = nullptr;       // (device, count) to zeroed counters of the current stream, or None
+  PyObject* device = nullptr;         // to the current CUDA device's index; None without CUDA
+  PyObject* stream = nullptr;         // (index) to the current stream of a CUDA device
+} python;
+
+bool teaching = false;     // Python observes a call, so all calls are made there
+uint64_t calls_made = 0;  // without Python, backward included
+
+struct PythonError {};  // a Python exception is set
+
+PyObject* checked(PyObject* made) {
+  if (!made) throw PythonError();
+  return made;
+}
+
+bool is_true(PyObject* callable) {
+  PyObject* found = checked(PyObject_CallNoArgs(callable));
+  const int truth = PyObject_IsTrue(found);
+  Py_DECREF(found);
+  if (truth < 0) throw PythonError();
+  return truth;
+}
+
+long long integer(PyObject* owned) {
+  const long long value = PyLong_AsLongLong(checked(owned));
+  Py_DECREF(owned);
+  if (value == -1 && PyErr_Occurred()) throw PythonError();
+  return value;
+}
+
+// ---- facts ----------------------------------------------------------------------------------------------------------
+
+using Facts = std::string;
+
+template <typename Value>
+void put(Facts& facts, Value value) {
+  facts.append(reinterpret_cast<const char*>(&value), sizeof value);
+}
+
+void put_tensor(Facts& facts, const Tensor& tensor) {
+  const at::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  put(facts, 't');
+  put(facts, impl.key_set().raw_repr());
+  put(facts, impl.dtype().id());
+  put(facts, impl.device().index());
+  put(facts, char(impl.requires_grad()));
+  put(facts, char(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) & 15));
+  const auto sizes = impl.sizes(), strides = impl.strides();
+  put(facts, char(sizes.size()));
+  facts.append(reinterpret_cast<const char*>(sizes.data()), sizes.size() * sizeof(int64_t));
+  facts.append(reinterpret_cast<const char*>(strides.data()), strides.size() * sizeof(int64_t));
+}
+
+bool is_plain(const Tensor& tensor) {
+  return tensor.defined() && tensor.layout() == at::kStrided && !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() &&
+         tensor.has_storage() && !tensor.is_meta() && !tensor.key_set().has(c10::DispatchKey::Python);
+}
+
+// Add the facts of an argument, and its tensors. False: it is of another kind, or a proxy.
+bool put_argument(Facts& facts, Tensors& tensors, PyObject* each, int depth = 0) {
+  PyTypeObject* type = Py_TYPE(each);
+  if (type == reinterpret_cast<PyTypeObject*>(THPVariableClass) || type == python.parameter) {
+    const Tensor& tensor = THPVariable_Unpack(each);
+    if (!is_plain(tensor)) return false;
+    put_tensor(facts, tensor);
+    tensors.push_back(tensor);
+  } else if (each == Py_None) {
+    put(facts, 'n');
+  } else if (each == Py_True || each == Py_False) {
+    put(facts, each == Py_True ? '1' : '0');
+  } else if (type == &PyLong_Type) {
+    int overflow = 0;
+    const long long value = PyLong_AsLongLongAndOverflow(each, &overflow);
+    if (overflow) return false;
+    put(facts, 'i');
+    put(facts, value);
+  } else if (type == &PyFloat_Type) {
+    put(facts, 'f');
+    put(facts, PyFloat_AS_DOUBLE(each));
+  } else if (type == &PyUnicode_Type) {
+    Py_ssize_t size = 0;
+    const char* text = PyUnicode_AsUTF8AndSize(each, &size);
+    if (!text) {
+      PyErr_Clear();
+      return false;
+    }
+    put(facts, 's');
+    put(facts, size);
+    facts.append(text, size);
+  } else if (THPDtype_Check(each)) {
+    put(facts, 'd');
+    put(facts, reinterpret_cast<THPDtype*>(each)->scalar_type);
+  } else if (depth < 2 && (PyTuple_Check(each) || type == &PyList_Type)) {  // torch.Size is a tuple
+    if (type == &PyList_Type) put(facts, '[');
+    else if (type == &PyTuple_Type) put(facts, '(');
+    else if (type == reinterpret_cast<PyTypeObject*>(&THPSizeType)) put(facts, '{');
+    else return false;
+    const Py_ssize_t size = PySequence_Fast_GET_SIZE(each);
+    put(facts, size);
+    for (Py_ssize_t i = 0; i < size; ++i)
+      if (!put_argument(facts, tensors, PySequence_Fast_GET_ITEM(each, i), depth + 1)) return false;
+  } else {
+    return false;
+  }
+  return true;
+}
+
+uint64_t plain_keys = 0, inference_keys = 0;  // included on threads where nothing watches calls
+
+// Add what PyTorch does with calls on this thread. False: something watches or transforms calls.
+bool put_modes(Facts& facts) {
+  if (teaching) return false;
+  const auto keys = c10::impl::tls_local_dispatch_key_set();
+  const bool inference = c10::InferenceMode::is_enabled();
+  if (keys.included_.raw_repr() != (inference ? inference_keys : plain_keys)) return false;
+  if (at::impl::PythonTorchFunctionTLS::stack_len() || PyList_GET_SIZE(python.counts)) return false;
+  put(facts, char(inference | at::GradMode::is_enabled() << 1));
+  put(facts, keys.excluded_.raw_repr());
+  put(facts, at::autocast::get_autocast_dtype(at::kCUDA));
+  put(facts, at::autocast::get_autocast_dtype(at::kCPU));
+  const auto& context = at::globalContext();
+  if (context.deterministicAlgorithms()) return false;  // may fill new memory
+  put(facts, context.float32MatmulPrecision());
+  const char* check = std::getenv("ROOFTOP_CHECK");
+  put(facts, check ? *check : '\0');
+  if (is_true(python.profiles)) return false;
+  static PyObject* level = PyUnicode_InternFromString("_current_level");
+  return integer(PyObject_GetAttr(python.forward_mode, level)) < 0 && !is_true(python.is_watched);
+}
+
+// ---- plans ----------------------------------------------------------------------------------------------------------
+
+struct Memory {
+  std::vector<int64_t> sizes, strides;
+  at::ScalarType dtype;
+  int64_t zeros = -1;  // or so many of the stream's zeroed counters
+};
+
+struct Patch {
+  int parameter, source;
+  int64_t offset;  // bytes
+};
+
+struct Launch {
+  py::object python;  // (sources) launches the kernel; None: the driver does
+  void* function = nullptr;
+  LaunchConfig config{};
+  LaunchAttribute attribute{};
+  bool early = false;
+  std::string parameters;          // values, with 0 for pointers
+  std::vector<int> offsets;        // of each parameter
+  std::vector<Patch> patches;
+};
+
+struct Recording;  // how autograd records a call
+
+struct Plan {
+  std::vector<Memory> memory;
+  std::vector<Launch> launches;
+  std::vector<int> results;  // indices of memory; -1: None
+  char kind = 't';           // 't': a tensor, '(': a tuple, '[': a list
+  at::Device device = at::kCPU;
+  std::shared_ptr<Recording> recording;
+};
+using Known = std::unordered_map<Facts, std::shared_ptr<Plan>>;
+
+struct Made {
+  Tensors memory;
+  Tensor result(int place) const { return place < 0 ? Tensor() : memory[place]; }
+};
+
+void launch(const Launch& step, const Tensors& sources, void* stream) {
+  if (!step.python.is_none()) {
+    py::list given(sources.size());
+    for (size_t i = 0; i < sources.size(); ++i)
+      PyList_SET_ITEM(given.ptr(), i, checked(THPVariable_Wrap(sources[i])));
+    PyObject* done = checked(PyObject_CallOneArg(step.python.ptr(), given.ptr()));
+    Py_DECREF(done);
+    return;
+  }
+  constexpr size_t FEW = 512;
+  char few[FEW];
+  std::string many;
+  char* values = few;
+  if (step.parameters.size() > FEW) {
+    many = step.parameters;
+    values = many.data();
+  } else {
+    std::memcpy(few, step.parameters.data(), step.parameters.size());
+  }
+  void* pointers[128];
+  for (size_t i = 0; i < step.offsets.size(); ++i) pointers[i] = values + step.offsets[i];
+  for (const Patch& patch : step.patches) {
+    const char* address = static_cast<const char*>(sources[patch.source].const_data_ptr()) + patch.offset;
+    std::memcpy(pointers[patch.parameter], &address, sizeof address);
+  }
+  LaunchConfig config = step.config;
+  LaunchAttribute attribute = step.attribute;
+  config.stream = stream;
+  config.attributes = &attribute;
+  config.count = step.early;
+  if (const int error = driver().launch(&config, step.function, pointers, nullptr)) {
+    const char* name = "unknown";
+    driver().name(error, &name);
+    PyErr_Format(PyExc_RuntimeError, "launch of a kernel: the CUDA driver returned %s (%d)", name, error);
+    throw PythonError();
+  }
+}
+
+// Do what a plan says. False: another device is current, or there are no counters.
+bool run(const Plan& plan, const Tensors& tensors, Made& made) {
+  void* stream = nullptr;
+  if (plan.device.is_cuda()) {
+    const auto index = plan.device.index();
+    if (integer(PyObject_CallNoArgs(python.device)) != index) return false;
+    PyObject* number = checked(PyLong_FromLong(index));
+    PyObject* found = PyObject_CallOneArg(python.stream, number);
+    Py_DECREF(number);
+    stream = reinterpret_cast<void*>(integer(found));
+  }
+  Tensors sources = tensors;
+  sources.reserve(tensors.size() + plan.memory.size());
+  made.memory.reserve(plan.memory.size());
+  for (const Memory& each : plan.memory) {
+    Tensor memory;
+    if (each.zeros >= 0) {
+      py::object found = py::reinterpret_steal<py::object>(
+          checked(PyObject_CallFunction(python.counters, "NL", THPDevice_New(plan.device), (long long)each.zeros)));
+      if (found.is_none()) return false;
+      memory = THPVariable_Unpack(found.ptr());
+    } else {
+      memory = at::empty_strided(each.sizes, each.strides, at::TensorOptions().dtype(each.dtype).device(plan.device));
+    }
+    made.memory.push_back(memory);
+    sources.push_back(memory);
+  }
+  for (const Launch& each : plan.launches) launch(each, sources, stream);
+  ++calls_made;
+  return true;
+}
+
+// ---- autograd -------------------------------------------------------------------------------------------------------
+
+using torch::autograd::Node;
+using NodePointer = decltype(torch::autograd::Edge::function);  // std::shared_ptr or c10::intrusive_ptr: PyTorch's choice
+
+template <typename Pointer>
+constexpr bool SHARED = std::is_same_v<Pointer, std::shared_ptr<Node>>;
+
+template <typename Made, typename Pointer>
+Pointer make_node() {
+  if constexpr (SHARED<Pointer>) return Pointer(new Made(), [](auto* each) { deleteNode(each); });
+  else return c10::make_intrusive<Made>();
+}
+
+template <typename Pointer, typename Made>
+Pointer pointer_to(Made* node) {
+  if constexpr (SHARED<Pointer>) return node->shared_from_this();
+  else return Pointer::reclaim_copy(node);
+}
+
+struct Kept {
+  int source;  // index among the call's tensors, or, from `tensors` on, its memory
+  bool output; // whether it is a result that autograd watches
+  std::vector<int64_t> sizes;  // as the operator sees it
+};
+
+struct Recording {
+  std::string name;
+  std::vector<Kept> kept;
+  std::vector<int> edges;                        // tensors of the call, in the order of the operator's tensor arguments
+  std::vector<std::vector<int64_t>> edge_sizes;  // of these
+  std::vector<std::vector<int64_t>> slope_sizes; // of the operator's results with gradients, in order
+  std::vector<int> slopes;                       // for each result of the call that autograd watches, which of these
+  std::vector<int> watched;                      // those results, as indices of `Plan::results`
+  bool zeros;                                    // whether an undefined gradient counts as zeros
+  py::object backward;  // (facts, kept, wanted, slopes) to gradients of the operator's tensors; teaches this recording
+  Known known;          // plans of backward; a result for each edge
+};
+
+struct Recorded : torch::autograd::Node {
+  std::shared_ptr<Recording> how;
+  std::vector<SavedVariable> saved;
+  bool released = false;
+
+  std::string name() const override { return how->name; }
+
+  void release_variables() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    saved.clear();
+    released = true;
+  }
+
+  variable_list apply(variable_list&& given) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK(!released, torch::autograd::ERR_BACKWARD_TWICE);
+    py::gil_scoped_acquire gil;
+    try {
+      return gradients(given);
+    } catch (PythonError&) {
+      python_error error;
+      error.persist();
+      throw error;
+    }
+  }
+
+  variable_list gradients(const variable_list& given) {
+    Tensors kept, slopes(how->slope_sizes.size());
+    bool any = false;
+    for (size_t i = 0; i < given.size(); ++i) {
+      Tensor slope = given[i];
+      const int place = how->slopes[i];
+      if (!slope.defined() && how->zeros) slope = input_metadata(i).zeros_like();
+      if (slope.defined() && slope.sizes() != at::IntArrayRef(how->slope_sizes[place]))
+        slope = slope.reshape(how->slope_sizes[place]);
+      any = any || slope.defined();
+      slopes[place] = slope;
+    }
+    if (!any) return variable_list(how->edges.size());
+    const NodePointer self = pointer_to<NodePointer>(this);
+    for (size_t i = 0; i < saved.size(); ++i) {
+      Tensor tensor = saved[i].unpack(how->kept[i].output ? self : NodePointer());
+      if (tensor.sizes() != at::IntArrayRef(how->kept[i].sizes)) tensor = tensor.view(how->kept[i].sizes);
+      kept.push_back(tensor);
+    }
+    Facts facts;
+    bool plain = !at::GradMode::is_enabled() && put_modes(facts);
+    Tensors sources;
+    for (const Tensors* each : {&kept, &slopes})
+      for (const Tensor& tensor : *each) {
+        if (!plain) break;
+        if (!tensor.defined()) {
+          put(facts, 'n');
+        } else if (is_plain(tensor)) {
+          put_tensor(facts, tensor);
+          sources.push_back(tensor);
+        } else {
+          plain = false;
+        }
+      }
+    for (size_t i = 0; i < how->edges.size(); ++i) put(facts, char(task_should_compute_output(i)));
+    if (plain) {
+      auto found = how->known.find(facts);
+      Made made;
+      if (found != how->known.end() && run(*found->second, sources, made)) {
+        variable_list results;
+        for (int place : found->second->results) results.push_back(made.result(place));
+        return shaped(results);
+      }
+    }
+    return by_python(plain ? facts : Facts(), kept, slopes);
+  }
+
+  static py::object wrapped(const Tensors& tensors) {
+    py::list list(tensors.size());
+    for (size_t i = 0; i < tensors.size(); ++i)
+      PyList_SET_ITEM(list.ptr(), i, tensors[i].defined() ? checked(THPVariable_Wrap(tensors[i])) : py::none().release().ptr());
+    return list;
+  }
+
+  variable_list by_python(const Facts& facts, const Tensors& kept, const Tensors& slopes) {
+    py::list wanted(how->edges.size());
+    for (size_t i = 0; i < how->edges.size(); ++i)
+      PyList_SET_ITEM(wanted.ptr(), i, py::bool_(task_should_compute_output(i)).release().ptr());
+    py::bytes key(facts);
+    py::object first = wrapped(kept), second = wrapped(slopes);
+    PyObject* answer = PyObject_CallFunctionObjArgs(how->backward.ptr(), key.ptr(), first.ptr(), wanted.ptr(), second.ptr(), nullptr);
+    py::object found = py::reinterpret_steal<py::object>(checked(answer));
+    py::sequence each(found);
+    variable_list results(how->edges.size());
+    for (size_t i = 0; i < results.size(); ++i) {
+      py::object item = each[i];
+      if (!item.is_none()) results[i] = THPVariable_Unpack(item.ptr());
+    }
+    return shaped(results);
+  }
+
+  // With the shapes of the call's tensors, of which the operator's are views.
+  variable_list shaped(variable_list& results) {
+    for (size_t i = 0; i < results.size(); ++i)
+      if (results[i].defined() && results[i].sizes() != at::IntArrayRef(how->edge_sizes[i]))
+        results[i] = results[i].reshape(how->edge_sizes[i]);
+    return std::move(results);
+  }
+};
+
+void record(const std::shared_ptr<Recording>& how, const Plan& plan, const Tensors& tensors, const Made& made) {
+  const NodePointer pointer = make_node<Recorded, NodePointer>();
+  auto* node = static_cast<Recorded*>(pointer.get());
+  node->how = how;
+  for (int edge : how->edges)
+    node->add_next_edge(tensors[edge].requires_grad() ? torch::autograd::impl::gradient_edge(tensors[edge])
+                                                      : torch::autograd::Edge());
+  for (int place : how->watched) torch::autograd::set_history(made.result(plan.results[place]), pointer);
+  const int count = int(tensors.size());
+  for (const Kept& each : how->kept)
+    node->saved.emplace_back(each.source < count ? tensors[each.source] : made.memory[each.source - count], each.output);
+}
+
+// ---- the callable ---------------------------------------------------------------------------------------------------
+
+struct Calls {
+  PyObject_HEAD
+  vectorcallfunc vectorcall;
+  PyObject* function;  // as Python has it
+  PyObject* miss;      // (facts, tensors, arguments, names) calls it, and may teach this object
+  Known* known;
+};
+
+// The result where a plan is known; nullptr where Python has to call. `facts` is empty where no plan is possible.
+PyObject* known_result(Calls* self, PyObject* const* given, size_t count, PyObject* names, Facts& facts, Tensors& tensors) {
+  facts.reserve(256);
+  bool plain = put_modes(facts);
+  const size_t all = count + (names ? PyTuple_GET_SIZE(names) : 0);
+  for (size_t i = 0; plain && i < all; ++i) {
+    if (i >= count) plain = put_argument(facts, tensors, PyTuple_GET_ITEM(names, i - count));
+    plain = plain && put_argument(facts, tensors, given[i]);
+  }
+  if (!plain || tensors.empty()) {
+    facts.clear();
+    return nullptr;
+  }
+  auto found = self->known->find(facts);
+  if (found == self->known->end()) return nullptr;
+  const std::shared_ptr<Plan> plan = found->second;
+  if (plan->recording && at::SavedTensorDefaultHooks::is_enabled() && at::SavedTensorDefaultHooks::get_hooks(false)) {
+    facts.clear();  // hooks see the same tensors on each call, as checkpointing expects
+    return nullptr;
+  }
+  Made made;
+  if (!run(*plan, tensors, made)) {
+    facts.clear();
+    return nullptr;
+  }
+  if (plan->recording) record(plan->recording, *plan, tensors, made);
+  if (plan->kind == 't') return checked(THPVariable_Wrap(made.result(plan->results[0])));
+  const size_t size = plan->results.size();
+  PyObject* results = checked(plan->kind == '[' ? PyList_New(size) : PyTuple_New(size));
+  for (size_t i = 0; i < size; ++i) {
+    const Tensor each = made.result(plan->results[i]);
+    PyObject* item = each.defined() ? THPVariable_Wrap(each) : Py_NewRef(Py_None);
+    if (plan->kind == '[') PyList_SET_ITEM(results, i, item);
+    else PyTuple_SET_ITEM(results, i, item);
+  }
+  return results;
+}
+
+PyObject* call(PyObject* object, PyObject* const* given, size_t flags, PyObject* names) {
+  Calls* self = reinterpret_cast<Calls*>(object);
+  const size_t count = PyVectorcall_NARGS(flags);
+  HANDLE_TH_ERRORS
+  try {
+    Facts facts;
+    Tensors tensors;
+    if (PyObject* result = known_result(self, given, count, names, facts, tensors)) return result;
+    if (facts.empty()) return PyObject_Vectorcall(self->function, given, flags, names);
+    PyObject* key = checked(PyBytes_FromStringAndSize(facts.data(), facts.size()));
+    std::vector<PyObject*> all{key};
+    all.insert(all.end(), given, given + count + (names ? PyTuple_GET_SIZE(names) : 0));
+    PyObject* result = PyObject_Vectorcall(self->miss, all.data(), count + 1, names);
+    Py_DECREF(key);
+    return result;
+  } catch (PythonError&) {
+    return nullptr;
+  }
+  END_HANDLE_TH_ERRORS
+}
+
+int visit(PyObject* object, visitproc visit, void* arg) {
+  Calls* self = reinterpret_cast<Calls*>(object);
+  Py_VISIT(self->function);
+  Py_VISIT(self->miss);
+  return 0;
+}
+
+int clear(PyObject* object) {
+  Calls* self = reinterpret_cast<Calls*>(object);
+  Py_CLEAR(self->function);
+  Py_CLEAR(self->miss);
+  return 0;
+}
+
+void destroy(PyObject* object) {
+  PyObject_GC_UnTrack(object);
+  clear(object);
+  delete reinterpret_cast<Calls*>(object)->known;
+  Py_TYPE(object)->tp_free(object);
+}
+
+PyTypeObject CallsType = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+bool make_type() {
+  CallsType.tp_name = "rooftop.Calls";
+  CallsType.tp_doc = "Calls a function, without Python where a plan is known for its arguments.";
+  CallsType.tp_basicsize = sizeof(Calls);
+  CallsType.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL;
+  CallsType.tp_vectorcall_offset = offsetof(Calls, vectorcall);
+  CallsType.tp_call = PyVectorcall_Call;
+  CallsType.tp_traverse = visit;
+  CallsType.tp_clear = clear;
+  CallsType.tp_dealloc = destroy;
+  return PyType_Ready(&CallsType) == 0;
+}
+
+// ---- for Python -----------------------------------------------------------------------------------------------------
+
+Calls* calls_of(py::handle object) {
+  if (Py_TYPE(object.ptr()) != &CallsType) throw py::type_error("expected calls made by make_calls");
+  return reinterpret_cast<Calls*>(object.ptr());
+}
+
+py::object make_calls(py::object function, py::object miss) {
+  Calls* self = PyObject_GC_New(Calls, &CallsType);
+  if (!self) throw py::error_already_set();
+  self->vectorcall = call;
+  self->function = function.release().ptr();
+  self->miss = miss.release().ptr();
+  self->known = new Known();
+  PyObject_GC_Track(reinterpret_cast<PyObject*>(self));
+  return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(self));
+}
+
+at::ScalarType dtype_of(py::handle dtype) { return reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type; }
+
+Launch launch_of(const py::dict& given) {
+  Launch made;
+  made.python = given["python"];
+  if (!made.python.is_none()) return made;
+  const auto& cuda = driver();
+  if (!cuda.launch || !cuda.parameter || !cuda.name) throw py::value_error("the driver has no cuFuncGetParamInfo");
+  made.function = reinterpret_cast<void*>(given["function"].cast<uintptr_t>());
+  const auto grid = given["grid"].cast<std::vector<unsigned>>();
+  for (int i = 0; i < 3; ++i) made.config.grid[i] = grid[i];
+  made.config.block[0] = given["threads"].cast<unsigned>();
+  made.config.block[1] = made.config.block[2] = 1;
+  made.config.shared = given["shared"].cast<unsigned>();
+  made.early = given["early"].cast<bool>();
+  made.attribute.id = PROGRAMMATIC_STREAM_SERIALIZATION;
+  made.attribute.allowed = 1;
+  made.parameters = given["parameters"].cast<std::string>();
+  made.offsets = given["offsets"].cast<std::vector<int>>();
+  const auto sizes = given["sizes"].cast<std::vector<size_t>>();
+  for (auto each : given["patches"].cast<std::vector<std::tuple<int, int, int64_t>>>())
+    made.patches.push_back({std::get<0>(each), std::get<1>(each), std::get<2>(each)});
+  if (sizes.size() > 128) throw py::value_error("a kernel has more than 128 parameters");
+  for (size_t i = 0; i <= sizes.size(); ++i) {
+    size_t offset = 0, size = 0;
+    const bool there = cuda.parameter(made.function, i, &offset, &size) == 0;
+    if (there != (i < sizes.size()) || (there && size != sizes[i]))
+      throw py::value_error("the kernel has other parameters");
+  }
+  return made;
+}
+
+std::shared_ptr<Plan> plan_of(const py::dict& given) {
+  auto plan = std::make_shared<Plan>();
+  plan->device = reinterpret_cast<THPDevice*>(given["device"].cast<py::object>().ptr())->device;
+  for (auto each : given["memory"].cast<std::vector<std::tuple<std::vector<int64_t>, std::vector<int64_t>, py::object, int64_t>>>())
+    plan->memory.push_back({std::get<0>(each), std::get<1>(each), dtype_of(std::get<2>(each)), std::get<3>(each)});
+  for (auto each : given["launches"].cast<std::vector<py::dict>>()) plan->launches.push_back(launch_of(each));
+  plan->results = given["results"].cast<std::vector<int>>();
+  plan->kind = given["kind"].cast<std::string>()[0];
+  if (py::object how = given["recording"]; !how.is_none()) {
+    auto made = std::make_shared<Recording>();
+    made->name = how["name"].cast<std::string>();
+    for (auto each : how["kept"].cast<std::vector<std::tuple<int, bool, std::vector<int64_t>>>>())
+      made->kept.push_back({std::get<0>(each), std::get<1>(each), std::get<2>(each)});
+    made->edges = how["edges"].cast<std::vector<int>>();
+    made->edge_sizes = how["edge_sizes"].cast<std::vector<std::vector<int64_t>>>();
+    made->slope_sizes = how["slope_sizes"].cast<std::vector<std::vector<int64_t>>>();
+    made->slopes = how["slopes"].cast<std::vector<int>>();
+    made->watched = how["watched"].cast<std::vector<int>>();
+    made->zeros = how["zeros"].cast<bool>();
+    made->backward = how["backward"];
+    plan->recording = made;
+  }
+  return plan;
+}
+
+// Whether all others were dropped before, because there were too many.
+bool keep(Known& known, const std::string& facts, std::shared_ptr<Plan> plan) {
+  const bool full = known.size() >= MOST_KNOWN;
+  if (full) known.clear();
+  known[facts] = std::move(plan);
+  return full;
+}
+
+// What `backward` of a recording teaches.
+struct PlanHandle {
+  std::shared_ptr<Plan> plan;
+};
+
+void start(const py::dict& given) {
+  python.parameter = reinterpret_cast<PyTypeObject*>(given["parameter"].cast<py::object>().release().ptr());
+  for (auto [name, slot] : std::initializer_list<std::pair<const char*, PyObject**>>{
+           {"counts", &python.counts}, {"is_watched", &python.is_watched}, {"profiles", &python.profiles},
+           {"forward_mode", &python.forward_mode}, {"counters", &python.counters}, {"device", &python.device},
+           {"stream", &python.stream}})
+    *slot = given[name].cast<py::object>().release().ptr();
+}
+
+}  // namespace
+
+PYBIND11_MODULE(ROOFTOP_MODULE, module) {
+  if (!make_type()) throw py::error_already_set();
+  py::class_<PlanHandle>(module, "Plan").def(py::init([](const py::dict& given) { return PlanHandle{plan_of(given)}; }));
+  module.def("start", &start);
+  module.def("note_keys", [](bool inference) {
+    (inference ? inference_keys : plain_keys) = c10::impl::tls_local_dispatch_key_set().included_.raw_repr();
+  });
+  module.def("calls_made", [] { return calls_made; });
+  module.def("set_teaching", [](bool now) { teaching = now; });
+  module.def("make_calls", &make_calls);
+  module.def("keep", [](py::handle calls, const std::string& facts, const PlanHandle& plan) {
+    return keep(*calls_of(calls)->known, facts, plan.plan);
+  });
+  module.def("keep_backward", [](const PlanHandle& forward, const std::string& facts, const PlanHandle& plan) {
+    return keep(forward.plan->recording->known, facts, plan.plan);
+  });
+  module.def("forget", [](py::handle calls) { calls_of(calls)->known->clear(); });
+}

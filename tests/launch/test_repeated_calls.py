@@ -1,0 +1,354 @@
+"""Calls that are made in C++: the same bits, gradients, modes, errors and watchers as in Python."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from rooftop import kernels
+from rooftop.cost import CountingMode
+from rooftop.launch import INTERPRETED, count_launches, cpp_extensions, known_calls, repeated_calls
+from rooftop.launch.cpp_extensions import Extension
+
+pytest.importorskip("triton")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+needs_compiler = pytest.mark.skipif(cpp_extensions.compiler() is None, reason="no C++ compiler")
+needs_kernels = pytest.mark.skipif(not INTERPRETED, reason="without kernels nothing is planned")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    if INTERPRETED or torch.cuda.is_available():
+        if cpp_extensions.compiler() is None:
+            pytest.skip("no C++ compiler")
+        repeated_calls.build()
+
+
+@pytest.fixture
+def made() -> Iterator[Callable[[], int]]:
+    """How many calls were made in C++ since the last time."""
+    known_calls.forget()
+    last = repeated_calls.calls_made()
+
+    def since() -> int:
+        nonlocal last
+        now = repeated_calls.calls_made()
+        last, found = now, now - last
+        return found
+
+    yield since
+    known_calls.forget()
+
+
+def skip_without_kernels(device: str) -> None:
+    if device == "cpu" and not INTERPRETED:
+        pytest.skip("without kernels nothing is planned")
+
+
+def several(call: Callable[[], Any], times: int = 6) -> list[Any]:
+    return [call() for _ in range(times)]
+
+
+def same(results: list[Any]) -> bool:
+    first, *rest = [each if isinstance(each, tuple | list) else (each,) for each in results]
+    return all(len(each) == len(first) and all(map(torch.equal, first, each)) for each in rest)
+
+
+# ---- results ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_results_and_gradients_are_those_of_python(device: str, made: Callable[[], int]) -> None:
+    skip_without_kernels(device)
+    x, y = (torch.randn(2, 3, 8, device=device, requires_grad=True) for _ in range(2))
+    weight, bias = (torch.randn(8, device=device, requires_grad=True) for _ in range(2))
+    calls: dict[str, Callable[[], Any]] = {
+        "layer_norm": lambda: kernels.layer_norm(x, 8, weight, bias),
+        "rms_norm": lambda: kernels.rms_norm(x, (8,), weight=weight),
+        "add_rms_norm": lambda: kernels.add_rms_norm(x, y, 8, weight),
+        "softmax": lambda: kernels.softmax(x, -1),
+        "log_softmax": lambda: kernels.log_softmax(x, dim=-1, scale=0.5),
+        "silu": lambda: kernels.silu(x),
+        "mul": lambda: kernels.mul(x, y),
+        "swiglu": lambda: kernels.swiglu(x, y),
+        "sum": lambda: kernels.sum(x, -1),
+    }
+    for name, call in calls.items():
+
+        def both(call: Callable[[], Any] = call) -> list[Tensor]:
+            results = call()
+            results = list(results) if isinstance(results, tuple) else [results]
+            leaves = [x, y, weight, bias]
+            slopes = [torch.full_like(each, 0.5) for each in results]
+            found = torch.autograd.grad(results, leaves, slopes, allow_unused=True)
+            return [*results, *(each for each in found if each is not None)]
+
+        with repeated_calls.in_python():
+            expected = both()
+        assert made() == 0
+        assert same([expected, *several(both)]), name
+        least = 3 if name == "sum" else 5  # the gradient of a sum is a view, made in Python
+        assert made() >= least, (name, repeated_calls.reasons)
+        with torch.no_grad():
+            results = [each[0] if isinstance(each, tuple) else each for each in several(call)]
+            assert same([expected[0], *results])
+        assert made() >= 2, (name, repeated_calls.reasons)
+
+
+@needs_kernels
+def test_other_shapes_strides_dtypes_and_values_are_other_calls(made: Callable[[], int]) -> None:
+    x = torch.randn(4, 6)
+    with torch.no_grad():
+        several(lambda: kernels.softmax(x))
+        assert made()
+        for other in (torch.randn(4, 5), x.t(), torch.randn(8, 6)[::2], x.double(), x.bfloat16(), x[:, 1:], x[0]):
+            assert torch.equal(kernels.softmax(other), kernels.softmax(other.clone()))
+            torch.testing.assert_close(kernels.softmax(other), other.softmax(-1))
+        torch.testing.assert_close(kernels.softmax(x, scale=2.0), (x * 2).softmax(-1))
+        torch.testing.assert_close(kernels.softmax(x, 0), x.softmax(0))
+    with pytest.raises(ValueError, match="scale"):
+        kernels.softmax(x, scale=float("nan"))
+    with pytest.raises(TypeError):
+        kernels.softmax(x, no_such_argument=1)  # type: ignore[call-arg]
+
+
+@needs_kernels
+def test_the_same_tensor_twice() -> None:
+    gate, up = torch.randn(3, 8), torch.randn(3, 8)
+    with torch.no_grad():
+        for _ in range(5):
+            assert kernels.swiglu(gate, up).equal(kernels.swiglu(gate.clone(), up.clone()))
+            assert kernels.swiglu(gate, gate).equal(kernels.swiglu(gate, gate.clone()))
+            assert kernels.mul(up, up).equal(up * up)
+
+
+# ---- autograd -----------------------------------------------------------------------------------------------------
+
+
+@needs_kernels
+def test_a_second_derivative(made: Callable[[], int]) -> None:
+    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(8, dtype=torch.float64, requires_grad=True)
+    several(lambda: kernels.layer_norm(x, 8, weight).square().sum().backward())
+    made()
+    assert torch.autograd.gradgradcheck(lambda x, weight: kernels.layer_norm(x, 8, weight), (x, weight))
+    assert torch.autograd.gradcheck(kernels.silu, (x,))
+
+
+@needs_kernels
+def test_backward_twice_and_changed_tensors(made: Callable[[], int]) -> None:
+    x = torch.randn(3, 8, requires_grad=True)
+    several(lambda: kernels.softmax(x).sum().backward())
+    assert made()
+    y = kernels.softmax(x)
+    first = torch.autograd.grad(y.square().sum(), x, retain_graph=True)[0]
+    assert torch.equal(first, torch.autograd.grad(y.square().sum(), x)[0])
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(y.square().sum(), x)
+    y = kernels.softmax(x)
+    y.mul_(2)  # backward needs it
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@needs_kernels
+def test_hooks_see_gradients_and_saved_tensors(made: Callable[[], int]) -> None:
+    x, weight = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    several(lambda: kernels.layer_norm(x, 8, weight).sum().backward())
+    assert made()
+    seen: list[Tensor] = []
+    y = kernels.layer_norm(x, 8, weight)
+    assert y.grad_fn is not None
+    assert "rooftop_layer_norm" in y.grad_fn.name()
+    y.register_hook(seen.append)
+    y.grad_fn.register_hook(lambda inputs, outputs: seen.extend(outputs))
+    y.sum().backward()
+    assert len(seen) == 2
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (seen.append(t), t)[1], lambda t: t):
+        before = len(seen)
+        kernels.layer_norm(x, 8, weight).sum().backward()
+        assert len(seen) > before
+
+
+@needs_kernels
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation(reentrant: bool, made: Callable[[], int]) -> None:
+    x, weight = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+
+    def step(recompute: bool) -> tuple[Tensor, ...]:
+        def part(x: Tensor) -> Tensor:
+            return kernels.silu(kernels.rms_norm(x, 8, weight))
+
+        y = checkpoint(part, x, use_reentrant=reentrant) if recompute else part(x)
+        return torch.autograd.grad(y.square().sum(), (x, weight)) if not reentrant or not recompute else _by_backward(y)
+
+    def _by_backward(y: Tensor) -> tuple[Tensor, ...]:
+        x.grad = weight.grad = None
+        y.square().sum().backward()
+        return x.grad, weight.grad  # type: ignore[return-value]
+
+    assert same([*several(lambda: step(False)), *several(lambda: step(True))])
+    assert made()
+
+
+@needs_kernels
+def test_nothing_is_kept_alive(made: Callable[[], int]) -> None:
+    def step() -> weakref.ref[Tensor]:
+        x = torch.randn(3, 8, requires_grad=True)
+        y = kernels.softmax(x)
+        y.sum().backward()
+        return weakref.ref(y)
+
+    last = several(step)[-1]
+    gc.collect()
+    assert made()
+    assert last() is None
+
+
+# ---- who must see calls -------------------------------------------------------------------------------------------
+
+
+@needs_kernels
+def test_watchers_see_known_calls(made: Callable[[], int]) -> None:
+    x = torch.randn(3, 8)
+    several(lambda: kernels.softmax(x))
+    assert made()
+    with CountingMode() as counted:
+        kernels.softmax(x)
+    assert [each.name for each in counted.records if "softmax" in each.name] == ["rooftop::softmax"]
+    with count_launches() as count:
+        kernels.softmax(x)
+    assert count == {"softmax_forward": 1}
+    with torch.profiler.profile() as profile:
+        kernels.softmax(x)
+    assert any("rooftop::softmax" in each.key for each in profile.key_averages())
+    assert torch.func.vmap(kernels.softmax)(x[None]).shape == (1, 3, 8)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        assert torch.autograd.forward_ad.unpack_dual(kernels.softmax(dual)).tangent is not None
+    with torch.device("meta"):
+        assert kernels.softmax(torch.empty(3, 8)).is_meta
+    assert made() == 0
+
+
+@needs_kernels
+def test_modes_of_the_thread(made: Callable[[], int]) -> None:
+    x = torch.randn(3, 8, requires_grad=True)
+    for _ in range(6):
+        with torch.inference_mode():
+            assert kernels.softmax(x).is_inference()
+        with torch.no_grad():
+            assert not kernels.softmax(x).requires_grad
+        assert kernels.softmax(x).requires_grad
+        assert not kernels.softmax(x.detach()).requires_grad
+    assert made() >= 6
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.equal(kernels.softmax(x), kernels.softmax(x))
+        assert made() == 0
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@needs_kernels
+def test_subclasses_and_parameters(made: Callable[[], int]) -> None:
+    class Named(Tensor):
+        pass
+
+    x, parameter = torch.randn(3, 8), torch.nn.Parameter(torch.randn(8))
+    several(lambda: kernels.rms_norm(x, 8, parameter))
+    assert made()
+    assert isinstance(kernels.softmax(x.as_subclass(Named)), Tensor)
+    traced = torch.fx.symbolic_trace(lambda x: kernels.softmax(x))
+    assert torch.equal(traced(x), kernels.softmax(x))
+    exact = torch.compile(lambda x: kernels.softmax(x) + 1, fullgraph=True, backend="aot_eager")
+    assert torch.equal(exact(x), kernels.softmax(x) + 1)
+
+
+@needs_kernels
+def test_threads(made: Callable[[], int]) -> None:
+    inputs = [torch.randn(n, 8, requires_grad=True) for n in range(1, 6)]
+    expected = [torch.autograd.grad(kernels.softmax(x).square().sum(), x)[0] for x in inputs]
+
+    def work(start: int) -> bool:
+        order = [(start + 3 * i) % len(inputs) for i in range(40)]
+        made = [torch.autograd.grad(kernels.softmax(inputs[i]).square().sum(), inputs[i])[0] for i in order]
+        return all(torch.equal(each, expected[i]) for each, i in zip(made, order, strict=True))
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(work, range(4)))
+    assert made()
+
+
+def test_signatures_stay() -> None:
+    assert list(inspect.signature(kernels.softmax).parameters)[:2] == ["input", "dim"]
+    assert kernels.layer_norm.__module__ == "rooftop.kernels.norms.norms"
+
+
+# ---- building -----------------------------------------------------------------------------------------------------
+
+
+@needs_compiler
+def test_a_broken_source_is_reported_and_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROOFTOP_CACHE", str(tmp_path))
+    source = tmp_path / "broken.cpp"
+    source.write_text("this is no C++\n")
+    extension = Extension("broken", source)
+    assert extension.state()[0]
+    with pytest.raises(RuntimeError, match=r"broken\.cpp was not compiled: .*error"):
+        extension.build()
+    usable, why = extension.state()
+    assert not usable
+    assert str(extension.failed) in why
+    started: list[Any] = []
+    extension.load_when_built(started.append)
+    assert not started
+    assert not list(tmp_path.rglob("*.partial"))
+    assert not list(tmp_path.rglob("*.building"))
+
+
+def test_without_a_compiler_python_makes_the_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROOFTOP_CACHE", str(tmp_path))
+    monkeypatch.setattr(cpp_extensions, "compiler", lambda: None)
+    source = tmp_path / "part.cpp"
+    source.write_text("")
+    extension = Extension("part", source)
+    assert extension.state() == (False, "no C++ compiler")
+    with pytest.raises(RuntimeError, match="install g\\+\\+"):
+        extension.build()
+
+
+@needs_compiler
+def test_it_is_compiled_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROOFTOP_CACHE", str(tmp_path))
+    source = tmp_path / "part.cpp"
+    source.write_text(
+        "#include <Python.h>\n#define NAME(name) PyInit_##name\n#define INIT(name) NAME(name)\n"
+        'static PyModuleDef def = {PyModuleDef_HEAD_INIT, "part", nullptr, -1};\n'
+        "PyMODINIT_FUNC INIT(ROOFTOP_MODULE)() { return PyModule_Create(&def); }\n"
+    )
+    loaded: list[Any] = []
+    extension = Extension("part", source)
+    extension.load_when_built(loaded.append)
+    for thread in threading.enumerate():
+        if thread.name == "rooftop-part":
+            thread.join(120)
+    assert [each.__name__ for each in loaded] == ["part"]
+    assert extension.state() == (True, f"compiled, {extension.path}")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+@needs_compiler
+def test_all_through_the_interpreter(interpreted: Callable[..., int]) -> None:
+    assert interpreted(__file__) >= 12
