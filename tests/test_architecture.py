@@ -1,4 +1,4 @@
-"""The source tree matches docs/architecture.md, and its files import each other without cycles."""
+"""The source tree matches docs/architecture.md and the tables of files. Its files import each other without cycles."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "rooftop"
 PAGE = ROOT / "docs" / "architecture.md"
+TABLES = [ROOT / "docs" / name for name in ("files.md", "files-programs.md")]
 MOST_LINES = 60  # of what is read at a glance
 
 
@@ -75,17 +76,17 @@ def test_a_circle_through_a_function_is_seen() -> None:
 
 def test_the_page_names_every_file_and_every_folder() -> None:
     """A file by its name, or by its folder (`formulas/`)."""
-    page = PAGE.read_text(encoding="utf-8")
+    page = "".join(each.read_text(encoding="utf-8") for each in (PAGE, *TABLES))
     files = [path.relative_to(SOURCE) for path in SOURCE.rglob("*.py") if not path.name.startswith("__")]
     by_folder = ("formulas", "page_files")
     unnamed = [str(path) for path in files if path.name not in page and path.parent.name not in by_folder]
-    assert not unnamed, "docs/architecture.md should say in a few words what these are for"
+    assert not unnamed, "docs/files.md or files-programs.md should say in a few words what these are for"
     there = {path.name for folder in ("src", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")}
     for name in re.findall(r"\w+\.py", page):
-        assert name in there, f"docs/architecture.md names {name}, which is not there"
+        assert name in there, f"the pages name {name}, which is not there"
     folders = {parent for path in files for parent in path.parents if parent != Path()}
     for folder in folders:
-        assert f"{folder.name}/" in page, f"docs/architecture.md does not name {folder}/"
+        assert f"{folder.name}/" in page, f"the pages do not name {folder}/"
 
 
 def test_each_map_fits_one_screen() -> None:
@@ -95,14 +96,14 @@ def test_each_map_fits_one_screen() -> None:
     named = re.findall(r"^  (\w+)/", packages[1], re.MULTILINE)
     there = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
     assert sorted(named) == sorted(there)
-    maps = [packages[1], *re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)]
+    text = "".join(each.read_text(encoding="utf-8") for each in (PAGE, *TABLES))
+    maps = [packages[1], *re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)]
     assert max(len(each.splitlines()) for each in maps) <= MOST_LINES
 
 
 def test_each_family_of_kernels_has_a_row() -> None:
     """The files' names must come from their family, except for those that have the same role in all families."""
-    page = PAGE.read_text(encoding="utf-8")
-    kernels = page.partition("\n**kernels**")[2].partition("\n**")[0]
+    kernels = TABLES[0].read_text(encoding="utf-8").partition("\n## kernels\n")[2].partition("\n## ")[0]
     rows = dict(re.findall(r"^\| `(\w+)/` \| (.*)", kernels, re.MULTILINE))
     families = {path.parent for path in (SOURCE / "kernels").glob("*/__init__.py")}
     assert rows.keys() == {family.name for family in families}
@@ -110,7 +111,7 @@ def test_each_family_of_kernels_has_a_row() -> None:
         files = {path.name for path in family.iterdir() if path.suffix in (".py", ".cu")}
         named = set(re.findall(r"`(\w+\.(?:py|cu))`", rows[family.name]))
         own = files - {"__init__.py", "tables.py", "launches.py", "triton_kernels.py"}
-        assert own <= named, f"docs/architecture.md, the row of {family.name}/"
+        assert own <= named, f"docs/files.md, the row of {family.name}/"
         assert named - files <= {path.name for path in family.glob("triton_kernels/*")}, family.name
 
 

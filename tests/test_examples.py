@@ -35,7 +35,19 @@ TESTED_ELSEWHERE = {"classify", "data_parallel"}  # tests/models/vision/test_cla
 PAGES = [ROOT / "README.md", ROOT / "README.zh.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SNIPPETS = [
     pytest.param(match[1], id=f"{page}-line-{text[: match.start()].count(chr(10)) + 1}")
-    for page in ("cost", "cuda", "generation", "hardware", "inference", "optimize", "parallel", "scene")
+    for page in (
+        "analyze",
+        "context-parallel",
+        "cost",
+        "cuda",
+        "generation",
+        "hardware",
+        "inference",
+        "optimize",
+        "parallel",
+        "scene",
+        "torch-compile",
+    )
     for text in [(ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")]
     for match in re.finditer(r"```python\n(.*?)```", text, re.DOTALL)
 ]

@@ -1,4 +1,5 @@
-"""The README in both languages: the same commands and links, and a page that names every command."""
+"""The README in both languages, the index of the documentation, the page of words, and a page that names every
+command."""
 
 from __future__ import annotations
 
@@ -8,10 +9,14 @@ from pathlib import Path
 import click
 import pytest
 
+from rooftop.analysis.text import PARTS
 from rooftop.cli.main import command
 
 ROOT = Path(__file__).resolve().parents[1]
 ENGLISH, CHINESE, COMMANDS = (ROOT / name for name in ("README.md", "README.zh.md", "docs/commands.md"))
+DOCS = ROOT / "docs"
+INDEX, WORDS = DOCS / "README.md", DOCS / "glossary.md"
+MOST_WORDS = 4000  # of a guide, which is read in one sitting
 
 
 def code_blocks(page: Path) -> list[str]:
@@ -31,7 +36,7 @@ def verbs(group: click.Group, words: str = "rooftop") -> set[str]:
     return set().union(*below)
 
 
-@pytest.mark.parametrize("page", [ENGLISH, CHINESE, COMMANDS], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [ENGLISH, CHINESE, COMMANDS, INDEX], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files(page: Path) -> None:
     missing = [link for link in links(page) if not (page.parent / link).exists()]
     assert links(page)
@@ -69,3 +74,38 @@ def test_typed_commands_exist(page: Path) -> None:
 def test_the_page_of_commands_names_all_of_them() -> None:
     text = "\n".join(code_blocks(COMMANDS))
     assert not [verb for verb in verbs(command) if f"{verb} " not in f"{text} "]
+
+
+def test_the_index_leads_to_every_page() -> None:
+    pages = {str(page.relative_to(DOCS)) for page in (*DOCS.glob("*.md"), *DOCS.glob("measurements/*.md"))} - {
+        INDEX.name
+    }
+    of_kernels = {
+        page for page in pages if page.startswith("measurements/kernels-")
+    }  # measurements/kernels.md has them
+    assert pages - of_kernels <= set(links(INDEX))
+    assert {page.removeprefix("measurements/") for page in of_kernels} <= set(
+        links(DOCS / "measurements" / "kernels.md")
+    )
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+def test_a_guide_is_short_and_begins_with_what_it_is_for(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert len(text.split()) < MOST_WORDS
+    title, blank, first, *_ = text.splitlines()
+    assert title.startswith("# ")
+    assert not blank
+    assert re.match(r"[\w`*\[]", first)  # a sentence; no heading, table or code
+
+
+def test_the_page_of_words_has_those_of_a_report() -> None:
+    explained = {
+        word
+        for cell in re.findall(r"^\| ([^|]+) \|", WORDS.read_text(encoding="utf-8"), re.MULTILINE)
+        for word in cell.split(", ")
+    }
+    of_ranks = {"communication", "exposed", "waited", "own", "straggler", "imbalance"}
+    of_a_step = {"op roof", "fused roof", "percent of roof", "wall time", "busy time", "coverage", "bound", "disturbed"}
+    assert of_ranks | of_a_step | {label for label, *_ in PARTS} - {"roof"} <= explained
+    assert "## Roof" in WORDS.read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
 """The tables of the pages are what benchmarks/kernels/tables.py makes of the committed figures.
 
-The snippets of docs/kernels.md run.
+The snippets of docs/kernels.md and docs/operators.md run.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TABLES = runpy.run_path(str(ROOT / "benchmarks" / "kernels" / "tables.py"))
 DOCS = ROOT / "docs"
 PAGE = (DOCS / "kernels.md").read_text(encoding="utf-8")
+OPERATORS = (DOCS / "operators.md").read_text(encoding="utf-8")
 MARKED = "before\n<!-- figures: some.json -->\nold\n<!-- end of figures -->\nafter\n"
 
 
@@ -126,9 +127,9 @@ def tensors(snippet: str) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning")  # of torch.export itself
-@pytest.mark.parametrize("snippet", re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
-def test_every_snippet_of_the_page_runs(snippet: str) -> None:
-    exec(compile(snippet, "docs/kernels.md", "exec"), {"__name__": "snippet", **tensors(snippet)})
+@pytest.mark.parametrize("snippet", re.findall(r"```python\n(.*?)```", PAGE + OPERATORS, re.DOTALL))
+def test_every_snippet_of_the_pages_runs(snippet: str) -> None:
+    exec(compile(snippet, "snippet", "exec"), {"__name__": "snippet", **tensors(snippet)})
 
 
 def test_the_overview_names_every_operator_and_module() -> None:
@@ -137,3 +138,18 @@ def test_the_overview_names_every_operator_and_module() -> None:
     operators.remove("decompositions")  # of exported programs, in a section of its own
     modules = {name for name in nn.__all__ if name[0].isupper() and name not in ("Replacement", "KINDS")}
     assert {name for name in operators | modules if f"`{name}`" not in overview} == set()
+
+
+def test_every_operator_of_the_overview_is_described() -> None:
+    described = set(re.findall(r"^## (.*)", OPERATORS, re.MULTILINE))
+    linked = set(re.findall(r"operators\.md#([\w-]+)", PAGE))
+    assert linked == {re.sub(r"[^\w ]", "", heading.lower()).replace(" ", "-") for heading in described}
+
+
+def test_figures_of_what_pays_are_those_of_the_measurements() -> None:
+    section = PAGE.split("## When it pays\n")[1].split("\n## ")[0]
+    tables = "".join(page.read_text(encoding="utf-8") for page in (DOCS / "measurements").glob("kernels*.md"))
+    figures = set(re.findall(r"(?<![\w,.])\d+\.\d+", section))
+    measured = set(re.findall(r"(?<![\w,.])\d+\.\d+", tables))
+    assert len(figures) > 30
+    assert figures <= measured
