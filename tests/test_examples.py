@@ -32,7 +32,7 @@ from rooftop.testing import no_waiting_for_gpu
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "examples"
 TESTED_ELSEWHERE = {"classify", "data_parallel"}  # tests/models/vision/test_classification.py, tests/parallel
-PAGES = [ROOT / "README.md", ROOT / "README.zh.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 SNIPPETS = [
     pytest.param(match[1], id=f"{page}-line-{text[: match.start()].count(chr(10)) + 1}")
     for page in (
