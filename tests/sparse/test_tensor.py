@@ -16,7 +16,8 @@ from rooftop.sparse import SparseConvTensor, build_rulebook, geometry
 
 INDICES = torch.tensor([[0, 2, 1], [1, 0, 3], [1, 2, 3]], dtype=torch.int32)
 GRID = [3, 4]
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "sparse.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGES = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("sparse.md", "sparse-layers.md"))
 
 
 def a_tensor(channels: int = 2, dtype: torch.dtype = torch.float32, indices: Tensor = INDICES) -> SparseConvTensor:
@@ -203,8 +204,8 @@ def test_wrong_calls() -> None:
         SparseConvTensor.from_dense(torch.zeros(3, 4))
 
 
-@pytest.mark.parametrize("snippet", re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL))
-def test_the_examples_of_the_page_print_what_they_say(snippet: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("snippet", re.findall(r"```python\n(.*?)```", PAGES, re.DOTALL))
+def test_the_examples_of_the_pages_print_what_they_say(snippet: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(snippet, "snippet", "exec"), {"__name__": "snippet"})
     assert capsys.readouterr().out.splitlines() == re.findall(r"^# (.*)", snippet, re.MULTILINE)
 
