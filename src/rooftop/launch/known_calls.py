@@ -110,7 +110,7 @@ def watched(run: Callable[..., Any], pure: bool) -> Callable[..., Any]:
         if lesson is not None and lesson.thread == get_ident():
             if pure:
                 return lesson.operator(run, arguments)
-            lesson.other = True
+            lesson.why = lesson.why or "an operator's decisions depend on more than facts"
         return run(*arguments)
 
     return call
@@ -284,12 +284,12 @@ def _observe(run: Callable[..., Any], arguments: Sequence[Any], tensors: list[Te
 
 
 class _Observer(TorchDispatchMode):
-    """Sees allocations, views and launches of one call; anything else makes it `other`."""
+    """Sees allocations, views and launches of one call. `why` is the first thing that was anything else."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
         self.thread = get_ident()
-        self.other = len({each.device for each in tensors}) != 1
+        self.why = "" if len({each.device for each in tensors}) == 1 else "tensors on several devices, or none"
         self.device = tensors[0].device if tensors else torch.device("cpu")
         self.sources = list(tensors)  # and allocations
         self.source_of = {id(each): i for i, each in enumerate(tensors)}
@@ -305,14 +305,18 @@ class _Observer(TorchDispatchMode):
         if func in ALLOCATIONS:
             self.source_of[id(made)] = len(self.sources)
             self.sources.append(made)
-            self.other = self.other or made.device != self.device or made.layout != torch.strided or made.is_pinned()
+            if made.device != self.device or made.layout != torch.strided or made.is_pinned():
+                self._is_other(f"memory on {made.device}")
         elif func.is_view and isinstance(args[0], Tensor) and id(args[0]) in self.source_of:
             for each in made if isinstance(made, list | tuple) else (made,):
                 self.source_of[id(each)] = self.source_of[id(args[0])]
                 self.alive.append(each)
         else:
-            self.other = True
+            self._is_other(str(func))
         return made
+
+    def _is_other(self, why: str) -> None:
+        self.why = self.why or why
 
     def launch(
         self, start: Callable[..., Any], kernel: Any, grid: tuple[int, ...], device: torch.device, args: Sequence[Any],
@@ -324,7 +328,7 @@ class _Observer(TorchDispatchMode):
             return
         with self._unseen():
             compiled = start(kernel, grid, device, args, parameters)
-        if not self.other:
+        if not self.why:
             self._note(kernel, compiled, grid, args, parameters)
 
     @contextmanager
@@ -340,20 +344,21 @@ class _Observer(TorchDispatchMode):
         given = list(args)
         for place, each in enumerate(args):
             if type(each) not in (Tensor, Parameter):
-                self.other = self.other or type(each) not in (int, float, bool, type(None))
+                if type(each) not in (int, float, bool, type(None)):
+                    self._is_other(f"a launch with {type(each).__name__}")
                 continue
             source = self.source_of.get(id(each))
             if each.numel() == 0:  # it has no address
                 given[place] = each if triton_launch.INTERPRETED else 0
                 continue
             if source is None:
-                self.other = True
+                self._is_other("a launch with other memory")
                 return
             given[place] = None
             view = each.dtype, each.shape, each.stride()
             pointers.append(Pointer(place, source, each.data_ptr() - self.sources[source].data_ptr(), view))
         if compiled is None and not triton_launch.INTERPRETED:
-            self.other = True
+            self._is_other(f"a launch of {kernel.fn.__name__} that only Triton can make")
         self.launched.append(Step(kernel, compiled, grid, given, tuple(pointers), dict(parameters)))
 
     def zeros(self, device: torch.device, count: int) -> Tensor | None:
@@ -363,7 +368,7 @@ class _Observer(TorchDispatchMode):
         with self._unseen():
             made = counters_now(device, count)
         if made is None:
-            self.other = True
+            self._is_other("no counters")
         else:
             self.source_of[id(made)] = len(self.sources)
             self.zeros_of[len(self.sources)] = count
@@ -372,13 +377,14 @@ class _Observer(TorchDispatchMode):
 
     def foreign(self) -> None:
         """Note a launch of another kind."""
-        self.other = self.other or get_ident() == self.thread
+        if get_ident() == self.thread:
+            self._is_other("a launch that is not Triton's")
 
     def steps(self, places: tuple[int, ...], result: Any) -> Steps | None:
         """What was observed; None if it was anything else."""
         count = len(places)
         kind = Tensor if isinstance(result, Tensor) else type(result)
-        if self.other or kind not in (Tensor, tuple, list):
+        if self.why or kind not in (Tensor, tuple, list):
             return None
         results: list[int | None] = []
         for each in (result,) if isinstance(result, Tensor) else result:
@@ -462,11 +468,11 @@ class Lesson:
     """The operators that a thread calls while a public function is observed.
 
     Attributes:
-        other: whether there was more than operators whose allocations and launches are known.
+        why: what there was besides operators whose allocations and launches are known; else "".
     """
 
     def __init__(self, thread: int) -> None:
-        self.thread, self.other = thread, False
+        self.thread, self.why = thread, ""
         self.taught: list[Taught] = []
 
     def operator(self, run: Callable[..., Any], arguments: Sequence[Any]) -> Any:
@@ -474,15 +480,17 @@ class Lesson:
         tensors = [each for given in arguments for each in (given if isinstance(given, list | tuple) else (given,))]
         tensors = [each for each in tensors if isinstance(each, Tensor)]
         result, observer = _observe(run, arguments, tensors)
-        if observer is None or observer.other or not observer.launched:
-            self.other = True
+        if observer is None:
+            self.why = self.why or "the same tensor twice, or another observed call"
+        elif observer.why or not observer.launched:
+            self.why = self.why or observer.why or "no launches"
         else:
             self.taught.append(Taught(arguments, tensors, observer))
         return result
 
     def recorded(self, record: Record) -> None:
         """Autograd records the last operator."""
-        if self.taught and not self.other:
+        if self.taught and not self.why:
             self.taught[-1].record = record
 
 

@@ -247,6 +247,8 @@ def _differentiate(
             kept = tuple.__new__(kind, together((*tensors, *others)))
             return gradients(kept, wanted, list(given)) if gives_list else gradients(kept, wanted, *given)
 
+        if not _are_values(others):
+            lesson.why = "backward needs objects of this call"
         results = [output] if alone else list(output)[:slopes]
         lesson.recorded(Record(f"GeneratedBackwardFor_rooftop_{name}_defaultBackward", results, tensors, again, alone))
 
@@ -288,6 +290,15 @@ class _Places(NamedTuple):
     tensors: Callable[[Kept], Kept]
     others: Callable[[Kept], Kept]
     together: Callable[[Kept], Kept]
+
+
+def _are_values(kept: Any) -> bool:
+    """Whether what backward keeps besides tensors equals itself in every call with the same facts."""
+    if isinstance(kept, list | tuple):
+        return all(map(_are_values, kept))
+    if isinstance(kept, dict):
+        return all(map(_are_values, (*kept.keys(), *kept.values())))
+    return isinstance(kept, bool | int | float | str | torch.dtype | torch.device | None)
 
 
 @cache  # an operator has few combinations: its arguments have the same types, or are None

@@ -94,6 +94,7 @@ struct Python {
   PyObject* counters = nullptr;       // (device, count) to zeroed counters of the current stream, or None
   PyObject* device = nullptr;         // to the current CUDA device's index; None without CUDA
   PyObject* stream = nullptr;         // (index) to the current stream of a CUDA device
+  PyObject* captures = nullptr;       // whether the current stream is captured
 } python;
 
 bool teaching = false;     // Python observes a call, so all calls are made there
@@ -245,12 +246,19 @@ struct Launch {
   std::vector<Patch> patches;
 };
 
+struct View {
+  int source;  // -1: None
+  std::vector<int64_t> sizes, strides;
+  int64_t offset;  // elements from the source's first
+};
+
 struct Recording;  // how autograd records a call
 
 struct Plan {
   std::vector<Memory> memory;
   std::vector<Launch> launches;
   std::vector<int> results;  // indices of memory; -1: None
+  std::vector<View> views;   // of the given tensors, which are all that is made
   char kind = 't';           // 't': a tensor, '(': a tuple, '[': a list
   at::Device device = at::kCPU;
   std::shared_ptr<Recording> recording;
@@ -300,6 +308,23 @@ void launch(const Launch& step, const Tensors& sources, void* stream) {
   }
 }
 
+// Zeroed counters of a stream; for a captured launch its own. Undefined: there are none.
+Tensor zeros(at::Device device, void* stream, int64_t count) {
+  static std::unordered_map<std::string, Tensor> of_streams;  // all counters of a stream, which live as long as the process
+  Facts key;
+  put(key, device.type());
+  put(key, device.index());
+  put(key, stream);
+  const bool captured = device.is_cuda() && is_true(python.captures);
+  if (!captured)
+    if (auto found = of_streams.find(key); found != of_streams.end() && found->second.numel() >= count) return found->second;
+  py::object made = py::reinterpret_steal<py::object>(
+      checked(PyObject_CallFunction(python.counters, "NL", THPDevice_New(device), (long long)count)));
+  if (made.is_none()) return Tensor();
+  const Tensor found = THPVariable_Unpack(made.ptr());
+  return captured ? found : of_streams[key] = found;
+}
+
 // Do what a plan says. False: another device is current, or there are no counters.
 bool run(const Plan& plan, const Tensors& tensors, Made& made) {
   void* stream = nullptr;
@@ -317,10 +342,8 @@ bool run(const Plan& plan, const Tensors& tensors, Made& made) {
   for (const Memory& each : plan.memory) {
     Tensor memory;
     if (each.zeros >= 0) {
-      py::object found = py::reinterpret_steal<py::object>(
-          checked(PyObject_CallFunction(python.counters, "NL", THPDevice_New(plan.device), (long long)each.zeros)));
-      if (found.is_none()) return false;
-      memory = THPVariable_Unpack(found.ptr());
+      memory = zeros(plan.device, stream, each.zeros);
+      if (!memory.defined()) return false;
     } else {
       memory = at::empty_strided(each.sizes, each.strides, at::TensorOptions().dtype(each.dtype).device(plan.device));
     }
@@ -437,6 +460,10 @@ struct Recorded : torch::autograd::Node {
       Made made;
       if (found != how->known.end() && run(*found->second, sources, made)) {
         variable_list results;
+        for (const View& view : found->second->views)
+          results.push_back(view.source < 0 ? Tensor()
+                                            : sources[view.source].as_strided(
+                                                  view.sizes, view.strides, sources[view.source].storage_offset() + view.offset));
         for (int place : found->second->results) results.push_back(made.result(place));
         return shaped(results);
       }
@@ -648,6 +675,11 @@ Launch launch_of(const py::dict& given) {
 std::shared_ptr<Plan> plan_of(const py::dict& given) {
   auto plan = std::make_shared<Plan>();
   plan->device = reinterpret_cast<THPDevice*>(given["device"].cast<py::object>().ptr())->device;
+  if (given.contains("views")) {
+    for (auto each : given["views"].cast<std::vector<std::tuple<int, std::vector<int64_t>, std::vector<int64_t>, int64_t>>>())
+      plan->views.push_back({std::get<0>(each), std::get<1>(each), std::get<2>(each), std::get<3>(each)});
+    return plan;
+  }
   for (auto each : given["memory"].cast<std::vector<std::tuple<std::vector<int64_t>, std::vector<int64_t>, py::object, int64_t>>>())
     plan->memory.push_back({std::get<0>(each), std::get<1>(each), dtype_of(std::get<2>(each)), std::get<3>(each)});
   for (auto each : given["launches"].cast<std::vector<py::dict>>()) plan->launches.push_back(launch_of(each));
@@ -688,7 +720,7 @@ void start(const py::dict& given) {
   for (auto [name, slot] : std::initializer_list<std::pair<const char*, PyObject**>>{
            {"counts", &python.counts}, {"is_watched", &python.is_watched}, {"profiles", &python.profiles},
            {"forward_mode", &python.forward_mode}, {"counters", &python.counters}, {"device", &python.device},
-           {"stream", &python.stream}})
+           {"stream", &python.stream}, {"captures", &python.captures}})
     *slot = given[name].cast<py::object>().release().ptr();
 }
 

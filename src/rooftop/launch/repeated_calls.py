@@ -88,6 +88,8 @@ def _calls_of(function: Callable[..., Any]) -> Any:
             return function(*arguments, **options)
         with _lesson() as lesson:
             result = function(*arguments, **options)
+        if lesson is None:
+            seen[facts] -= 1  # another thread's call was observed: the next one may be
         plan = lesson and _plan_of(function.__name__, lesson, _tensors_in((*arguments, *options.values())), result)
         if plan is not None and _native.keep(calls, facts, plan):
             seen.clear()  # there were too many plans, and all were dropped
@@ -204,8 +206,8 @@ def _made(
 
 
 def _only_operator(lesson: Lesson) -> Taught:
-    if lesson.other:
-        raise _Unplanned("an operator does more than allocations, views and launches of Triton kernels")
+    if lesson.why:
+        raise _Unplanned(f"besides allocations, views and launches of Triton kernels there is: {lesson.why}")
     if len(lesson.taught) != 1:
         raise _Unplanned(f"it runs {len(lesson.taught)} operators")
     return lesson.taught[0]
@@ -377,10 +379,17 @@ def _by_python(step: Step, sources: _Sources) -> Callable[[list[Tensor]], None]:
 
 
 class _Backward:
-    """Gradients of a call that autograd recorded in C++, computed in Python; teaches the compiled part."""
+    """Gradients of a call that autograd recorded in C++, computed in Python; teaches the compiled part.
+
+    It keeps no tensor of the call from which it was made.
+    """
 
     def __init__(self, name: str, taught: Taught) -> None:
-        self.name, self.record, self.arguments = name, taught.record, taught.arguments
+        assert taught.record is not None
+        self.name, self._again = name, taught.record.gradients
+        # of the operator's arguments: how many tensors each has, and whether it is a list
+        self._counts = [len(a) if _is_list(a) else int(isinstance(a, Tensor)) for a in taught.arguments]
+        self._lists = [_is_list(a) for a in taught.arguments]
         self.plan: Any = None
         self._seen: Counter[bytes] = Counter()
 
@@ -391,6 +400,8 @@ class _Backward:
             return self._gradients(kept, wanted, slopes)
         with _lesson() as lesson:
             found = self._gradients(kept, wanted, slopes)
+        if lesson is None:
+            self._seen[facts] -= 1
         if lesson:
             try:
                 self._learn(lesson, facts, [each for each in (*kept, *slopes) if each is not None], found)
@@ -399,35 +410,54 @@ class _Backward:
         return found
 
     def _learn(self, lesson: Lesson, facts: bytes, given: list[Tensor], found: list[Tensor | None]) -> None:
-        taught = _only_operator(lesson)
-        sources = _Sources(given, taught)
-        places = [None if each is None else sources.memory_of(each) for each in found]
-        if any(each is not None and each.requires_grad for each in found) or taught.record is not None:
+        if any(each is not None and each.requires_grad for each in found):
             raise _Unplanned("its gradients have gradients")
-        if _native.keep_backward(self.plan, facts, _made(sources, taught, places, "[")):
+        if not lesson.taught and not lesson.why:
+            plan = _views(given, found)
+        else:
+            taught = _only_operator(lesson)
+            if taught.record is not None:
+                raise _Unplanned("autograd records its backward")
+            sources = _Sources(given, taught)
+            places = [None if each is None else sources.memory_of(each) for each in found]
+            plan = _made(sources, taught, places, "[")
+        if _native.keep_backward(self.plan, facts, plan):
             self._seen.clear()
 
     def _gradients(self, kept: list[Tensor], wanted: list[bool], slopes: list[Tensor | None]) -> list[Tensor | None]:
         flags = iter(wanted)
-        of_arguments = [
-            next(flags) if isinstance(each, Tensor) else
-            [next(flags) for _ in each] if _is_list(each) else False
-            for each in self.arguments
-        ]  # fmt: skip
-        assert self.record is not None
-        found = self.record.gradients(kept, of_arguments, slopes)
+        of_arguments: list[Any] = []
+        for count, is_list in zip(self._counts, self._lists, strict=True):
+            each = [next(flags) for _ in range(count)]
+            of_arguments.append(each if is_list else any(each))
+        found = iter(self._again(kept, of_arguments, slopes))
         flat: list[Tensor | None] = []
-        for i, each in enumerate(self.arguments):
-            gradient = found[i] if i < len(found) else None
-            if isinstance(each, Tensor):
+        for count, is_list in zip(self._counts, self._lists, strict=True):
+            gradient = next(found, None)
+            if is_list:
+                flat += [None] * count if gradient is None else gradient
+            elif count:
                 flat.append(gradient)
-            elif _is_list(each):
-                flat += [None] * len(each) if gradient is None else gradient
         return flat
 
 
 def _is_list(argument: Any) -> bool:
     return isinstance(argument, list | tuple) and bool(argument) and all(isinstance(each, Tensor) for each in argument)
+
+
+def _views(given: list[Tensor], found: list[Tensor | None]) -> Any:
+    """The plan of gradients that are views of tensors that were given, such as an expanded slope."""
+    views: list[tuple[int, tuple[int, ...], tuple[int, ...], int]] = []
+    for each in found:
+        if each is None:
+            views.append((-1, (), (), 0))
+            continue
+        of = [i for i, t in enumerate(given) if t.untyped_storage().data_ptr() == each.untyped_storage().data_ptr()]
+        if len(of) != 1 or each.dtype != given[of[0]].dtype or type(each) is not Tensor:
+            raise _Unplanned("its gradients are neither an operator's results nor views")
+        offset = int(each.storage_offset() - given[of[0]].storage_offset())
+        views.append((of[0], tuple(each.shape), each.stride(), offset))
+    return _native.Plan({"device": given[0].device, "kind": "[", "views": views})
 
 
 def _recording(
@@ -534,6 +564,7 @@ def _start(module: Any) -> None:
                 "counters": counters.counters_now,
                 "device": torch._C._cuda_getDevice if with_cuda else None,
                 "stream": torch._C._cuda_getCurrentRawStream if with_cuda else None,
+                "captures": torch._C._cuda_isCurrentStreamCapturing if with_cuda else None,
             }
         )
         with ThreadPoolExecutor(1) as thread:  # a new thread has no modes, unlike perhaps this one
