@@ -76,8 +76,6 @@ def remembering(run: Callable[..., Any], settings: Callable[[Sequence[Any]], Any
     _forgets.append(known.clear)
 
     def again(*arguments: Any) -> Any:
-        if lesson is not None and lesson.thread == get_ident():
-            return lesson.operator(run, arguments)
         if arguments[0].is_cpu and not ON_CPU:
             return run(*arguments)
         facts = facts_of(arguments if settings is None else (*arguments, settings(arguments)))
@@ -98,26 +96,14 @@ def remembering(run: Callable[..., Any], settings: Callable[[Sequence[Any]], Any
     return again
 
 
-def watched(run: Callable[..., Any], pure: bool) -> Callable[..., Any]:
-    """The same function of an operator's arguments, which lessons see.
-
-    Args:
-        run: the function.
-        pure: whether its decisions depend on the facts of its arguments alone.
-    """
-
-    def call(*arguments: Any) -> Any:
-        if lesson is not None and lesson.thread == get_ident():
-            if pure:
-                return lesson.operator(run, arguments)
-            lesson.why = lesson.why or "an operator's decisions depend on more than facts"
-        return run(*arguments)
-
-    return call
-
-
 after_known: list[Callable[[], None]] = []
 """Called when a call became known."""
+
+
+def depends(why: str) -> None:
+    """Say that what an operator does depends on more than facts, so that Python has to decide it at each call."""
+    if lesson is not None:
+        lesson.refuse(why)
 
 
 def became_known() -> None:
@@ -258,6 +244,8 @@ def _view(source: Tensor, offset: int, dtype: torch.dtype, shape: torch.Size, st
 # ---- observing a call ------------------------------------------------------------------------------------------------
 
 _one_at_a_time = Lock()
+lesson: Any = None
+"""Who observes a call of a public function now (lessons.py)."""
 
 
 def _observed(run: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, Any]:
@@ -267,23 +255,32 @@ def _observed(run: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, A
     return result, _SEEN if observer is None else observer.steps(places, result) or _OTHER
 
 
-def _observe(run: Callable[..., Any], arguments: Sequence[Any], tensors: list[Tensor]) -> tuple[Any, _Observer | None]:
+def _observe(run: Callable[..., Any], arguments: Sequence[Any], tensors: list[Tensor]) -> tuple[Any, Observer | None]:
     """Return the result, and who observed it: None if another thread is observing a call, or a tensor is given twice,
     so that whose memory is used would not be clear."""
-    if len({id(each) for each in tensors}) < len(tensors) or not _one_at_a_time.acquire(blocking=False):
+    if len({id(each) for each in tensors}) < len(tensors):
         return run(*arguments), None
-    try:
-        observer = _Observer(tensors)
-        triton_launch._observer = observer
-        with observer:
-            result = run(*arguments)
-    finally:
-        triton_launch._observer = None
-        _one_at_a_time.release()
+    with observing(Observer(tensors)) as observer:
+        result = run(*arguments)
     return result, observer
 
 
-class _Observer(TorchDispatchMode):
+@contextmanager
+def observing(observer: Observer) -> Iterator[Observer | None]:
+    """Observe what this thread does in the block; None if another thread is observed."""
+    if not _one_at_a_time.acquire(blocking=False):
+        yield None
+        return
+    try:
+        triton_launch._observer = observer
+        with observer:
+            yield observer
+    finally:
+        triton_launch._observer = None
+        _one_at_a_time.release()
+
+
+class Observer(TorchDispatchMode):
     """Sees allocations, views and launches of one call. `why` is the first thing that was anything else."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
@@ -292,9 +289,9 @@ class _Observer(TorchDispatchMode):
         self.why = "" if len({each.device for each in tensors}) == 1 else "tensors on several devices, or none"
         self.device = tensors[0].device if tensors else torch.device("cpu")
         self.sources = list(tensors)  # and allocations
-        self.source_of = {id(each): i for i, each in enumerate(tensors)}
+        self.source_of = {self.key(each): i for i, each in enumerate(tensors)}
         self.alive: list[Tensor] = []  # an id is that of one tensor as long as it lives
-        self.launched: list[Step] = []
+        self.launched: list[Any] = []  # steps
         self.zeros_of: dict[int, int] = {}  # counts of counters among the sources
         self.paused = False
 
@@ -303,17 +300,27 @@ class _Observer(TorchDispatchMode):
         if self.paused:
             return made
         if func in ALLOCATIONS:
-            self.source_of[id(made)] = len(self.sources)
-            self.sources.append(made)
+            self._is_source(made)
             if made.device != self.device or made.layout != torch.strided or made.is_pinned():
                 self._is_other(f"memory on {made.device}")
-        elif func.is_view and isinstance(args[0], Tensor) and id(args[0]) in self.source_of:
+        elif func.is_view and self.key(args[0]) in self.source_of and _are_views(args[0], made):
             for each in made if isinstance(made, list | tuple) else (made,):
-                self.source_of[id(each)] = self.source_of[id(args[0])]
+                self.source_of[self.key(each)] = self.source_of[self.key(args[0])]
                 self.alive.append(each)
         else:
-            self._is_other(str(func))
+            self.called(func, args, kwargs or {}, made)
         return made
+
+    key: Callable[[Tensor], int] = staticmethod(id)
+    """What a tensor is known by."""
+
+    def called(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> None:
+        """Note a call of another operator."""
+        self._is_other(str(func))
+
+    def _is_source(self, made: Tensor) -> None:
+        self.source_of[self.key(made)] = len(self.sources)
+        self.sources.append(made)
 
     def _is_other(self, why: str) -> None:
         self.why = self.why or why
@@ -347,7 +354,7 @@ class _Observer(TorchDispatchMode):
                 if type(each) not in (int, float, bool, type(None)):
                     self._is_other(f"a launch with {type(each).__name__}")
                 continue
-            source = self.source_of.get(id(each))
+            source = self.source_of.get(self.key(each))
             if each.numel() == 0:  # it has no address
                 given[place] = each if triton_launch.INTERPRETED else 0
                 continue
@@ -370,9 +377,8 @@ class _Observer(TorchDispatchMode):
         if made is None:
             self._is_other("no counters")
         else:
-            self.source_of[id(made)] = len(self.sources)
             self.zeros_of[len(self.sources)] = count
-            self.sources.append(made)
+            self._is_source(made)
         return made
 
     def foreign(self) -> None:
@@ -388,23 +394,19 @@ class _Observer(TorchDispatchMode):
             return None
         results: list[int | None] = []
         for each in (result,) if isinstance(result, Tensor) else result:
-            source = None if each is None else self.source_of.get(id(each), 0)
+            source = None if each is None else self.source_of.get(self.key(each), 0)
             if source is not None and (source < count or source in self.zeros_of or not self._is_whole(each, source)):
                 return None
             if source is not None and each.numel() and not self.is_used(source):
                 return None
             results.append(None if source is None else source - count)
-        memory = self.memory(count, places)
-        return Steps(self.device, places, memory, tuple(self.launched), tuple(results), kind)
-
-    def memory(self, count: int, places: tuple[int, ...] = ()) -> tuple[Memory | Zeros, ...]:
-        """The allocations, after as many tensors that were given; `places` are the arguments that these are."""
-        return tuple(
+        memory = tuple(
             Zeros(self.zeros_of[i])
             if i in self.zeros_of
             else Memory(tuple(t.shape), t.stride(), t.dtype, self._like(t, places))
             for i, t in enumerate(self.sources[count:], count)
         )
+        return Steps(self.device, places, memory, tuple(self.launched), tuple(results), kind)
 
     def is_used(self, source: int) -> bool:
         """Whether a launch has a pointer to it. A result without one was computed by what nobody observed."""
@@ -423,79 +425,12 @@ class _Observer(TorchDispatchMode):
         return None
 
 
-# ---- observing the operators of a public function (repeated_calls.py) ------------------------------------------------
-
-
-class Record(NamedTuple):
-    """How autograd records an operator.
-
-    Attributes:
-        results: those that have gradients.
-        kept: tensors that backward needs.
-        gradients: from (kept, wanted of each argument, slopes) to gradients of the arguments; trailing ones may be
-            missing.
-        zeros: whether a missing slope counts as zeros.
-    """
-
-    name: str
-    results: list[Tensor]
-    kept: tuple[Tensor, ...]
-    gradients: Callable[[Sequence[Tensor], list[Any], Sequence[Tensor | None]], Sequence[Any]]
-    zeros: bool
-
-
-class Taught:
-    """What an observed operator does.
-
-    Attributes:
-        arguments: of the operator; `tensors` are those among them and in their lists.
-        made: its allocations, and `memory` what they are.
-        record: how autograd records it; None if it does not.
-    """
-
-    def __init__(self, arguments: Sequence[Any], tensors: list[Tensor], observer: _Observer) -> None:
-        self.arguments, self.tensors, self.device = arguments, tensors, observer.device
-        self.made = observer.sources[len(tensors) :]
-        self.memory, self.steps = observer.memory(len(tensors)), tuple(observer.launched)
-        self.record: Record | None = None
-
-    def place_of(self, tensor: Tensor) -> int | None:
-        """The allocation that a tensor of the operator is."""
-        return next((i for i, each in enumerate(self.made) if each is tensor or _is_same(each, tensor)), None)
-
-
-class Lesson:
-    """The operators that a thread calls while a public function is observed.
-
-    Attributes:
-        why: what there was besides operators whose allocations and launches are known; else "".
-    """
-
-    def __init__(self, thread: int) -> None:
-        self.thread, self.why = thread, ""
-        self.taught: list[Taught] = []
-
-    def operator(self, run: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-        """Run an operator whose decisions depend on the facts of its arguments alone."""
-        tensors = [each for given in arguments for each in (given if isinstance(given, list | tuple) else (given,))]
-        tensors = [each for each in tensors if isinstance(each, Tensor)]
-        result, observer = _observe(run, arguments, tensors)
-        if observer is None:
-            self.why = self.why or "the same tensor twice, or another observed call"
-        elif observer.why or not observer.launched:
-            self.why = self.why or observer.why or "no launches"
-        else:
-            self.taught.append(Taught(arguments, tensors, observer))
-        return result
-
-    def recorded(self, record: Record) -> None:
-        """Autograd records the last operator."""
-        if self.taught and not self.why:
-            self.taught[-1].record = record
-
-
-lesson: Lesson | None = None
-"""Of the thread whose calls are observed now."""
+def _are_views(base: Any, made: Any) -> bool:
+    """Whether results of an operator that may return views are views: `contiguous` may also copy."""
+    storage = base.untyped_storage().data_ptr()
+    return all(
+        each.untyped_storage().data_ptr() == storage for each in (made if isinstance(made, list | tuple) else (made,))
+    )
 
 
 def _is_same(memory: Tensor, tensor: Tensor) -> bool:

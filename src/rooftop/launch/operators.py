@@ -30,9 +30,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from rooftop.cost import Call, Cost, cost_of
-from rooftop.launch import fast_path, known_calls
+from rooftop.launch import fast_path, known_calls, lessons
 from rooftop.launch.fast_path import in_forward_mode, recording, recording_lists, requires_grad, transformed
-from rooftop.launch.known_calls import Record, remembering
+from rooftop.launch.known_calls import remembering
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -115,12 +115,13 @@ def declare(
     def run(*arguments: Any) -> Any:
         return (new(arguments) if len(arguments) == fields else made(*arguments)).run()
 
+    raw = run
     if known and known != "itself":
         run = remembering(run, None if known is True else known)
-    else:
-        run = known_calls.watched(run, known == "itself")
     _library.impl(name, run, "CompositeExplicitAutograd")
     overload = getattr(torch.ops.rooftop, name).default
+    if known and not mutates:
+        lessons.operators[overload] = lessons.Operator(raw, known if callable(known) else None)
     if hasattr(made, "fake"):
         torch.library.register_fake(overload, _by_method(made, "fake"))
     if hasattr(made, "cost"):
@@ -236,21 +237,24 @@ def _differentiate(
         ctx.save_for_backward(*tensors(kept))
         ctx.kept = type(kept), together, others(kept)
         if known_calls.lesson is not None:
-            teach(known_calls.lesson, output, tensors(kept), *ctx.kept)
+            teach(known_calls.lesson, inputs, output, tensors(kept), *ctx.kept)
         if without:
             ctx.mark_non_differentiable(*output[slopes:])
         if not alone:
             ctx.set_materialize_grads(False)  # no zeros for results that were not used
 
-    def teach(lesson: known_calls.Lesson, output: Any, tensors: Any, kind: Any, together: Any, others: Any) -> None:
+    def teach(
+        lesson: lessons.Lesson, inputs: Any, output: Any, tensors: Any, kind: Any, together: Any, others: Any
+    ) -> None:
         def again(tensors: Sequence[Tensor], wanted: list[Any], given: Sequence[Tensor | None]) -> Sequence[Any]:
             kept = tuple.__new__(kind, together((*tensors, *others)))
             return gradients(kept, wanted, list(given)) if gives_list else gradients(kept, wanted, *given)
 
         if not _are_values(others):
-            lesson.why = "backward needs objects of this call"
+            lesson.refuse("backward needs objects of this call")
         results = [output] if alone else list(output)[:slopes]
-        lesson.recorded(Record(f"GeneratedBackwardFor_rooftop_{name}_defaultBackward", results, tensors, again, alone))
+        node = f"GeneratedBackwardFor_rooftop_{name}_defaultBackward"
+        lesson.records.append(lessons.Record(node, inputs, results, tensors, again, alone))
 
     def backward(ctx: Any, wanted: Sequence[Any], *given: Any) -> tuple[Any, ...]:
         if not alone and {*map(type, given[0] if gives_list else given)} == _NONE:

@@ -10,6 +10,7 @@
 #include <Python.h>
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -20,7 +21,9 @@
 #include <ATen/ATen.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/SavedTensorHooks.h>
+#include <ATen/ScalarOps.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Device.h>
@@ -31,6 +34,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
 
 namespace py = pybind11;
 using at::Tensor;
@@ -215,6 +219,7 @@ bool put_modes(Facts& facts) {
   const auto& context = at::globalContext();
   if (context.deterministicAlgorithms()) return false;  // may fill new memory
   put(facts, context.float32MatmulPrecision());
+  put(facts, char(context.userEnabledFlashSDP() | context.userEnabledMemEfficientSDP() << 1 | context.userEnabledCuDNNSDP() << 2));
   const char* check = std::getenv("ROOFTOP_CHECK");
   put(facts, check ? *check : '\0');
   if (is_true(python.profiles)) return false;
@@ -227,7 +232,7 @@ bool put_modes(Facts& facts) {
 struct Memory {
   std::vector<int64_t> sizes, strides;
   at::ScalarType dtype;
-  int64_t zeros = -1;  // or so many of the stream's zeroed counters
+  int64_t zeros = -1;  // or so many of the stream's zeroed counters; -2: an operator of PyTorch allocates it
 };
 
 struct Patch {
@@ -235,7 +240,23 @@ struct Patch {
   int64_t offset;  // bytes
 };
 
+struct View {  // of a source
+  int source;    // -1: None
+  std::vector<int64_t> sizes, strides;
+  int64_t offset;  // elements from the source's first
+};
+
+// A call of PyTorch's own operator.
+struct OperatorCall {
+  std::optional<c10::OperatorHandle> handle;
+  std::vector<c10::IValue> arguments;
+  std::vector<std::pair<size_t, View>> tensors;                // which arguments they are
+  std::vector<std::pair<size_t, std::vector<View>>> lists;     // of tensors, likewise
+  std::vector<int> made;                                       // sources of its results
+};
+
 struct Launch {
+  std::shared_ptr<OperatorCall> call;
   py::object python;  // (sources) launches the kernel; None: the driver does
   void* function = nullptr;
   LaunchConfig config{};
@@ -246,18 +267,12 @@ struct Launch {
   std::vector<Patch> patches;
 };
 
-struct View {
-  int source;  // -1: None
-  std::vector<int64_t> sizes, strides;
-  int64_t offset;  // elements from the source's first
-};
-
 struct Recording;  // how autograd records a call
 
 struct Plan {
   std::vector<Memory> memory;
   std::vector<Launch> launches;
-  std::vector<int> results;  // indices of memory; -1: None
+  std::vector<View> results;  // sources are indices of memory
   std::vector<View> views;   // of the given tensors, which are all that is made
   char kind = 't';           // 't': a tensor, '(': a tuple, '[': a list
   at::Device device = at::kCPU;
@@ -265,10 +280,33 @@ struct Plan {
 };
 using Known = std::unordered_map<Facts, std::shared_ptr<Plan>>;
 
+// A tensor in the memory of another one, of which neither autograd nor version counters know.
+Tensor part_of(const Tensor& source, const View& view) {
+  if (source.sizes() == at::IntArrayRef(view.sizes) && source.strides() == at::IntArrayRef(view.strides) && !view.offset &&
+      !source.requires_grad())
+    return source;
+  Tensor part(source.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), true));
+  part.unsafeGetTensorImpl()->set_sizes_and_strides(view.sizes, view.strides, source.storage_offset() + view.offset);
+  return part;
+}
+
 struct Made {
   Tensors memory;
-  Tensor result(int place) const { return place < 0 ? Tensor() : memory[place]; }
+  std::vector<Tensor> results;
 };
+
+void call_operator(const OperatorCall& call, Tensors& sources) {
+  torch::jit::Stack stack = call.arguments;
+  for (const auto& [place, view] : call.tensors) stack[place] = part_of(sources[view.source], view);
+  for (const auto& [place, views] : call.lists) {
+    c10::List<Tensor> list;
+    for (const View& view : views) list.push_back(part_of(sources[view.source], view));
+    stack[place] = list;
+  }
+  call.handle->callBoxed(stack);
+  for (size_t i = 0; i < call.made.size(); ++i)
+    if (call.made[i] >= 0 && !sources[call.made[i]].defined()) sources[call.made[i]] = stack[i].toTensor();
+}
 
 void launch(const Launch& step, const Tensors& sources, void* stream) {
   if (!step.python.is_none()) {
@@ -341,7 +379,8 @@ bool run(const Plan& plan, const Tensors& tensors, Made& made) {
   made.memory.reserve(plan.memory.size());
   for (const Memory& each : plan.memory) {
     Tensor memory;
-    if (each.zeros >= 0) {
+    if (each.zeros == -2) {
+    } else if (each.zeros >= 0) {
       memory = zeros(plan.device, stream, each.zeros);
       if (!memory.defined()) return false;
     } else {
@@ -350,7 +389,16 @@ bool run(const Plan& plan, const Tensors& tensors, Made& made) {
     made.memory.push_back(memory);
     sources.push_back(memory);
   }
-  for (const Launch& each : plan.launches) launch(each, sources, stream);
+  {
+    const at::NoGradGuard no_gradients;
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    for (const Launch& each : plan.launches)
+      if (each.call) call_operator(*each.call, sources);
+      else launch(each, sources, stream);
+  }
+  for (size_t i = 0; i < made.memory.size(); ++i) made.memory[i] = sources[tensors.size() + i];
+  for (const View& each : plan.results)
+    made.results.push_back(each.source < 0 ? Tensor() : part_of(made.memory[each.source], each));
   ++calls_made;
   return true;
 }
@@ -464,7 +512,7 @@ struct Recorded : torch::autograd::Node {
           results.push_back(view.source < 0 ? Tensor()
                                             : sources[view.source].as_strided(
                                                   view.sizes, view.strides, sources[view.source].storage_offset() + view.offset));
-        for (int place : found->second->results) results.push_back(made.result(place));
+        results.insert(results.end(), made.results.begin(), made.results.end());
         return shaped(results);
       }
     }
@@ -511,10 +559,18 @@ void record(const std::shared_ptr<Recording>& how, const Plan& plan, const Tenso
   for (int edge : how->edges)
     node->add_next_edge(tensors[edge].requires_grad() ? torch::autograd::impl::gradient_edge(tensors[edge])
                                                       : torch::autograd::Edge());
-  for (int place : how->watched) torch::autograd::set_history(made.result(plan.results[place]), pointer);
+  for (int place : how->watched) torch::autograd::set_history(made.results[place], pointer);
   const int count = int(tensors.size());
-  for (const Kept& each : how->kept)
-    node->saved.emplace_back(each.source < count ? tensors[each.source] : made.memory[each.source - count], each.output);
+  for (const Kept& each : how->kept) {
+    if (each.source < count) {
+      node->saved.emplace_back(tensors[each.source], false);
+      continue;
+    }
+    const int place = each.source - count;
+    const auto result = std::find_if(plan.results.begin(), plan.results.end(), [&](const View& v) { return v.source == place; });
+    const bool is_result = result != plan.results.end();
+    node->saved.emplace_back(is_result ? made.results[result - plan.results.begin()] : made.memory[place], each.output);
+  }
 }
 
 // ---- the callable ---------------------------------------------------------------------------------------------------
@@ -553,11 +609,11 @@ PyObject* known_result(Calls* self, PyObject* const* given, size_t count, PyObje
     return nullptr;
   }
   if (plan->recording) record(plan->recording, *plan, tensors, made);
-  if (plan->kind == 't') return checked(THPVariable_Wrap(made.result(plan->results[0])));
+  if (plan->kind == 't') return checked(THPVariable_Wrap(made.results[0]));
   const size_t size = plan->results.size();
   PyObject* results = checked(plan->kind == '[' ? PyList_New(size) : PyTuple_New(size));
   for (size_t i = 0; i < size; ++i) {
-    const Tensor each = made.result(plan->results[i]);
+    const Tensor& each = made.results[i];
     PyObject* item = each.defined() ? THPVariable_Wrap(each) : Py_NewRef(Py_None);
     if (plan->kind == '[') PyList_SET_ITEM(results, i, item);
     else PyTuple_SET_ITEM(results, i, item);
@@ -642,9 +698,47 @@ py::object make_calls(py::object function, py::object miss) {
 
 at::ScalarType dtype_of(py::handle dtype) { return reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type; }
 
+std::shared_ptr<OperatorCall> operator_of(const py::dict& given) {
+  auto made = std::make_shared<OperatorCall>();
+  const auto name = given["operator"].cast<std::pair<std::string, std::string>>();
+  made->handle = c10::Dispatcher::singleton().findSchemaOrThrow(name.first.c_str(), name.second.c_str());
+  const py::dict arguments = given["arguments"];
+  const auto& schema = made->handle->schema();
+  for (size_t i = 0; i < schema.arguments().size(); ++i) {
+    const auto& argument = schema.arguments()[i];
+    const py::str key(argument.name());
+    if (!arguments.contains(key)) {
+      if (!argument.default_value()) throw py::value_error("an argument is missing");
+      made->arguments.push_back(*argument.default_value());
+      continue;
+    }
+    const py::object value = arguments[key];
+    const bool list = py::isinstance<py::list>(value) && py::len(value) && py::isinstance<View>(value.cast<py::list>()[0]);
+    if (py::isinstance<View>(value)) {
+      made->tensors.emplace_back(i, value.cast<View>());
+      made->arguments.emplace_back();
+    } else if (list) {
+      made->lists.emplace_back(i, value.cast<std::vector<View>>());
+      made->arguments.emplace_back();
+    } else if (argument.type()->kind() == c10::TypeKind::TensorType && PyNumber_Check(value.ptr())) {
+      Tensor number = at::scalar_to_tensor(torch::jit::toIValue(value, c10::NumberType::get()).toScalar());
+      number.unsafeGetTensorImpl()->set_wrapped_number(true);  // its dtype does not widen the other operand's
+      made->arguments.emplace_back(number);
+    } else {
+      made->arguments.push_back(torch::jit::toIValue(value, argument.type()));
+    }
+  }
+  made->made = given["made"].cast<std::vector<int>>();
+  return made;
+}
+
 Launch launch_of(const py::dict& given) {
   Launch made;
   made.python = given["python"];
+  if (given.contains("operator")) {
+    made.call = operator_of(given);
+    return made;
+  }
   if (!made.python.is_none()) return made;
   const auto& cuda = driver();
   if (!cuda.launch || !cuda.parameter || !cuda.name) throw py::value_error("the driver has no cuFuncGetParamInfo");
@@ -683,7 +777,8 @@ std::shared_ptr<Plan> plan_of(const py::dict& given) {
   for (auto each : given["memory"].cast<std::vector<std::tuple<std::vector<int64_t>, std::vector<int64_t>, py::object, int64_t>>>())
     plan->memory.push_back({std::get<0>(each), std::get<1>(each), dtype_of(std::get<2>(each)), std::get<3>(each)});
   for (auto each : given["launches"].cast<std::vector<py::dict>>()) plan->launches.push_back(launch_of(each));
-  plan->results = given["results"].cast<std::vector<int>>();
+  for (auto each : given["results"].cast<std::vector<std::tuple<int, std::vector<int64_t>, std::vector<int64_t>>>>())
+    plan->results.push_back({std::get<0>(each), std::get<1>(each), std::get<2>(each), 0});
   plan->kind = given["kind"].cast<std::string>()[0];
   if (py::object how = given["recording"]; !how.is_none()) {
     auto made = std::make_shared<Recording>();
@@ -729,6 +824,8 @@ void start(const py::dict& given) {
 PYBIND11_MODULE(ROOFTOP_MODULE, module) {
   if (!make_type()) throw py::error_already_set();
   py::class_<PlanHandle>(module, "Plan").def(py::init([](const py::dict& given) { return PlanHandle{plan_of(given)}; }));
+  py::class_<View>(module, "Part").def(py::init([](int source, std::vector<int64_t> sizes, std::vector<int64_t> strides,
+                                                   int64_t offset) { return View{source, sizes, strides, offset}; }));
   module.def("start", &start);
   module.def("note_keys", [](bool inference) {
     (inference ? inference_keys : plain_keys) = c10::impl::tls_local_dispatch_key_set().included_.raw_repr();

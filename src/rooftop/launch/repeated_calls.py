@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
-from threading import Lock, get_ident
+from threading import Lock
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -30,7 +30,8 @@ from torch.autograd import forward_ad
 from rooftop.launch import counters, known_calls, triton_launch
 from rooftop.launch.compiled_kernels import is_watched
 from rooftop.launch.cpp_extensions import Extension
-from rooftop.launch.known_calls import Lesson, Memory, Step, Taught, Zeros
+from rooftop.launch.known_calls import Memory, Step, Zeros
+from rooftop.launch.lessons import Called, Lesson, Part, Record, lesson_of
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -86,13 +87,19 @@ def _calls_of(function: Callable[..., Any]) -> Any:
     def miss(facts: bytes, *arguments: Any, **options: Any) -> Any:
         if not _is_due(seen, facts, LESSON_AT):
             return function(*arguments, **options)
-        with _lesson() as lesson:
+        given = _tensors_in((*arguments, *options.values()))
+        with _teaching(given) as lesson:
             result = function(*arguments, **options)
         if lesson is None:
             seen[facts] -= 1  # another thread's call was observed: the next one may be
-        plan = lesson and _plan_of(function.__name__, lesson, _tensors_in((*arguments, *options.values())), result)
-        if plan is not None and _native.keep(calls, facts, plan):
-            seen.clear()  # there were too many plans, and all were dropped
+            return result
+        try:
+            plan = _plan_of(function.__name__, lesson, result)
+        except Unplanned as reason:
+            reasons[function.__name__] = str(reason)
+        else:
+            if _native.keep(calls, facts, plan):
+                seen.clear()  # there were too many plans, and all were dropped
         return result
 
     calls = _native.make_calls(function, miss)
@@ -127,18 +134,15 @@ def in_python() -> Iterator[None]:
 
 
 @contextmanager
-def _lesson() -> Iterator[Lesson | None]:
-    """Observe the operators that this thread calls; None if another thread observes."""
-    if known_calls.lesson is not None:
-        yield None
-        return
-    lesson = known_calls.lesson = Lesson(get_ident())
-    _native.set_teaching(True)
-    try:
-        yield lesson
-    finally:
-        known_calls.lesson = None
-        _native.set_teaching(False)
+def _teaching(given: list[Tensor]) -> Iterator[Lesson | None]:
+    """Observe what this thread does, in Python; None if another thread is observed."""
+    with lesson_of(given) as lesson:
+        _native.set_teaching(lesson is not None)
+        try:
+            yield lesson
+        finally:
+            if lesson is not None:
+                _native.set_teaching(False)
 
 
 def _tensors_in(values: Sequence[Any]) -> list[Tensor]:
@@ -155,120 +159,107 @@ def _tensors_in(values: Sequence[Any]) -> list[Tensor]:
 # ---- plans -----------------------------------------------------------------------------------------------------------
 
 
-class _Unplanned(Exception):
-    """A call is more than allocations and launches for one operator; the message says what."""
+class Unplanned(Exception):
+    """Calls like this are made in Python; the message says why."""
 
 
-def _plan_of(name: str, lesson: Lesson, given: list[Tensor], result: Any) -> Any:
-    """The plan of a call that was observed; None if Python has to make such calls."""
-    try:
-        taught = _only_operator(lesson)
-        sources = _Sources(given, taught)
-        found = list(result) if isinstance(result, tuple | list) else [result]
-        kind = "[" if type(result) is list else "(" if type(result) is tuple else "t"
-        if kind == "t" and type(result) is not Tensor:
-            raise _Unplanned("its result is no tensor")
-        places = [None if each is None else sources.memory_of(each) for each in found]
-        recording, backward = None, None
-        if any(each is not None and each.requires_grad for each in found):
-            recording, backward = _recording(name, taught, sources, found, places)
-        elif taught.record is not None:
-            raise _Unplanned("autograd watches the operator, but not its results")
-        return _made(sources, taught, places, kind, recording, backward)
-    except _Unplanned as reason:
-        reasons[name] = str(reason)
-        return None
+def _plan_of(name: str, lesson: Lesson, result: Any) -> Any:
+    """The plan of a call that was observed.
+
+    Raises:
+        Unplanned: Python has to make such calls.
+    """
+    found = list(result) if isinstance(result, tuple | list) else [result]
+    kind = "[" if type(result) is list else "(" if type(result) is tuple else "t"
+    if kind == "t" and type(result) is not Tensor:
+        raise Unplanned("its result is no tensor")
+    places = _Places(lesson)
+    results = [None if each is None else places.of_result(each) for each in found]
+    if len(places.shapes) < len(results) - results.count(None):
+        raise Unplanned("two results share memory")
+    recording, backward = None, None
+    if any(each is not None and each.requires_grad for each in found):
+        recording, backward = _recording(name, lesson, places, found, results)
+    elif lesson.records:
+        raise Unplanned("autograd watches an operator, but not its results")
+    return _made(lesson, places, results, kind, recording, backward)
 
 
 def _made(
-    sources: _Sources, taught: Taught, places: list[int | None], kind: str, recording: Any = None, backward: Any = None
+    lesson: Lesson, places: _Places, results: list[int | None], kind: str, recording: Any = None, backward: Any = None
 ) -> Any:
     memory = [
-        ((), (), torch.int32, each.size) if isinstance(each, Zeros) else (each.shape, each.strides, each.dtype, -1)
-        for each in sources.memory
+        (each.shape, each.strides, each.dtype, -1)
+        if isinstance(each, Memory)
+        else ((), (), torch.int32, each.size if isinstance(each, Zeros) else -2)
+        for each in places.memory
     ]
     description = {
-        "device": taught.device,
+        "device": lesson.device,
         "memory": memory,
-        "launches": [_launch_of(step, sources) for step in taught.steps],
-        "results": [-1 if place is None else place for place in places],
+        "launches": [_launch_of(step) for step in lesson.launched],
+        "results": [(-1, (), ()) if place is None else (place, *places.shapes[place]) for place in results],
         "kind": kind,
         "recording": recording,
     }
     try:
         plan = _native.Plan(description)
     except ValueError:  # the driver does not say what a kernel takes, or it takes something else
-        python = [{"python": _by_python(step, sources)} for step in taught.steps]
-        plan = _native.Plan({**description, "launches": python})
+        plan = _native.Plan(
+            {**description, "launches": [_launch_of(step, by_driver=False) for step in lesson.launched]}
+        )
     if backward is not None:
         backward.plan = plan
     return plan
 
 
-def _only_operator(lesson: Lesson) -> Taught:
-    if lesson.why:
-        raise _Unplanned(f"besides allocations, views and launches of Triton kernels there is: {lesson.why}")
-    if len(lesson.taught) != 1:
-        raise _Unplanned(f"it runs {len(lesson.taught)} operators")
-    return lesson.taught[0]
-
-
-class _Sources:
-    """Where the memory of an observed operator's tensors is: in tensors that were given, or in its allocations.
+class _Places:
+    """Where the results of a call are.
 
     Attributes:
-        given: the tensors of the call.
-        memory: the operator's allocations, with the shapes of the results of the call.
+        memory: what is allocated, with the shapes of the results of the call.
+        shapes: shape and strides of each result, by its index in `memory`.
     """
 
-    def __init__(self, given: list[Tensor], taught: Taught) -> None:
-        storages = [each.untyped_storage().data_ptr() for each in given]
-        if not given or len(set(storages)) < len(storages) or any(each.numel() == 0 for each in given):
-            raise _Unplanned("its tensors share memory, or have none")
-        self.given, self.taught = given, taught
-        self.memory: list[Memory | Zeros] = list(taught.memory)
-        self._place_of = dict(zip(storages, range(len(given)), strict=True))
-        self._offsets = [self._offset(each) for each in taught.tensors]
+    def __init__(self, lesson: Lesson) -> None:
+        if lesson.why:
+            raise Unplanned(lesson.why)
+        self.lesson = lesson
+        self.memory = lesson.memory()
+        self.shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
 
-    def _offset(self, tensor: Tensor) -> tuple[int, int]:
-        """(which given tensor, bytes from its beginning) of an operator's tensor."""
-        place = self._place_of.get(tensor.untyped_storage().data_ptr())
-        if place is None or tensor.device != self.given[place].device:
-            raise _Unplanned("the operator's tensors are not those of the call")
-        return place, tensor.data_ptr() - self.given[place].data_ptr()
+    def of(self, tensor: Tensor) -> int | None:
+        """The index in `memory` of the memory that a tensor fills; None if it has other memory."""
+        source, count = self.lesson.source(tensor), len(self.lesson.given)
+        if source is None or source < count:
+            return None
+        made = self.lesson.sources[source]
+        alike = (made.shape, made.stride()) == (tensor.shape, tensor.stride())
+        whole = alike or (made.numel() == tensor.numel() and _is_dense(made) and _is_dense(tensor))
+        return source - count if whole and made.data_ptr() == tensor.data_ptr() and made.dtype == tensor.dtype else None
 
-    def at(self, source: int, offset: int) -> tuple[int, int]:
-        """(source of the call, offset) for a source of the operator: its tensors, then its allocations."""
-        count = len(self.taught.tensors)
-        if source >= count:
-            return len(self.given) + source - count, offset
-        place, more = self._offsets[source]
-        return place, more + offset
-
-    def given_as(self, tensor: Tensor) -> int:
-        """The given tensor of which an operator's tensor is a view with the same elements in the same order."""
-        place, _ = self._offset(tensor)
-        whole = self.given[place]
-        if whole is not tensor and not _is_view(whole, tensor):
-            raise _Unplanned("the operator's tensors are not views of whole tensors of the call")
-        if whole.requires_grad != tensor.requires_grad and tensor.is_floating_point():
-            raise _Unplanned("the operator has a tensor of the call without its gradient")
+    def of_result(self, result: Tensor) -> int:
+        """The same for a result, which may be given twice; memory that Rooftop allocates then gets its shape."""
+        place = self.of(result)
+        unseen = place is not None and not self.lesson.is_used(place + len(self.lesson.given))
+        if place is None or unseen or type(result) is not Tensor or isinstance(self.memory[place], Zeros):
+            raise Unplanned("a result is not what was observed to be computed")
+        shape = tuple(result.shape), result.stride()
+        if self.shapes.setdefault(place, shape) != shape:
+            raise Unplanned("two results of other shapes share memory")
+        if isinstance(self.memory[place], Memory):
+            self.memory[place] = Memory(*self.shapes[place], result.dtype, None)
         return place
 
-    def memory_of(self, result: Tensor) -> int:
-        """The allocation that is a result of the call; it then gets the result's shape."""
-        for i, made in enumerate(self.taught.made):
-            each = self.memory[i]
-            if isinstance(each, Zeros) or made.data_ptr() != result.data_ptr() or made.dtype != result.dtype:
-                continue
-            if not any(p.source == len(self.taught.tensors) + i for step in self.taught.steps for p in step.pointers):
-                continue  # computed by what nobody observed
-            alike = (made.shape, made.stride()) == (result.shape, result.stride())
-            whole = alike or (made.numel() == result.numel() and _is_dense(made) and _is_dense(result))
-            if type(result) is Tensor and whole and (result.is_inference() or result._version == 0):
-                self.memory[i] = Memory(tuple(result.shape), result.stride(), result.dtype, None)
-                return i
-        raise _Unplanned("its results are not the operator's")
+    def of_argument(self, tensor: Tensor) -> int:
+        """The given tensor of which an operator's argument is a view with the same elements in the same order."""
+        source = self.lesson.source(tensor)
+        if source is None or source >= len(self.lesson.given):
+            raise Unplanned("an operator that autograd records takes a tensor that the call computed")
+        whole = self.lesson.given[source]
+        if not _is_view(whole, tensor):
+            raise Unplanned("an operator that autograd records takes a part of a tensor")
+        return source
 
 
 def _is_view(whole: Tensor, part: Tensor) -> bool:
@@ -299,13 +290,27 @@ _FORMATS = {
 }  # fmt: skip
 
 
-def _launch_of(step: Step, sources: _Sources) -> dict[str, Any]:
-    """A launch for the driver, or for Python where the driver cannot make it alone."""
-    described = None if step.compiled is None else _for_driver(step, sources)
-    return described or {"python": _by_python(step, sources)}
+def _launch_of(step: Step | Called, by_driver: bool = True) -> dict[str, Any]:
+    """A launch for the driver, or for Python where the driver cannot make it alone; or a call of PyTorch's operator."""
+    if isinstance(step, Called):
+        schema = step.func._schema
+        return {
+            "python": None,
+            "operator": (schema.name, schema.overload_name),
+            "arguments": {name: _argument(each) for name, each in step.arguments.items()},
+            "made": step.made,
+        }
+    described = _for_driver(step) if by_driver and step.compiled is not None else None
+    return described or {"python": partial(known_calls.launch_steps, (step,))}
 
 
-def _for_driver(step: Step, sources: _Sources) -> dict[str, Any] | None:
+def _argument(value: Any) -> Any:
+    if isinstance(value, Part):
+        return _native.Part(*value)
+    return [_argument(each) for each in value] if isinstance(value, list) else value
+
+
+def _for_driver(step: Step) -> dict[str, Any] | None:
     compiled: Any = step.compiled.whole  # type: ignore[union-attr]
     about = compiled.metadata
     special = (
@@ -330,7 +335,7 @@ def _for_driver(step: Step, sources: _Sources) -> dict[str, Any] | None:
         if kind.startswith("*"):
             code = "Q"
             if i in pointers:
-                patches.append((len(offsets), *sources.at(pointers[i].source, pointers[i].offset)))
+                patches.append((len(offsets), pointers[i].source, pointers[i].offset))
             elif value:
                 return None
             value = 0
@@ -360,21 +365,6 @@ def _for_driver(step: Step, sources: _Sources) -> dict[str, Any] | None:
     }
 
 
-def _by_python(step: Step, sources: _Sources) -> Callable[[list[Tensor]], None]:
-    moved = step._replace(
-        pointers=tuple(
-            each._replace(source=place, offset=offset)
-            for each in step.pointers
-            for place, offset in [sources.at(each.source, each.offset)]
-        )
-    )
-
-    def launch(tensors: list[Tensor]) -> None:
-        known_calls.launch_steps((moved,), tensors)
-
-    return launch
-
-
 # ---- autograd --------------------------------------------------------------------------------------------------------
 
 
@@ -384,12 +374,11 @@ class _Backward:
     It keeps no tensor of the call from which it was made.
     """
 
-    def __init__(self, name: str, taught: Taught) -> None:
-        assert taught.record is not None
-        self.name, self._again = name, taught.record.gradients
+    def __init__(self, name: str, record: Record) -> None:
+        self.name, self._again = name, record.gradients
         # of the operator's arguments: how many tensors each has, and whether it is a list
-        self._counts = [len(a) if _is_list(a) else int(isinstance(a, Tensor)) for a in taught.arguments]
-        self._lists = [_is_list(a) for a in taught.arguments]
+        self._counts = [len(a) if _is_list(a) else int(isinstance(a, Tensor)) for a in record.arguments]
+        self._lists = [_is_list(a) for a in record.arguments]
         self.plan: Any = None
         self._seen: Counter[bytes] = Counter()
 
@@ -398,31 +387,27 @@ class _Backward:
     ) -> list[Tensor | None]:
         if not facts or not _is_due(self._seen, facts, BACKWARD_LESSON_AT):
             return self._gradients(kept, wanted, slopes)
-        with _lesson() as lesson:
+        with _teaching([each for each in (*kept, *slopes) if each is not None]) as lesson:
             found = self._gradients(kept, wanted, slopes)
         if lesson is None:
             self._seen[facts] -= 1
-        if lesson:
-            try:
-                self._learn(lesson, facts, [each for each in (*kept, *slopes) if each is not None], found)
-            except _Unplanned as reason:
-                reasons[f"{self.name}, backward"] = str(reason)
+            return found
+        try:
+            plan = self._plan_of(lesson, found)
+        except Unplanned as reason:
+            reasons[f"{self.name}, backward"] = str(reason)
+        else:
+            if _native.keep_backward(self.plan, facts, plan):
+                self._seen.clear()
         return found
 
-    def _learn(self, lesson: Lesson, facts: bytes, given: list[Tensor], found: list[Tensor | None]) -> None:
-        if any(each is not None and each.requires_grad for each in found):
-            raise _Unplanned("its gradients have gradients")
-        if not lesson.taught and not lesson.why:
-            plan = _views(given, found)
-        else:
-            taught = _only_operator(lesson)
-            if taught.record is not None:
-                raise _Unplanned("autograd records its backward")
-            sources = _Sources(given, taught)
-            places = [None if each is None else sources.memory_of(each) for each in found]
-            plan = _made(sources, taught, places, "[")
-        if _native.keep_backward(self.plan, facts, plan):
-            self._seen.clear()
+    def _plan_of(self, lesson: Lesson, found: list[Tensor | None]) -> Any:
+        places = _Places(lesson)
+        if any(each is not None and each.requires_grad for each in found) or lesson.records:
+            raise Unplanned("its gradients have gradients")
+        if not lesson.launched:
+            return _views(lesson, found)
+        return _made(lesson, places, [None if each is None else places.of_result(each) for each in found], "[")
 
     def _gradients(self, kept: list[Tensor], wanted: list[bool], slopes: list[Tensor | None]) -> list[Tensor | None]:
         flags = iter(wanted)
@@ -445,61 +430,61 @@ def _is_list(argument: Any) -> bool:
     return isinstance(argument, list | tuple) and bool(argument) and all(isinstance(each, Tensor) for each in argument)
 
 
-def _views(given: list[Tensor], found: list[Tensor | None]) -> Any:
+def _views(lesson: Lesson, found: list[Tensor | None]) -> Any:
     """The plan of gradients that are views of tensors that were given, such as an expanded slope."""
     views: list[tuple[int, tuple[int, ...], tuple[int, ...], int]] = []
     for each in found:
         if each is None:
             views.append((-1, (), (), 0))
             continue
-        of = [i for i, t in enumerate(given) if t.untyped_storage().data_ptr() == each.untyped_storage().data_ptr()]
-        if len(of) != 1 or each.dtype != given[of[0]].dtype or type(each) is not Tensor:
-            raise _Unplanned("its gradients are neither an operator's results nor views")
-        offset = int(each.storage_offset() - given[of[0]].storage_offset())
-        views.append((of[0], tuple(each.shape), each.stride(), offset))
-    return _native.Plan({"device": given[0].device, "kind": "[", "views": views})
+        source = lesson.source(each)
+        if source is None or source >= len(lesson.given) or each.dtype != lesson.given[source].dtype:
+            raise Unplanned("a gradient is neither computed nor a view")
+        offset = int(each.storage_offset() - lesson.given[source].storage_offset())
+        views.append((source, tuple(each.shape), each.stride(), offset))
+    return _native.Plan({"device": lesson.device, "kind": "[", "views": views})
 
 
 def _recording(
-    name: str, taught: Taught, sources: _Sources, results: list[Any], places: list[int | None]
+    name: str, lesson: Lesson, places: _Places, found: list[Any], results: list[int | None]
 ) -> tuple[dict[str, Any], _Backward]:
     """How autograd records the call in C++."""
-    record = taught.record
-    if record is None:
-        raise _Unplanned("its results have gradients that are not the operator's")
-    count = len(sources.given)
-    of_operator = [sources.taught.place_of(each) for each in record.results]  # allocations of results with gradients
-    watched, slopes = [], []
-    for i, (each, place) in enumerate(zip(results, places, strict=True)):
-        if each is None or not each.requires_grad:
+    if len(lesson.records) != 1:
+        raise Unplanned(f"autograd records {len(lesson.records)} operators of Rooftop")
+    record, count = lesson.records[0], len(lesson.given)
+    of_operator = [places.of(each) for each in record.results]
+    watched = [i for i, each in enumerate(found) if each is not None and each.requires_grad]
+    slopes = []
+    for i, (each, place) in enumerate(zip(found, results, strict=True)):
+        if each is None:
             continue
-        if place not in of_operator:
-            raise _Unplanned("a result with a gradient is none of the operator's")
-        mine = record.results[of_operator.index(place)]
-        if not _is_view(mine, each):
-            raise _Unplanned("a result is not a view of the operator's whole result")
-        watched.append(i)
-        slopes.append(of_operator.index(place))
-    alone = [i for i, each in enumerate(results) if each is not None and not each.requires_grad]
-    if any(places[i] in of_operator for i in alone):
-        raise _Unplanned("a result is detached")
+        mine = of_operator.index(place) if place in of_operator else None
+        if each.requires_grad != (mine is not None):
+            raise Unplanned("a result with a gradient is none of the operator's, or is detached")
+        if mine is not None and i in watched:
+            if not _is_view(record.results[mine], each):
+                raise Unplanned("a result is not a view of the operator's whole result")
+            slopes.append(mine)
     kept = []
     for each in record.kept:
-        place = taught.place_of(each)
+        place = places.of(each)
         if place is None:
-            kept.append((sources.given_as(each), False, tuple(each.shape)))
-        else:
-            output = place in [places[i] for i in watched]
-            if not output and place in of_operator:
-                raise _Unplanned("backward needs a result that the caller does not get")
-            kept.append((count + place, output, tuple(each.shape)))
-    edges = [sources.given_as(each) for each in taught.tensors]
-    backward = _Backward(name, taught)
+            kept.append((places.of_argument(each), False, tuple(each.shape)))
+            continue
+        output = place in [results[i] for i in watched]
+        if not output and place in of_operator:
+            raise Unplanned("backward needs a result that the caller does not get")
+        kept.append((count + place, output, tuple(each.shape)))
+    tensors = _tensors_in(record.arguments)
+    edges = [places.of_argument(each) for each in tensors]
+    if any(lesson.given[i].requires_grad and not each.requires_grad for i, each in zip(edges, tensors, strict=True)):
+        raise Unplanned("the operator takes a detached tensor")
+    backward = _Backward(name, record)
     return {
         "name": record.name,
         "kept": kept,
         "edges": edges,
-        "edge_sizes": [tuple(sources.given[place].shape) for place in edges],
+        "edge_sizes": [tuple(lesson.given[place].shape) for place in edges],
         "slope_sizes": [tuple(each.shape) for each in record.results],
         "slopes": slopes,
         "watched": watched,

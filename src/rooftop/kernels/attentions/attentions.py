@@ -32,6 +32,7 @@ from rooftop.kernels.attentions.tables import MERGE_BACKWARD
 from rooftop.kernels.operands.checks import check_dtype, check_finite, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.launch.operators import declare, no_second_derivative, no_tangents, without_autocast
+from rooftop.launch.repeated_calls import repeated
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import launch, require_triton
 
@@ -333,10 +334,11 @@ class AttentionBackward(NamedTuple):
         return Cost(distinct_bytes(self[:8]), distinct_bytes(written), flops)
 
 
-_attention = declare("attention", Attention)
+_attention = declare("attention", Attention, known="itself")
 _attention_backward = declare(
     "attention_backward",
     AttentionBackward,
+    known="itself",
     derivative=no_second_derivative(
         "attention", "torch.nn.functional.scaled_dot_product_attention with its math back end"
     ),
@@ -419,6 +421,7 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
+@repeated
 @recorded_whole
 def attention(
     query: Tensor,

@@ -21,8 +21,8 @@ from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.launch_data import Constants, ElementsConfig, power_of_two
 from rooftop.kernels.operands.references import by_reference
 from rooftop.launch.operators import declare, no_second_derivative, no_tangents
-from rooftop.launch.strides import merged
 from rooftop.launch.repeated_calls import repeated
+from rooftop.launch.strides import merged
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import launch, require_triton
 

@@ -381,9 +381,9 @@ class WindowAttentionBackward(NamedTuple):
         return Cost(distinct_bytes(self[:5]), distinct_bytes(written), flops)
 
 
-def _precision(arguments: Sequence[Any]) -> str:
-    """The setting that the kernels' products depend on."""
-    return matrix_precision(arguments[0])
+def _precision(arguments: Sequence[Any]) -> str | None:
+    """The setting that the kernels' products depend on; None: they depend on none."""
+    return matrix_precision(arguments[0]) if arguments[0].dtype == torch.float32 else None
 
 
 _window_attention = declare("window_attention", WindowAttention, known=_precision)

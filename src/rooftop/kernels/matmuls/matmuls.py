@@ -36,8 +36,10 @@ from rooftop.kernels.operands.autocasting import under_autocast
 from rooftop.kernels.operands.checks import check_choice, check_same_dtype, check_shape, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.padded_rows import LEAST_PADDED, missing_columns, padded
+from rooftop.launch import known_calls
 from rooftop.launch.fast_path import computed_on_cpu, unwatched
 from rooftop.launch.operators import declare, keeps_for_backward, without_autocast
+from rooftop.launch.repeated_calls import repeated
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED
 
@@ -86,6 +88,8 @@ class LinearAct(NamedTuple):
     rounded: bool = False
 
     def run(self) -> tuple[Tensor, Tensor]:
+        if self.x.dtype == torch.float32:
+            known_calls.depends("products of float32 depend on whether TF32 is allowed")
         plan = plan_of(*self[:6])
         return self.in_pytorch() if plan.backend == "reference" else launches.forward(plan, *self)
 
@@ -193,7 +197,7 @@ class Activation(NamedTuple):
         return Cost(distinct_bytes([self.before]), distinct_bytes([made]), flops)
 
 
-_linear_act = declare("linear_act", LinearAct, slopes=1)
+_linear_act = declare("linear_act", LinearAct, slopes=1, known="itself")
 _linear_act_backward = declare("linear_act_backward", LinearActBackward, known=True)
 _activation = declare("activation", Activation, known=True)
 
@@ -227,6 +231,7 @@ def _products(dz: Tensor, x: Tensor | None, weight: Tensor | None) -> tuple[Tens
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@repeated
 @recorded_whole
 def linear_act(
     input: Tensor,
