@@ -17,7 +17,7 @@ from rooftop import kernels
 from rooftop.cost import CountingMode
 from rooftop.kernels.elementwise import elementwise
 from rooftop.kernels.softmaxes import softmaxes
-from rooftop.launch import INTERPRETED, count_launches, known_calls
+from rooftop.launch import INTERPRETED, count_launches, cpp_extensions, known_calls, repeated_calls
 
 pytest.importorskip("triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -142,7 +142,23 @@ def of_losses(make: Inputs) -> Call:
     )
 
 
+def of_matmuls(make: Inputs) -> Call:
+    dtype, (rows, depth, columns) = make.one(*DTYPES[:3]), make.one((3, 16, 8), (20, 32, 24), (2, 5, 7))
+    x, weight = make.tensor((rows, depth), dtype), make.tensor((columns, depth), dtype)
+    bias, activation = make.one(None, make.tensor((columns,), dtype)), make.one("none", "gelu", "relu", "sigmoid")
+    return Call(lambda x, weight: kernels.linear_act(x, weight, bias, activation), (x, weight))
+
+
+def of_attentions(make: Inputs) -> Call:
+    dtype = make.one(*DTYPES[:3])
+    q, k, v = (make.tensor((1, 2, 5, 8), dtype) for _ in range(3))
+    causal = make.one(True, False)
+    return Call(lambda q, k, v: kernels.attention(q, k, v, is_causal=causal), (q, k, v))
+
+
 CALLS = {
+    "matmuls": of_matmuls,
+    "attentions": of_attentions,
     "elementwise": of_elementwise,
     "norms": of_norms,
     "softmaxes": of_softmaxes,
@@ -177,15 +193,33 @@ def both_directions(call: Call) -> list[Any]:
 def test_any_sequence_of_calls_gives_the_bits_of_single_calls(family: str, seed: int, device: str) -> None:
     make = Inputs(seed, device)
     calls = [CALLS[family](make) for _ in range(12)] * 3
-    with count_launches() as first:
+    with repeated_calls.in_python(), count_launches() as first:
         known = [both_directions(call) for call in calls]
     with count_launches() as second:
         for call, made in zip(calls, known, strict=True):
             known_calls.forget()
             assert both_directions(call) == made
     assert first == second
-    if INTERPRETED or device == "cuda":
+    if (INTERPRETED or device == "cuda") and family != "attentions":
         assert sum(first.values()) >= 12  # kernels, not references alone
+
+
+@pytest.mark.skipif(cpp_extensions.compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("family", CALLS)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_sequences_of_calls_in_cpp(family: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device == "cpu" and not INTERPRETED:
+        pytest.skip("without kernels nothing is planned")
+    repeated_calls.build()
+    monkeypatch.setattr(repeated_calls, "LESSON_AT", 1)
+    make = Inputs(7, device)
+    calls = [CALLS[family](make) for _ in range(8)]
+    with repeated_calls.in_python():
+        expected = [both_directions(call) for call in calls]
+    before = repeated_calls.calls_made()
+    for _ in range(4):
+        assert [both_directions(call) for call in calls] == expected
+    assert repeated_calls.calls_made() >= before + 8, repeated_calls.reasons
 
 
 @pytest.mark.gpu

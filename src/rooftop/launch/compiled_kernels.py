@@ -26,10 +26,22 @@ _runtime: Any = None  # Triton's settings, once it is imported
 class Compiled:
     """A compiled kernel on one device, with the constants that follow its arguments."""
 
-    __slots__ = ("constants", "device", "function", "kernel", "metadata", "run", "stream_of", "whole")
+    __slots__ = (
+        "constants",
+        "device",
+        "function",
+        "kernel",
+        "metadata",
+        "run",
+        "stream_of",
+        "takes_descriptors",
+        "whole",
+    )
 
-    def __init__(self, kernel: Any, compiled: Any, constants: tuple[Any, ...]) -> None:
+    def __init__(self, kernel: Any, compiled: Any, constants: tuple[Any, ...], takes_descriptors: bool = False) -> None:
         from triton.runtime import driver
+
+        self.takes_descriptors = takes_descriptors  # `launch` has only addresses and numbers, so it is not for these
 
         self.kernel = kernel  # keeps it alive, so no other kernel gets its id
         self.whole = compiled
@@ -61,8 +73,8 @@ def start(
     """
     seen = facts_of(args, index)
     if seen is None or is_watched():
-        kernel.run(*args, grid=grid, warmup=False, **parameters)
-        return None
+        made = kernel.run(*args, grid=grid, warmup=False, **parameters)
+        return _with_descriptors(kernel, made, args, parameters) if seen is None else None
     facts, given = seen
     key = (id(kernel), index, *facts, None, *parameters, *parameters.values())
     found = _compiled.get(key)
@@ -103,6 +115,21 @@ def facts_of(args: Sequence[Any], index: int) -> tuple[list[Any], list[Any]] | N
         else:
             return None
     return facts, given
+
+
+def is_descriptor(argument: Any) -> bool:
+    """Whether an argument of a launch is a tensor descriptor of Triton."""
+    return type(argument).__name__ == "TensorDescriptor"
+
+
+def _with_descriptors(kernel: Any, made: Any, args: Sequence[Any], parameters: dict[str, Any]) -> Compiled | None:
+    """The compiled kernel if it takes tensor descriptors, which it cannot launch by itself."""
+    constants = kernel.params[len(args) :]
+    if not any(map(is_descriptor, args)) or not hasattr(made, "packed_metadata") or kernel.pre_run_hooks:
+        return None
+    if is_watched() or not all(each.is_constexpr and each.name in parameters for each in constants):
+        return None
+    return Compiled(kernel, made, tuple([parameters[each.name] for each in constants]), takes_descriptors=True)
 
 
 def _keep(key: tuple[Any, ...], kernel: Any, compiled: Any, count: int, parameters: dict[str, Any]) -> Compiled | None:

@@ -24,7 +24,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rooftop.launch import triton_launch
-from rooftop.launch.compiled_kernels import Compiled, is_watched
+from rooftop.launch.compiled_kernels import Compiled, is_descriptor, is_watched
 from rooftop.launch.counters import counters_now
 
 MOST_KNOWN = 4096
@@ -162,6 +162,21 @@ class Pointer(NamedTuple):
     view: tuple[torch.dtype, torch.Size, tuple[int, ...]]
 
 
+class Described(NamedTuple):
+    """A tensor descriptor among a launch's arguments, without its tensor, which a `Pointer` gives."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block_shape: tuple[int, ...]
+    padding: str
+
+    def of(self, tensor: Tensor) -> Any:
+        """Triton's descriptor of a tensor."""
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        return TensorDescriptor(tensor, list(self.shape), list(self.strides), list(self.block_shape), self.padding)
+
+
 class Step(NamedTuple):
     """One launch; `compiled` is None where kernels are interpreted."""
 
@@ -218,14 +233,15 @@ class Steps(NamedTuple):
         launch_steps(self.steps, sources)
 
 
-def launch_steps(steps: Sequence[Step], sources: Sequence[Tensor]) -> None:
-    """Launch kernels with pointers to these sources, on the current device."""
-    addresses = [each.data_ptr() for each in sources]
+def launch_steps(steps: Sequence[Step], sources: Sequence[Any]) -> None:
+    """Launch kernels with pointers to these sources, on the current device. Sources that are not there yet are None."""
+    addresses = [0 if each is None else each.data_ptr() for each in sources]
     for kernel, compiled, grid, given, pointers, parameters in steps:
         given = given.copy()
-        if compiled is None:
+        if compiled is None or compiled.takes_descriptors:
             for place, source, offset, view in pointers:
-                given[place] = _view(sources[source], offset, *view)
+                tensor = _view(sources[source], offset, *view)
+                given[place] = given[place].of(tensor) if type(given[place]) is Described else tensor
             kernel.run(*given, grid=grid, warmup=False, **parameters)
         else:
             for place, source, offset, _ in pointers:
@@ -350,6 +366,12 @@ class Observer(TorchDispatchMode):
         pointers: list[Pointer] = []
         given = list(args)
         for place, each in enumerate(args):
+            described = None
+            if is_descriptor(each):
+                described = Described(tuple(each.shape), tuple(each.strides), tuple(each.block_shape), each.padding)
+                if getattr(each, "round_f32_to_tf32", False):
+                    self._is_other("a descriptor that rounds")
+                each = each.base
             if type(each) not in (Tensor, Parameter):
                 if type(each) not in (int, float, bool, type(None)):
                     self._is_other(f"a launch with {type(each).__name__}")
@@ -361,7 +383,7 @@ class Observer(TorchDispatchMode):
             if source is None:
                 self._is_other("a launch with other memory")
                 return
-            given[place] = None
+            given[place] = described
             view = each.dtype, each.shape, each.stride()
             pointers.append(Pointer(place, source, each.data_ptr() - self.sources[source].data_ptr(), view))
         if compiled is None and not triton_launch.INTERPRETED:

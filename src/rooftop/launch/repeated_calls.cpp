@@ -71,6 +71,7 @@ static_assert(sizeof(LaunchConfig) == 56);
 struct Driver {
   int (*launch)(const LaunchConfig*, void*, void**, void**) = nullptr;  // cuLaunchKernelEx
   int (*parameter)(void*, size_t, size_t*, size_t*) = nullptr;          // cuFuncGetParamInfo, from CUDA 12.4 on
+  int (*replace)(void*, void*) = nullptr;                               // cuTensorMapReplaceAddress
   int (*name)(int, const char**) = nullptr;                             // cuGetErrorName
 };
 
@@ -80,6 +81,7 @@ const Driver& driver() {
     if (void* library = dlopen("libcuda.so.1", RTLD_LAZY)) {
       driver.launch = reinterpret_cast<decltype(driver.launch)>(dlsym(library, "cuLaunchKernelEx"));
       driver.parameter = reinterpret_cast<decltype(driver.parameter)>(dlsym(library, "cuFuncGetParamInfo"));
+      driver.replace = reinterpret_cast<decltype(driver.replace)>(dlsym(library, "cuTensorMapReplaceAddress"));
       driver.name = reinterpret_cast<decltype(driver.name)>(dlsym(library, "cuGetErrorName"));
     }
     return driver;
@@ -265,7 +267,18 @@ struct Launch {
   std::string parameters;          // values, with 0 for pointers
   std::vector<int> offsets;        // of each parameter
   std::vector<Patch> patches;
+  std::vector<Patch> maps;  // tensor maps (CUtensorMap), whose address is replaced
 };
+
+constexpr size_t TENSOR_MAP_BYTES = 128, MAP_ALIGNMENT = 64;
+constexpr size_t MOST_PARAMETER_BYTES = 4096, MOST_PARAMETERS = 128;  // CUDA allows the former
+
+[[noreturn]] void driver_failed(const char* what, int error) {
+  const char* name = "unknown";
+  driver().name(error, &name);
+  PyErr_Format(PyExc_RuntimeError, "%s: the CUDA driver returned %s (%d)", what, name, error);
+  throw PythonError();
+}
 
 struct Recording;  // how autograd records a call
 
@@ -317,33 +330,24 @@ void launch(const Launch& step, const Tensors& sources, void* stream) {
     Py_DECREF(done);
     return;
   }
-  constexpr size_t FEW = 512;
-  char few[FEW];
-  std::string many;
-  char* values = few;
-  if (step.parameters.size() > FEW) {
-    many = step.parameters;
-    values = many.data();
-  } else {
-    std::memcpy(few, step.parameters.data(), step.parameters.size());
-  }
-  void* pointers[128];
+  alignas(MAP_ALIGNMENT) char values[MOST_PARAMETER_BYTES];
+  std::memcpy(values, step.parameters.data(), step.parameters.size());
+  void* pointers[MOST_PARAMETERS];
   for (size_t i = 0; i < step.offsets.size(); ++i) pointers[i] = values + step.offsets[i];
   for (const Patch& patch : step.patches) {
     const char* address = static_cast<const char*>(sources[patch.source].const_data_ptr()) + patch.offset;
     std::memcpy(pointers[patch.parameter], &address, sizeof address);
+  }
+  for (const Patch& map : step.maps) {
+    char* address = const_cast<char*>(static_cast<const char*>(sources[map.source].const_data_ptr())) + map.offset;
+    if (const int error = driver().replace(pointers[map.parameter], address)) driver_failed("a tensor descriptor", error);
   }
   LaunchConfig config = step.config;
   LaunchAttribute attribute = step.attribute;
   config.stream = stream;
   config.attributes = &attribute;
   config.count = step.early;
-  if (const int error = driver().launch(&config, step.function, pointers, nullptr)) {
-    const char* name = "unknown";
-    driver().name(error, &name);
-    PyErr_Format(PyExc_RuntimeError, "launch of a kernel: the CUDA driver returned %s (%d)", name, error);
-    throw PythonError();
-  }
+  if (const int error = driver().launch(&config, step.function, pointers, nullptr)) driver_failed("launch of a kernel", error);
 }
 
 // Zeroed counters of a stream; for a captured launch its own. Undefined: there are none.
@@ -756,7 +760,15 @@ Launch launch_of(const py::dict& given) {
   const auto sizes = given["sizes"].cast<std::vector<size_t>>();
   for (auto each : given["patches"].cast<std::vector<std::tuple<int, int, int64_t>>>())
     made.patches.push_back({std::get<0>(each), std::get<1>(each), std::get<2>(each)});
-  if (sizes.size() > 128) throw py::value_error("a kernel has more than 128 parameters");
+  for (auto each : given["maps"].cast<std::vector<std::tuple<int, int, int64_t>>>())
+    made.maps.push_back({std::get<0>(each), std::get<1>(each), std::get<2>(each)});
+  if (sizes.size() > MOST_PARAMETERS || made.parameters.size() > MOST_PARAMETER_BYTES)
+    throw py::value_error("a kernel has too many parameters");
+  for (const Patch& map : made.maps) {  // the bytes are a tensor map if the driver can change them
+    alignas(MAP_ALIGNMENT) char bytes[TENSOR_MAP_BYTES];
+    std::memcpy(bytes, made.parameters.data() + made.offsets[map.parameter], TENSOR_MAP_BYTES);
+    if (!cuda.replace || cuda.replace(bytes, reinterpret_cast<void*>(uintptr_t(1) << 32))) throw py::value_error("no tensor map");
+  }
   for (size_t i = 0; i <= sizes.size(); ++i) {
     size_t offset = 0, size = 0;
     const bool there = cuda.parameter(made.function, i, &offset, &size) == 0;

@@ -12,6 +12,7 @@ then, and on machines without a C++ compiler, Python makes the calls. `ROOFTOP_C
 
 from __future__ import annotations
 
+import ctypes
 import os
 import struct
 from collections import Counter
@@ -311,46 +312,42 @@ def _argument(value: Any) -> Any:
 
 
 def _for_driver(step: Step) -> dict[str, Any] | None:
-    compiled: Any = step.compiled.whole  # type: ignore[union-attr]
+    assert step.compiled is not None
+    compiled: Any = step.compiled.whole
     about = compiled.metadata
-    special = (
-        about.num_ctas != 1,
-        about.launch_cooperative_grid,
-        about.global_scratch_size,
-        about.profile_scratch_size,
-    )
-    if any(special):
+    scratch = about.global_scratch_size or about.profile_scratch_size
+    if about.num_ctas != 1 or about.launch_cooperative_grid or scratch:
         return None
     pointers = {each.place: each for each in step.pointers}
-    parameters = b""
-    offsets: list[int] = []
-    sizes: list[int] = []
-    patches: list[tuple[int, int, int]] = []
-    names = step.kernel.arg_names
-    values = [*step.given, *step.compiled.constants]  # type: ignore[union-attr]
-    for i, (name, value) in enumerate(zip(names, values, strict=True)):
+    maps = iter(getattr(about, "tensordesc_meta", None) or ())
+    packed, patches, replaced = _Parameters(), [], []
+    values = [*step.given, *step.compiled.constants]
+    for i, (name, value) in enumerate(zip(step.kernel.arg_names, values, strict=True)):
         kind = compiled.src.signature[name]
         if kind == "constexpr":
             continue
-        if kind.startswith("*"):
-            code = "Q"
+        if kind.startswith("tensordesc"):
+            made = _tensor_map(step, i, next(maps, None))
+            if made is None:
+                return None
+            replaced.append((len(packed.offsets), pointers[i].source, pointers[i].offset))
+            packed.add(made, 64)
+            for size in value.shape:
+                packed.add(struct.pack("i", size))
+            for stride in value.strides:
+                packed.add(struct.pack("q", stride))
+        elif kind.startswith("*"):
             if i in pointers:
-                patches.append((len(offsets), pointers[i].source, pointers[i].offset))
+                patches.append((len(packed.offsets), pointers[i].source, pointers[i].offset))
             elif value:
                 return None
-            value = 0
-        elif (code := _FORMATS.get(kind, "")) == "":
+            packed.add(bytes(8))
+        elif kind in _FORMATS:
+            packed.add(struct.pack(_FORMATS[kind], value))
+        else:
             return None
-        size = struct.calcsize(code)
-        parameters += bytes(-len(parameters) % size)
-        offsets.append(len(parameters))
-        sizes.append(size)
-        parameters += struct.pack(code, value)
     for _ in range(2):  # Triton's scratch memory, of which the kernel has none
-        parameters += bytes(-len(parameters) % 8)
-        offsets.append(len(parameters))
-        sizes.append(8)
-        parameters += bytes(8)
+        packed.add(bytes(8))
     return {
         "python": None,
         "function": compiled.function,
@@ -358,11 +355,45 @@ def _for_driver(step: Step) -> dict[str, Any] | None:
         "threads": 32 * about.num_warps,
         "shared": about.shared,
         "early": bool(about.launch_pdl),
-        "parameters": parameters,
-        "offsets": offsets,
-        "sizes": sizes,
+        "parameters": packed.values,
+        "offsets": packed.offsets,
+        "sizes": packed.sizes,
         "patches": patches,
+        "maps": replaced,
     }
+
+
+class _Parameters:
+    """The values of a kernel's parameters, each aligned by its size."""
+
+    def __init__(self) -> None:
+        self.values, self.offsets, self.sizes = b"", list[int](), list[int]()
+
+    def add(self, value: bytes, alignment: int | None = None) -> None:
+        self.values += bytes(-len(self.values) % (alignment or len(value)))
+        self.offsets.append(len(self.values))
+        self.sizes.append(len(value))
+        self.values += value
+
+
+TENSOR_MAP_BYTES = 128  # of the driver's CUtensorMap
+
+
+def _tensor_map(step: Step, place: int, about: Any) -> bytes | None:
+    """A tensor descriptor as the driver encodes it, for any aligned address; the compiled part replaces the address."""
+    from triton.backends.nvidia import driver
+
+    if about is None:
+        return None  # the kernel takes a pointer instead
+    device = torch.device("cuda", torch._C._cuda_getDevice())
+    pointer = next(each for each in step.pointers if each.place == place)
+    dtype, shape, strides = pointer.view
+    size = 1 + sum((n - 1) * d for n, d in zip(shape, strides, strict=True))
+    memory = torch.empty(size, dtype=dtype, device=device).as_strided(shape, strides)
+    made = driver.make_tensordesc_arg(step.given[place].of(memory), about)[0]
+    if type(made).__name__ != "PyCUtensorMap":
+        return None
+    return ctypes.string_at(id(made) + type(made).__basicsize__ - TENSOR_MAP_BYTES, TENSOR_MAP_BYTES)
 
 
 # ---- autograd --------------------------------------------------------------------------------------------------------
