@@ -227,6 +227,16 @@ def _compile(part: str) -> Finding:
     return Finding(part, "works", "; ".join(builders)) if builders else cpp
 
 
+def _compiled_calls(part: str) -> Finding | None:
+    """The C++ part that makes repeated calls of kernels, where there is a GPU for them."""
+    if not gpu_usable():
+        return None
+    usable, found = import_module("rooftop.launch.repeated_calls").state()
+    if usable:
+        return Finding(part, "works", found)
+    return Finding(part, "absent", f"{found}, so Python makes each call, which takes some 3 times as long")
+
+
 # ---- what can be done without ------------------------------------------------------------------------------------
 
 
@@ -298,6 +308,7 @@ PARTS: tuple[Part, ...] = (
     Part("C compiler", _c_compiler),
     Part("Triton", _triton),
     Part("torch.compile", _compile, needed=False),
+    Part("Compiled calls", _compiled_calls, needed=False),
     Part("Built on torch", extensions_part, needed=False),
     Part("Ceilings cache", _cache),
     Part("Shared memory", _shared_memory, needed=False),

@@ -16,12 +16,8 @@ from torch import Tensor
 from rooftop.launch import known_calls
 from rooftop.launch.known_calls import Memory, Observer, Step, Zeros, observing
 
-_UNKNOWN_RESULTS = {
-    torch.Tag.data_dependent_output,
-    torch.Tag.dynamic_output_shape,
-    torch.Tag.nondeterministic_seeded,
-}
-"""Tags of operators whose results depend on more than facts."""
+_UNKNOWN_RESULTS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+"""Tags of operators whose results may have other shapes, or end in Python."""
 
 
 class Operator(NamedTuple):
@@ -126,10 +122,13 @@ class Lesson(Observer):
     def called(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> None:
         """Note a call of an operator of PyTorch."""
         schema = func._schema
-        if func.namespace != "aten" or _UNKNOWN_RESULTS.intersection(func.tags) or not schema.returns:
+        named = dict(zip((each.name for each in schema.arguments), args, strict=False)) | kwargs
+        if func.namespace != "aten" or not schema.returns or _UNKNOWN_RESULTS.intersection(func.tags):
             self.refuse(str(func))
             return
-        named = dict(zip((each.name for each in schema.arguments), args, strict=False)) | kwargs
+        if torch.Tag.nondeterministic_seeded in func.tags and named.get("dropout_p") not in (0, 0.0):
+            self.refuse(str(func))
+            return
         arguments = {name: self._part(value) for name, value in named.items()}
         results = made if isinstance(made, tuple | list) else (made,)
         if len(results) != len(schema.returns):
@@ -151,7 +150,9 @@ class Lesson(Observer):
             return [self._part(each) for each in value]
         if not isinstance(value, Tensor):
             return value
-        source = self.source_of.get(self.key(value)) if value.numel() else None
+        if value.numel() == 0 and type(value) is Tensor and value.device == self.device:
+            return value  # nothing is read from it, so that it can be given again
+        source = self.source(value)
         if source is None or value.layout != torch.strided or value.dtype != self.sources[source].dtype:
             self.refuse("an operator of PyTorch takes other memory")
             return None
