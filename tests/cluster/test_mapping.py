@@ -336,11 +336,13 @@ def test_arguments_that_are_wrong() -> None:
     lines(3)
     for options, said in (
         ({"workers": 0}, "workers is 0"),
+        ({"decoders": -1}, "decoders is -1"),
         ({"timeout_s": 0.0}, "timeout_s is 0.0"),
         ({"batch": 0}, "batch is 0"),
         ({"device": "tpu"}, "expected auto, cpu or cuda"),
         ({"kind": "path", "out": "."}, "is in ., the folder of the results"),
         ({"scheduler": "tcp://127.0.0.1:1", "workers": 2}, "its own workers"),
+        ({"scheduler": "tcp://127.0.0.1:1", "decoders": 2}, "its own workers"),
     ):
         with pytest.raises(InputError, match=said):
             map_items("my.py:number", ["lines.txt"], options.pop("out", "out.parquet"), **options)
@@ -361,20 +363,21 @@ def test_workers_divide_the_cores() -> None:
         assert division.torch_threads * min(workers, cores) <= cores
 
 
-@pytest.mark.parametrize(("cores", "gpus", "of_a_gpu", "workers"), [
-    (16, 1, 4, 4), (16, 2, 4, 4), (6, 2, 4, 2), (64, 1, 4, 4), (64, 4, 1, 4), (3, 1, 4, 1),
-])  # fmt: skip
-def test_gpus_are_shared_by_as_many_processes_as_have_cores(
-    cores: int, gpus: int, of_a_gpu: int, workers: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("cores", "gpus", "decoders"), [(16, 1, 16), (16, 2, 8), (6, 2, 3), (2, 2, 0), (96, 1, 32)])
+def test_a_gpu_has_one_worker_with_as_many_decoding_processes_as_cores(
+    cores: int, gpus: int, decoders: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_workers, "_gpus", lambda: gpus)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    division = divide("auto", None, of_a_gpu)
-    assert division.workers == workers
-    assert {division.gpus.count(str(gpu)) for gpu in range(gpus)} == {workers // gpus}
-    assert division.decode_threads * workers <= max(cores, workers)
-    assert divide("cuda", 3, of_a_gpu).workers == 3
+    division = divide("auto", None, decodes=True)
+    assert (division.workers, division.decoders) == (gpus, decoders)
+    assert division.gpus == tuple(map(str, range(gpus)))
+    assert divide("auto", None, decodes=False).decoders == 0
+    assert divide("auto", None, decodes=True, decoders=0).decoders == 0
+    assert divide("cpu", None, decodes=True).decoders == 0
+    three = divide("cuda", 3, decodes=True)
+    assert three.workers == len(three.gpus) == 3
 
 
 def test_chunks_get_smaller_at_the_end_so_that_workers_end_together() -> None:
@@ -382,6 +385,7 @@ def test_chunks_get_smaller_at_the_end_so_that_workers_end_together() -> None:
     assert size_near_end(512, left=2048, workers=4, batch=64) == 256
     assert size_near_end(512, left=700, workers=4, batch=64) == 64
     assert size_near_end(512, left=0, workers=0, batch=64) == 64
+    assert size_near_end(512, left=100, workers=1, batch=64) == 512
     left, given = 4000, []
     while left > 0:
         given.append(min(left, size_near_end(512, left, 4, 64)))

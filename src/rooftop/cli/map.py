@@ -31,6 +31,7 @@ def run(
     point_columns: int,
     workers: int | None,
     device: str,
+    decoders: int | None,
     scheduler: str | None,
     timeout_s: float | None,
     retry_errors: bool,
@@ -38,8 +39,9 @@ def run(
 ) -> int:
     """Do what `rooftop.cli.commands.map:command` says; returns the exit status."""
     load_arrow()
-    if scheduler is not None and workers is not None:
-        raise click.UsageError("expected one of --workers and --scheduler: a scheduler has its own workers")
+    for option, given in (("--workers", workers), ("--decoders", decoders)):
+        if scheduler is not None and given is not None:
+            raise click.UsageError(f"expected one of {option} and --scheduler: a scheduler has its own workers")
     if json_path is not None and json_path != STANDARD_OUTPUT:
         check_writable(json_path, [Path(each) for each in inputs if Path(each).exists()])
     find_inputs(inputs, kind)  # before weights are loaded
@@ -56,6 +58,7 @@ def run(
             point_columns=point_columns,
             workers=workers,
             device=device,
+            decoders=decoders,
             scheduler=scheduler,
             timeout_s=timeout_s,
             retry_errors=retry_errors,

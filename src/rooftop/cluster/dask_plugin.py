@@ -48,7 +48,7 @@ class Carrier(WorkerPlugin):
             given = [chunk.items]
             ahead = shop.ahead(lambda: given.pop() if given else None)
             if shop.job.timeout_s is None:
-                return shop.do(chunk, ahead, lambda first, count: nullcontext())
+                return shop.do(chunk, ahead, lambda chunk, first, count: nullcontext())
             late = _Watched(shop, chunk, ahead).run(shop.job.timeout_s)
             if not isinstance(late, Outcome):
                 self._shop = None  # the target is created again: its state is unknown
@@ -97,7 +97,7 @@ class _Watched(AbstractContextManager[None]):
         except BaseException as error:
             self._found = error
 
-    def _begin(self, first: int, count: int) -> _Watched:
+    def _begin(self, chunk: Chunk, first: int, count: int) -> _Watched:
         self._at = first, count, time.monotonic()
         return self
 

@@ -64,6 +64,7 @@ class DaskWorkers:
         import cloudpickle
 
         self._address, self._say = address, say
+        self.start: dict[str, float] = {}
         self._reconnect_s = RECONNECT_S if reconnect_s is None else reconnect_s
         self._token = uuid.uuid4().hex
         self._job = cloudpickle.dumps(replace(job, target=job.target.sent()))

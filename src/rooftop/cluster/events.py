@@ -43,7 +43,13 @@ Event = Finished | Lost | Hung
 
 
 class Workers(Protocol):
-    """Processes that do chunks, on this machine or of a scheduler."""
+    """Processes that do chunks, on this machine or of a scheduler.
+
+    Attributes:
+        start: seconds of the parts of the slowest worker's start, as far as they are known.
+    """
+
+    start: dict[str, float]
 
     def has_room(self, careful: bool = False) -> bool:
         """Whether a chunk can be given now; a careful chunk needs a worker for itself."""

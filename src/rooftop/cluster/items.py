@@ -275,6 +275,9 @@ LISTED: dict[str, Callable[[str, str, Decoding], Iterator[Item]]] = {"text": _li
 # ---- decoding --------------------------------------------------------------------------------------------------------
 
 
+DECODED = ("image", "clip", "cloud")
+"""Kinds of items that take time to decode."""
+
 LOADED = {"image": ["rooftop.media.images"], "clip": ["rooftop.media"], "cloud": ["numpy", "torch"]}
 """Modules that kinds need, loaded once beforehand: the time that this takes is not an item's."""
 

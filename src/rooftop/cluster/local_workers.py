@@ -1,8 +1,12 @@
 """Worker processes on this machine: one per GPU, or several on the CPU, which share its cores.
 
-A worker has at most two chunks: it works on one and decodes items of the other. It writes to shared memory which items
-it works on and since when. So the parent knows these items when a process ends, or is ended because an item takes too
-long. Another process takes its place.
+A worker has at most two chunks: it works on one and decodes items of the other. On a GPU, decoding processes of its own
+decode for it, because the threads of one Python process decode fewer items than a GPU takes. A worker writes to shared
+memory which items it works on and since when. So the parent knows these items when a process ends, or is ended because
+an item takes too long. Another process takes its place.
+
+A worker gets the job by its pipe, from a thread. An argument of a process that is larger than a pipe, 64 KiB, would
+make the parent wait until that process has imported torch, before it starts the next one.
 """
 
 from __future__ import annotations
@@ -19,53 +23,74 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rooftop.cluster.events import Event, Finished, Hung, Lost
 from rooftop.cluster.items import Item
 from rooftop.cluster.working import Chunk, Job, Workshop
 from rooftop.errors import MissingExtraError, ModelRunError, RooftopError
 
+if TYPE_CHECKING:
+    from rooftop.cluster.decoders import Decoders
+
 CHUNKS_OF_A_WORKER = 2
-CORES_OF_A_WORKER = 4
+CORES_OF_A_WORKER = 4  # on the CPU
 MOST_STARTS = 3  # items that fail in a row before the run does
 MOST_THREADS = 16  # decodes at a time in a worker: each may hold a whole photograph
+MOST_DECODERS = 32  # decoding processes of a worker
+CORES_OF_TORCH = 4  # for one thread of torch in a worker that has decoding processes
 PATIENCE_S = 5.0  # that a worker has to end by itself
 
 
 @dataclass(frozen=True)
 class Division:
-    """How a machine is divided: number of workers, threads of each for decoding and for computing, device and GPUs."""
+    """How a machine is divided: number of workers, what each has for decoding and computing, device and GPUs.
+
+    Attributes:
+        decoders: decoding processes of a worker; 0: it decodes by `decode_threads`.
+    """
 
     workers: int
     decode_threads: int
     torch_threads: int
     device: str
     gpus: tuple[str, ...] = ()
+    decoders: int = 0
 
 
-def divide(device: str, workers: int | None, of_a_gpu: int = 1) -> Division:
+def divide(device: str, workers: int | None, decodes: bool = False, decoders: int | None = None) -> Division:
     """Divide this machine among workers.
 
     Args:
         device: "cpu", "cuda", or "auto": the GPUs if there are any.
-        workers: None: `of_a_gpu` for each GPU; on the CPU one per four cores, but at least two if there are two cores.
-        of_a_gpu: workers per GPU, but at most one per four cores.
+        workers: None: one for each GPU; on the CPU one per four cores, but at least two if there are two cores.
+        decodes: whether items are files to be decoded.
+        decoders: decoding processes of a worker. None: on a GPU one per core, if there are several; on the CPU none,
+            because there the target itself needs the cores. 0: threads decode.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     gpus = _gpus() if device != "cpu" else 0
+    names: list[str] = []
     if gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = [each.strip() for each in visible.split(",")] if visible else list(map(str, range(gpus)))
-        workers = workers or gpus * max(1, min(of_a_gpu, cores // gpus // CORES_OF_A_WORKER))
-        of_workers = tuple(names[number % gpus] for number in range(workers))
-        return Division(
-            workers, max(1, min(MOST_THREADS, cores // workers)), max(1, cores // workers), "cuda", of_workers
-        )
+        workers = workers or gpus
     workers = workers or max(1, cores // CORES_OF_A_WORKER, min(2, cores))
     share = max(1, cores // workers)
-    return Division(workers, min(MOST_THREADS, share), share, "cpu")
+    if not decodes:
+        decoders = 0
+    elif decoders is None:
+        decoders = min(MOST_DECODERS, share) if gpus and share > 1 else 0
+    return Division(
+        workers,
+        min(MOST_THREADS, share),
+        max(1, share // CORES_OF_TORCH) if decoders else share,
+        "cuda" if gpus else "cpu",
+        tuple(names[number % gpus] for number in range(workers)) if gpus else (),
+        decoders,
+    )
 
 
 def _gpus() -> int:
@@ -90,6 +115,7 @@ class LocalWorkers:
         self._workers: list[_Worker] = []
         self._failed_starts = 0
         self._events: deque[Event] = deque()
+        self.start: dict[str, float] = {}  # seconds of each part of the slowest start
         try:
             for number in range(division.workers):
                 self._workers.append(_Worker(job, division, number))
@@ -143,6 +169,8 @@ class LocalWorkers:
                 what, content = worker.connection.recv()
                 if what == "ready":
                     worker.ready, self._failed_starts = True, 0
+                    if not self.start or sum(content.values()) > sum(self.start.values()):
+                        self.start = content
                 elif what == "done":
                     self._events.append(Finished(worker.chunks.popleft(), content))
                 else:
@@ -200,14 +228,15 @@ class _Worker:
         self.chunks: deque[Chunk] = deque()
         self.status = context.RawArray("d", 4)  # chunk, first item, items, since when: see `_At`
         self.connection, other = context.Pipe()
+        packed = bytes(ForkingPickler.dumps(job))
         self.process = context.Process(
-            target=_work, args=(other, self.status, job, division, number), name=f"rooftop-map-{number}"
+            target=_work, args=(other, self.status, division, number, time.monotonic()), name=f"rooftop-map-{number}"
         )
         with _started_from_nothing(), _environment(division, number):
             self.process.start()
         other.close()
         self._outbox: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
-        threading.Thread(target=self._send, daemon=True).start()
+        threading.Thread(target=self._send, args=(packed,), daemon=True).start()
 
     def give(self, chunk: Chunk) -> None:
         self.chunks.append(chunk)
@@ -216,9 +245,10 @@ class _Worker:
     def say_end(self) -> None:
         self._outbox.put(None)
 
-    def _send(self) -> None:
-        """Send in a thread, because a stuck worker may not read."""
+    def _send(self, job: bytes) -> None:
+        """Send in a thread, because a worker that starts or is stuck does not read."""
         with suppress(OSError, ValueError):
+            self.connection.send_bytes(job)
             while (chunk := self._outbox.get()) is not None:
                 self.connection.send(chunk)
             self.connection.send(None)
@@ -273,36 +303,88 @@ def _environment(division: Division, number: int) -> Iterator[None]:
 # ---- in the process --------------------------------------------------------------------------------------------------
 
 
-def _work(connection: Connection, status: Any, job: Job, division: Division, number: int) -> None:
+def _work(connection: Connection, status: Any, division: Division, number: int, started: float) -> None:
     """Work until the parent sends None, or ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(2, 1)  # the target's output is not a result
+    starting = _Starting(started)
+    starting.did("process")
     try:
-        shop = Workshop(job, division.device, f"process {number}")
+        job: Job = connection.recv()  # imports torch, if the target needs it
+        decode = job.decoder()
+        starting.did("imports")
+        decoders = _decoders(job, decode, division)  # before the GPU is used: a fork cannot use it
+        starting.did("decoding processes")
+        shop = Workshop(job, division.device, f"process {number}", decode)
+        starting.did("target")
     except (Exception, SystemExit) as error:
         connection.send(("failed", _sendable(error)))
         return
     chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
     to_decode: queue.SimpleQueue[list[Item]] = queue.SimpleQueue()
-    connection.send(("ready", None))
-    threading.Thread(target=_receive, args=(connection, chunks, to_decode), daemon=True).start()
-    decoding = shop.ahead(_taken_from(to_decode))
-    while (chunk := chunks.get()) is not None:
-        at = _At(status, chunk.number)
+    more = _taken_from(to_decode)
+    if decoders is not None:
+        decoders.begin(more)
+    notify = (lambda: None) if decoders is None else decoders.notify
+    connection.send(("ready", starting.seconds))
+    threading.Thread(target=_receive, args=(connection, chunks, to_decode, notify), daemon=True).start()
+    try:
+        for outcome in shop.outcomes(_Given(chunks), decoders or shop.ahead(more), _At(status)):
+            connection.send(("done", outcome))
+    except (RooftopError, MissingExtraError) as error:
+        connection.send(("failed", _sendable(error)))
+    finally:
+        if decoders is not None:
+            decoders.close()
+
+
+class _Starting:
+    """The seconds of the parts of a start."""
+
+    def __init__(self, since: float) -> None:
+        self._since, self.seconds = since, dict[str, float]()
+
+    def did(self, part: str) -> None:
+        now = time.monotonic()  # one clock for all processes
+        self.seconds[part], self._since = now - self._since, now
+
+
+def _decoders(job: Job, decode: Callable[[Item], Any], division: Division) -> Decoders | None:
+    if not division.decoders:
+        return None
+    from rooftop.cluster.decoders import Decoders
+
+    in_runs, alone = job.decoding.kind == "clip", job.timeout_s is not None
+    return Decoders(division.decoders, decode, 2 * job.batch, in_runs, alone)
+
+
+class _Given:
+    """The chunks that the parent gives, until it gives None."""
+
+    def __init__(self, chunks: queue.SimpleQueue[Chunk | None]) -> None:
+        self._chunks, self._ended = chunks, False
+
+    def __call__(self, wait: bool) -> Chunk | None:
+        if self._ended:
+            return None
         try:
-            outcome = shop.do(chunk, decoding, at)
-        except (RooftopError, MissingExtraError) as error:
-            connection.send(("failed", _sendable(error)))
-            return
-        connection.send(("done", outcome))
+            chunk = self._chunks.get(wait)
+        except queue.Empty:
+            return None
+        self._ended = chunk is None
+        return chunk
 
 
 def _receive(
-    connection: Connection, chunks: queue.SimpleQueue[Chunk | None], to_decode: queue.SimpleQueue[list[Item]]
+    connection: Connection,
+    chunks: queue.SimpleQueue[Chunk | None],
+    to_decode: queue.SimpleQueue[list[Item]],
+    notify: Callable[[], None],
 ) -> None:
     try:
         while (chunk := connection.recv()) is not None:
             to_decode.put(chunk.items)
+            notify()
             chunks.put(chunk)
         chunks.put(None)
     except (EOFError, OSError):
@@ -322,12 +404,12 @@ def _taken_from(to_decode: queue.SimpleQueue[list[Item]]) -> Callable[[], Sequen
 class _At:
     """Writes to shared memory what the process works on: the time is written last and removed first."""
 
-    def __init__(self, status: Any, number: int) -> None:
-        self._status, self._number = status, number
+    def __init__(self, status: Any) -> None:
+        self._status = status
 
-    def __call__(self, first: int, count: int) -> _At:
+    def __call__(self, chunk: Chunk, first: int, count: int) -> _At:
         self._status[3] = 0.0
-        self._status[0], self._status[1], self._status[2] = self._number, first, count
+        self._status[0], self._status[1], self._status[2] = chunk.number, first, count
         self._status[3] = time.monotonic()
         return self
 

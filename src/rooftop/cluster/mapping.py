@@ -23,7 +23,7 @@ from typing import Any
 
 from rooftop.cluster.arrow import load_arrow
 from rooftop.cluster.events import Event, Finished, Lost, Workers
-from rooftop.cluster.items import Decoding, Item, find_inputs, list_items
+from rooftop.cluster.items import DECODED, Decoding, Item, find_inputs, list_items
 from rooftop.cluster.local_workers import CHUNKS_OF_A_WORKER, LocalWorkers, divide
 from rooftop.cluster.parts import Parts
 from rooftop.cluster.tables import Failure, is_settled, to_batch
@@ -50,11 +50,13 @@ class MapReport:
         before, errors_before: rows of earlier runs, and those with an error.
         columns: the results' columns, name to type; empty if no item had a result.
         seconds: time of the whole run; `working_s`: from the first item given to a worker to the last finished one.
-        items_per_s: over `working_s`.
+        start: the seconds before the first results, by part; the parts of the worker that started last.
+        items_per_s: from the first finished chunk to the last, without the items of the first.
         decode_ceiling, call_ceiling: items a second if all decoding threads, or all calls of the target, had been busy
             all the time, from their seconds in this run. None: they took no time.
         percent_of_ceiling: `items_per_s` in percent of the smaller ceiling.
-        workers: number that did any work; `lost`: chunks that had to be repeated.
+        workers: number that did any work; `decoding`: by what each of them decoded, such as "16 processes".
+        lost: chunks that had to be repeated.
         first_error: "input: error" of the first row of this run with an error, or None.
     """
 
@@ -66,11 +68,13 @@ class MapReport:
     columns: dict[str, str]
     seconds: float
     working_s: float
+    start: dict[str, float]
     items_per_s: float | None
     decode_ceiling: float | None
     call_ceiling: float | None
     percent_of_ceiling: float | None
     workers: int
+    decoding: str
     lost: int
     first_error: str | None
 
@@ -86,7 +90,12 @@ class MapReport:
         lines = [f"{self.out}: {self.items:,} rows{errors}{'; ' + there if there else ''}"]
         if self.items_per_s is not None:
             many = "worker" if self.workers == 1 else "workers"
-            lines.append(f"{self.items_per_s:,.1f} items/s by {self.workers} {many}, {self.seconds:.1f} s in all")
+            decoding = f" that decode by {self.decoding}" if self.decoding else ""
+            speed = f"{self.items_per_s:,.1f} items/s by {self.workers} {many}{decoding}"
+            lines.append(f"{speed}, {self.seconds:.1f} s in all")
+            parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.start.items() if seconds >= 0.05)
+            if parts:
+                lines.append(f"{sum(self.start.values()):.1f} s until the first results: {parts}")
         if self.percent_of_ceiling is not None and self.decode_ceiling and self.call_ceiling:
             lines.append(
                 f"{self.percent_of_ceiling:.0f}% of min(decoding {self.decode_ceiling:,.1f}, target "
@@ -112,6 +121,7 @@ def map_items(
     point_columns: int = 4,
     workers: int | None = None,
     device: str = "auto",
+    decoders: int | None = None,
     scheduler: str | None = None,
     timeout_s: float | None = None,
     retry_errors: bool = False,
@@ -137,6 +147,8 @@ def map_items(
         point_columns: numbers per point in a .bin file.
         workers: processes on this machine. None: one per GPU; on the CPU one per four cores.
         device: "cpu", "cuda" or "auto". Each worker sees one GPU.
+        decoders: processes of each worker that decode photographs, clips and clouds. None: on a GPU one per core, on
+            the CPU none. 0: threads of the worker decode.
         scheduler: the address of a Dask scheduler, such as "tcp://10.0.0.1:8786", whose workers are used instead.
         timeout_s: time limit of one call of the target and the decoding of its items; an item that takes longer becomes
             a row with an error. None: no limit.
@@ -158,8 +170,11 @@ def map_items(
         raise InputError(f"timeout_s is {timeout_s}, expected seconds above 0")
     if workers is not None and workers < 1:
         raise InputError(f"workers is {workers}, expected 1 or more")
-    if scheduler is not None and workers is not None:
-        raise InputError("got workers and a scheduler, which has its own workers: give only one of them")
+    if decoders is not None and decoders < 0:
+        raise InputError(f"decoders is {decoders}, expected 0 or more")
+    if scheduler is not None and (workers is not None or decoders is not None):
+        given = "workers" if workers is not None else "decoders"
+        raise InputError(f"got {given} and a scheduler, which has its own workers: give only one of them")
     if device not in ("auto", "cpu", "cuda"):
         raise InputError(f"device {device!r} is not known: expected auto, cpu or cuda")
     made = target if isinstance(target, Target) else callable_target(target, batch)
@@ -180,10 +195,12 @@ def map_items(
         run = _Run(parts, progress, len(files) if kind in ("image", "cloud", "path") else None)
         if first is not None:
             run.show("workers start")
-            pool, job = _workers(made, decoding, device, workers, scheduler, timeout_s, say)
+            run.start["inputs"] = time.monotonic() - begun
+            pool, job = _workers(made, decoding, device, workers, decoders, scheduler, timeout_s, say)
             at_once = True
             try:
                 run.all(pool, job, _chained(first, items))
+                run.start = {"inputs": run.start["inputs"], **pool.start, **run.start}  # in the order of the time
                 at_once = False
             finally:
                 pool.close(at_once)
@@ -201,6 +218,7 @@ def _workers(
     decoding: Decoding,
     device: str,
     workers: int | None,
+    decoders: int | None,
     scheduler: str | None,
     timeout_s: float | None,
     say: Callable[[str], None] | None,
@@ -210,10 +228,10 @@ def _workers(
 
         job = Job(target, decoding, 0, timeout_s)
         return DaskWorkers(scheduler, job, device, say or (lambda line: None)), job
-    division = divide(device, workers, target.processes_of_a_gpu)
+    division = divide(device, workers, decoding.kind in DECODED, decoders)
     if device == "cuda" and division.device != "cuda":
         raise InputError("device is cuda, but torch finds no GPU here: use cpu or auto")
-    job = Job(target, decoding, division.decode_threads, timeout_s)
+    job = Job(target, decoding, division.decoders or division.decode_threads, timeout_s, division.decoders > 0)
     return LocalWorkers(job, division), job
 
 
@@ -225,8 +243,11 @@ def _chained(first: Item, others: Iterator[Item]) -> Iterator[Item]:
 def size_near_end(size: int, left: int, workers: int, batch: int) -> int:
     """Size of a chunk if so many items are left, in whole batches and at most `size`.
 
-    Each worker may get two more chunks of what is left. So all workers end at about the same time.
+    Each worker may get two more chunks of what is left. So all workers end at about the same time. One worker alone
+    gets chunks of full size.
     """
+    if workers == 1:
+        return size
     share = left // (CHUNKS_OF_A_WORKER * max(1, workers))
     return max(batch, min(size, share // batch * batch))
 
@@ -241,6 +262,9 @@ class _Run:
         self.decode_s = self.call_s = 0.0
         self.workers: dict[str, int] = {}  # name to threads that decode
         self.first_at = self.last_at = 0.0
+        self.first_done_at, self.first_done = 0.0, 0  # the first finished chunk, and its number of items
+        self.start: dict[str, float] = {}
+        self.decoding = ""
         self.first_error: str | None = None
         self._number = 0
         self._given = 0
@@ -248,6 +272,8 @@ class _Run:
         self._again: deque[Chunk] = deque()
         self._unsettled: list[Any] = []  # batches, until each column has a type
         self._learned = 0
+        self._decoded_by = ("thread", "threads")
+        self._decodes = False
         self._final = is_settled(parts.columns)
         self._columns = parts.columns
 
@@ -261,6 +287,8 @@ class _Run:
         """Do all items. Finished results are in the parts even if this raises."""
         flying = 0
         batch, self._timeout_s = job.batch, job.timeout_s or 0.0
+        self._decoded_by = ("process", "processes") if job.processes else ("thread", "threads")
+        self._decodes = job.decoding.kind in DECODED
         exhausted = False
         self._size = batch if self._final else 1
         try:
@@ -308,6 +336,11 @@ class _Run:
 
     def _finished(self, chunk: Chunk, outcome: Outcome, batch: int) -> None:
         self.last_at = time.monotonic()
+        if not self.first_done_at:
+            self.first_done_at, self.first_done = self.last_at, len(chunk.items)
+            self.start["first results"] = self.first_done_at - self.first_at
+        if self._decodes:
+            self.decoding = f"{outcome.threads} {self._decoded_by[outcome.threads > 1]}"
         self.decoded += outcome.decoded
         self.called += outcome.called
         self.decode_s += outcome.decode_s
@@ -401,7 +434,11 @@ class _Run:
     def report(self, seconds: float) -> MapReport:
         """The report, after `all`."""
         working_s = max(0.0, self.last_at - self.first_at)
-        rate = self.items / working_s if self.items and working_s else None
+        steady_s = self.last_at - self.first_done_at
+        if self.first_done_at and self.items > self.first_done and steady_s > 0:
+            rate: float | None = (self.items - self.first_done) / steady_s
+        else:
+            rate = self.items / working_s if self.items and working_s else None
         threads = sum(self.workers.values())
         decode = self.decoded * threads / self.decode_s if self.decode_s else None
         call = self.called * len(self.workers) / self.call_s if self.call_s else None
@@ -416,11 +453,13 @@ class _Run:
             columns=columns,
             seconds=seconds,
             working_s=working_s,
+            start=self.start,
             items_per_s=rate,
             decode_ceiling=decode,
             call_ceiling=call,
             percent_of_ceiling=100 * rate / ceiling if rate and ceiling else None,
             workers=len(self.workers),
+            decoding=self.decoding,
             lost=self.lost,
             first_error=self.first_error,
         )

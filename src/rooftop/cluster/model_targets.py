@@ -30,8 +30,6 @@ from rooftop.models.vision.classification import guessed
 
 DETECTORS = {"detr_resnet50": detr_resnet50, "detr_resnet101": detr_resnet101, "detr_small": detr_small}
 CLASSIFIER_BATCH, DETECTOR_BATCH = 16, 4  # as in `rooftop classify` and `rooftop detect`
-LARGE_BYTES = 1 << 30
-"""From this size on, a GPU holds the weights once."""
 
 
 @dataclass(frozen=True)
@@ -105,12 +103,6 @@ class ModelTarget:
     prepare: Callable[[Image.Image], Shown]
     answer: Callable[[nn.Module, list[Shown]], list[dict[str, Any]]]
     columns: Any = field(compare=False)
-
-    @property
-    def processes_of_a_gpu(self) -> int:
-        """Several: one Python process decodes fewer photographs than a GPU classifies. Each process has its weights on
-        the GPU."""
-        return 4 if self.packed.weights.nbytes <= LARGE_BYTES else 1
 
     def load(self, device: str) -> Call:
         """Load the model on the device; return a function from photographs to rows."""

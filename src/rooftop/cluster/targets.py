@@ -23,6 +23,27 @@ Call = Callable[[list[Any]], Sequence[Any]]
 
 
 @runtime_checkable
+class PipelinedCall(Protocol):
+    """A call in two halves: the device gets the next batch before the results of the last one are read.
+
+    Attributes:
+        device_s: seconds that the device has worked on finished batches.
+    """
+
+    @property
+    def device_s(self) -> float: ...
+
+    def begin(self, values: list[Any]) -> Any:
+        """Start the work, without waiting for it."""
+
+    def finish(self, begun: Any) -> Sequence[Any]:
+        """Wait for the results of what `begin` returned; batches finish in their order."""
+
+    def __call__(self, values: list[Any]) -> Sequence[Any]:
+        """Both."""
+
+
+@runtime_checkable
 class Target(Protocol):
     """What the workers get.
 
@@ -31,7 +52,6 @@ class Target(Protocol):
         batch: largest number of values per call; None: one.
         columns: a pyarrow.Schema of the results, or None: the first result sets it.
         prepare: for a target that takes photographs: what threads make of each Pillow image before the call.
-        processes_of_a_gpu: default number of processes per GPU, if there are four cores for each.
     """
 
     @property
@@ -49,11 +69,8 @@ class Target(Protocol):
     @property
     def prepare(self) -> Callable[[Any], Any] | None: ...
 
-    @property
-    def processes_of_a_gpu(self) -> int: ...
-
     def load(self, device: str) -> Call:
-        """Called once in a worker: return the function for batches, on "cpu" or "cuda"."""
+        """Called once in a worker: return the function for batches, on "cpu" or "cuda"; it may be a `PipelinedCall`."""
 
     def sent(self) -> Target:
         """Return a form for workers on other machines, which contains all that it needs."""
@@ -75,7 +92,6 @@ class CallableTarget:
     pickled: bytes | None = None
     columns: None = None
     prepare: None = None
-    processes_of_a_gpu: int = 1
 
     @property
     def arguments(self) -> dict[str, Any]:

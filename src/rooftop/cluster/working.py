@@ -1,4 +1,4 @@
-"""The work on a chunk of items in a worker: threads decode ahead, the target gets batches, the result is a table.
+"""The work on chunks of items in a worker: items are decoded ahead, the target gets batches, the result is a table.
 
 An item fails alone: it becomes a row with its error. If a batch fails, its items are tried one by one.
 """
@@ -8,15 +8,16 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
 
 from rooftop.cluster.items import Decoding, Item, decoder
 from rooftop.cluster.tables import Failure, Row, row_of, to_batch
-from rooftop.cluster.targets import Target
+from rooftop.cluster.targets import PipelinedCall, Target
 from rooftop.errors import MissingExtraError
 
 
@@ -25,7 +26,8 @@ class Job:
     """Everything a worker needs to know before its first chunk.
 
     Attributes:
-        threads: decoding threads of a worker.
+        threads: decoding threads of a worker, or its decoding processes.
+        processes: whether they are processes.
         timeout_s: time limit of an item or a batch; None: no limit.
     """
 
@@ -33,6 +35,7 @@ class Job:
     decoding: Decoding
     threads: int
     timeout_s: float | None = None
+    processes: bool = False
 
     @property
     def batch(self) -> int:
@@ -75,8 +78,8 @@ class Outcome:
     Attributes:
         batch: a pyarrow.RecordBatch.
         decoded, called: number of items decoded, and passed to the target.
-        decode_s, call_s: seconds of the decoding threads, and of the target.
-        worker: name of the worker; `threads`: its decoding threads.
+        decode_s, call_s: seconds of the decoding threads, and of the target: those of its GPU for a `PipelinedCall`.
+        worker: name of the worker; `threads`: its decoding threads or processes.
     """
 
     batch: Any
@@ -92,13 +95,36 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Decoded:
-    """The value of an item, or its error, and the seconds of the thread."""
+    """The value of an item, or its `Failure`, and the seconds that it took."""
 
     value: Any
     seconds: float
 
 
-class Ahead:
+def decoded(decode: Callable[[Item], Any], item: Item) -> Decoded:
+    """Decode an item. A damaged one is a `Failure`.
+
+    Raises:
+        MissingExtraError: a package for all items is not installed.
+    """
+    begun = time.perf_counter()
+    try:
+        value = decode(item)
+    except MissingExtraError:
+        raise
+    except (Exception, SystemExit) as error:
+        value = Failure.of(error)
+    return Decoded(value, time.perf_counter() - begun)
+
+
+class Ahead(Protocol):
+    """Decodes items before they are needed."""
+
+    def take(self, count: int) -> list[Decoded]:
+        """Return the next items, in order; they must exist."""
+
+
+class AheadByThreads:
     """Items decoded by threads in order, a few of them ahead.
 
     Args:
@@ -117,10 +143,12 @@ class Ahead:
         self._waiting: deque[Item] = deque()
         self._begun: deque[Future[Decoded]] = deque()
 
-    def next(self) -> Decoded:
-        """Return the next item, which must exist."""
-        self._begin()
-        found = self._begun.popleft().result()
+    def take(self, count: int) -> list[Decoded]:
+        """Return the next items, which must exist."""
+        found = []
+        for _ in range(count):
+            self._begin()
+            found.append(self._begun.popleft().result())
         self._begin()
         return found
 
@@ -130,67 +158,145 @@ class Ahead:
                 self._waiting.extend(items)
             if not self._waiting:
                 return
-            self._begun.append(self._pool.submit(self._decoded, self._waiting.popleft()))
+            self._begun.append(self._pool.submit(decoded, self._decode, self._waiting.popleft()))
 
-    def _decoded(self, item: Item) -> Decoded:
-        begun = time.perf_counter()
-        try:
-            value = self._decode(item)
-        except MissingExtraError:
-            raise  # of all items
-        except (Exception, SystemExit) as error:
-            value = Failure.of(error)
-        return Decoded(value, time.perf_counter() - begun)
+
+At = Callable[[Chunk, int, int], AbstractContextManager[Any]]
+"""Makes a context manager around the work on the items (first, count) of a chunk."""
+
+
+@dataclass
+class _Progress:
+    """A chunk on its way through the target."""
+
+    chunk: Chunk
+    outcomes: list[Row | Failure] = field(default_factory=list)
+    decode_s: float = 0.0
+    call_s: float = 0.0
+    called: int = 0
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A batch that is begun: its items, and what `PipelinedCall.begin` returned, or the error that it raised."""
+
+    progress: _Progress
+    first: int
+    decoded: list[Decoded]
+    values: list[Any]
+    begun: Any
 
 
 class Workshop:
-    """A job in a worker: the target loaded, threads started."""
+    """A job in a worker: the target loaded.
 
-    def __init__(self, job: Job, device: str, worker: str) -> None:
+    Args:
+        decode: `job.decoder()`, if it exists already.
+    """
+
+    def __init__(self, job: Job, device: str, worker: str, decode: Callable[[Item], Any] | None = None) -> None:
         self.job, self.worker = job, worker
-        self.decode = job.decoder()
+        self.decode = decode or job.decoder()
         self.call = job.target.load(device)
-        self.pool = ThreadPoolExecutor(job.threads, "rooftop-decode")
+        self._pipelined = self.call if isinstance(self.call, PipelinedCall) else None
+        self.pool = ThreadPoolExecutor(job.threads, "rooftop-decode")  # its threads start when they are needed
 
-    def ahead(self, more: Callable[[], Sequence[Item] | None]) -> Ahead:
+    def ahead(self, more: Callable[[], Sequence[Item] | None]) -> AheadByThreads:
         """Decode the items of `more` ahead: two per thread, or a batch, while the target works on the last ones."""
-        return Ahead(self.pool, self.decode, more, max(2 * self.job.threads, 2 * self.job.batch))
+        return AheadByThreads(self.pool, self.decode, more, max(2 * self.job.threads, 2 * self.job.batch))
 
-    def do(self, chunk: Chunk, decoding: Ahead, at: Callable[[int, int], AbstractContextManager[Any]]) -> Outcome:
-        """Do all items of a chunk, which come next from `decoding`.
+    def do(self, chunk: Chunk, decoding: Ahead, at: At) -> Outcome:
+        """Do all items of a chunk, which come next from `decoding`. Arguments and errors are those of `outcomes`."""
+        given = [chunk]
+        (outcome,) = self.outcomes(lambda wait: given.pop() if given else None, decoding, at)
+        return outcome
+
+    def outcomes(self, chunks: Callable[[bool], Chunk | None], decoding: Ahead, at: At) -> Iterator[Outcome]:
+        """Do chunks, in order. With a `PipelinedCall`, a batch is begun before the results of the last one are read.
 
         Args:
-            at: a context manager around the decoding and the call for the items (first, count) of the chunk.
+            chunks: returns the next chunk, or None if there is none yet. Called with True, it waits for one, and None
+                is the end.
+            decoding: its items come in the order of the chunks.
 
         Raises:
             InputError: the first good result cannot become a row of a table.
         """
-        outcomes: list[Row | Failure] = []
-        decode_s = call_s = 0.0
-        called = 0
-        for first in range(0, len(chunk.items), self.job.batch):
-            count = min(self.job.batch, len(chunk.items) - first)
-            with at(first, count):
-                decoded = [decoding.next() for _ in range(count)]
-                values = [each.value for each in decoded if not isinstance(each.value, Failure)]
-                begun = time.perf_counter()
-                results = iter(self._results(values))
-                call_s += time.perf_counter() - begun
-            decode_s += sum(each.seconds for each in decoded)
-            called += len(values)
-            outcomes += [each.value if isinstance(each.value, Failure) else next(results) for each in decoded]
-        batch, errors, columns = to_batch(chunk.items, outcomes, chunk.columns, chunk.learn)
-        return Outcome(batch, errors, columns, len(outcomes), called, decode_s, call_s, self.worker, self.job.threads)
+        begun: deque[_Batch] = deque()
+        most = 0 if self._pipelined is None else 1
+        while True:
+            chunk = chunks(not begun)
+            if chunk is None and not begun:
+                return
+            if chunk is None:
+                yield from self._finished(begun.popleft(), at)
+                continue
+            progress = _Progress(chunk)
+            for first in range(0, len(chunk.items), self.job.batch):
+                begun.append(self._begun(progress, first, decoding, at))
+                while len(begun) > most:
+                    yield from self._finished(begun.popleft(), at)
 
-    def _results(self, values: list[Any]) -> list[Row | Failure]:
-        if not values:
-            return []
+    def _begun(self, progress: _Progress, first: int, decoding: Ahead, at: At) -> _Batch:
+        count = min(self.job.batch, len(progress.chunk.items) - first)
+        with at(progress.chunk, first, count):
+            found = decoding.take(count)
+            values = [each.value for each in found if not isinstance(each.value, Failure)]
+            begun = None
+            if values and self._pipelined is not None:
+                try:
+                    begun = self._pipelined.begin(values)
+                except (Exception, SystemExit) as error:
+                    begun = error
+            elif values:  # here, so that decoding and call have one time limit
+                begun = self._called(progress, values, lambda: self.call(values))
+        return _Batch(progress, first, found, values, begun)
+
+    def _finished(self, batch: _Batch, at: At) -> Iterator[Outcome]:
+        """Read the results of a batch. Yield the outcome of its chunk, if that is complete."""
+        progress, chunk, count = batch.progress, batch.progress.chunk, len(batch.decoded)
+        results = batch.begun or []
+        if batch.values and self._pipelined is not None:
+            with at(chunk, batch.first, count):
+                results = self._called(progress, batch.values, partial(_read, self._pipelined, batch.begun))
+        progress.decode_s += sum(each.seconds for each in batch.decoded)
+        progress.called += len(batch.values)
+        rows = iter(results)
+        progress.outcomes += [each.value if isinstance(each.value, Failure) else next(rows) for each in batch.decoded]
+        if len(progress.outcomes) < len(chunk.items):
+            return
+        table, errors, columns = to_batch(chunk.items, progress.outcomes, chunk.columns, chunk.learn)
+        yield Outcome(
+            table, errors, columns, len(chunk.items), progress.called, progress.decode_s, progress.call_s, self.worker,
+            self.job.threads,
+        )  # fmt: skip
+
+    def _called(self, progress: _Progress, values: list[Any], call: Callable[[], Sequence[Any]]) -> list[Row | Failure]:
+        """The results of a call. If it raises, each value is tried alone."""
+        begun, before = time.perf_counter(), self._device_s()
         try:
-            return [row_of(result) for result in self.call(values)]
+            return [row_of(result) for result in call()]
         except (Exception, SystemExit) as error:
             torch = sys.modules.get("torch")
             if torch is not None and isinstance(error, torch.AcceleratorError):
                 raise  # this process can use its GPU no more: another one goes on
             if len(values) == 1:
                 return [Failure.of(error)]
-        return [self._results([value])[0] for value in values]
+            return [self._alone(value) for value in values]
+        finally:
+            after = self._device_s()
+            progress.call_s += time.perf_counter() - begun if before is None or after is None else after - before
+
+    def _alone(self, value: Any) -> Row | Failure:
+        (found,) = self._called(_Progress(Chunk(0, [])), [value], lambda: self.call([value]))
+        return found
+
+    def _device_s(self) -> float | None:
+        """Seconds of the device so far; None: the host's clock counts."""
+        return None if self._pipelined is None else self._pipelined.device_s
+
+
+def _read(call: PipelinedCall, begun: Any) -> Sequence[Any]:
+    if isinstance(begun, BaseException):
+        raise begun
+    return call.finish(begun)

@@ -107,6 +107,13 @@ The same command again computes only the missing items. To read the results: pan
     help="Device of the workers.",
 )
 @click.option(
+    "--decoders",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Decoding processes of each worker, for photographs, clips and clouds; 0: threads of the worker decode.  "
+    "[default: on a GPU one per core; on the CPU 0]",
+)
+@click.option(
     "--scheduler", metavar="ADDRESS", help="Use the workers of this Dask scheduler instead of local processes."
 )
 @click.option(

@@ -1,0 +1,218 @@
+"""Decoding processes: each item once and in order, whatever ends, hangs or is damaged; nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from PIL import Image
+
+from rooftop.cluster import decoders as decoders_module
+from rooftop.cluster import map_items
+from rooftop.cluster.decoders import Decoders
+from rooftop.cluster.items import Item
+from rooftop.cluster.tables import Failure
+from rooftop.errors import InputError, MissingExtraError
+
+pq = pytest.importorskip("pyarrow.parquet")
+
+
+def item(number: int) -> Item:
+    return Item(f"{number}", None, f"/{number}")
+
+
+@contextmanager
+def decoding(decode: Callable[[Item], Any], count: int, most_items: int = 8) -> Iterator[Decoders]:
+    """Two processes, which decode `count` items; these come in pieces of five."""
+    pieces: queue.SimpleQueue[list[Item]] = queue.SimpleQueue()
+    for first in range(0, count, 5):
+        pieces.put([item(number) for number in range(first, min(count, first + 5))])
+    made = Decoders(2, decode, most_items)
+    made.begin(lambda: None if pieces.empty() else pieces.get())
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def filled(item: Item) -> Any:
+    number = int(item.input)
+    if number % 10 == 7:
+        raise InputError(f"{number} is damaged")
+    return {"n": number, "tensor": torch.full((number % 5, 3), number), "empty": torch.empty(0), "float": 0.5}
+
+
+def test_items_come_in_order_and_damaged_ones_are_failures() -> None:
+    with decoding(filled, 200) as made:
+        found = [each for count in (1, 64, 64, 71) for each in made.take(count)]
+    for number, each in enumerate(found):
+        if number % 10 == 7:
+            assert each.value == Failure(f"{number} is damaged")
+        else:
+            assert each.value["n"] == number
+            assert torch.equal(each.value["tensor"], torch.full((number % 5, 3), number))
+            assert each.value["empty"].shape == (0,)
+        assert each.seconds >= 0
+
+
+def test_what_was_taken_stays_when_the_shared_memory_is_used_again() -> None:
+    with decoding(lambda item: torch.full((1000,), int(item.input)), 300) as made:
+        found = made.take(300)
+    assert [each.value[999].item() for each in found] == list(range(300))
+
+
+def test_a_tensor_larger_than_the_shared_memory_comes_by_the_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoders_module, "HALF_BYTES", 4096)
+    with decoding(lambda item: torch.full((int(item.input) * 200,), 3.0), 20) as made:
+        found = made.take(20)
+    assert [each.value.sum().item() for each in found] == [600.0 * number for number in range(20)]
+
+
+def test_no_more_is_decoded_ahead_than_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoders_module, "TASK_ITEMS", 2)
+    monkeypatch.setattr(decoders_module, "MOST_BYTES", 20_000)  # twenty items
+
+    def marked(item: Item) -> Any:
+        (tmp_path / item.input).touch()
+        return torch.zeros(1000, dtype=torch.uint8)
+
+    with decoding(marked, 200, most_items=100) as made:
+        made.take(10)
+        time.sleep(1.0)
+        assert 10 < len(list(tmp_path.iterdir())) <= 10 + 20 + 8  # two processes, two tasks of two items each
+        assert len(made.take(190)) == 190
+
+
+def test_a_process_that_is_killed_is_replaced(tmp_path: Path) -> None:
+    def once(item: Item) -> Any:
+        marker = tmp_path / item.input
+        if int(item.input) in (3, 40) and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return int(item.input)
+
+    with decoding(once, 100) as made:
+        assert [each.value for each in made.take(100)] == list(range(100))
+
+
+def test_an_item_that_ends_three_processes_is_a_failure() -> None:
+    def deadly(item: Item) -> Any:
+        if int(item.input) == 20:
+            os._exit(9)
+        return int(item.input)
+
+    with decoding(deadly, 60) as made:
+        values = [each.value for each in made.take(60)]
+    assert values.pop(20) == Failure("the decoding process ended with status 9 during this item, 3 times")
+    assert values == [number for number in range(60) if number != 20]
+
+
+def test_a_missing_package_ends_all() -> None:
+    def needs(item: Item) -> Any:
+        raise MissingExtraError("needs more")
+
+    with decoding(needs, 3) as made, pytest.raises(MissingExtraError, match="needs more"):
+        made.take(1)
+
+
+# ---- in a run --------------------------------------------------------------------------------------------------------
+
+TARGETS = """
+import os
+from pathlib import Path
+
+
+def size(image):
+    return {"height": image.shape[1], "width": image.shape[2], "pid": os.getpid()}
+
+
+def count(points):
+    return {"points": len(points)}
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("my.py").write_text(TARGETS)
+    return tmp_path
+
+
+def descendants() -> list[psutil.Process]:
+    """Workers and decoding processes, which have their command line; not Python's tracker of resources."""
+    found = []
+    for each in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if "resource_tracker" not in " ".join(each.cmdline()):
+                found.append(each)
+    return found
+
+
+def gone(processes: list[psutil.Process], patience_s: float = 5.0) -> bool:
+    return not psutil.wait_procs(processes, patience_s)[1]
+
+
+def test_photographs_by_decoding_processes_one_killed_and_a_worker_killed(here: Path) -> None:
+    """Each photograph has one row, damaged ones have their error, and no process stays."""
+    Path("photos").mkdir()
+    for width in range(20):
+        Image.new("RGB", (10 + width, 8)).save(f"{width}.png")
+    whole = [Path(f"{width}.png").read_bytes() for width in range(20)]
+    damaged = set(range(0, 1500, 300))
+    for number in range(1500):
+        content = whole[number % 20]
+        Path(f"photos/{number:04}.png").write_bytes(content[: len(content) // 2] if number in damaged else content)
+    before = descendants()
+    seen: dict[int, psutil.Process] = {}
+    killed: list[str] = []
+
+    def kill(what: str, fraction: float) -> None:
+        new = [each for each in descendants() if each not in before]
+        seen.update((each.pid, each) for each in new)
+        workers = [each for each in new if each.ppid() == os.getpid() and each.children()]
+        if fraction >= 0.2 and not killed:
+            os.kill(workers[0].children()[0].pid, signal.SIGKILL)
+            killed.append("decoder")
+        elif fraction >= 0.5 and killed == ["decoder"]:
+            os.kill(workers[0].pid, signal.SIGKILL)
+            killed.append("worker")
+
+    report = map_items("my.py:size", ["photos"], "out", workers=1, decoders=2, device="cpu", progress=kill)
+    assert killed == ["decoder", "worker"]
+    assert (report.items, report.errors, report.decoding) == (1500, len(damaged), "2 processes")
+    rows = sorted(pq.read_table("out").to_pylist(), key=lambda row: row["input"])
+    for number, row in enumerate(rows):
+        assert row["input"] == f"photos/{number:04}.png"
+        assert (row["error"] is not None) == (number in damaged)
+        assert row["width"] == (None if number in damaged else 10 + number % 20)
+    assert len({row["pid"] for row in rows if row["pid"]}) == 2
+    assert gone(list(seen.values()))
+    assert set(report.start) >= {"inputs", "process", "imports", "decoding processes", "target", "first results"}
+    assert "decode by 2 processes" in str(report)
+
+
+def test_a_file_that_hangs_a_decoding_process_is_an_error_of_its_item(here: Path) -> None:
+    for number in range(6):
+        np.save(f"{number}.npy", np.zeros((number, 3)))
+    Path("2.npy").unlink()
+    os.mkfifo("2.npy")  # nobody writes
+    before = descendants()
+    report = map_items(
+        "my.py:count", [f"{number}.npy" for number in range(6)], "out", workers=1, decoders=2, device="cpu",
+        timeout_s=6.0,
+    )  # fmt: skip
+    rows = sorted(pq.read_table("out").to_pylist(), key=lambda row: row["input"])
+    assert [row["points"] for row in rows] == [0, 1, None, 3, 4, 5]
+    assert rows[2]["error"] == "took longer than the timeout of 6 s"
+    assert report.errors == 1
+    assert gone([each for each in descendants() if each not in before])
