@@ -18,15 +18,15 @@ from PIL import Image
 from torch import Tensor, nn
 
 from rooftop.cluster.arrow import load_arrow
-from rooftop.cluster.targets import Call, pickled
+from rooftop.cluster.photograph_calls import Answer, Classes, Objects, PhotographCall, Shown
+from rooftop.cluster.targets import pickled
 from rooftop.errors import InputError, TargetError
 from rooftop.inference import Engine
 from rooftop.models import detr_resnet50, detr_resnet101, detr_small, load_classifier, model_entry
-from rooftop.models.detr.detection import found_objects, load_detector, resized
+from rooftop.models.detr.detection import load_detector, resized
 from rooftop.models.detr.network import Detr, Predictions, pad_images
-from rooftop.models.images import IMAGENET, Preprocessing, cropped, normalized_pixels
+from rooftop.models.images import IMAGENET, Preprocessing, cropped
 from rooftop.models.registry import builtin_models
-from rooftop.models.vision.classification import guessed
 
 DETECTORS = {"detr_resnet50": detr_resnet50, "detr_resnet101": detr_resnet101, "detr_small": detr_small}
 CLASSIFIER_BATCH, DETECTOR_BATCH = 16, 4  # as in `rooftop classify` and `rooftop detect`
@@ -79,20 +79,12 @@ def _part(weights: Tensor, place: tuple[int, torch.dtype, tuple[int, ...]]) -> T
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A photograph as a model sees it: its size (width, height), and pixels (H, W, 3) uint8, not yet normalized."""
-
-    size: tuple[int, int]
-    pixels: Tensor
-
-
-@dataclass(frozen=True)
 class ModelTarget:
     """A classifier or a detector.
 
     Attributes:
         prepare: turns a photograph into an input, in the decoding threads.
-        answer: computes the model's results for several prepared inputs.
+        answer: makes rows of the model's results.
     """
 
     name: str
@@ -101,18 +93,21 @@ class ModelTarget:
     packed: PackedModel
     dtype: torch.dtype | None
     prepare: Callable[[Image.Image], Shown]
-    answer: Callable[[nn.Module, list[Shown]], list[dict[str, Any]]]
+    answer: Answer
     columns: Any = field(compare=False)
 
-    def load(self, device: str) -> Call:
-        """Load the model on the device; return a function from photographs to rows."""
+    def load(self, device: str) -> PhotographCall:
+        """Load the model on the device; return a call from prepared photographs to rows."""
         model = self.packed.unpacked()
         if device != "cpu":
             engine = Engine(model.to(device), dtype=self.dtype)
             model = _DetrByEngine(engine) if isinstance(model, Detr) else _ByEngine(engine)
         elif self.dtype is not None:
             model = model.to(self.dtype)
-        return lambda values: self.answer(model, values)
+        call = PhotographCall(model, self.answer, device, self.batch)
+        if device != "cpu" and isinstance(self.answer, Classes):  # a detector's images have the shapes of photographs
+            call.warm_up(self.answer.preprocessing.crop, self.batch)
+        return call
 
     def sent(self) -> ModelTarget:
         """Itself: pickled by another process's means, the shared weights are copied."""
@@ -193,13 +188,13 @@ def _target(
     made_of = {"weights": weights, "seed": seed, "dtype": None if dtype is None else str(dtype), **options}
     numbers, names = pa.list_(pa.int64()), pa.list_(pa.string())
     prepare: Callable[[Image.Image], Shown]
-    answer: Callable[[nn.Module, list[Shown]], list[dict[str, Any]]]
+    answer: Answer
     if preprocessing is not None:
-        prepare, answer = _Prepared(preprocessing), _Classes(options["top"], preprocessing)
+        prepare, answer = _Prepared(preprocessing), Classes(options["top"], preprocessing)
         best = [("label", pa.int64()), ("name", pa.string()), ("probability", pa.float32())]
         columns = pa.schema([*best, ("labels", numbers), ("names", names), ("probabilities", pa.list_(pa.float32()))])
     else:
-        prepare, answer = _Resized(), _Objects(options["threshold"])
+        prepare, answer = _Resized(), Objects(options["threshold"])
         boxes = pa.list_(pa.list_(pa.float32()))
         size = [("width", pa.int64()), ("height", pa.int64())]
         columns = pa.schema(
@@ -226,55 +221,6 @@ class _Resized:
 def _pixels(image: Image.Image) -> Tensor:
     """(H, W, 3) uint8: a quarter of the bytes of what a model takes."""
     return torch.from_numpy(np.array(image))
-
-
-@dataclass(frozen=True)
-class _Classes:
-    top: int
-    preprocessing: Preprocessing
-
-    def __call__(self, model: nn.Module, photos: list[Shown]) -> list[dict[str, Any]]:
-        pixels = torch.stack([photo.pixels for photo in photos]).to(_device_of(model))  # (B, crop, crop, 3)
-        images = normalized_pixels(pixels, self.preprocessing.mean, self.preprocessing.std)
-        answers = guessed(model, images, ["this photograph"] * len(photos), None, self.top, "photographs")
-        return [
-            {
-                "label": guesses[0].index,
-                "name": guesses[0].name,
-                "probability": guesses[0].probability,
-                "labels": [each.index for each in guesses],
-                "names": [each.name for each in guesses],
-                "probabilities": [each.probability for each in guesses],
-            }
-            for guesses in answers
-        ]
-
-
-@dataclass(frozen=True)
-class _Objects:
-    threshold: float
-
-    def __call__(self, model: nn.Module, photos: list[Shown]) -> list[dict[str, Any]]:
-        assert isinstance(model, Detr)
-        sizes, called = [photo.size for photo in photos], ["this photograph"] * len(photos)
-        device = _device_of(model)
-        images = [normalized_pixels(photo.pixels.to(device)) for photo in photos]
-        answers = found_objects(model, images, sizes, called, self.threshold)
-        return [
-            {
-                "width": photo.size[0],
-                "height": photo.size[1],
-                "labels": [each.label for each in objects],
-                "names": [each.name for each in objects],
-                "scores": [each.score for each in objects],
-                "boxes": [list(each.box) for each in objects],
-            }
-            for photo, objects in zip(photos, answers, strict=True)
-        ]
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
 
 
 class _ByEngine(nn.Module):

@@ -18,13 +18,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from rooftop.errors import InputError
+from rooftop.errors import InputError, ModelRunError
 from rooftop.media.ahead import in_order
 from rooftop.media.images import MEAN, STD, check_images, find_images, normalized, pillow_image
 
 __all__ = [
-    "IMAGENET", "MEAN", "STD", "Preprocessing", "check_images", "cropped", "find_images", "load_images", "normalized",
-    "normalized_pixels", "prepared", "preprocess", "read_image",
+    "IMAGENET", "MEAN", "STD", "Preprocessing", "check_images", "cropped", "find_images", "load_images",
+    "normalization", "normalized", "normalized_by", "normalized_pixels", "not_finite", "prepared", "preprocess",
+    "read_image",
 ]  # fmt: skip
 
 Prepared = TypeVar("Prepared")
@@ -132,5 +133,23 @@ def normalized_pixels(pixels: Tensor, mean: Sequence[float] = MEAN, std: Sequenc
 
     The result keeps the order of the pixels in memory, which is channels last.
     """
-    scale, mean_of, std_of = torch.tensor([[255.0] * 3, mean, std], device=pixels.device)  # a scalar would be inverted
-    return pixels.float().div_(scale).sub_(mean_of).div_(std_of).movedim(-1, -3)
+    return normalized_by(pixels, normalization(mean, std, pixels.device))
+
+
+def normalization(mean: Sequence[float], std: Sequence[float], device: torch.device) -> Tensor:
+    """The constants of `normalized_by`, (3, 3). On a GPU, making them waits for all earlier work."""
+    return torch.tensor([[255.0] * 3, list(mean), list(std)], device=device)  # a scalar 255 would be inverted
+
+
+def normalized_by(pixels: Tensor, constants: Tensor) -> Tensor:
+    """As `normalized_pixels`, with constants that are on the device already."""
+    scale, mean, std = constants
+    return pixels.float().div_(scale).sub_(mean).div_(std).movedim(-1, -3)
+
+
+def not_finite(called: object) -> ModelRunError:
+    """The error for an image whose results are not finite."""
+    return ModelRunError(
+        f"the model's output for {called} is not finite: its weights are damaged, or its dtype is too narrow (float32 "
+        "and bfloat16 reach further than float16)"
+    )

@@ -88,11 +88,11 @@ def test_names_are_those_of_coco_where_there_are_as_many() -> None:
     assert len(coco_classes()) == 91
     assert coco_classes()[1] == "person"
     assert coco_classes()[90] == "toothbrush"
-    assert detection._names(None, 91) == coco_classes()
-    names = detection._names(None, 80)
+    assert detection.class_names(None, 91) == coco_classes()
+    names = detection.class_names(None, 80)
     assert names is not None
     assert (names[0], names[16], names[79]) == ("person", "dog", "toothbrush")
-    assert detection._names(None, 5) is None
+    assert detection.class_names(None, 5) is None
 
 
 def test_a_detector_has_the_classes_of_its_weights(tmp_path: Path) -> None:

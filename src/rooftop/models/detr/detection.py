@@ -26,7 +26,7 @@ from torch import Tensor
 from rooftop.errors import InputError, ModelRunError
 from rooftop.models.detr.losses import Detections, to_detections
 from rooftop.models.detr.network import Detr
-from rooftop.models.images import check_images, find_images, normalized, prepared
+from rooftop.models.images import check_images, find_images, normalized, not_finite, prepared
 from rooftop.models.loading import load, load_report
 
 HEAD = "class_embed.bias"
@@ -118,7 +118,7 @@ def detect(
     found = find_images(paths)
     if on_error == "raise":
         check_images(found)
-    _names(classes, model.class_embed.out_features - 1)  # check the number of names before the work
+    class_names(classes, model.class_embed.out_features - 1)  # check the number of names before the work
     results: list[Detected] = []
     photographs = prepared(
         found, lambda photo: (photo.size, normalized(resized(photo, shorter, longer))), batch_size, on_error
@@ -154,9 +154,9 @@ def found_objects(
     Raises:
         InputError, ModelRunError: as in `detect`.
     """
-    names = _names(classes, model.class_embed.out_features - 1)
+    names = class_names(classes, model.class_embed.out_features - 1)
     detections = _run(model, inputs, [(height, width) for width, height in sizes], called)
-    return [_objects(each, size, threshold, names) for each, size in zip(detections, sizes, strict=True)]
+    return [objects_of(each, size, threshold, names) for each, size in zip(detections, sizes, strict=True)]
 
 
 def draw_objects(image: Image.Image, objects: Sequence[FoundObject]) -> Image.Image:
@@ -206,30 +206,37 @@ def _run(
             module.training = True
     finite = predictions.logits.isfinite().flatten(1).all(1) & predictions.boxes.isfinite().flatten(1).all(1)
     if not finite.all():
-        raise ModelRunError(
-            f"the model's output for {batch[finite.tolist().index(False)]} is not finite: its weights are damaged, "
-            "or its dtype is too narrow (float32 and bfloat16 reach further than float16)"
-        )
+        raise not_finite(batch[finite.tolist().index(False)])
     return [Detections(*(part.cpu() for part in each)) for each in to_detections(predictions, sizes)]
 
 
-def _objects(
+def objects_of(
     detections: Detections, size: tuple[int, int], threshold: float, names: Sequence[str] | None
 ) -> tuple[FoundObject, ...]:
+    """The objects on a photograph of (width, height) pixels with at least the threshold as score, best score first.
+
+    Args:
+        detections: on the CPU.
+        names: by label, or None.
+    """
+    order = detections.scores.argsort(descending=True, stable=True)
+    order = order[detections.scores[order] >= threshold]
     edges = torch.tensor((*size, *size), dtype=detections.boxes.dtype)
-    boxes = detections.boxes.clamp(min=0).minimum(edges)
-    found = []
-    for i in detections.scores.argsort(descending=True, stable=True).tolist():
-        if (score := detections.scores[i].item()) >= threshold:
-            label = int(detections.labels[i])
-            left, top, right, bottom = boxes[i].tolist()
-            found.append(
-                FoundObject(label, (names[label] or None) if names else None, score, (left, top, right, bottom))
-            )
-    return tuple(found)
+    boxes = detections.boxes[order].clamp(min=0).minimum(edges)
+    return tuple(
+        FoundObject(label, (names[label] or None) if names else None, score, (left, top, right, bottom))
+        for label, score, (left, top, right, bottom) in zip(
+            detections.labels[order].tolist(), detections.scores[order].tolist(), boxes.tolist(), strict=True
+        )
+    )
 
 
-def _names(classes: Sequence[str] | None, count: int) -> Sequence[str] | None:
+def class_names(classes: Sequence[str] | None, count: int) -> Sequence[str] | None:
+    """The names of so many classes: the given ones; COCO's if there are as many; else None.
+
+    Raises:
+        InputError: the number of given names differs.
+    """
     if classes is None:
         used = tuple(filter(None, coco_classes()))
         return next((names for names in (coco_classes(), used) if len(names) == count), None)

@@ -20,7 +20,15 @@ from torch import Tensor, nn
 
 from rooftop.errors import InputError, ModelRunError
 from rooftop.media.ahead import usual_threads
-from rooftop.models.images import IMAGENET, Preprocessing, check_images, find_images, prepared, preprocess
+from rooftop.models.images import (
+    IMAGENET,
+    Preprocessing,
+    check_images,
+    find_images,
+    not_finite,
+    prepared,
+    preprocess,
+)
 from rooftop.models.registry import model_entry
 from rooftop.models.weights.files import HEADS, load_into, options_of, preprocessing_of, read_weights, weights_file
 from rooftop.models.weights.trained_files import trained_file
@@ -134,11 +142,8 @@ def guessed(
     """
     logits = _logits(model, images, what)  # (B, classes)
     if not (finite := logits.isfinite().all(1)).all():
-        raise ModelRunError(
-            f"the model's output for {called[finite.tolist().index(False)]} is not finite: its weights are damaged, "
-            "or its dtype is too narrow (float32 and bfloat16 reach further than float16)"
-        )
-    names = _names(classes, logits.shape[1])
+        raise not_finite(called[finite.tolist().index(False)])
+    names = class_names(classes, logits.shape[1])
     best = logits.softmax(1).topk(min(top, logits.shape[1]))
     return [
         tuple(Guess(i, names[i] if names else None, p) for i, p in zip(indices, probabilities, strict=True))
@@ -164,7 +169,12 @@ def _logits(model: nn.Module, images: Tensor, what: str) -> Tensor:
             module.training = True
 
 
-def _names(classes: Sequence[str] | None, count: int) -> Sequence[str] | None:
+def class_names(classes: Sequence[str] | None, count: int) -> Sequence[str] | None:
+    """The names of so many classes: the given ones; ImageNet's if there are as many; else None.
+
+    Raises:
+        InputError: the number of given names differs.
+    """
     if classes is None:
         return imagenet_classes() if count == len(imagenet_classes()) else None
     if len(classes) != count:

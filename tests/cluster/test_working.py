@@ -1,0 +1,107 @@
+"""The work on chunks in a worker: batches are begun before the results of the last one are read, also across chunks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from rooftop.cluster.items import Decoding, Item
+from rooftop.cluster.targets import CallableTarget, PipelinedCall
+from rooftop.cluster.working import Chunk, Decoded, Job, Outcome, Workshop
+
+pytest.importorskip("pyarrow")
+
+
+@dataclass
+class Halves:
+    """A call in two halves that notes what happens; values of `bad` raise in one of them."""
+
+    bad: dict[int, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    device_s: float = 0.0
+
+    def begin(self, values: list[int]) -> list[int]:
+        self.notes.append(f"begin {values}")
+        if any(self.bad.get(value) == "begin" for value in values):
+            raise ValueError("no beginning")
+        return values
+
+    def finish(self, begun: list[int]) -> Sequence[Any]:
+        self.notes.append(f"finish {begun}")
+        self.device_s += 0.5
+        if any(self.bad.get(value) == "finish" for value in begun):
+            raise ValueError("no end")
+        return [{"n": value} for value in begun]
+
+    def __call__(self, values: list[int]) -> Sequence[Any]:
+        return self.finish(self.begin(values))
+
+
+class Numbers:
+    """The place of each item."""
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self.items = deque(item for chunk in chunks for item in chunk.items)
+
+    def take(self, count: int) -> list[Decoded]:
+        return [Decoded(self.items.popleft().place, 0.25) for _ in range(count)]
+
+
+def done(call: Any, sizes: Sequence[int], together: bool = True) -> list[Outcome]:
+    """The outcomes of chunks of these sizes, in batches of two. All chunks are there, or each comes when awaited."""
+    places = iter(range(sum(sizes)))
+    chunks = [Chunk(n, [Item("a", next(places), "") for _ in range(size)], learn=True) for n, size in enumerate(sizes)]
+    shop = Workshop(Job(loaded(call), Decoding("text"), 1), "cpu", "it")
+    waiting = deque(chunks)
+
+    def given(wait: bool) -> Chunk | None:
+        return waiting.popleft() if waiting and (wait or together) else None
+
+    return list(shop.outcomes(given, Numbers(chunks), lambda chunk, first, count: nullcontext()))
+
+
+def loaded(call: Any) -> Any:
+    class Target(CallableTarget):
+        def load(self, device: str) -> Any:
+            return call
+
+    return Target("my.py:fn", None, 2)
+
+
+def numbers(outcomes: Sequence[Outcome]) -> list[list[int | None]]:
+    return [outcome.batch.column("n").to_pylist() for outcome in outcomes]
+
+
+def test_a_batch_is_begun_before_the_last_one_is_read_also_of_the_next_chunk() -> None:
+    call = Halves()
+    assert isinstance(call, PipelinedCall)
+    outcomes = done(call, [4, 2])
+    assert call.notes == [
+        "begin [0, 1]", "begin [2, 3]", "finish [0, 1]", "begin [4, 5]", "finish [2, 3]", "finish [4, 5]",
+    ]  # fmt: skip
+    assert numbers(outcomes) == [[0, 1, 2, 3], [4, 5]]
+    assert [outcome.call_s for outcome in outcomes] == [1.0, 0.5]
+    assert [outcome.decode_s for outcome in outcomes] == [1.0, 0.5]
+
+
+def test_nothing_waits_for_a_chunk_that_is_not_there() -> None:
+    call = Halves()
+    assert numbers(done(call, [2, 2], together=False)) == [[0, 1], [2, 3]]
+    assert call.notes == ["begin [0, 1]", "finish [0, 1]", "begin [2, 3]", "finish [2, 3]"]
+
+
+@pytest.mark.parametrize("half", ["begin", "finish"])
+def test_a_batch_that_fails_is_tried_item_by_item(half: str) -> None:
+    outcomes = done(Halves({3: half}), [6])
+    assert numbers(outcomes) == [[0, 1, 2, None, 4, 5]]
+    assert outcomes[0].errors == 1
+    assert outcomes[0].batch.column("error")[3].as_py().startswith("ValueError: no ")
+
+
+def test_a_plain_call_works_on_one_batch_after_another() -> None:
+    assert numbers(done(lambda values: [{"n": value} for value in values], [3, 3, 1])) == [[0, 1, 2], [3, 4, 5], [6]]
