@@ -8,13 +8,17 @@ Photographs (JPEG, 500 x 375, quality 90: crops of real ones where scikit-image 
 of all scales) are classified by ResNet-50 and searched by DETR, and clips of a video classified by ResNet-50; random
 weights. All ways decode, prepare and compute by the same functions, with the same batches, and write Parquet:
 
-    rooftop                `map_items` as it is called; with one process a GPU; through a Dask scheduler here
-    DataLoader             a loop over torch's, a process for each core, batches pinned and sent
+    rooftop                `map_items` as it is called; with threads that decode; through a Dask scheduler here
+    DataLoader             a loop over torch's, a process for each core
     Dask map_partitions    a bag of file names, a worker a GPU with a thread for each core
 
 Each way's items a second count from the first result on, since models are loaded and processes started before it;
-`seconds` is all of it. Two ceilings of the same run: decoding alone, by a process for each core, and the model alone on
-batches that are ready. `percent` is of the smaller one.
+`seconds` is all of it, and `start` the parts before the first result. Results that were begun before the first one was
+ready count too, so items must be many.
+
+Two ceilings: `decoding`, by a process for each core that does nothing else, while all of them work (`decoding_alone`:
+one process, while the other cores are idle); `computing`, the device's time for batches that are ready (`calling`: the
+whole call, with copies and rows). `percent` is of the smaller one.
 
 `--quick` shows on a CPU that the script runs.
 """
@@ -24,6 +28,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -31,10 +36,11 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -49,13 +55,17 @@ from rooftop.cluster import map_items
 from rooftop.cluster.arrow import load_arrow
 from rooftop.cluster.items import Decoding, Item, list_items
 from rooftop.cluster.model_targets import model_target
-from rooftop.cluster.targets import Call, Target, callable_target
+from rooftop.cluster.targets import Call, PipelinedCall, Target, callable_target
 from rooftop.cluster.working import Job
 from rooftop.hardware import ceilings_of, measure_ceilings
+from rooftop.inference import Engine
+from rooftop.models import model_entry
+from rooftop.models.images import MEAN, STD
 
 WIDTH, HEIGHT, FRAMES, FRAMES_OF_A_CLIP = 500, 375, 240, 8
 CORES = len(os.sched_getaffinity(0))
 PATIENCE_S = 120  # for one way
+DECODING_S = 4.0  # that all processes decode for the ceiling
 
 
 class ClipClasses:
@@ -63,16 +73,26 @@ class ClipClasses:
 
     def __init__(self) -> None:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.call = model_target("resnet50", seed=0).load(self.device)
+        torch.manual_seed(0)
+        self.engine = Engine(model_entry("resnet50").build().eval().to(self.device))
+        self.mean, self.std = (torch.tensor(each, device=self.device).view(3, 1, 1) for each in (MEAN, STD))
 
+    @torch.inference_mode()
     def __call__(self, clips: list[Tensor]) -> list[dict[str, Any]]:
-        from rooftop.cluster.model_targets import Shown
-
-        frames = torch.cat(clips)
+        frames = torch.cat([clip.to(self.device) for clip in clips]).float()  # (B * T, 3, H, W)
         small = torch.nn.functional.interpolate(frames, size=(224, 224), mode="bilinear", antialias=True)
-        shown = self.call([Shown((224, 224), frame.permute(1, 2, 0)) for frame in small])
-        labels = np.array([each["label"] for each in shown]).reshape(len(clips), -1)
-        return [{"label": int(np.bincount(row).argmax())} for row in labels]
+        labels = self.engine((small / 255 - self.mean) / self.std).argmax(1)
+        return [{"label": label} for label in labels.view(len(clips), -1).mode(1).values.tolist()]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a way did: items counted and their seconds, and the seconds of the parts before."""
+
+    items: int
+    seconds: float
+    start: dict[str, float] = field(default_factory=dict)
+    decoding: str = ""
 
 
 @dataclass(frozen=True)
@@ -99,7 +119,7 @@ def main() -> int:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=", ".join(WAYS))
     parser.add_argument("--photographs", type=Path, help="a folder of JPEGs")
     parser.add_argument("--count", type=int, default=6000, help="photographs to be made (default %(default)s)")
-    parser.add_argument("--repeat", type=int, default=1, help="names of each photograph (default %(default)s)")
+    parser.add_argument("--repeat", type=int, default=4, help="names of each photograph (default %(default)s)")
     parser.add_argument("--quick", action="store_true", help="few and on the CPU: shows that the script runs")
     options = parser.parse_args()
     if not options.quick and not torch.cuda.is_available():
@@ -141,7 +161,7 @@ def photographs(folder: Path, options: argparse.Namespace) -> tuple[Path, ...]:
             for _ in pool.map(make, range(count)):
                 pass
         for path in list(made.iterdir()):
-            for number in range(1, options.repeat):
+            for number in range(1, 1 if options.quick else options.repeat):
                 path.with_stem(f"{path.stem}-{number}").hardlink_to(path)
     return tuple(sorted(made.iterdir()))
 
@@ -217,7 +237,7 @@ WORKS: dict[str, Callable[[Path, argparse.Namespace], Work]] = {
     "clips": clips,
 }
 
-WAYS = ("rooftop", "rooftop, a process", "rooftop, Dask", "DataLoader", "Dask map_partitions")
+WAYS = ("rooftop", "rooftop, threads", "rooftop, Dask", "DataLoader", "Dask map_partitions")
 
 # ---- ways --------------------------------------------------------------------------------------------------------
 
@@ -225,14 +245,18 @@ WAYS = ("rooftop", "rooftop, a process", "rooftop, Dask", "DataLoader", "Dask ma
 def rows_of(work: Work, folder: Path, device: str, wanted: Sequence[str]) -> Iterator[dict[str, Any]]:
     try:
         items = work.items()
+        ceilings = {
+            "decoding_alone": decoded_per_s(work, items, 1, device),
+            "decoding": decoded_per_s(work, items, CORES, device),
+            **computed_per_s(work, items, device),
+        }
     except Exception as error:
-        yield {"work": work.name, "failed": f"{type(error).__name__}: {error}"}
+        yield {"work": work.name, "failed": said(error)}
         return
-    decoding, computing = decoded_per_s(work, items), computed_per_s(work, items, device)
-    yield {"work": work.name, "items": len(items), "batch": work.batch, "decoding": decoding, "computing": computing}
-    ways: tuple[Callable[[Path], tuple[float, float]], ...] = (
+    yield {"work": work.name, "items": len(items), "batch": work.batch, **ceilings}
+    ways: tuple[Callable[[Path], Measured], ...] = (
         partial(by_map, work, device, {}),
-        partial(by_map, work, device, {"workers": 1}),
+        partial(by_map, work, device, {"decoders": 0}),
         partial(by_dask_map, work, device),
         partial(by_loader, work, items, device),
         partial(by_partitions, work, items, device),
@@ -245,18 +269,25 @@ def rows_of(work: Work, folder: Path, device: str, wanted: Sequence[str]) -> Ite
         began = time.perf_counter()
         try:
             with at_most(PATIENCE_S if device == "cuda" else 0):
-                count, working = way(out)
+                found = way(out)
+            seconds = time.perf_counter() - began
+            check(out, len(items))
         except Exception as error:
-            traceback.print_exc()
-            yield row | {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"}
+            yield row | {"failed": said(error), "seconds": time.perf_counter() - began}
             continue
-        rate = count / working
-        yield row | {
+        rate = found.items / found.seconds
+        row |= {
             "items_per_s": rate,
-            "percent": 100 * rate / min(decoding, computing),
-            "seconds": time.perf_counter() - began,
+            "percent": 100 * rate / min(ceilings["decoding"], ceilings["computing"]),
+            "seconds": seconds,
+            "start": {part: round(took, 2) for part, took in found.start.items()},
         }
-        check(out, len(items))
+        yield row | ({"decoding": found.decoding} if found.decoding else {})
+
+
+def said(error: Exception) -> str:
+    traceback.print_exc()
+    return f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"
 
 
 @contextmanager
@@ -286,7 +317,7 @@ def check(out: Path, items: int) -> None:
     assert not errors, errors[0]
 
 
-def by_map(work: Work, device: str, options: dict[str, Any], out: Path) -> tuple[float, float]:
+def by_map(work: Work, device: str, options: dict[str, Any], out: Path) -> Measured:
     report = map_items(
         work.target,
         list(work.files),
@@ -297,15 +328,19 @@ def by_map(work: Work, device: str, options: dict[str, Any], out: Path) -> tuple
         **options,
     )
     assert not report.errors, report.first_error
-    return report.items, report.working_s
+    assert report.items_per_s is not None
+    return Measured(report.items, report.items / report.items_per_s, report.start, report.decoding)
 
 
-def by_dask_map(work: Work, device: str, out: Path) -> tuple[float, float]:
+def by_dask_map(work: Work, device: str, out: Path) -> Measured:
     from distributed import LocalCluster
 
     workers = max(1, torch.cuda.device_count() if device == "cuda" else 1)
+    began = time.perf_counter()
     with LocalCluster(n_workers=workers, threads_per_worker=CORES, dashboard_address=None) as cluster:
-        return by_map(work, "auto", {"scheduler": cluster.scheduler_address}, out)
+        started = time.perf_counter() - began
+        found = by_map(work, "auto", {"scheduler": cluster.scheduler_address}, out)
+    return replace(found, start={"cluster": started, **found.start})
 
 
 class Decoded(Dataset[Any]):
@@ -320,16 +355,8 @@ class Decoded(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         if self.decode is None:
-            torch.set_num_threads(1)
             self.decode = self.work.job().decoder()
         return self.decode(self.items[index])
-
-
-def loader_of(work: Work, items: Sequence[Item]) -> DataLoader[Any]:
-    return DataLoader(
-        Decoded(work, items), work.batch, num_workers=CORES, collate_fn=collated, prefetch_factor=2,
-        multiprocessing_context="spawn",
-    )  # fmt: skip
 
 
 def collated(values: list[Any]) -> Any:
@@ -350,25 +377,37 @@ def separated(batch: Any) -> list[Any]:
     return [Shown(size, pixels) for size, pixels in zip(*batch, strict=True)]
 
 
-def by_loader(work: Work, items: Sequence[Item], device: str, out: Path) -> tuple[float, float]:
-    """Counted from the first batch on, which has started the processes and compiled what exists to compile."""
+def by_loader(work: Work, items: Sequence[Item], device: str, out: Path) -> Measured:
+    """Processes are forked, as by default. Spawned ones start one after another, each after the imports of the one
+    before it, because a list of items does not fit into a pipe."""
+    began = time.perf_counter()
     call = work.target.load(device)
+    start = {"target": time.perf_counter() - began}
+    began = time.perf_counter()
+    loader = DataLoader(
+        Decoded(work, items), work.batch, num_workers=CORES, collate_fn=collated, prefetch_factor=2,
+        multiprocessing_context="fork",
+    )  # fmt: skip
+    batches = iter(loader)
+    start["processes"] = time.perf_counter() - began
     rows: list[dict[str, Any]] = []
-    began, counted = 0.0, 0
-    for batch in loader_of(work, items):
+    counted, first_at = 0, 0.0
+    for batch in batches:
         rows += [dict(each) for each in call(separated(batch))]
-        if not began:
-            began, counted = time.perf_counter(), len(rows)
+        if not counted:
+            first_at, counted = time.perf_counter(), len(rows)
+            start["first results"] = first_at - began - start["processes"]
     write(rows, out)
-    return len(rows) - counted, time.perf_counter() - began
+    return Measured(len(rows) - counted, time.perf_counter() - first_at, start)
 
 
-def by_partitions(work: Work, items: Sequence[Item], device: str, out: Path) -> tuple[float, float]:
+def by_partitions(work: Work, items: Sequence[Item], device: str, out: Path) -> Measured:
     import dask.bag
     from distributed import Client, LocalCluster
 
     workers = max(1, torch.cuda.device_count() if device == "cuda" else 1)
     parts = [items[first : first + work.batch] for first in range(0, len(items), work.batch)]
+    start_at = time.perf_counter()
     with (
         LocalCluster(n_workers=workers, threads_per_worker=CORES, dashboard_address=None) as cluster,
         Client(cluster) as client,
@@ -379,7 +418,7 @@ def by_partitions(work: Work, items: Sequence[Item], device: str, out: Path) -> 
         bag = dask.bag.from_sequence(parts, npartitions=len(parts))
         made = bag.map_partitions(lambda given, work: of_partition(given[0], work, device), sent).compute()
         write(made, out)
-        return len(made), time.perf_counter() - began
+        return Measured(len(made), time.perf_counter() - began, {"cluster and target": began - start_at})
 
 
 def of_partition(items: Sequence[Item], work: Work, device: str) -> list[dict[str, Any]]:
@@ -408,28 +447,56 @@ def write(rows: list[dict[str, Any]], out: Path) -> None:
 # ---- ceilings ----------------------------------------------------------------------------------------------------
 
 
-def decoded_per_s(work: Work, items: Sequence[Item]) -> float:
-    """By a process for each core, and nothing else; from the first batch on."""
-    began, count = 0.0, 0
-    for batch in loader_of(work, items):
-        if began:
-            count += len(separated(batch))
-        else:
-            began = time.perf_counter()
-    return count / (time.perf_counter() - began)
+def decoded_per_s(work: Work, items: Sequence[Item], processes: int, device: str) -> float:
+    """By processes that do nothing else. Each decodes its part of the items, in order, as long as all the others do."""
+    seconds = DECODING_S if device == "cuda" else 0.3
+    context = multiprocessing.get_context("fork")
+    begin, counts = context.Barrier(processes), context.SimpleQueue()
+    began = []
+    for number in range(processes):
+        own = items[number * len(items) // processes : (number + 1) * len(items) // processes] or items
+        began.append(context.Process(target=decode_for, args=(work, own, seconds, begin, counts), daemon=True))
+        began[-1].start()
+    for each in began:
+        each.join()
+        assert each.exitcode == 0, f"a process that decodes ended with status {each.exitcode}"
+    return sum(counts.get() for _ in began)
 
 
-def computed_per_s(work: Work, items: Sequence[Item], device: str) -> float:
-    """Of batches that are ready in the memory of the host."""
+def decode_for(work: Work, items: Sequence[Item], seconds: float, begin: Any, rates: Any) -> None:
+    torch.set_num_threads(1)
+    decode = work.job().decoder()
+    decode(items[0])
+    begin.wait(60)
+    began, count = time.perf_counter(), 0
+    while (passed := time.perf_counter() - began) < seconds:
+        decode(items[count % len(items)])
+        count += 1
+    rates.put(count / passed)
+
+
+def computed_per_s(work: Work, items: Sequence[Item], device: str) -> dict[str, float]:
+    """Of batches that are ready in the memory of the host: `computing` by the device's time, `calling` by the clock."""
     decode, call = work.job().decoder(), work.target.load(device)
     values = [decode(item) for item in items[: work.batch]]
-    for _ in range(2):
+    for _ in range(3):
         call(values)
+    device_s = call.device_s if isinstance(call, PipelinedCall) else 0.0
+    begun: deque[Any] = deque()
     began, count = time.perf_counter(), 0
-    while (passed := time.perf_counter() - began) < 2.0 and count < 100 * len(values):
-        call(values)
+    while time.perf_counter() - began < (3.0 if device == "cuda" else 0.3):
         count += len(values)
-    return count / max(passed, time.perf_counter() - began)
+        if isinstance(call, PipelinedCall):
+            begun.append(call.begin(values))
+            if len(begun) > 1:
+                call.finish(begun.popleft())
+        else:
+            call(values)
+    while isinstance(call, PipelinedCall) and begun:
+        call.finish(begun.popleft())
+    calling = count / (time.perf_counter() - began)
+    computing = count / (call.device_s - device_s) if isinstance(call, PipelinedCall) else calling
+    return {"computing": computing, "calling": calling}
 
 
 if __name__ == "__main__":  # as a module: workers of others take its functions by name, and keep what they load
