@@ -255,7 +255,7 @@ def rows_of(work: Work, folder: Path, device: str, wanted: Sequence[str]) -> Ite
         return
     yield {"work": work.name, "items": len(items), "batch": work.batch, **ceilings}
     ways: tuple[Callable[[Path], Measured], ...] = (
-        partial(by_map, work, device, {}),
+        partial(by_map, work, device, {} if device == "cuda" else {"decoders": CORES}),
         partial(by_map, work, device, {"decoders": 0}),
         partial(by_dask_map, work, device),
         partial(by_loader, work, items, device),

@@ -105,3 +105,14 @@ def test_a_batch_that_fails_is_tried_item_by_item(half: str) -> None:
 
 def test_a_plain_call_works_on_one_batch_after_another() -> None:
     assert numbers(done(lambda values: [{"n": value} for value in values], [3, 3, 1])) == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+def test_rows_of_a_large_chunk_are_one_table_whose_columns_are_learned_late() -> None:
+    def call(values: list[int]) -> Sequence[Any]:
+        return [{"n": value, "late": [value] if value >= 150 else None} for value in values]
+
+    (outcome,) = done(call, [200])
+    assert numbers([outcome]) == [list(range(200))]
+    assert outcome.batch.column("late").to_pylist() == [None] * 150 + [[value] for value in range(150, 200)]
+    assert outcome.columns.field("late").type == outcome.batch.schema.field("late").type
+    assert outcome.batch.column("place").to_pylist() == list(range(200))

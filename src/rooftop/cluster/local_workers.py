@@ -328,14 +328,26 @@ def _work(connection: Connection, status: Any, division: Division, number: int, 
     notify = (lambda: None) if decoders is None else decoders.notify
     connection.send(("ready", starting.seconds))
     threading.Thread(target=_receive, args=(connection, chunks, to_decode, notify), daemon=True).start()
+    outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    sender = threading.Thread(target=_send_all, args=(connection, outbox), daemon=True)
+    sender.start()
     try:
         for outcome in shop.outcomes(_Given(chunks), decoders or shop.ahead(more), _At(status)):
-            connection.send(("done", outcome))
+            outbox.put(("done", outcome))
     except (RooftopError, MissingExtraError) as error:
-        connection.send(("failed", _sendable(error)))
+        outbox.put(("failed", _sendable(error)))
     finally:
+        outbox.put(None)
+        sender.join()
         if decoders is not None:
             decoders.close()
+
+
+def _send_all(connection: Connection, outbox: queue.SimpleQueue[Any]) -> None:
+    """Send in a thread: the GPU need not wait for a parent that writes a part."""
+    with suppress(OSError):  # the parent has ended
+        while (message := outbox.get()) is not None:
+            connection.send(message)
 
 
 class _Starting:

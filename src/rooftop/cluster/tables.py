@@ -244,3 +244,11 @@ def fitted(batch: Any, schema: Any) -> Any:
         for field in schema
     ]
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def joined(batches: Sequence[Any], columns: Any | None) -> Any:
+    """Several batches as one, with the columns that are known after the last one."""
+    whole = whole_schema(columns)
+    table = load_arrow().Table.from_batches([fitted(each, whole) for each in batches], whole)
+    (batch,) = table.combine_chunks().to_batches()
+    return batch

@@ -16,9 +16,11 @@ from functools import partial
 from typing import Any, Protocol
 
 from rooftop.cluster.items import Decoding, Item, decoder
-from rooftop.cluster.tables import Failure, Row, row_of, to_batch
+from rooftop.cluster.tables import Failure, Row, joined, row_of, to_batch
 from rooftop.cluster.targets import PipelinedCall, Target
 from rooftop.errors import MissingExtraError
+
+ROWS_AT_ONCE = 64  # that become a table, which takes 1 to 2 ms
 
 
 @dataclass(frozen=True)
@@ -170,10 +172,38 @@ class _Progress:
     """A chunk on its way through the target."""
 
     chunk: Chunk
-    outcomes: list[Row | Failure] = field(default_factory=list)
+    columns: Any
+    outcomes: list[Row | Failure] = field(default_factory=list)  # not yet in a table
+    tables: list[Any] = field(default_factory=list)
+    done: int = 0
+    errors: int = 0
     decode_s: float = 0.0
     call_s: float = 0.0
     called: int = 0
+
+    @property
+    def complete(self) -> bool:
+        return self.done == len(self.chunk.items)
+
+    def add(self, outcomes: list[Row | Failure]) -> None:
+        """Add the outcomes of the next items. They become rows when they are many or the last ones.
+
+        Not all of a chunk at once: that would take longer than a GPU works on the batch that is begun.
+        """
+        self.outcomes += outcomes
+        first = self.done
+        if first + len(self.outcomes) < len(self.chunk.items) and len(self.outcomes) < ROWS_AT_ONCE:
+            return
+        items = self.chunk.items[first : first + len(self.outcomes)]
+        table, errors, self.columns = to_batch(items, self.outcomes, self.columns, self.chunk.learn)
+        self.tables.append(table)
+        self.errors += errors
+        self.done += len(items)
+        self.outcomes = []
+
+    def table(self) -> Any:
+        """All rows, as a pyarrow.RecordBatch."""
+        return self.tables[0] if len(self.tables) == 1 else joined(self.tables, self.columns)
 
 
 @dataclass(frozen=True)
@@ -231,7 +261,7 @@ class Workshop:
             if chunk is None:
                 yield from self._finished(begun.popleft(), at)
                 continue
-            progress = _Progress(chunk)
+            progress = _Progress(chunk, chunk.columns)
             for first in range(0, len(chunk.items), self.job.batch):
                 begun.append(self._begun(progress, first, decoding, at))
                 while len(begun) > most:
@@ -262,14 +292,12 @@ class Workshop:
         progress.decode_s += sum(each.seconds for each in batch.decoded)
         progress.called += len(batch.values)
         rows = iter(results)
-        progress.outcomes += [each.value if isinstance(each.value, Failure) else next(rows) for each in batch.decoded]
-        if len(progress.outcomes) < len(chunk.items):
-            return
-        table, errors, columns = to_batch(chunk.items, progress.outcomes, chunk.columns, chunk.learn)
-        yield Outcome(
-            table, errors, columns, len(chunk.items), progress.called, progress.decode_s, progress.call_s, self.worker,
-            self.job.threads,
-        )  # fmt: skip
+        progress.add([each.value if isinstance(each.value, Failure) else next(rows) for each in batch.decoded])
+        if progress.complete:
+            yield Outcome(
+                progress.table(), progress.errors, progress.columns, progress.done, progress.called,
+                progress.decode_s, progress.call_s, self.worker, self.job.threads,
+            )  # fmt: skip
 
     def _called(self, progress: _Progress, values: list[Any], call: Callable[[], Sequence[Any]]) -> list[Row | Failure]:
         """The results of a call. If it raises, each value is tried alone."""
@@ -288,7 +316,7 @@ class Workshop:
             progress.call_s += time.perf_counter() - begun if before is None or after is None else after - before
 
     def _alone(self, value: Any) -> Row | Failure:
-        (found,) = self._called(_Progress(Chunk(0, [])), [value], lambda: self.call([value]))
+        (found,) = self._called(_Progress(Chunk(0, []), None), [value], lambda: self.call([value]))
         return found
 
     def _device_s(self) -> float | None:
