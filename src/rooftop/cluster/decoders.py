@@ -51,6 +51,7 @@ MOST_BYTES = 2 << 30  # decoded ahead by all processes of a worker, approximatel
 DEATHS = 3  # that an item may cause
 PARENT_S = 0.5  # between two looks at whether the worker is there
 ALIGNMENT = 64
+MOST_FILES = 65536  # that a worker may have open when it forks
 
 
 @dataclass
@@ -208,13 +209,13 @@ class Decoders:
         return min(free, key=lambda each: len(each.tasks), default=None)
 
     def _task(self) -> list[_Waiting]:
-        """The next items: some milliseconds of work, but a fair share if there are few; alone after a death."""
-        most = self._most_of_a_task
-        if not self._in_runs:
-            quick = int(TASK_S / self._seconds) if self._seconds else 1
-            most = max(1, min(most, quick, -(-len(self._waiting) // self.count)))
+        """The next items: some milliseconds of work, but a fair share if there are few. One item if it is not known how
+        long it takes, or if a process ended at it."""
+        most = self._most_of_a_task if self._seconds else 1
+        if self._seconds and not self._in_runs:
+            most = min(most, int(TASK_S / self._seconds), -(-len(self._waiting) // self.count))
         if self._size:
-            most = max(1, min(most, int(TASK_BYTES / self._size)))
+            most = min(most, int(TASK_BYTES / self._size))
         task = [self._waiting.popleft()]
         while (
             self._waiting
@@ -235,7 +236,7 @@ class Decoders:
             process.connection.send((half, [each.item for each in task]))
 
     def _read(self, process: _Process) -> None:
-        """Read the result of a task; or start another process if this one has ended."""
+        """Read the result of a task. If the process has ended, start another one."""
         try:
             content = process.connection.recv_bytes()
         except (EOFError, OSError):
@@ -247,7 +248,7 @@ class Decoders:
         found: list[Decoded] = reader.load()
         self._idle_deaths = 0
         seconds, size = sum(each.seconds for each in found) / len(task), reader.copied // len(task)
-        self._seconds = 0.8 * self._seconds + 0.2 * seconds if self._seconds else seconds
+        self._seconds = max(1e-6, 0.8 * self._seconds + 0.2 * seconds if self._seconds else seconds)
         self._size = max(size, 0.8 * self._size + 0.2 * size)
         missing = next((each.value for each in found if isinstance(each.value, MissingExtraError)), None)
         with self._changed:
@@ -306,7 +307,7 @@ def _work(connection: Connection, arena: mmap.mmap, decode: Callable[[Item], Any
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The worker's pipes: its parent sees that it has ended only if no other process has them.
     os.closerange(3, connection.fileno())
-    os.closerange(connection.fileno() + 1, max(4096, os.sysconf("SC_OPEN_MAX")))
+    os.closerange(connection.fileno() + 1, MOST_FILES)
     threading.Thread(target=_end_with, args=(worker,), daemon=True).start()
     torch.set_num_threads(1)
     halves = [np.frombuffer(arena, np.uint8, HALF_BYTES, half * HALF_BYTES) for half in range(2)]

@@ -198,7 +198,9 @@ def _column(values: list[Any], kind: Any) -> Any:
     """
     pa = load_arrow()
     found = pa.array(values)
-    if found.type == kind or pa.types.is_null(found.type):
+    if found.type == kind:
+        return found
+    if pa.types.is_null(found.type):
         return pa.array(values, kind)
     if not _alike(found.type, kind):
         raise TypeError(f"it is {found.type}")
