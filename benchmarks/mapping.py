@@ -18,7 +18,8 @@ ready count too, so items must be many.
 
 Two ceilings: `decoding`, by a process for each core that does nothing else, while all of them work (`decoding_alone`:
 one process, while the other cores are idle); `computing`, the device's time for batches that are ready (`calling`: the
-whole call, with copies and rows). `percent` is of the smaller one.
+whole call, with copies and rows). `percent` is of the smaller one. `item` and `item_alone` are what an item costs a
+process that decodes: milliseconds of its core, those in the kernel, page faults.
 
 `--quick` shows on a CPU that the script runs.
 """
@@ -30,6 +31,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -245,15 +247,14 @@ WAYS = ("rooftop", "rooftop, threads", "rooftop, Dask", "DataLoader", "Dask map_
 def rows_of(work: Work, folder: Path, device: str, wanted: Sequence[str]) -> Iterator[dict[str, Any]]:
     try:
         items = work.items()
-        ceilings = {
-            "decoding_alone": decoded_per_s(work, items, 1, device),
-            "decoding": decoded_per_s(work, items, CORES, device),
-            **computed_per_s(work, items, device),
-        }
+        alone, costs_alone = decoded_per_s(work, items, 1, device)
+        decoding, costs = decoded_per_s(work, items, CORES, device)
+        ceilings = {"decoding_alone": alone, "decoding": decoding, **computed_per_s(work, items, device)}
     except Exception as error:
         yield {"work": work.name, "failed": said(error)}
         return
-    yield {"work": work.name, "items": len(items), "batch": work.batch, **ceilings}
+    row: dict[str, Any] = {"work": work.name, "items": len(items), "batch": work.batch, **ceilings}
+    yield row | {"item_alone": costs_alone, "item": costs}
     ways: tuple[Callable[[Path], Measured], ...] = (
         partial(by_map, work, device, {} if device == "cuda" else {"decoders": CORES}),
         partial(by_map, work, device, {"decoders": 0}),
@@ -265,7 +266,7 @@ def rows_of(work: Work, folder: Path, device: str, wanted: Sequence[str]) -> Ite
         if name not in wanted:
             continue
         out = folder / f"{work.name}-{name.replace(', ', '-').replace(' ', '-')}.parquet"
-        row: dict[str, Any] = {"work": work.name, "way": name}
+        row = {"work": work.name, "way": name}
         began = time.perf_counter()
         try:
             with at_most(PATIENCE_S if device == "cuda" else 0):
@@ -447,8 +448,9 @@ def write(rows: list[dict[str, Any]], out: Path) -> None:
 # ---- ceilings ----------------------------------------------------------------------------------------------------
 
 
-def decoded_per_s(work: Work, items: Sequence[Item], processes: int, device: str) -> float:
-    """By processes that do nothing else. Each decodes its part of the items, in order, as long as all the others do."""
+def decoded_per_s(work: Work, items: Sequence[Item], processes: int, device: str) -> tuple[float, dict[str, float]]:
+    """Items a second by processes that do nothing else, and the costs of an item. Each process decodes its part of the
+    items, in order, as long as all the others do."""
     seconds = DECODING_S if device == "cuda" else 0.3
     context = multiprocessing.get_context("fork")
     begin, counts = context.Barrier(processes), context.SimpleQueue()
@@ -460,7 +462,9 @@ def decoded_per_s(work: Work, items: Sequence[Item], processes: int, device: str
     for each in began:
         each.join()
         assert each.exitcode == 0, f"a process that decodes ended with status {each.exitcode}"
-    return sum(counts.get() for _ in began)
+    found = [counts.get() for _ in began]
+    costs = {name: sum(each[name] for _, each in found) / processes for name in found[0][1]}
+    return sum(rate for rate, _ in found), costs
 
 
 def decode_for(work: Work, items: Sequence[Item], seconds: float, begin: Any, rates: Any) -> None:
@@ -468,11 +472,19 @@ def decode_for(work: Work, items: Sequence[Item], seconds: float, begin: Any, ra
     decode = work.job().decoder()
     decode(items[0])
     begin.wait(60)
+    before = resource.getrusage(resource.RUSAGE_SELF)
     began, count = time.perf_counter(), 0
     while (passed := time.perf_counter() - began) < seconds:
         decode(items[count % len(items)])
         count += 1
-    rates.put(count / passed)
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    user_s, system_s = after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime
+    costs = {
+        "core_ms": 1e3 * (user_s + system_s) / count,
+        "kernel_ms": 1e3 * system_s / count,
+        "faults": (after.ru_minflt - before.ru_minflt) / count,
+    }
+    rates.put((count / passed, costs))
 
 
 def computed_per_s(work: Work, items: Sequence[Item], device: str) -> dict[str, float]:
