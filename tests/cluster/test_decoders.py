@@ -88,7 +88,10 @@ def test_no_more_is_decoded_ahead_than_fits(tmp_path: Path, monkeypatch: pytest.
 
     with decoding(marked, 200, most_items=100) as made:
         made.take(10)
-        time.sleep(1.0)
+        until = time.monotonic() + 60
+        while len(list(tmp_path.iterdir())) <= 10 and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(0.5)
         assert 10 < len(list(tmp_path.iterdir())) <= 10 + 20 + 8  # two processes, two tasks of two items each
         assert len(made.take(190)) == 190
 
@@ -209,10 +212,10 @@ def test_a_file_that_hangs_a_decoding_process_is_an_error_of_its_item(here: Path
     before = descendants()
     report = map_items(
         "my.py:count", [f"{number}.npy" for number in range(6)], "out", workers=1, decoders=2, device="cpu",
-        timeout_s=6.0,
+        timeout_s=10.0,
     )  # fmt: skip
     rows = sorted(pq.read_table("out").to_pylist(), key=lambda row: row["input"])
     assert [row["points"] for row in rows] == [0, 1, None, 3, 4, 5]
-    assert rows[2]["error"] == "took longer than the timeout of 6 s"
+    assert rows[2]["error"] == "took longer than the timeout of 10 s"
     assert report.errors == 1
     assert gone([each for each in descendants() if each not in before])
