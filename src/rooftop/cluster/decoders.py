@@ -1,4 +1,4 @@
-"""Processes that decode items for a worker on a GPU, which takes more than one Python process decodes.
+"""Processes that decode items for a worker on a GPU, without Python's lock between them.
 
     decoders = Decoders(16, decode, most_items=256)
     decoders.begin(more)          # more() returns the next items, if there are any yet

@@ -1,9 +1,10 @@
 """Worker processes on this machine: one per GPU, or several on the CPU, which share its cores.
 
-A worker has at most two chunks: it works on one and decodes items of the other. On a GPU, decoding processes of its own
-decode for it, because the threads of one Python process decode fewer items than a GPU takes. A worker writes to shared
-memory which items it works on and since when. So the parent knows these items when a process ends, or is ended because
-an item takes too long. Another process takes its place.
+A worker has at most two chunks: it works on one and decodes items of the other. On a GPU, processes of its own decode
+for it. Threads would hold Python's lock for 0.2 of the 1.7 ms that a photograph of 500 x 375 pixels takes, so about
+4,000 photographs a second would be their limit. A worker writes to shared memory which items it works on and since
+when. So the parent knows these items when a process ends, or is ended because an item takes too long. Another process
+takes its place.
 
 A worker gets the job by its pipe, from a thread. An argument of a process that is larger than a pipe, 64 KiB, would
 make the parent wait until that process has imported torch, before it starts the next one.
