@@ -55,6 +55,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from rooftop.cluster import map_items
 from rooftop.cluster.arrow import load_arrow
+from rooftop.cluster.decoders import keep_memory
 from rooftop.cluster.items import Decoding, Item, list_items
 from rooftop.cluster.model_targets import model_target
 from rooftop.cluster.targets import Call, PipelinedCall, Target, callable_target
@@ -469,6 +470,7 @@ def decoded_per_s(work: Work, items: Sequence[Item], processes: int, device: str
 
 def decode_for(work: Work, items: Sequence[Item], seconds: float, begin: Any, rates: Any) -> None:
     torch.set_num_threads(1)
+    keep_memory()  # as the decoding processes of `rooftop map`
     decode = work.job().decoder()
     decode(items[0])
     begin.wait(60)
