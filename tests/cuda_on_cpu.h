@@ -28,6 +28,7 @@
 struct dim3 { unsigned x = 1, y = 1, z = 1; };
 struct float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(16) int4 { int x, y, z, w; };
 inline dim3 threadIdx, blockIdx, blockDim, gridDim;  // the first two: of the fiber that runs
 inline int rank_in_cluster;                          // likewise
 
@@ -145,6 +146,10 @@ inline unsigned __ballot_sync(unsigned mask, bool vote) {
     for (int lane = 0; lane < 32; ++lane) votes |= unsigned(warp.values[lane] != 0) << lane;
     warp.arrived.arrive_and_wait();
     return votes;
+}
+inline unsigned __reduce_or_sync(unsigned mask, unsigned value) {
+    for (int lanes = 1; lanes < 32; lanes *= 2) value |= __shfl_xor_sync(mask, value, lanes);
+    return value;
 }
 struct __half {
     _Float16 bits;

@@ -9,13 +9,14 @@ import warp as wp
 from rooftop.scene.rendering.base_pass import own_color
 from rooftop.scene.rendering.buffers import Frame, Resident, Targets, Views
 from rooftop.scene.rendering.emit_depth_targets import hit_of
-from rooftop.scene.rendering.projections import place_of
+from rooftop.scene.rendering.projections import pixel_at, place_at
 from rooftop.scene.rendering.texturing import Surfaces, base_color_of, in_linear_light, row_of
+from rooftop.scene.rendering.trials import OF_PIXELS
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
 
-@wp.kernel
+@wp.kernel(**OF_PIXELS)
 def base_colors(
     resident: Resident,
     views: Views,
@@ -26,11 +27,15 @@ def base_colors(
     stride: wp.int32,
 ):
     """`targets.base_color` of each pixel, in linear light."""
-    for i in range(wp.tid(), texels, stride):
-        pixel = frame.pixels[i]
+    for thread in range(wp.tid(), texels, stride):
+        at = pixel_at(views, thread)
+        i = at[0]
+        pixel = wp.int64(0)
+        if i >= 0:
+            pixel = frame.pixels[i]
         color = wp.vec3(wp.nan, wp.nan, wp.nan)
         if pixel != wp.int64(0):
-            place = place_of(views, i)
+            place = place_at(views, at)
             hit = hit_of(resident, views, frame, pixel, place)
             row = row_of(resident, surfaces, hit)
             if row >= 0:
@@ -38,5 +43,6 @@ def base_colors(
             else:
                 shown = own_color(resident, hit)
                 color = wp.vec3(in_linear_light(shown[0]), in_linear_light(shown[1]), in_linear_light(shown[2]))
-        for axis in range(3):
-            targets.base_color[i, axis] = color[axis]
+        if i >= 0:
+            for axis in range(3):
+                targets.base_color[i, axis] = color[axis]

@@ -28,10 +28,12 @@ from rooftop.scene.rendering.emit_depth_targets import (
     hit_of,
     longest_side,
     ray,
+    shortened,
 )
 from rooftop.scene.rendering.lighting import point_of, strength, toward_light
-from rooftop.scene.rendering.projections import place_of
+from rooftop.scene.rendering.projections import pixel_at, place_at
 from rooftop.scene.rendering.texturing import Surfaces, displayed, row_of
+from rooftop.scene.rendering.trials import OF_PIXELS
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
@@ -54,7 +56,7 @@ def upright(a: wp.vec3, b: wp.vec3, c: wp.vec3):
     longest = longest_side(a, b, c)
     if longest == 0.0:
         return wp.vec3()
-    return wp.cross((b - a) / longest, (c - a) / longest)
+    return wp.cross(shortened(b - a, longest), shortened(c - a, longest))
 
 
 @wp.func
@@ -124,7 +126,7 @@ def light_on(resident: Resident, lights: Lights, targets: Targets, texel: wp.int
     return total
 
 
-@wp.kernel
+@wp.kernel(**OF_PIXELS)
 def base_pass(
     resident: Resident,
     views: Views,
@@ -139,17 +141,22 @@ def base_pass(
 ):
     """`light`: the direction to the light in a scene without lights, in the world, of length 1. The targets of
     `emit_depth_targets` are written too: the surface at a pixel is found once."""
-    for i in range(wp.tid(), texels, stride):
-        pixel = frame.pixels[i]
+    for thread in range(wp.tid(), texels, stride):
+        at = pixel_at(views, thread)
+        i = at[0]
+        pixel = wp.int64(0)
+        if i >= 0:
+            pixel = frame.pixels[i]
         if pixel == wp.int64(0):
-            emit_background(targets, i)
+            if i >= 0:
+                emit_background(targets, i)
         else:
-            place = place_of(views, i)
+            place = place_at(views, at)
             hit = hit_of(resident, views, frame, pixel, place)
             emit_pixel(views, targets, i, place[0], pixel)
             if targets.instance.shape[0] > 0:
                 targets.instance[i] = hit.instance
-            emit_cluster(resident, targets, i, hit)
+            emit_cluster(resident, frame, targets, i, hit)
             if targets.velocity.shape[0] > 0:
                 emit_velocity(views, views_before, frame, targets, i, place[0], hit)
             flat = to_world(resident, hit.instance, upright(hit.a, hit.b, hit.c))

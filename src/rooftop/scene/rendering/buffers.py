@@ -77,6 +77,7 @@ class Frame:
     hidden_children: wp.array(dtype=wp.int64)  # as in groups,
     hidden_clusters: wp.array(dtype=wp.int64)  # as in visible
     drawn: wp.array(dtype=wp.int64)  # (2 * room,): visible of both passes in order; rasterize -> the stages after it
+    records: wp.array2d(dtype=wp.int32)  # (2 * room, 16), as in records.py: those of `drawn`; rasterize -> the same
     ranks: wp.array2d(dtype=wp.int32)  # (2, room): the index in `drawn` of each visible one; rasterize
     # What is drawn.
     pixels: wp.array(dtype=wp.int64)  # of all views, by rows: the visibility buffer, DEPTH | rank << 7 | triangle

@@ -51,6 +51,14 @@ class Canvas:
         return self.starts[self.cameras]
 
     @cached_property
+    def tiled_texels(self) -> int:
+        """Threads for the cameras' pixels: with cameras of the same size, in squares of 16 x 16."""
+        if not self.same:
+            return self.camera_texels
+        width, height = self.sizes[0]
+        return self.cameras * -(-width // 16) * -(-height // 16) * 256
+
+    @cached_property
     def same(self) -> int:
         """Texels of a camera's view if all cameras have the same size, else 0."""
         first, *others = self.sizes[: self.cameras] or ((0, 0),)

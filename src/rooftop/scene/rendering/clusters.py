@@ -3,6 +3,7 @@
 import warp as wp
 
 from rooftop.scene import layouts
+from rooftop.scene.rendering import trials
 from rooftop.scene.rendering.buffers import HAS_COLORS, HAS_NORMALS, HAS_UV, MESH_ATTRIBUTES, MESH_FIRST_PAGE, Resident
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
@@ -49,7 +50,7 @@ def word_at(words: wp.array(dtype=wp.int32), at: wp.int64) -> wp.int32:
 
 
 @wp.func
-def bits(words: wp.array(dtype=wp.int32), at: wp.int64, bit: wp.int32, count: wp.int32):
+def bits_by_shifts(words: wp.array(dtype=wp.int32), at: wp.int64, bit: wp.int32, count: wp.int32):
     """`count` bits (at most 32), from `bit` bits after a word on."""
     word = at + wp.int64(bit >> 5)
     both = wp.uint64(wp.uint32(word_at(words, word))) | (
@@ -57,6 +58,23 @@ def bits(words: wp.array(dtype=wp.int32), at: wp.int64, bit: wp.int32, count: wp
     )
     mask = (wp.uint64(1) << wp.uint64(count)) - wp.uint64(1)
     return wp.int32((both >> wp.uint64(bit & 31)) & mask)
+
+
+@wp.func_native("""
+const int* word = words.data + at + (bit >> 5);
+#if defined(__CUDA_ARCH__)
+return __funnelshift_r(word[0], word[1], bit) & (count == 32 ? ~0u : (1u << count) - 1);
+#else
+const unsigned low = word[0], high = word[1];
+const unsigned long long both = low | static_cast<unsigned long long>(high) << 32;
+return static_cast<int>((both >> (bit & 31)) & ((1ull << count) - 1));
+#endif
+""")
+def bits_by_funnel(words: wp.array(dtype=wp.int32), at: wp.int64, bit: wp.int32, count: wp.int32) -> wp.int32:
+    """As `bits_by_shifts`, in five instructions."""
+
+
+bits = bits_by_funnel if "words" in trials.ON else bits_by_shifts
 
 
 @wp.func
@@ -246,6 +264,41 @@ def read_short_head(resident: Resident, mesh: wp.int32, head: Head, page: wp.int
         cluster.uv_base = wp.vec2i(word_at(words, at), word_at(words, at + wp.int64(1)))
         for axis in range(2):
             cluster.uv_bits[axis] = (widths >> (axis * UV_WIDTH_BITS)) & ((1 << UV_WIDTH_BITS) - 1)
+    return cluster
+
+
+@wp.func
+def read_attributes(resident: Resident, mesh: wp.int32, cluster: Cluster, at: wp.int64):
+    """The cluster with what its head says of attributes, from a word on."""
+    words = resident.words
+    has = resident.mesh[mesh, MESH_ATTRIBUTES]
+    cluster.has_normals = (has & HAS_NORMALS) != 0
+    old = cluster.kind == SEPARATE
+    if has != 0:
+        word_of_uv = at
+        if has & HAS_NORMALS != 0:
+            if old:
+                cluster.normal_bits = wp.vec2i(NORMAL_BITS, NORMAL_BITS)
+            else:
+                word = word_at(words, at)
+                for axis in range(2):
+                    cluster.normal_base[axis] = (word >> (axis * NORMAL_BITS)) & ((1 << NORMAL_BITS) - 1)
+                    width = word >> (2 * NORMAL_BITS + axis * NORMAL_WIDTH_BITS)
+                    cluster.normal_bits[axis] = width & ((1 << NORMAL_WIDTH_BITS) - 1)
+                word_of_uv += wp.int64(HEAD_NORMAL_WORDS)
+        if has & HAS_UV != 0:
+            if old:
+                for axis in range(2):
+                    cluster.uv_base[axis] = word_at(words, at + wp.int64(CLUSTER_UV_BASE + axis))
+                    cluster.uv_bits[axis] = bit_length(word_at(words, at + wp.int64(CLUSTER_UV_EXTENT + axis)))
+            else:
+                widths = word_at(words, word_of_uv + wp.int64(2))
+                cluster.uv_base = wp.vec2i(word_at(words, word_of_uv), word_at(words, word_of_uv + wp.int64(1)))
+                for axis in range(2):
+                    cluster.uv_bits[axis] = (widths >> (axis * UV_WIDTH_BITS)) & ((1 << UV_WIDTH_BITS) - 1)
+        if has & HAS_COLORS != 0:
+            cluster.color_bits = 3 * COLOR_BITS
+    cluster.materials = cluster.attributes + whole_words(attribute_bit(cluster, cluster.vertices))
     return cluster
 
 

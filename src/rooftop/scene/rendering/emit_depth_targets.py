@@ -10,6 +10,7 @@ from rooftop.scene.rendering.buffers import (
     LENS_FY,
     LENS_NEAR,
     LENS_ORTHOGRAPHIC,
+    MESH_FIRST_PAGE,
     RANK_MASK,
     TRIANGLE_SHIFT,
     TRIANGLES,
@@ -18,11 +19,23 @@ from rooftop.scene.rendering.buffers import (
     Targets,
     Views,
 )
-from rooftop.scene.rendering.clusters import Cluster, corners_of, material_of, position_of, read_cluster
+from rooftop.scene.rendering.clusters import (
+    PAGE_FIRST_CLUSTER,
+    Cluster,
+    corners_of,
+    head_of,
+    level_of,
+    material_of,
+    position_of,
+    read_cluster,
+    word_at,
+)
 from rooftop.scene.rendering.instance_cull import pair_of, what_of
 from rooftop.scene.rendering.level_cull import CLUSTER_INDEX_BITS, CLUSTER_INDEX_MASK
-from rooftop.scene.rendering.projections import place_of, transformed, view_at
+from rooftop.scene.rendering.projections import pixel_at, place_at, transformed
 from rooftop.scene.rendering.rasterize import on_screen
+from rooftop.scene.rendering.records import read_record, recorded_corners
+from rooftop.scene.rendering.trials import OF_PIXELS, RECORDS, SCALE
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
@@ -33,6 +46,7 @@ MATERIAL_STEP = wp.constant(1.0 / 65536.0)  # step of material depth between two
 class Hit:
     """The triangle at a pixel, and the point on it."""
 
+    rank: wp.int32
     pair: wp.int32
     instance: wp.int32
     mesh: wp.int32
@@ -63,6 +77,15 @@ def longest_side(a: wp.vec3, b: wp.vec3, c: wp.vec3):
 
 
 @wp.func
+def shortened(vector: wp.vec3, longest: wp.float32):
+    """A vector relative to a length, about."""
+    if SCALE:  # to a power of two, so that nothing is rounded
+        exponent = (wp.cast(longest, wp.int32) >> 23) & 255
+        return wp.cast(wp.max(254 - exponent, 1) << 23, wp.float32) * vector
+    return vector / longest
+
+
+@wp.func
 def parts_of(views: Views, place: wp.vec3i, a: wp.vec3, b: wp.vec3, c: wp.vec3):
     """Barycentric coordinates of the intersection of a pixel's ray with the plane of a triangle of the view, clamped to
     the triangle.
@@ -74,8 +97,8 @@ def parts_of(views: Views, place: wp.vec3i, a: wp.vec3, b: wp.vec3, c: wp.vec3):
     longest = longest_side(a, b, c)
     if longest == 0.0:
         return wp.vec3(1.0, 0.0, 0.0)
-    u = (b - a) / longest
-    v = (c - a) / longest
+    u = shortened(b - a, longest)
+    v = shortened(c - a, longest)
     normal = wp.cross(u, v)
     from_a = wp.vec3()
     if views.lens[place[0], LENS_ORTHOGRAPHIC] > 0.0:
@@ -89,7 +112,7 @@ def parts_of(views: Views, place: wp.vec3i, a: wp.vec3, b: wp.vec3, c: wp.vec3):
         if along != 0.0:
             depth = wp.dot(normal, a) / along
         from_a = depth * direction - a
-    from_a = from_a / longest
+    from_a = shortened(from_a, longest)
     square = wp.dot(normal, normal)
     of_b = wp.float32(0.0)
     of_c = wp.float32(0.0)
@@ -105,9 +128,17 @@ def parts_of(views: Views, place: wp.vec3i, a: wp.vec3, b: wp.vec3, c: wp.vec3):
 @wp.func
 def covering(resident: Resident, frame: Frame, pixel: wp.int64):
     """The triangle at a covered pixel, without the point on it."""
-    item = frame.drawn[wp.int32(pixel >> TRIANGLE_SHIFT) & RANK_MASK]
     hit = Hit()
     hit.triangle = wp.int32(pixel) & (TRIANGLES - 1)
+    hit.rank = wp.int32(pixel >> TRIANGLE_SHIFT) & RANK_MASK
+    if RECORDS:
+        recorded = read_record(resident, frame.records, hit.rank)
+        hit.pair = recorded.pair
+        hit.instance = recorded.instance
+        hit.mesh = recorded.mesh
+        hit.cluster = recorded.cluster
+        return hit
+    item = frame.drawn[hit.rank]
     hit.pair = pair_of(item)
     hit.instance = hit.pair % frame.instances
     hit.mesh = resident.instance_mesh[hit.instance]
@@ -120,9 +151,22 @@ def covering(resident: Resident, frame: Frame, pixel: wp.int64):
 @wp.func
 def hit_of(resident: Resident, views: Views, frame: Frame, pixel: wp.int64, place: wp.vec3i):
     """The triangle at a covered pixel (view, row, column), and the point on it."""
-    hit = covering(resident, frame, pixel)
-    hit.corners = corners_of(resident, hit.cluster, hit.triangle)
-    step = resident.mesh_steps[hit.mesh, 0]
+    hit = Hit()
+    step = wp.float32(0.0)
+    if RECORDS:
+        hit.triangle = wp.int32(pixel) & (TRIANGLES - 1)
+        hit.rank = wp.int32(pixel >> TRIANGLE_SHIFT) & RANK_MASK
+        recorded = read_record(resident, frame.records, hit.rank)
+        hit.pair = recorded.pair
+        hit.instance = recorded.instance
+        hit.mesh = recorded.mesh
+        hit.cluster = recorded.cluster
+        hit.corners = recorded_corners(resident, recorded, hit.triangle)
+        step = recorded.step
+    else:
+        hit = covering(resident, frame, pixel)
+        hit.corners = corners_of(resident, hit.cluster, hit.triangle)
+        step = resident.mesh_steps[hit.mesh, 0]
     hit.a = position_of(resident, hit.cluster, hit.corners[0], step)
     hit.b = position_of(resident, hit.cluster, hit.corners[1], step)
     hit.c = position_of(resident, hit.cluster, hit.corners[2], step)
@@ -167,12 +211,30 @@ def emit_pixel(views: Views, targets: Targets, texel: wp.int32, view: wp.int32, 
 
 
 @wp.func
-def emit_cluster(resident: Resident, targets: Targets, texel: wp.int32, hit: Hit):
+def number_and_level(resident: Resident, frame: Frame, hit: Hit):
+    """Of a cluster with a record."""
+    item = frame.drawn[hit.rank]
+    page = what_of(item) >> CLUSTER_INDEX_BITS
+    index = what_of(item) & CLUSTER_INDEX_MASK
+    at = resident.page_at[resident.mesh[hit.mesh, MESH_FIRST_PAGE] + page]
+    number = word_at(resident.words, at + wp.int64(PAGE_FIRST_CLUSTER)) + index
+    return wp.vec2i(number, level_of(resident, head_of(resident, hit.mesh, page, index)))
+
+
+@wp.func
+def emit_cluster(resident: Resident, frame: Frame, targets: Targets, texel: wp.int32, hit: Hit):
     """What its cluster says."""
+    number = hit.cluster.number
+    level = hit.cluster.level
+    if RECORDS:
+        if targets.cluster.shape[0] + targets.level.shape[0] > 0:
+            both = number_and_level(resident, frame, hit)
+            number = both[0]
+            level = both[1]
     if targets.cluster.shape[0] > 0:
-        targets.cluster[texel] = hit.cluster.number
+        targets.cluster[texel] = number
     if targets.level.shape[0] > 0:
-        targets.level[texel] = hit.cluster.level
+        targets.level[texel] = level
     if targets.material.shape[0] + targets.material_depth.shape[0] > 0:
         material = material_of(resident, hit.cluster, hit.triangle)
         if targets.material.shape[0] > 0:
@@ -217,7 +279,7 @@ def emit_background(targets: Targets, texel: wp.int32):
             targets.color[texel, axis] = 0.0
 
 
-@wp.kernel
+@wp.kernel(**OF_PIXELS)
 def emit_depth_targets(
     resident: Resident,
     views: Views,
@@ -228,20 +290,25 @@ def emit_depth_targets(
     stride: wp.int32,
 ):
     """Where there is no base pass. A thread handles pixels in strides; it writes only targets that are not empty."""
-    for i in range(wp.tid(), texels, stride):
-        pixel = frame.pixels[i]
+    for thread in range(wp.tid(), texels, stride):
+        at = pixel_at(views, thread)
+        i = at[0]
+        pixel = wp.int64(0)
+        if i >= 0:
+            pixel = frame.pixels[i]
         if pixel == wp.int64(0):
-            emit_background(targets, i)
+            if i >= 0:
+                emit_background(targets, i)
         else:
             if targets.depth.shape[0] + targets.coverage.shape[0] + targets.triangle.shape[0] > 0:
-                emit_pixel(views, targets, i, view_at(views, i), pixel)
+                emit_pixel(views, targets, i, place_at(views, at)[0], pixel)
             if targets.instance.shape[0] > 0:
                 item = frame.drawn[wp.int32(pixel >> TRIANGLE_SHIFT) & RANK_MASK]
                 targets.instance[i] = pair_of(item) % frame.instances
             of_cluster = targets.cluster.shape[0] + targets.level.shape[0]
             if of_cluster + targets.material.shape[0] + targets.material_depth.shape[0] > 0:
-                emit_cluster(resident, targets, i, covering(resident, frame, pixel))
+                emit_cluster(resident, frame, targets, i, covering(resident, frame, pixel))
             if targets.velocity.shape[0] > 0:
-                place = place_of(views, i)
+                place = place_at(views, at)
                 hit = hit_of(resident, views, frame, pixel, place)
                 emit_velocity(views, views_before, frame, targets, i, place[0], hit)

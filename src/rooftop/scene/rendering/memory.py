@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rooftop.launch.warp_launch import Launches
 from rooftop.scene import layouts
-from rooftop.scene.rendering import buffers
+from rooftop.scene.rendering import buffers, trials
 from rooftop.scene.rendering.canvases import Canvas
 
 LAST = torch.iinfo(torch.int64).max  # sorts behind every entry
@@ -97,6 +97,7 @@ class FrameMemory:
             "hidden_children": of(torch.int64, room["hidden_children"]),
             "hidden_clusters": of(torch.int64, room["hidden_clusters"]),
             "drawn": of(torch.int64, 2 * room["visible"]),
+            "records": of(torch.int32, 2 * room["visible"] if "records" in trials.ON else 0, 16),
             "ranks": of(torch.int32, 2, room["visible"]),
             "pixels": pixels,
             "fragments": fragment_words.view(torch.int32)[:counted],

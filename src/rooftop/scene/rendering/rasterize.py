@@ -40,6 +40,8 @@ from rooftop.scene.rendering.clusters import corners_of, head_of, level_of, posi
 from rooftop.scene.rendering.instance_cull import append, pair_of, what_of
 from rooftop.scene.rendering.level_cull import CLUSTER_INDEX_BITS, CLUSTER_INDEX_MASK
 from rooftop.scene.rendering.projections import transformed
+from rooftop.scene.rendering.records import write_record
+from rooftop.scene.rendering.trials import RECORDS
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
@@ -493,6 +495,8 @@ def smaller(frame: Frame, which: wp.int32, item: wp.int64):
 @wp.kernel
 def rank_clusters(resident: Resident, frame: Frame, second: wp.int32, stride: wp.int32):
     """Before the first pass is drawn, its clusters in order; before the second, those of both."""
+    if RECORDS and second != 0 and frame.counters[PASS + VISIBLE] == 0:
+        return
     for which in range(second + 1):
         count = wp.min(frame.counters[which * PASS + VISIBLE], frame.visible.shape[1])
         for i in range(wp.tid(), count, stride):
@@ -502,6 +506,8 @@ def rank_clusters(resident: Resident, frame: Frame, second: wp.int32, stride: wp
                 rank += smaller(frame, 1 - which, item)
             frame.ranks[which, i] = rank
             frame.drawn[rank] = item
+            if RECORDS:
+                write_record(resident, frame.records, rank, item, frame.instances)
             if which == second:
                 count_cluster(resident, frame, second, item)
 

@@ -28,7 +28,8 @@ from rooftop.scene.rendering.buffers import (
 )
 from rooftop.scene.rendering.emit_depth_targets import hit_of
 from rooftop.scene.rendering.lighting import point_of, toward_light
-from rooftop.scene.rendering.projections import place_of
+from rooftop.scene.rendering.projections import pixel_at, place_at
+from rooftop.scene.rendering.trials import OF_PIXELS
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
@@ -157,7 +158,7 @@ def share_of(lights: Lights, light: wp.int32, number: wp.int32, point: wp.vec3d)
     return (1.0 - down) * above + down * below
 
 
-@wp.kernel
+@wp.kernel(**OF_PIXELS)
 def shadows(
     resident: Resident,
     views: Views,
@@ -168,13 +169,18 @@ def shadows(
     stride: wp.int32,
 ):
     """`targets.shadow` of each pixel."""
-    for i in range(wp.tid(), texels, stride):
-        pixel = frame.pixels[i]
+    for thread in range(wp.tid(), texels, stride):
+        at = pixel_at(views, thread)
+        i = at[0]
+        pixel = wp.int64(0)
+        if i >= 0:
+            pixel = frame.pixels[i]
         if pixel == wp.int64(0):
-            for light in range(lights.kind.shape[0]):
-                targets.shadow[i, light] = wp.nan
+            if i >= 0:
+                for light in range(lights.kind.shape[0]):
+                    targets.shadow[i, light] = wp.nan
         else:
-            place = place_of(views, i)
+            place = place_at(views, at)
             view = place[0]
             hit = hit_of(resident, views, frame, pixel, place)
             near = wp.cast(wp.int32(pixel >> DEPTH_SHIFT), wp.float32)

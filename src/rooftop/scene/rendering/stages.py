@@ -26,6 +26,7 @@ from rooftop.scene.rendering import (
     reduce_tiles,
     shadows,
     sort_clusters,
+    trials,
 )
 from rooftop.scene.rendering.memory import Captured, FrameMemory
 from rooftop.scene.rendering.uploads import Uploaded
@@ -181,20 +182,24 @@ class Stages:
         """
         shared = (*self._inputs, self.memory.frame, targets)
         base, texels = not OF_BASE_PASS.isdisjoint(outputs), self.memory.canvas.camera_texels
+        more: dict[str, int] = {}
+        if "tiles" in trials.ON:
+            texels = self.memory.canvas.tiled_texels
+            more["threads"] = texels
         if not base and not OF_DEPTH_TARGETS.isdisjoint(outputs):
             with self.clock.of("emit_depth_targets"):
-                self._launch(emit_depth_targets.emit_depth_targets, *shared, texels)
+                self._launch(emit_depth_targets.emit_depth_targets, *shared, texels, **more)
         if "shadow" in outputs:
             with self.clock.of("shadows"):
                 of_pixels = (self.resident.values, self.now.values, self.memory.frame, targets, lights)
-                self._launch(shadows.shadows, *of_pixels, texels)
+                self._launch(shadows.shadows, *of_pixels, texels, **more)
         if "base_color" in outputs:
             with self.clock.of("base_colors"):
                 of_pixels = (*shared[:2], self.memory.frame, targets, surfaces)
-                self._launch(base_colors.base_colors, *of_pixels, texels)
+                self._launch(base_colors.base_colors, *of_pixels, texels, **more)
         if base:
             with self.clock.of("base_pass"):
-                self._launch(base_pass.base_pass, *shared, lights, surfaces, light, texels)
+                self._launch(base_pass.base_pass, *shared, lights, surfaces, light, texels, **more)
 
     def keep_depths(self, which: Any, texel_at: Any, depths: Any) -> None:
         """The nearest depths of the shadow maps, the k-th as map which[k] of `buffers.Lights`."""
