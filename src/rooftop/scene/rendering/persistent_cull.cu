@@ -226,6 +226,29 @@ __device__ State ask_cluster(const Scene& scene, const Frame& frame, const Views
     return box_state(now, before, center, half);
 }
 
+// For the whole warp: the clusters of a group.
+template <bool STREAMED>
+__device__ __forceinline__ void ask_group(const Scene& scene, const Frame& frame, const Views& views, Entry group, const List& visible, const List& hidden_clusters) {
+    const int lane = threadIdx.x % 32;
+    const int pair = pair_of(group), child_number = what_of(group);
+    const long long row = scene.mesh[4 * scene.instance_mesh[pair % frame.instances]] + child_number / CHILDREN;
+    const int* child = scene.nodes + (row * CHILDREN + child_number % CHILDREN) * CHILD_WORDS;
+    int clusters = child[CHILD_KIND];
+    if (STREAMED) {
+        const int page = scene.mesh[4 * scene.instance_mesh[pair % frame.instances] + 1] + child[CHILD_AT];
+        if (lane == 0) ask_for(scene, frame, views, pair, child, page);
+        if (scene.page_at[page] < 0) clusters = 0;
+    }
+    for (int first = 0; first < clusters; first += 32) {
+        Entry found = EMPTY;
+        State state = UNSEEN;
+        if (first + lane < clusters)
+            state = ask_cluster<STREAMED>(scene, frame, views, pair, child[CHILD_AT], child[CHILD_FIRST] + first + lane, found);
+        append(visible, state == SHOWN, found);
+        append(hidden_clusters, state == HIDDEN, found);
+    }
+}
+
 template <bool STREAMED>
 __global__ void persistent_cull(const int* words, const long long* page_at, const int* nodes, const int* mesh, const float* mesh_steps,
                                 const int* instance_mesh, const float* instance_scale, const float* lens, const float* lens_before,
@@ -267,39 +290,49 @@ __global__ void persistent_cull(const int* words, const long long* page_at, cons
             nap = SHORTEST_NAP;
             continue;
         }
+#if !TRIAL_GROUPS
         const Entry group = what_is_at(groups.items, groups_at, groups.room);
         if (__ballot_sync(ALL_LANES, group != EMPTY) == ALL_LANES) {
-            const int pair = pair_of(group), child_number = what_of(group);
-            const long long row = mesh[4 * instance_mesh[pair % instances]] + child_number / CHILDREN;
-            const int* child = nodes + (row * CHILDREN + child_number % CHILDREN) * CHILD_WORDS;
-            int clusters = child[CHILD_KIND];
-            if (STREAMED) {
-                const int page = mesh[4 * instance_mesh[pair % instances] + 1] + child[CHILD_AT];
-                if (lane == 0) ask_for(scene, frame, views, pair, child, page);
-                if (page_at[page] < 0) clusters = 0;
-            }
-            for (int first = 0; first < clusters; first += 32) {
-                Entry found = EMPTY;
-                State state = UNSEEN;
-                if (first + lane < clusters)
-                    state = ask_cluster<STREAMED>(scene, frame, views, pair, child[CHILD_AT], child[CHILD_FIRST] + first + lane, found);
-                append(visible, state == SHOWN, found);
-                append(hidden_clusters, state == HIDDEN, found);
-            }
+            ask_group<STREAMED>(scene, frame, views, group, visible, hidden_clusters);
             groups_at = claim(mine + GROUPS_CLAIMED, 1);
             nap = SHORTEST_NAP;
             continue;
         }
+#endif
         int done = 0;
         if (lane == 0) {
             const int finished = now_at(mine + NODES_FINISHED);
             __threadfence();
             done = finished >= min(now_at(mine + NODES_WRITTEN), queue_room);
             __threadfence();
+#if !TRIAL_GROUPS
             done = done && groups_at >= min(now_at(mine + GROUPS), group_room);
+#endif
         }
         if (__shfl_sync(ALL_LANES, done, 0)) return;
         wait_a_little(nap);
         nap = min(2 * nap, LONGEST_NAP);
     }
 }
+
+#if TRIAL_GROUPS
+// The clusters of all groups that the nodes led to, a warp for each group: more warps than walk through the trees.
+template <bool STREAMED>
+__global__ void __launch_bounds__(128) cull_groups(const int* words, const long long* page_at, const int* nodes, const int* mesh, const float* mesh_steps,
+                                const int* instance_mesh, const float* instance_scale, const float* lens, const float* lens_before,
+                                const int* pictures, const float* to_view, const float* before, const float* hzb_before, const int* hzb_at, int* counters,
+                                Entry* queue_items, Entry* group_items, Entry* visible_items, Entry* hidden_child_items,
+                                Entry* hidden_cluster_items, int queue_room, int group_room, int visible_room, int hidden_child_room,
+                                int hidden_cluster_room, int instances, int cameras, int hzb_stride,
+                                float pixel_error, int history, int second, const int* group_page, const int* first_group, int* wanted) {
+    int* mine = counters + second * PASS;
+    const Scene scene = {words, nodes, mesh, instance_mesh, page_at, mesh_steps, instance_scale, group_page, first_group, wanted};
+    const Frame frame = {instances, cameras, hzb_stride, pixel_error, history != 0};
+    const Views views = {lens, lens_before, pictures, hzb_at, to_view, before, hzb_before};
+    const List visible = {visible_items, visible_room, mine + VISIBLE};
+    const List hidden_clusters = {hidden_cluster_items, hidden_cluster_room, counters + HIDDEN_CLUSTERS};
+    const int count = min(mine[GROUPS], group_room), warps = gridDim.x * blockDim.x / 32;
+    for (int at = (blockIdx.x * blockDim.x + threadIdx.x) / 32; at < count; at += warps)
+        ask_group<STREAMED>(scene, frame, views, group_items[at], visible, hidden_clusters);
+}
+#endif

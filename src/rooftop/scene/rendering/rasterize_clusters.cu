@@ -122,7 +122,7 @@ __device__ void draw_small(const Picture& picture, Vertex a, Vertex b, Vertex c,
             union { float value; int word; } of_near = {near};
             const int at = y * picture.width + x;
             const long long value = ((long long)of_near.word << DEPTH_SHIFT) | low;
-#if EARLY
+#if TRIAL_EARLY
             if (picture.pixels[at] < value)  // what it reads may be old, and pixels only grow
 #endif
                 atomicMax(picture.pixels + at, value);
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(128) rasterize_clusters(
                         const bool away = instance_scale[instance] < 0.0f ? area < 0 : area > 0;
                         const long long low = ((long long)ranks[at] << TRIANGLE_BITS) | number;
                         if (area != 0 && !(away && one_sided)) {
-#if SIGNS
+#if TRIAL_SIGNS
                             const bool turned = area < 0;
                             draw_small(picture, a, turned ? c : b, turned ? b : c, turned ? -area : area, low, x0, x1, y0, y1);
 #else

@@ -115,7 +115,7 @@ __device__ __forceinline__ void put(const Picture& picture, int x, int y, float 
     if (picture.parallel) depth = picture.near / depth;
     const int at = y * picture.width + x;
     const long long value = ((long long)word_of(smaller_of(depth, 1.0f)) << DEPTH_SHIFT) | low;
-#if EARLY
+#if TRIAL_EARLY
     if (picture.pixels[at] < value)  // what it reads may be old, and pixels only grow
 #endif
         atomicMax(picture.pixels + at, value);
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(THREADS) rasterize_clusters(
     int* counters, long long* pixels, int* fragments, Entry* large_items, int visible_room, int large_room,
     int cameras, int second, int one_sided) {
     __shared__ Vertex placed_vertices[MOST_VERTICES];
-#if FLAT
+#if TRIAL_FLAT
     __shared__ Small shared[THREADS];
 #endif
     const List large = {large_items, large_room, counters + second * PASS + LARGE};
@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(THREADS) rasterize_clusters(
         const Picture picture = {pixels + first, COUNTED && view < cameras ? fragments + first : nullptr, width, lens[ORTHOGRAPHIC] > 0.0f, lens[NEAR]};
         const long long high = (long long)rank << TRIANGLE_BITS;
         const bool counted = COUNTED && view < cameras;
-#if FLAT
+#if TRIAL_FLAT
         if (counted) draw_shared<true>(picture, small, shared + threadIdx.x / 32 * 32, high, columns, rows);
         else draw_shared<false>(picture, small, shared + threadIdx.x / 32 * 32, high, columns, rows);
 #else

@@ -11,6 +11,8 @@ NAMES = {
     "early": "a pixel is read before its atomic maximum",
     "tiles": "a warp handles 8 x 4 pixels, and each pixel has a thread",
     "registers": "kernels of pixels have at most 80 registers",
+    "counters": "the host reads the counters while pixels are computed",
+    "groups": "in CUDA C++ a launch of its own asks the groups of clusters",
     "words": "kernels in Warp read bits by a funnel shift, and matrices by rows",
     "scale": "pixels divide by powers of two",
 }
@@ -24,4 +26,4 @@ OF_PIXELS = {"launch_bounds": (256, 3)} if "registers" in ON else {}
 
 def defines() -> str:
     """For the CUDA C++."""
-    return "".join(f"#define {name.upper()} {int(name in ON)}\n" for name in ("signs", "records", "flat", "early"))
+    return "".join(f"#define TRIAL_{name.upper()} {int(name in ON)}\n" for name in ("signs", "records", "flat", "early", "groups"))
