@@ -51,7 +51,7 @@ class Camera:
             object.__setattr__(self, name, number_in(name, getattr(self, name), -MOST_ASIDE, MOST_ASIDE))
         matrix = affine(self.world_to_camera, "world_to_camera")
         turn = matrix[:3, :3]
-        if not abs(turn @ turn.T - np.eye(3)).max() <= 1e-4 or turn[0] @ _cross(turn[1], turn[2]) < 0:
+        if not abs(turn @ turn.T - np.eye(3)).max() <= 1e-4 or turn[0] @ cross(turn[1], turn[2]) < 0:
             raise ValueError(
                 "world_to_camera must be a rotation and a shift: its upper left 3 x 3 part scales, shears or "
                 "mirrors; put scales into the transforms of instances"
@@ -216,18 +216,18 @@ def _looking(eye: ArrayLike, target: ArrayLike, up: ArrayLike) -> NDArray[np.flo
     if abs(forward).max() < LEAST:
         raise ValueError(f"eye and target are the same point, {points['eye'].tolist()}: the view has no direction")
     forward = forward / np.linalg.norm(forward)
-    right = _cross(forward, points["up"] / (abs(points["up"]).max() or 1.0))
+    right = cross(forward, points["up"] / (abs(points["up"]).max() or 1.0))
     if np.linalg.norm(right) <= 1e-9:
         raise ValueError(f"up={points['up'].tolist()} points along the view: give another direction")
     right = right / np.linalg.norm(right)
-    turn = np.stack([right, _cross(forward, right), forward])
+    turn = np.stack([right, cross(forward, right), forward])
     matrix = np.eye(4)
     matrix[:3, :3] = turn
     matrix[:3, 3] = -turn @ points["eye"]
     return matrix
 
 
-def _cross(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+def cross(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
     """The cross product of two vectors. (`np.cross`, which is meant for many vectors, takes ten times as long.)"""
     (ax, ay, az), (bx, by, bz) = a.tolist(), b.tolist()
     return np.array((ay * bz - az * by, az * bx - ax * bz, ax * by - ay * bx))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import takewhile
 from typing import TypeVar
 
 import numpy as np
@@ -104,7 +105,7 @@ class Changes:
         """Rows changed after a version, unique and ascending; None if the log no longer reaches back that far."""
         if version < self._from:
             return None
-        rows = [changed for made, changed in self._log if made > version]
+        rows = [changed for made, changed in takewhile(lambda entry: entry[0] > version, reversed(self._log))]
         if len(rows) == 1:  # each given once
             return np.sort(rows[0])
         return np.unique(np.concatenate(rows)) if rows else np.zeros(0, np.int64)

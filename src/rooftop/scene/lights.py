@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rooftop.scene.arguments import LEAST, MOST, number_in, real_numbers, short, whole_number, whole_pixels
-from rooftop.scene.cameras import Camera
+from rooftop.scene.cameras import Camera, cross
 
 MOST_CASCADES = 8
 UNIFORM = 0.2  # position of the borders of cascades between logarithmic and equal steps
@@ -81,7 +81,8 @@ class DirectionalLight:
             farthest = np.linalg.norm(corners - camera.position, axis=1).max()
             distance = 2.0 ** math.ceil(math.log2(max(farthest, LEAST)))
         ends = borders(max(camera.near, NEAREST * distance), distance, self.cascades)
-        middles, radii = _spheres_of(camera, np.array(ends))
+        seen = camera.width, camera.height, camera.fx, camera.fy, camera.cx, camera.cy, camera.orthographic
+        middles, radii = _spheres_of(*seen, tuple(ends))
         texels = 2 * radii / (self.size - 2 * MARGIN - 1)
         centers = (middles - camera.world_to_camera[:3, 3]) @ camera.world_to_camera[:3, :3] @ turn.T
         matrices = np.tile(np.eye(4), (self.cascades, 1, 1))
@@ -167,15 +168,19 @@ def borders(near: float, far: float, count: int) -> list[float]:
     return [(1 - UNIFORM) * near * (far / near) ** s + UNIFORM * (near + (far - near) * s) for s in shares]
 
 
-def _spheres_of(camera: Camera, ends: Floats) -> tuple[Floats, Floats]:
-    """Centres (N, 3) and radii (N,), in the camera's coordinates, of spheres around the visible volume between each of
-    N + 1 depths and the next."""
-    x = (np.array([-0.5, camera.width - 0.5]) - camera.cx) / camera.fx
-    y = (np.array([-0.5, camera.height - 0.5]) - camera.cy) / camera.fy
+@lru_cache(maxsize=64)
+def _spheres_of(
+    width: int, height: int, fx: float, fy: float, cx: float, cy: float, orthographic: bool, ends: tuple[float, ...]
+) -> tuple[Floats, Floats]:
+    """Centres (N, 3) and radii (N,), in a camera's coordinates, of spheres around the visible volume between each of
+    N + 1 depths and the next. Nobody writes to them."""
+    x = (np.array([-0.5, width - 0.5]) - cx) / fx
+    y = (np.array([-0.5, height - 0.5]) - cy) / fy
+    depths = np.array(ends)[:, None]
     corners = np.empty((len(ends), 4, 3))  # corners of the visible area at each depth
-    corners[:, :, 0], corners[:, :, 1], corners[:, :, 2] = np.repeat(x, 2), np.tile(y, 2), ends[:, None]
-    if not camera.orthographic:
-        corners[:, :, :2] *= ends[:, None, None]
+    corners[:, :, 0], corners[:, :, 1], corners[:, :, 2] = np.repeat(x, 2), np.tile(y, 2), depths
+    if not orthographic:
+        corners[:, :, :2] *= depths[:, None]
     # The centre is on the line between the middles of both ends, equally far from the corners of both, and within the
     # visible part.
     middles = corners.mean(1)
@@ -219,9 +224,9 @@ def _from_point(position: Floats, turn: Floats, wide: float, size: int, reach: f
 def _turn_along(direction: Floats) -> Floats:
     """A rotation whose third row is a direction of length 1."""
     other = np.eye(3)[int(np.argmin(abs(direction)))]
-    right = np.cross(direction, other)
+    right = cross(direction, other)
     right /= np.linalg.norm(right)
-    return np.stack([right, np.cross(direction, right), direction])
+    return np.stack([right, cross(direction, right), direction])
 
 
 def _direction(name: str, value: ArrayLike) -> tuple[float, ...]:

@@ -7,7 +7,7 @@ others together with the pictures, as views without a previous frame.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +22,12 @@ from rooftop.scene.lights import DirectionalLight, Light, PointLight, SpotLight
 from rooftop.scene.rendering import buffers
 from rooftop.scene.rendering.memory import MOST_THREADS
 from rooftop.scene.rendering.stages import Stages
-from rooftop.scene.rendering.uploads import LENS, Meshes, Uploaded, lens_of, uploaded
+from rooftop.scene.rendering.uploads import Meshes, Uploaded, lens_of, uploaded
 
 # Limit for shadow maps drawn in one batch: their texels, and views times instances. Memory for each is allocated.
 MOST_AT_ONCE = 2**26
+MOST_KEPT = 16
+ALIGNED = 16  # bytes
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class ShadowMaps:
         self._wanted: list[object] = []
         self._seen: object = None  # the inputs of the views
         self._casters = _Casters()
+        self._staged: _Staged | None = None
+        self._kept: dict[tuple[int, ...], list[Any]] = {}  # the arguments of `keep_depths` for these numbers
 
     def due(
         self,
@@ -107,8 +111,14 @@ class ShadowMaps:
 
     def keep(self, stages: Stages, numbers: Sequence[int]) -> None:
         """Store the views drawn after the cameras as maps with these numbers."""
-        which = uploaded(self.device, np.array(numbers, dtype=np.int32))
-        stages.keep_depths(*map(wp.from_torch, (which, self._texel_at, self._depths)))
+        arrays = self._kept.get(tuple(numbers))
+        if arrays is None:
+            which = uploaded(self.device, np.array(numbers, dtype=np.int32))
+            arrays = [wp.from_torch(tensor) for tensor in (which, self._texel_at, self._depths)]
+            if len(self._kept) >= MOST_KEPT:
+                self._kept.clear()
+            self._kept[tuple(numbers)] = arrays
+        stages.keep_depths(*arrays)
 
     def drawn(self, numbers: Sequence[int], whole: bool) -> None:
         """Record that these maps are drawn; if not from all wanted pages (`whole`), the next frame draws them again."""
@@ -116,28 +126,63 @@ class ShadowMaps:
             self._drawn[number] = self._wanted[number] if whole else None
 
     def _place(self, lights: tuple[Light, ...], counts: Sequence[int], views: Sequence[Camera]) -> None:
-        """Memory for all maps; those that were elsewhere before must be drawn."""
+        """Memory for all maps, and the lights and views in it; maps that were elsewhere before must be drawn."""
         sizes = [view.width for view in views]
-        ends = np.cumsum([size * size for size in sizes], dtype=np.int64)
-        if ends[-1] > MOST_THREADS:
-            raise ValueError(
-                f"{len(sizes)} shadow maps have {ends[-1]:,} texels: a frame has at most 2^30 of them; give the lights "
-                "a smaller size or fewer cascades, or render fewer cameras at once"
-            )
-        matrices = np.stack([view.world_to_camera[:3].reshape(12) for view in views])
-        lens = np.array([lens_of(view) for view in views])
         if sizes != self._sizes:
-            self._sizes, self._drawn, self._lights = sizes, [None] * len(sizes), ()
+            ends = np.cumsum([size * size for size in sizes], dtype=np.int64)
+            if ends[-1] > MOST_THREADS:
+                raise ValueError(
+                    f"{len(sizes)} shadow maps have {ends[-1]:,} texels: a frame has at most 2^30 of them; give the "
+                    "lights a smaller size or fewer cascades, or render fewer cameras at once"
+                )
+            self._sizes, self._drawn, self._lights, self._staged = sizes, [None] * len(sizes), (), None
             self._depths = torch.empty(int(ends[-1]), dtype=torch.float32, device=self.device)
             self._texel_at = uploaded(self.device, np.concatenate([[0], ends[:-1]]))
+            self._kept.clear()
         if lights != self._lights:
-            tables = {name: uploaded(self.device, array) for name, array in _tables(lights, counts, sizes).items()}
-            tables |= {"texel_at": self._texel_at, "depths": self._depths}
-            tables["from_world"] = torch.empty(len(views), 12, dtype=torch.float64, device=self.device)
-            tables["lens"] = torch.empty(len(views), LENS, dtype=torch.float32, device=self.device)
-            self._uploaded = Uploaded.into(buffers.Lights(), tables)
-            self._lights, self.values = lights, self._uploaded.values
-        self._uploaded.set({"from_world": matrices, "lens": lens})
+            self._lights, self._tables = lights, _tables(lights, counts, sizes)
+        self._tables["from_world"] = np.stack([view.world_to_camera[:3].reshape(12) for view in views])
+        self._tables["lens"] = np.array([lens_of(view) for view in views], dtype=np.float32)
+        if self._staged is None or not self._staged.fits(self._tables):
+            self._staged = _Staged(self._tables, self.device)
+            tensors = self._staged.tensors | {"texel_at": self._texel_at, "depths": self._depths}
+            self.values = Uploaded.into(buffers.Lights(), tensors).values
+        self._staged.send(self._tables)
+
+
+class _Staged:
+    """Arrays that go to the device in one copy, always to the same addresses.
+
+    Args:
+        arrays: of the same shapes as those to come. device: where to.
+
+    Attributes:
+        tensors: on the device, by the names of the arrays.
+    """
+
+    def __init__(self, arrays: Mapping[str, NDArray[Any]], device: torch.device) -> None:
+        sizes = [-(-array.nbytes // ALIGNED) * ALIGNED for array in arrays.values()]
+        on_gpu = device.type == "cuda"
+        self._here = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
+        self._there = torch.empty_like(self._here, device=device)
+        self._rows = {
+            name: part[: array.nbytes].numpy().view(array.dtype).reshape(array.shape)
+            for (name, array), part in zip(arrays.items(), self._here.split(sizes), strict=True)
+        }
+        self.tensors = {
+            name: part[: array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+            for (name, array), part in zip(arrays.items(), self._there.split(sizes), strict=True)
+        }
+
+    def fits(self, arrays: Mapping[str, NDArray[Any]]) -> bool:
+        """Whether arrays have the shapes of those that it was made for."""
+        return all(array.shape == self._rows[name].shape for name, array in arrays.items())
+
+    def send(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Write other numbers. The previous frame has ended, and so has its copy."""
+        for name, array in arrays.items():
+            self._rows[name][:] = array
+        self._there.copy_(self._here, non_blocking=True)
 
 
 def _tables(lights: Sequence[Light], counts: Sequence[int], sizes: Sequence[int]) -> dict[str, NDArray[Any]]:

@@ -26,4 +26,6 @@ OF_PIXELS = {"launch_bounds": (256, 3)} if "registers" in ON else {}
 
 def defines() -> str:
     """For the CUDA C++."""
-    return "".join(f"#define TRIAL_{name.upper()} {int(name in ON)}\n" for name in ("signs", "records", "flat", "early", "groups"))
+    return "".join(
+        f"#define TRIAL_{name.upper()} {int(name in ON)}\n" for name in ("signs", "records", "flat", "early", "groups")
+    )
