@@ -23,7 +23,8 @@ class Resident:
     instance_mesh: wp.array(dtype=wp.int32)  # (instances,); -1: no instance in this place
     instance_scale: wp.array(dtype=wp.float32)  # (instances,) the largest stretch factor; < 0: it mirrors
     instance_to_world: wp.array2d(dtype=wp.float64)  # (instances, 12): 3 x 4, from the mesh's origin
-    instance_before: wp.array2d(dtype=wp.float64)  # in the previous frame
+    instance_before: wp.array2d(dtype=wp.float64)  # in the previous frame, if it has moved for this one
+    instance_moved: wp.array(dtype=wp.int32)  # (instances,) the frame for which it moved last; -1: none
     instance_normals: wp.array2d(dtype=wp.float32)  # (instances, 9): transforms normals to the world
 
 
@@ -47,6 +48,7 @@ LENS_FX, LENS_FY, LENS_CX, LENS_CY = wp.constant(0), wp.constant(1), wp.constant
 LENS_NEAR = wp.constant(4)  # world units
 LENS_ORTHOGRAPHIC = wp.constant(5)  # 1 or 0
 LENS_TANGENT = wp.constant(6)  # tangent of the angle between the axis and the farthest corner
+LENS_FRAME = wp.constant(7)  # the number of the frame, as the bits of an int32
 PICTURE_WIDTH, PICTURE_HEIGHT = wp.constant(0), wp.constant(1)  # pixels
 PICTURE_AT = wp.constant(2)  # its first pixel among those of all views
 PICTURE_LEVELS = wp.constant(3)  # levels of hierarchical z; level 0 is the pixels

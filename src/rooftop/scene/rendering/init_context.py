@@ -3,12 +3,11 @@ transform to each view."""
 
 import warp as wp
 
-from rooftop.scene.rendering.buffers import Frame, Resident, Views
+from rooftop.scene.rendering.buffers import LENS_FRAME, Frame, Resident, Views
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
-SENT = 15  # columns of a changed instance: its number, its mesh, `settles`, and its transform, 3 x 4, object to world
-SETTLED = wp.constant(-2)  # in place of the mesh of an instance that only settles
+SENT = 14  # columns of a changed instance: its number, its mesh, and its transform, 3 x 4, object to world
 SLACK = wp.constant(wp.float64(1.0 + 1e-6))  # by which a scale is rounded up
 
 
@@ -31,16 +30,21 @@ def most_stretch(linear: wp.mat33d):
 class Changes:
     """Changed instances, each once."""
 
-    rows: wp.array2d(dtype=wp.float64)  # (count, SENT); `settles`: whether the last frame drew it where it was put last
+    rows: wp.array2d(dtype=wp.float64)  # (count, SENT)
     count: wp.int32
+    frame: wp.int32  # its number
     framed: wp.int32  # instances from this number on were in no earlier frame
 
 
 @wp.func
-def settle(resident: Resident, row: wp.int32):
-    """The position that an instance has is its previous one."""
-    for k in range(12):
-        resident.instance_before[row, k] = resident.instance_to_world[row, k]
+def keep_place(resident: Resident, changes: Changes, row: wp.int32):
+    """The position that an instance has becomes its previous one, unless this frame has put it before."""
+    if row >= changes.framed:
+        resident.instance_moved[row] = -1
+    elif resident.instance_moved[row] != changes.frame:
+        resident.instance_moved[row] = changes.frame
+        for k in range(12):
+            resident.instance_before[row, k] = resident.instance_to_world[row, k]
 
 
 @wp.func
@@ -50,17 +54,16 @@ def put(resident: Resident, origins: wp.array2d(dtype=wp.float64), changes: Chan
     mesh = wp.int32(changes.rows[i, 1])
     resident.instance_mesh[row] = mesh
     if mesh >= 0:
+        keep_place(resident, changes, row)
         linear = wp.mat33d()
         for axis in range(3):
-            shift = changes.rows[i, 3 + 4 * axis + 3]
+            shift = changes.rows[i, 2 + 4 * axis + 3]
             for inner in range(3):
-                part = changes.rows[i, 3 + 4 * axis + inner]
+                part = changes.rows[i, 2 + 4 * axis + inner]
                 linear[axis, inner] = part
                 shift += part * origins[mesh, inner]
                 resident.instance_to_world[row, 4 * axis + inner] = part
             resident.instance_to_world[row, 4 * axis + 3] = shift
-        if row >= changes.framed:
-            settle(resident, row)
         stretch = most_stretch(linear) * SLACK
         normals = stretch * wp.transpose(wp.inverse(linear))
         for axis in range(3):
@@ -71,13 +74,9 @@ def put(resident: Resident, origins: wp.array2d(dtype=wp.float64), changes: Chan
 
 @wp.kernel
 def put_instances(resident: Resident, origins: wp.array2d(dtype=wp.float64), changes: Changes, stride: wp.int32):
-    """The changed instances, and those that changed for the last frame. `origins`: origins of the meshes, which their
-    positions are relative to."""
+    """The changed instances. `origins`: origins of the meshes, which their positions are relative to."""
     for i in range(wp.tid(), changes.count, stride):
-        if changes.rows[i, 2] != wp.float64(0.0):
-            settle(resident, wp.int32(changes.rows[i, 0]))
-        if wp.int32(changes.rows[i, 1]) != SETTLED:
-            put(resident, origins, changes, i)
+        put(resident, origins, changes, i)
 
 
 @wp.func
@@ -112,4 +111,7 @@ def place_instances(
         instance = pair - view * frame.instances
         world, before = resident.instance_to_world, resident.instance_before
         frame.to_view[pair, element] = composed(world, instance, views.from_world, view, element)
-        frame.before[pair, element] = composed(before, instance, views_before.from_world, view, element)
+        if resident.instance_moved[instance] == wp.cast(views.lens[view, LENS_FRAME], wp.int32):
+            frame.before[pair, element] = composed(before, instance, views_before.from_world, view, element)
+        else:
+            frame.before[pair, element] = composed(world, instance, views_before.from_world, view, element)

@@ -201,7 +201,7 @@ class Renderer:
         maps = [self._shadows.views[number] for number in beside]
         canvas = canvas_of((*sizes, *((view.width, view.height) for view in maps)), len(cameras))
         chain = self._chains.of(canvas, placed.places, "overdraw" in outputs)
-        chain.inputs.look(cameras, self._cameras if same_views else cameras, maps)
+        chain.inputs.look(placed.frame, cameras, self._cameras if same_views else cameras, maps)
         chain.memory.frame.pixel_error = pixel_error
         pool, best = self.pool, False
         if pool is not None:
@@ -287,7 +287,7 @@ class Renderer:
         pool.requests.clear()
         for view in views:
             chain = self._ahead.of(canvas_of(((view.width, view.height),), 1), places)
-            chain.inputs.look((view,), (view,))
+            chain.inputs.look(self._placed.frame, (view,), (view,))
             while True:
                 chain.memory.frame.pixel_error = pixel_error
                 self._stages(chain, meshes, Clock(self.device, False)).look_ahead()
@@ -352,7 +352,7 @@ class Renderer:
         views = [self._shadows.views[number] for number in numbers]
         canvas = canvas_of(tuple((view.width, view.height) for view in views), 0)
         chain = self._chains.of(canvas, self._placed.places)
-        chain.inputs.look((), (), views)
+        chain.inputs.look(self._placed.frame, (), (), views)
         while True:
             chain.memory.frame.pixel_error = pixel_error
             stages = self._stages(chain, meshes, Clock(self.device, False))

@@ -132,12 +132,15 @@ class Inputs:
             for memory in (staged, there)
         )
         self._matrices, self._lenses = matrices.numpy(), lenses.numpy()
+        self._frames = self._lenses[0].view(np.int32)[:, int(buffers.LENS_FRAME)]
         pictures = uploaded(device, canvas.table)
         self.now, self.then = (_views(canvas, pictures, *both) for both in zip(*of_device, strict=True))
         self._looked: Sequence[Camera] | None = None
 
-    def look(self, cameras: Sequence[Camera], before: Sequence[Camera], maps: Sequence[Camera] = ()) -> None:
-        """Set the views: cameras, each camera's view in the previous frame, and shadow maps."""
+    def look(
+        self, frame: int, cameras: Sequence[Camera], before: Sequence[Camera], maps: Sequence[Camera] = ()
+    ) -> None:
+        """Set the views of a frame: cameras, each camera's view in the previous frame, and shadow maps."""
         numbers = (self._matrices, self._lenses)
         if before is self._looked:
             for of_both in numbers:
@@ -148,6 +151,7 @@ class Inputs:
         self._stage(0, len(cameras), maps)
         for of_both in numbers:
             of_both[1, len(cameras) :] = of_both[0, len(cameras) :]
+        self._frames[:] = frame
         self._looked = cameras
         self._there.copy_(self._staged, non_blocking=True)  # the previous frame has ended before another is staged
 
