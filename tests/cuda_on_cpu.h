@@ -117,6 +117,7 @@ inline int atomicCAS(int* address, int expected, int value) {
 inline int atomicMax(int* address, int value) { return std::exchange(*address, std::max(*address, value)); }
 inline long long atomicMax(long long* address, long long value) { return std::exchange(*address, std::max(*address, value)); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline int __clz(int bits) { return bits ? __builtin_clz(bits) : 32; }
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) { return (uint64_t(high) << 32 | low) >> (shift & 31); }
 using std::max;

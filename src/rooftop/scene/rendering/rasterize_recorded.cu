@@ -110,10 +110,9 @@ struct Picture {
 };
 
 template <bool COUNTED>
-__device__ __forceinline__ void put(const Picture& picture, int x, int y, float nearest, float farthest, float depth, long long low) {
+__device__ __forceinline__ void put(const Picture& picture, int at, float nearest, float farthest, float depth, long long low) {
     depth = smaller_of(larger_of(farthest, depth), nearest);
     if (picture.parallel) depth = picture.near / depth;
-    const int at = y * picture.width + x;
     const long long value = ((long long)word_of(smaller_of(depth, 1.0f)) << DEPTH_SHIFT) | low;
 #if TRIAL_EARLY
     if (picture.pixels[at] < value)  // what it reads may be old, and pixels only grow
@@ -127,19 +126,54 @@ template <bool COUNTED>
 __device__ __forceinline__ void draw(const Picture& picture, const Small& small, long long low, int columns, int rows) {
     const float nearest = larger_of(larger_of(small.a, small.b), small.c), farthest = smaller_of(smaller_of(small.a, small.b), small.c);
     const int tie_a = -(small.shape >> 24 & 1), tie_b = -(small.shape >> 25 & 1), tie_c = -(small.shape >> 26 & 1);
-    const int cx = -small.ax - small.bx, cy = -small.ay - small.by;
-    const int x0 = small.corner & 0xffff, x1 = x0 + columns - 1;
-    int row_a = small.row_a, row_b = small.row_b, row_c = small.row_c, of_a = row_a, of_b = row_b, of_c = row_c, x = x0, y = small.corner >> 16;
+    const int ay = small.ay << SUBPIXEL_BITS, by = small.by << SUBPIXEL_BITS, cy = -ay - by;
+    const int down_a = (small.ax << SUBPIXEL_BITS) + columns * ay, down_b = (small.bx << SUBPIXEL_BITS) + columns * by;
+    const int down_c = (-small.ax - small.bx << SUBPIXEL_BITS) + columns * cy;  // from behind the last column to the next row
+    int of_a = small.row_a, of_b = small.row_b, of_c = small.row_c;
+    int at = (small.corner >> 16) * picture.width + (small.corner & 0xffff), left_in_row = columns;
 #pragma unroll 1
     for (int left = columns * rows; left > 0; --left) {  // one loop: lanes with boxes of any shape stay together
         if (((of_a + tie_a) | (of_b + tie_b) | (of_c + tie_c)) >= 0) {
             const float sum = float(of_a) * small.a + float(of_b) * small.b + float(of_c) * small.c;
-            put<COUNTED>(picture, x, y, nearest, farthest, sum * small.over_area, low);
+            put<COUNTED>(picture, at, nearest, farthest, sum * small.over_area, low);
         }
-        of_a -= small.ay << SUBPIXEL_BITS, of_b -= small.by << SUBPIXEL_BITS, of_c -= cy << SUBPIXEL_BITS;
-        if (++x > x1) {
-            x = x0, ++y;
-            of_a = row_a += small.ax << SUBPIXEL_BITS, of_b = row_b += small.bx << SUBPIXEL_BITS, of_c = row_c += cx << SUBPIXEL_BITS;
+        of_a -= ay, of_b -= by, of_c -= cy, ++at;
+        if (--left_in_row == 0) {
+            left_in_row = columns, at += picture.width - columns;
+            of_a += down_a, of_b += down_b, of_c += down_c;
+        }
+    }
+}
+
+// The same in two steps, 32 pixels at a time: which are in the triangle, and then the depth of those alone. So lanes wait
+// for the one that covers most pixels, and not for the one with the largest box.
+template <bool COUNTED>
+__device__ __forceinline__ void draw_covered(const Picture& picture, const Small& small, long long low, int columns, int rows) {
+    const int ax = small.ax << SUBPIXEL_BITS, ay = small.ay << SUBPIXEL_BITS, bx = small.bx << SUBPIXEL_BITS, by = small.by << SUBPIXEL_BITS;
+    const int cx = -ax - bx, cy = -ay - by, count = columns * rows, x0 = small.corner & 0xffff, y0 = small.corner >> 16;
+    const int down_a = ax + columns * ay, down_b = bx + columns * by, down_c = cx + columns * cy;  // to the next row
+    int of_a = small.row_a - (small.shape >> 24 & 1), of_b = small.row_b - (small.shape >> 25 & 1), of_c = small.row_c - (small.shape >> 26 & 1);
+    int left = columns;
+    const int over_columns = int(65535.0f / float(columns)) + 1;
+#pragma unroll 1
+    for (int begin = 0; begin < count; begin += 32) {
+        unsigned covered = 0u;
+        unsigned bit = 1;
+#pragma unroll 1
+        for (int n = min(count - begin, 32); n > 0; --n, bit += bit) {
+            if ((of_a | of_b | of_c) >= 0) covered |= bit;
+            of_a -= ay, of_b -= by, of_c -= cy;
+            if (--left == 0) {
+                left = columns;
+                of_a += down_a, of_b += down_b, of_c += down_c;
+            }
+        }
+#pragma unroll 1
+        for (; covered; covered &= covered - 1) {
+            const int pixel = begin + __ffs(covered) - 1, y = pixel * over_columns >> 16, x = pixel - y * columns;
+            const float a = float(small.row_a - x * ay + y * ax), b = float(small.row_b - x * by + y * bx), c = float(small.row_c - x * cy + y * cx);
+            const float nearest = larger_of(larger_of(small.a, small.b), small.c), farthest = smaller_of(smaller_of(small.a, small.b), small.c);
+            put<COUNTED>(picture, (y0 + y) * picture.width + x0 + x, nearest, farthest, (a * small.a + b * small.b + c * small.c) * small.over_area, low);
         }
     }
 }
@@ -178,7 +212,7 @@ __device__ __forceinline__ void draw_shared(const Picture& picture, Small small,
             if (((of_a + tie_a) | (of_b + tie_b) | (of_c + tie_c)) >= 0) {
                 const float nearest = larger_of(larger_of(own.a, own.b), own.c), farthest = smaller_of(smaller_of(own.a, own.b), own.c);
                 const float sum = float(of_a) * own.a + float(of_b) * own.b + float(of_c) * own.c;
-                put<COUNTED>(picture, (own.corner & 0xffff) + x, (own.corner >> 16) + y, nearest, farthest, sum * own.over_area, high | own.number);
+                put<COUNTED>(picture, ((own.corner >> 16) + y) * picture.width + (own.corner & 0xffff) + x, nearest, farthest, sum * own.over_area, high | own.number);
             }
         }
         before += __popc(starts);
@@ -266,6 +300,9 @@ __global__ void __launch_bounds__(THREADS) rasterize_clusters(
 #if TRIAL_FLAT
         if (counted) draw_shared<true>(picture, small, shared + threadIdx.x / 32 * 32, high, columns, rows);
         else draw_shared<false>(picture, small, shared + threadIdx.x / 32 * 32, high, columns, rows);
+#elif TRIAL_COVERED
+        if (counted) draw_covered<true>(picture, small, high | number, columns, rows);
+        else draw_covered<false>(picture, small, high | number, columns, rows);
 #else
         if (counted) draw<true>(picture, small, high | number, columns, rows);
         else draw<false>(picture, small, high | number, columns, rows);

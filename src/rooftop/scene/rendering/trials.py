@@ -8,6 +8,7 @@ NAMES = {
     "signs": "small triangles of both orientations are drawn by one loop",
     "records": "the rasterizer and the pixels read a decoded head of 64 bytes",
     "flat": "with records: the lanes of a warp share the pixels of its triangles",
+    "covered": "with records: depths are computed only where a triangle covers a pixel",
     "early": "a pixel is read before its atomic maximum",
     "tiles": "a warp handles 8 x 4 pixels, and each pixel has a thread",
     "registers": "kernels of pixels have at most 80 registers",
@@ -27,5 +28,5 @@ OF_PIXELS = {"launch_bounds": (256, 3)} if "registers" in ON else {}
 def defines() -> str:
     """For the CUDA C++."""
     return "".join(
-        f"#define TRIAL_{name.upper()} {int(name in ON)}\n" for name in ("signs", "records", "flat", "early", "groups")
+        f"#define TRIAL_{name.upper()} {int(name in ON)}\n" for name in ("signs", "records", "flat", "covered", "early", "groups")
     )
