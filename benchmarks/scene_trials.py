@@ -12,14 +12,19 @@ import argparse
 import hashlib
 import json
 import os
+import statistics
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from rooftop import scene
+from rooftop.scene.rendering.memory import FrameMemory
+from rooftop.scene.rendering.stages import Stages
 from scene import G_BUFFER, around, field, middle, of_changes, of_scene, path, rock, sun, waited
 
 ALL = (*G_BUFFER, "cluster", "triangle", "level", "material_depth", "coverage")
@@ -76,7 +81,7 @@ def main() -> int:
     parser.add_argument("--meshes", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--frames", type=int, default=24)
     parser.add_argument("--compile", action="store_true", help="draw small pictures only, so that kernels get compiled")
-    parser.add_argument("--only", nargs="+", default=["frame", "cameras", "cascades", "moved", "pictures"])
+    parser.add_argument("--only", nargs="+", default=["frame", "cameras", "cascades", "moved", "timeline", "pictures"])
     options = parser.parse_args()
     options.device = "cuda" if torch.cuda.is_available() else "cpu"
     options.kernels, options.sizes, options.changed = [None], [(1920, 1080)], (0, 100)
@@ -118,6 +123,10 @@ def main() -> int:
             str(changed): of_changes(mesh(options.meshes, 3), "moved", counts[0], changed, options)
             for changed in options.changed
         },
+        "timeline": lambda: {
+            "large": timeline(world_of(rocks, counts[0]), [path(k, *options.large) for k in range(24)], options),
+            "smallest": timeline(world_of(rocks, 1), [path(k, 64, 48) for k in range(24)], options),
+        },
         "pictures": lambda: {
             "frame": checksums(world_of(rocks, counts[0]), [path(3, *options.small)], ALL, options.device),
             "cameras": checksums(
@@ -135,6 +144,42 @@ def main() -> int:
         if options.out:
             options.out.write_text(json.dumps(found, indent=1) + "\n")
     return 0
+
+
+def timeline(world: scene.Scene, cameras: list[scene.Camera], options: argparse.Namespace) -> dict[str, Any]:
+    """Where the host is during a frame: microseconds from the call to each of these."""
+    stamps: dict[str, list[float]] = {}
+    start = 0.0
+
+    def stamp(name: str) -> None:
+        stamps.setdefault(name, []).append(1e6 * (time.perf_counter() - start))
+
+    def stamped(name: str, call: Any) -> Any:
+        def wrapped(*arguments: Any, **named: Any) -> Any:
+            stamp(f"{name} begins")
+            result = call(*arguments, **named)
+            stamp(f"{name} ends")
+            return result
+
+        return wrapped
+
+    renderer = scene.Renderer(world, options.device)
+    names = ("draw_captured", "emit") if options.device == "cuda" else ("draw", "emit")
+    with ExitStack() as patches:
+        for name in names:
+            patches.enter_context(patch.object(Stages, name, stamped(name, getattr(Stages, name))))
+        patches.enter_context(patch.object(FrameMemory, "wanted_room", stamped("room", FrameMemory.wanted_room)))
+        for camera in cameras:
+            if options.device == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            frame = renderer.render(camera, G_BUFFER)
+            stamp("returns")
+            if options.device == "cuda":
+                torch.cuda.synchronize()
+            stamp("done")
+            del frame
+    return {name: round(statistics.median(found[len(found) // 2 :]), 1) for name, found in stamps.items()}
 
 
 def with_sun(rocks: Path, count: int, size: int, options: argparse.Namespace) -> dict[str, Any]:
