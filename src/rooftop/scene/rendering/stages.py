@@ -245,7 +245,8 @@ class Stages:
                 memory.sort_found(second)
             self._launch(rasterize.rank_clusters, self.resident.values, frame, second)
             if second:
-                self._launch(rasterize.rank_pixels, frame, memory.canvas.camera_texels)
+                texels = memory.canvas.camera_texels
+                self._launch(rasterize.rank_pixels, frame, texels, threads=texels if "tiles" in trials.ON else None)
         with self.clock.of("rasterize"):
             sides = int(self.one_sided)
             if self.cuda_cpp:

@@ -13,6 +13,7 @@ NAMES = {
     "tiles": "a warp handles 8 x 4 pixels, and each pixel has a thread",
     "registers": "kernels of pixels have at most 80 registers",
     "counters": "the host reads the counters while pixels are computed",
+    "merge": "clusters are sorted by tiles of 4,096, and eight of them are searched at once",
     "groups": "in CUDA C++ a launch of its own asks the groups of clusters",
     "words": "kernels in Warp read bits by a funnel shift, and matrices by rows",
     "scale": "pixels divide by powers of two",
@@ -28,5 +29,5 @@ OF_PIXELS = {"launch_bounds": (256, 3)} if "registers" in ON else {}
 def defines() -> str:
     """For the CUDA C++."""
     return "".join(
-        f"#define TRIAL_{name.upper()} {int(name in ON)}\n" for name in ("signs", "records", "flat", "covered", "early", "groups")
+        f"#define TRIAL_{name.upper()} {int(name in ON)}\n" for name in ("signs", "records", "flat", "covered", "early", "groups", "merge")
     )
