@@ -79,7 +79,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--meshes", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--frames", type=int, default=24)
+    parser.add_argument("--frames", type=int, default=20)
     parser.add_argument("--compile", action="store_true", help="draw small pictures only, so that kernels get compiled")
     parser.add_argument("--only", nargs="+", default=["frame", "cameras", "cascades", "moved", "timeline", "pictures"])
     options = parser.parse_args()

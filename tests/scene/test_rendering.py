@@ -933,3 +933,14 @@ def test_transforms_that_are_none(ball: Geometry, transform: Floats, words: str)
         scene.move(1, np.eye(4))
     with pytest.raises(ValueError, match="expected 1 integers"):
         scene.move_all([0, 0], np.eye(4)[None])
+
+
+@pytest.mark.skipif(not {"records", "pixels"} <= trials.ON, reason="a trial that is not on")
+def test_pixels_in_cuda_cpp_are_those_of_warp(ball: Geometry, cube: Geometry, cuda_on_cpu: Counter[str]) -> None:
+    scene = crowd(ball, cube)
+    names = ("depth", "normal", "instance", "material", "material_depth", "velocity", "color", "coverage", "triangle")
+    cuda, warp = (Renderer(scene, "cpu", kernels=kernels) for kernels in ("cuda", "warp"))
+    for camera in [*flight(4), *odd_views(), [replace(camera, width=37, height=29) for camera in flight(3)]]:
+        for outputs in (names, names[1:4], names[5:7], ("normal",)):
+            assert same(cuda.render(camera, outputs), warp.render(camera, outputs), outputs)
+    assert cuda_on_cpu["base_pass"] >= 20

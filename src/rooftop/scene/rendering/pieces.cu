@@ -24,8 +24,8 @@ __device__ __forceinline__ float real(int word) {
     return bits.value;
 }
 __device__ __forceinline__ Vector three(const int* words) { return {real(words[0]), real(words[1]), real(words[2])}; }
-__device__ __forceinline__ float larger_of(float a, float b) { return a < b ? b : a; }
-__device__ __forceinline__ float smaller_of(float a, float b) { return a < b ? a : b; }
+__device__ __forceinline__ float larger_of(float a, float b) { return fmaxf(a, b); }
+__device__ __forceinline__ float smaller_of(float a, float b) { return fminf(a, b); }
 __device__ __forceinline__ int pair_of(Entry entry) { return int(entry >> 32); }
 __device__ __forceinline__ int what_of(Entry entry) { return int(entry & 0xffffffffll); }
 __device__ __forceinline__ Entry entry_of(int pair, int what) { return (Entry(pair) << 32) | Entry(what); }

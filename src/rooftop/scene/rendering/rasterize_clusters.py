@@ -24,7 +24,10 @@ RECORDED = "records" in trials.ON
 def source() -> str:
     """The CUDA C++."""
     file = Path(__file__)
-    return trials.defines() + with_pieces(str(file.with_name("rasterize_recorded.py") if RECORDED else file))
+    if not RECORDED:
+        return trials.defines() + with_pieces(str(file))
+    pieces, own = with_pieces(str(file.with_name("recorded_pieces.py"))), file.with_name("rasterize_recorded.cu")
+    return trials.defines() + pieces + own.read_text(encoding="utf-8")
 
 
 def draw(scene: Uploaded, now: Uploaded, memory: FrameMemory, second: int, one_sided: int) -> None:

@@ -228,7 +228,9 @@ class Renderer:
                 self._drawn.record(torch.cuda.current_stream(self.device))
             tensors = chain.outputs(emitted, len(lights))
             pictures = tensors.new()
-            stages.emit(tensors.targets, light, self._shadows.values if lights else self._dark, surfaces, emitted)
+            shone = self._shadows.values if lights else self._dark
+            plain = pictures if meshes.plain and not lights else None
+            stages.emit(tensors.targets, light, shone, surfaces, emitted, plain)
             answer = pool.requests.read() if pool is not None else None  # waits for the frame, as the next line does
             if pool is not None and answer is not None and answer.refused is not None:
                 self._drop_pool()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from rooftop.hardware.graphs import collection_paused
 from rooftop.scene.rendering import (
     base_colors,
     base_pass,
+    base_pixels,
     buffers,
     emit_depth_targets,
     hzb,
@@ -174,7 +175,15 @@ class Stages:
             self.draw(history)
         return graph, tuple(self.clock.events)
 
-    def emit(self, targets: Any, light: Any, lights: Any, surfaces: Any, outputs: Collection[str]) -> None:
+    def emit(
+        self,
+        targets: Any,
+        light: Any,
+        lights: Any,
+        surfaces: Any,
+        outputs: Collection[str],
+        plain: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
         """Compute the named outputs from the visibility buffer.
 
         `lights` are `buffers.Lights` with their shadow maps drawn. `surfaces` are `texturing.Surfaces`, empty if no
@@ -197,9 +206,16 @@ class Stages:
             with self.clock.of("base_colors"):
                 of_pixels = (*shared[:2], self.memory.frame, targets, surfaces)
                 self._launch(base_colors.base_colors, *of_pixels, texels, **more)
-        if base:
+        if base and plain is not None and self._has_plain_pixels(outputs):
+            with self.clock.of("base_pass"):
+                base_pixels.draw(self.resident, self.now, self.then, self.memory, plain, light)
+        elif base:
             with self.clock.of("base_pass"):
                 self._launch(base_pass.base_pass, *shared, lights, surfaces, light, texels, **more)
+
+    def _has_plain_pixels(self, outputs: Collection[str]) -> bool:
+        there = {"pixels", "records"} <= trials.ON and self.cuda_cpp and self.memory.canvas.same > 0
+        return there and set(outputs) <= set(base_pixels.OUTPUTS)
 
     def keep_depths(self, which: Any, texel_at: Any, depths: Any) -> None:
         """The nearest depths of the shadow maps, the k-th as map which[k] of `buffers.Lights`."""

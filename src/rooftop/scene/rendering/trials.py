@@ -14,6 +14,7 @@ NAMES = {
     "registers": "kernels of pixels have at most 80 registers",
     "counters": "the host reads the counters while pixels are computed",
     "merge": "clusters are sorted by tiles of 4,096, and eight of them are searched at once",
+    "pixels": "with records: the base pass of meshes without attributes in CUDA C++",
     "groups": "in CUDA C++ a launch of its own asks the groups of clusters",
     "words": "kernels in Warp read bits by a funnel shift, and matrices by rows",
     "scale": "pixels divide by powers of two",
@@ -29,5 +30,6 @@ OF_PIXELS = {"launch_bounds": (256, 3)} if "registers" in ON else {}
 def defines() -> str:
     """For the CUDA C++."""
     return "".join(
-        f"#define TRIAL_{name.upper()} {int(name in ON)}\n" for name in ("signs", "records", "flat", "covered", "early", "groups", "merge")
+        f"#define TRIAL_{name.upper()} {int(name in ON)}\n"
+        for name in ("signs", "records", "flat", "covered", "early", "groups", "merge", "scale")
     )

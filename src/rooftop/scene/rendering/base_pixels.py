@@ -1,0 +1,39 @@
+"""The base pass in CUDA C++, for meshes without attributes: `base_pass.cu`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rooftop.scene.rendering import trials
+from rooftop.scene.rendering.cuda_sources import compiled, with_pieces
+from rooftop.scene.rendering.memory import FrameMemory
+from rooftop.scene.rendering.uploads import Uploaded
+
+OUTPUTS = (*("depth", "normal", "instance", "material", "material_depth", "velocity", "color", "coverage", "triangle"),)
+THREADS = 256  # 16 x 16 pixels
+
+
+@cache
+def source() -> str:
+    """The CUDA C++."""
+    here = Path(__file__)
+    pieces, own = with_pieces(str(here.with_name("recorded_pieces.py"))), here.with_name("base_pass.cu")
+    return trials.defines() + pieces + own.read_text(encoding="utf-8")
+
+
+def draw(
+    scene: Uploaded, now: Uploaded, then: Uploaded, memory: FrameMemory, pictures: Mapping[str, Tensor], light: Any
+) -> None:
+    """Write these pictures, all among OUTPUTS."""
+    of = memory.tensors
+    kernel = compiled(source(), "base_pass", memory.device)
+    kernel.launch(
+        memory.canvas.tiled_texels // THREADS, THREADS, scene.tensors["words"], scene.tensors["instance_normals"],
+        now.tensors["lens"], then.tensors["lens"], now.tensors["from_world"], now.tensors["pictures"], of["to_view"],
+        of["before"], of["records"], of["pixels"], *(pictures.get(name) for name in OUTPUTS), *map(float, light),
+    )  # fmt: skip
