@@ -27,9 +27,9 @@ RECORDS, TILES, SCALE = wp.constant("records" in ON), wp.constant("tiles" in ON)
 OF_PIXELS = {"launch_bounds": (256, 3)} if "registers" in ON else {}
 
 
+OF_CUDA = ("signs", "records", "flat", "covered", "early", "groups", "merge", "scale")
+
+
 def defines() -> str:
     """For the CUDA C++."""
-    return "".join(
-        f"#define TRIAL_{name.upper()} {int(name in ON)}\n"
-        for name in ("signs", "records", "flat", "covered", "early", "groups", "merge", "scale")
-    )
+    return "".join(f"#define TRIAL_{name.upper()} {int(name in ON)}\n" for name in OF_CUDA)
