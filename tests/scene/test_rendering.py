@@ -14,6 +14,7 @@ import warp as wp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from tests.scene.conftest import bumpy_ball
 from torch import Tensor
 
 from rooftop.errors import GeometryFileError
@@ -936,11 +937,29 @@ def test_transforms_that_are_none(ball: Geometry, transform: Floats, words: str)
 
 
 @pytest.mark.skipif(not {"records", "pixels"} <= trials.ON, reason="a trial that is not on")
-def test_pixels_in_cuda_cpp_are_those_of_warp(ball: Geometry, cube: Geometry, cuda_on_cpu: Counter[str]) -> None:
-    scene = crowd(ball, cube)
-    names = ("depth", "normal", "instance", "material", "material_depth", "velocity", "color", "coverage", "triangle")
-    cuda, warp = (Renderer(scene, "cpu", kernels=kernels) for kernels in ("cuda", "warp"))
-    for camera in [*flight(4), *odd_views(), [replace(camera, width=37, height=29) for camera in flight(3)]]:
-        for outputs in (names, names[1:4], names[5:7], ("normal",)):
-            assert same(cuda.render(camera, outputs), warp.render(camera, outputs), outputs)
-    assert cuda_on_cpu["base_pass"] >= 20
+def test_pixels_in_cuda_cpp_are_those_of_warp(
+    ball: Geometry,
+    cube: Geometry,
+    photograph: Geometry,
+    old_file: Geometry,
+    built: Callable[..., Geometry],
+    cuda_on_cpu: Counter[str],
+) -> None:
+    names = [name for name in OUTPUTS if name not in ("shadow", "base_color")]
+    whole, faces = bumpy_ball(4)
+    full = built(
+        *("full ball", whole, faces),
+        normals="smooth",
+        uv=np.stack([np.arctan2(whole[:, 1], whole[:, 0]), whole[:, 2]], 1),
+        colors=(127 + 100 * np.sin(5 * whole)).astype(np.uint8),
+        materials=np.arange(len(faces)) // 300 % 7,
+    )
+    plain, mixed = crowd(ball, cube), crowd(full, photograph)
+    mixed.add_instance(mixed.add_mesh(old_file), moved(3, 0.5, 0))
+    mixed.add_instance(2, moved(3, -0.5, 0) @ np.diag([-1.0, 1.0, 1.0, 1.0]))
+    for scene in (plain, mixed):
+        cuda, warp = (Renderer(scene, "cpu", kernels=kernels) for kernels in ("cuda", "warp"))
+        for camera in [*flight(4), *odd_views(), [replace(camera, width=37, height=29) for camera in flight(3)]]:
+            for outputs in (names, ("normal", "instance"), ("velocity", "color"), ("uv", "depth")):
+                assert same(cuda.render(camera, outputs), warp.render(camera, outputs), outputs)
+    assert cuda_on_cpu["base_pass"] >= 50

@@ -1,4 +1,4 @@
-"""The base pass in CUDA C++, for meshes without attributes: `base_pass.cu`."""
+"""The base pass in CUDA C++, for scenes without lights and materials: `base_pass.cu`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from rooftop.scene.rendering.cuda_sources import compiled, with_pieces
 from rooftop.scene.rendering.memory import FrameMemory
 from rooftop.scene.rendering.uploads import Uploaded
 
-OUTPUTS = (*("depth", "normal", "instance", "material", "material_depth", "velocity", "color", "coverage", "triangle"),)
+OUTPUTS = (
+    *("depth", "normal", "instance", "material", "material_depth", "velocity", "color", "coverage", "triangle"),
+    *("uv", "vertex_color", "cluster", "level"),
+)
 THREADS = 256  # 16 x 16 pixels
 
 
@@ -27,13 +30,21 @@ def source() -> str:
 
 
 def draw(
-    scene: Uploaded, now: Uploaded, then: Uploaded, memory: FrameMemory, pictures: Mapping[str, Tensor], light: Any
+    scene: Uploaded,
+    now: Uploaded,
+    then: Uploaded,
+    memory: FrameMemory,
+    pictures: Mapping[str, Tensor],
+    light: Any,
+    attributes: bool,
 ) -> None:
-    """Write these pictures, all among OUTPUTS."""
+    """Write these pictures, all among OUTPUTS. `attributes`: whether any mesh has some."""
     of = memory.tensors
-    kernel = compiled(source(), "base_pass", memory.device)
+    kernel = compiled(source(), f"base_pass<{'true' if attributes else 'false'}>", memory.device)
+    meshes = ("words", "page_at", "mesh", "mesh_steps")
     kernel.launch(
-        memory.canvas.tiled_texels // THREADS, THREADS, scene.tensors["words"], scene.tensors["instance_normals"],
-        now.tensors["lens"], then.tensors["lens"], now.tensors["from_world"], now.tensors["pictures"], of["to_view"],
-        of["before"], of["records"], of["pixels"], *(pictures.get(name) for name in OUTPUTS), *map(float, light),
+        memory.canvas.tiled_texels // THREADS, THREADS, *(scene.tensors[name] for name in meshes), of["drawn"],
+        scene.tensors["instance_normals"], now.tensors["lens"], then.tensors["lens"], now.tensors["from_world"],
+        now.tensors["pictures"], of["to_view"], of["before"], of["records"], of["pixels"],
+        *(pictures.get(name) for name in OUTPUTS), *map(float, light),
     )  # fmt: skip

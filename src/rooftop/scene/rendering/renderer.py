@@ -229,8 +229,8 @@ class Renderer:
             tensors = chain.outputs(emitted, len(lights))
             pictures = tensors.new()
             shone = self._shadows.values if lights else self._dark
-            plain = pictures if meshes.plain and not lights else None
-            stages.emit(tensors.targets, light, shone, surfaces, emitted, plain)
+            plain = not lights and not any(self.scene.materials)
+            stages.emit(tensors.targets, light, shone, surfaces, emitted, pictures, plain, meshes.has_attributes)
             answer = pool.requests.read() if pool is not None else None  # waits for the frame, as the next line does
             if pool is not None and answer is not None and answer.refused is not None:
                 self._drop_pool()

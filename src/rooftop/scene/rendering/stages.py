@@ -182,7 +182,9 @@ class Stages:
         lights: Any,
         surfaces: Any,
         outputs: Collection[str],
-        plain: Mapping[str, torch.Tensor] | None = None,
+        pictures: Mapping[str, torch.Tensor],
+        plain: bool,
+        attributes: bool,
     ) -> None:
         """Compute the named outputs from the visibility buffer.
 
@@ -206,16 +208,16 @@ class Stages:
             with self.clock.of("base_colors"):
                 of_pixels = (*shared[:2], self.memory.frame, targets, surfaces)
                 self._launch(base_colors.base_colors, *of_pixels, texels, **more)
-        if base and plain is not None and self._has_plain_pixels(outputs):
+        if base and plain and self._has_plain_pixels(outputs):
             with self.clock.of("base_pass"):
-                base_pixels.draw(self.resident, self.now, self.then, self.memory, plain, light)
+                base_pixels.draw(self.resident, self.now, self.then, self.memory, pictures, light, attributes)
         elif base:
             with self.clock.of("base_pass"):
                 self._launch(base_pass.base_pass, *shared, lights, surfaces, light, texels, **more)
 
     def _has_plain_pixels(self, outputs: Collection[str]) -> bool:
         there = {"pixels", "records"} <= trials.ON and self.cuda_cpp and self.memory.canvas.same > 0
-        return there and set(outputs) <= set(base_pixels.OUTPUTS)
+        return there and set(outputs) <= {*base_pixels.OUTPUTS, "overdraw"}
 
     def keep_depths(self, which: Any, texel_at: Any, depths: Any) -> None:
         """The nearest depths of the shadow maps, the k-th as map which[k] of `buffers.Lights`."""

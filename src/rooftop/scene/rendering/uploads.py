@@ -44,7 +44,7 @@ class Meshes:
         boxes = np.array([mesh.meta["bounds"] for mesh in meshes])  # (meshes, 2, 3)
         box = np.concatenate([boxes.mean(1), (boxes[:, 1] - boxes[:, 0]) / 2], axis=1)
         self.count = len(meshes)
-        self.plain = not any(table[2] for table in tables)
+        self.has_attributes = any(table[2] for table in tables)
         self.depth = max(mesh.meta["depth"] for mesh in meshes)
         self.origins = np.array([mesh.meta["origin"] for mesh in meshes])
         self.words, self.page_at = _all_pages(meshes, device) if pool is None else (pool.words, pool.page_at)
