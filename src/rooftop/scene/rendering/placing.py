@@ -13,7 +13,7 @@ from rooftop.scene.rendering import buffers, init_context
 from rooftop.scene.rendering.uploads import Meshes, Uploaded
 
 ROWS_AT_ONCE = 2**20  # of 112 bytes: the host and the device hold them twice
-FEW_ROWS = 2**12  # they have memory that stays
+FEW_ROWS = 2**14  # they have memory that stays
 MOST_THREADS = 2**17
 MOST_FRAMES = 2**31
 WIDTHS = {  # of a row of each tensor
