@@ -1,25 +1,35 @@
 """`rooftop.optimize` compared with eager PyTorch and torch.compile, on models that are not ours.
 
-    python benchmarks/optimize.py [--only resnet50 ...] [--train] [--out benchmarks/results/h100/optimize.json]
+    python benchmarks/optimize.py [--only resnet50 gpt2:1 ...] [--mode inference|training|both] [--budget 60]
+        [--out benchmarks/results/h100/optimize.json]
 
-Each case is a public model at one batch, in bfloat16. The eager model, `torch.compile` (default and reduce-overhead;
-for training only default) and the module that `rooftop.optimize` gives are called in turns in this process, as users
-call them. The search has its 60 s. `without` is what it finds when no rule compiles or captures a graph. Rows are
-written as they come: a run that is cut off leaves what it had. Models that are not installed are left out, which is
-said.
+Each row is a public model at one batch, in bfloat16, with random weights; texts have 512 tokens and no dropout. A row
+runs in its own process, with an empty cache of compiled code and a time limit; each GPU of the machine takes the next
+row. The search comes first, so its seconds are those of a first start. Then the eager model, `torch.compile` (default
+and reduce-overhead; for training only default) and the module of `rooftop.optimize` are called in turns, as users call
+them. `without` is the time of the kept rules that neither compile nor capture graphs.
 
-Exits with 1 where the optimized module is slower than the faster of eager and torch.compile's default by more than the
-spread of the timings.
+Rows are written as they come. A way that raises is an entry of the row's `errors`, and a row that fails as a whole or
+runs out of time keeps what it had. Exits with 1 if the optimized module of a row is slower than the faster of eager and
+torch.compile's default by more than the spread of the timings, or if a row has errors.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import json
+import math
+import os
+import queue
+import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,13 +38,14 @@ import torch
 from torch import Tensor, nn
 
 import rooftop
-from rooftop.hardware import compare, devices
-from rooftop.optimization import Optimized
+from rooftop.hardware import compare
 
 SECONDS = 0.5
 BUDGET_S = 60.0
-COMPILERS = ("compile", "compile-blocks", "compile-reduce-overhead", "cuda-graphs")
-WITHOUT = ("fold-norms", "fuse-convolutions", "pools", "kernels", "constants", "channels-last", "fused-optimizer")
+LIMIT_S = 400.0
+CLOSE = 0.3
+"""A prediction is close if it is off by at most this share of the measured gain, or of `SMALL` of the step."""
+SMALL = 0.02
 Row = dict[str, Any]
 Built = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
@@ -46,13 +57,14 @@ class Case:
     Attributes:
         name, package: the model's, and where it comes from.
         build: from the batch to the model and a call's arguments.
-        batches: small and large.
+        batches: small and large, for inference. training: batch of a training step.
     """
 
     name: str
     package: str
     build: Callable[[int], Built]
     batches: tuple[int, int]
+    training: int
 
 
 def images(package: str, name: str, size: int = 224) -> Callable[[int], Built]:
@@ -75,6 +87,8 @@ def texts(kind: str, tokens: int = 512, **config: Any) -> Callable[[int], Built]
     return build
 
 
+GPT2 = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 LLAMA = {
     "hidden_size": 1024,
     "intermediate_size": 2816,
@@ -82,75 +96,140 @@ LLAMA = {
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
 }
-CASES = (
-    Case("resnet50", "torchvision", images("torchvision", "resnet50"), (1, 128)),
-    Case("vit_base_patch16_224", "timm", images("timm", "vit_base_patch16_224"), (1, 128)),
-    Case("swin_t", "torchvision", images("torchvision", "swin_t"), (1, 128)),
-    Case("convnext_tiny", "torchvision", images("torchvision", "convnext_tiny"), (1, 128)),
-    Case("efficientnet_b0", "torchvision", images("torchvision", "efficientnet_b0"), (1, 128)),
-    Case("gpt2", "transformers", texts("GPT2"), (1, 16)),
-    Case("bert", "transformers", texts("Bert"), (1, 32)),
-    Case("llama_300m", "transformers", texts("Llama", **LLAMA), (1, 16)),
-    Case("mobilenet_v3_large", "torchvision", images("torchvision", "mobilenet_v3_large"), (1, 128)),
-    Case("densenet121", "torchvision", images("torchvision", "densenet121"), (1, 64)),
-    Case("regnet_y_8gf", "torchvision", images("torchvision", "regnet_y_8gf"), (1, 128)),
-    Case("mixer_b16_224", "timm", images("timm", "mixer_b16_224"), (1, 128)),
-)
-QUICK = (Case("tiny_gpt2", "transformers", texts("GPT2", 8, n_layer=2, n_head=2, n_embd=16, vocab_size=50), (1, 2)),)
+CASES = {
+    case.name: case
+    for case in (
+        Case("resnet50", "torchvision", images("torchvision", "resnet50"), (1, 128), 128),
+        Case("gpt2", "transformers", texts("GPT2", **GPT2), (1, 16), 8),
+        Case("bert", "transformers", texts("Bert", **BERT), (1, 32), 16),
+        Case("llama_300m", "transformers", texts("Llama", **LLAMA), (1, 16), 4),
+        Case("swin_t", "torchvision", images("torchvision", "swin_t"), (1, 128), 64),
+        Case("vit_base_patch16_224", "timm", images("timm", "vit_base_patch16_224"), (1, 128), 64),
+        Case("convnext_tiny", "torchvision", images("torchvision", "convnext_tiny"), (1, 128), 64),
+        Case("efficientnet_b0", "torchvision", images("torchvision", "efficientnet_b0"), (1, 128), 128),
+        Case("mobilenet_v3_large", "torchvision", images("torchvision", "mobilenet_v3_large"), (1, 128), 128),
+        Case("densenet121", "torchvision", images("torchvision", "densenet121"), (1, 64), 64),
+        Case("regnet_y_8gf", "torchvision", images("torchvision", "regnet_y_8gf"), (1, 128), 64),
+        Case("mixer_b16_224", "timm", images("timm", "mixer_b16_224"), (1, 128), 64),
+        Case("tiny_gpt2", "transformers", texts("GPT2", 8, n_layer=2, n_head=2, n_embd=16, vocab_size=50), (1, 2), 2),
+    )
+}
+TELLING = (("resnet50", 1), ("resnet50", 128), ("gpt2", 1), ("bert", 32), ("llama_300m", 1), ("swin_t", 128))
+"""The rows that come first: a run that is cut off has them."""
+QUICK = "tiny_gpt2"
 
 
-def measured(case: Case, batch: int, train: bool, device: torch.device, dtype: torch.dtype, budget_s: float) -> Row:
-    """One row: ms of each way, what the search kept, and how long it took."""
+@dataclass(frozen=True)
+class Job:
+    """One row to measure."""
+
+    name: str
+    batch: int
+    mode: str
+
+    def __str__(self) -> str:
+        return f"{self.name} batch {self.batch} {self.mode}"
+
+
+def jobs(only: Sequence[str], batch: str, mode: str) -> list[Job]:
+    """The chosen rows, the most telling ones first.
+
+    Args:
+        only: names of models, or "model:batch"; none: all.
+    """
+    found = [Job(name, size, "inference") for name, size in TELLING]
+    for case in CASES.values():
+        if case.name != QUICK:
+            found += [Job(case.name, size, "inference") for size in case.batches]
+    found += [Job(case.name, case.training, "training") for case in CASES.values() if case.name != QUICK]
+
+    def wanted(job: Job) -> bool:
+        if mode not in ("both", job.mode):
+            return False
+        if job.mode == "inference" and batch != "both" and job.batch != CASES[job.name].batches[batch == "large"]:
+            return False
+        return not only or job.name in only or f"{job.name}:{job.batch}" in only
+
+    return [job for job in dict.fromkeys(found) if wanted(job)]
+
+
+# ---- one row, in its own process -----------------------------------------------------------------------------------
+
+
+def measured(job: Job, device: torch.device, budget_s: float, note: Callable[[Row], None]) -> Row:
+    """One row: ms of each way, what the search kept, and how long it took.
+
+    Args:
+        note: called with the row after each stage.
+    """
+    train = job.mode == "training"
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
-    model, args, kwargs = case.build(batch)
+    row: Row = {"model": job.name, "batch": job.batch, "mode": job.mode, "ms": {}, "errors": {}, "seconds": {}}
+    row["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    model, args, kwargs = CASES[job.name].build(job.batch)
     model = model.to(device, dtype).train(train)
     given = [moved(each, device, dtype) for each in args]
     named = {name: moved(each, device, dtype) for name, each in kwargs.items()}
     ways: dict[str, Callable[[], Any]] = {"eager": step(model, given, named, train)}
-    seconds: dict[str, float] = {}
-    for mode in ("default",) if train or device.type == "cpu" else ("default", "reduce-overhead"):
-        torch._dynamo.reset()
-        compiled = torch.compile(model, mode=None if mode == "default" else mode)
-        name = f"compile {mode}"
-        ways[name] = step(compiled, given, named, train, mode == "reduce-overhead")
-        seconds[name] = timed(ways[name], device)
-    found = searched(model, given, named, train, budget_s, None, seconds, "optimize")
-    ways["optimize"] = step(found.module, given, named, train)
-    plain = searched(model, given, named, train, budget_s, WITHOUT, seconds, "without")
-    ways["without"] = step(plain.module, given, named, train)
-    for way in ways.values():
-        way()
-    times = compare(ways, device=device, seconds=SECONDS)
-    assert not found.module.unproven, found.module.unproven
-    return {
-        "model": case.name,
-        "batch": batch,
-        "mode": "training" if train else "inference",
-        "ms": {name: timing.median_ms for name, timing in times.items()},
-        "spread": {name: timing.spread for name, timing in times.items()},
-        "seconds": seconds,
-        "kept": found.kept,
-        "kept_without": plain.kept,
-        "changes": found.to_dict()["changes"],
-        "checked": found.checked,
-        "unchecked": found.unchecked,
-    }
+
+    def found() -> Callable[[], Any]:
+        began = time.perf_counter()
+        result = rooftop.optimize(model, *given, train=train, budget_s=budget_s, **named)
+        row["seconds"]["optimize"] = time.perf_counter() - began
+        row["search"] = {"before": result.before_ms, "after": result.after_ms, "without": result.without_ms}
+        row["kept"], row["changes"] = result.kept, result.to_dict()["changes"]
+        row["checked"], row["unchecked"] = result.checked, result.unchecked
+        row["predictions"] = predictions(row["changes"], result.before_ms)
+        run = step(result.module, given, named, train)
+        run()
+        assert not result.module.unproven, result.module.unproven
+        return run
+
+    def compiled(mode: str) -> Callable[[], Callable[[], Any]]:
+        def make() -> Callable[[], Any]:
+            began = time.perf_counter()
+            torch._dynamo.reset()
+            faster = torch.compile(model, mode=None if mode == "default" else mode)
+            run = step(faster, given, named, train, mode == "reduce-overhead")
+            for _ in range(3):  # compiling, warming up, capturing
+                run()
+            row["seconds"][f"compile {mode}"] = time.perf_counter() - began  # with what the search has cached
+            return run
+
+        return make
+
+    makers = {"optimize": found, "compile default": compiled("default")}
+    if not train and device.type == "cuda":
+        makers["compile reduce-overhead"] = compiled("reduce-overhead")
+    for name, make in makers.items():
+        try:
+            ways[name] = make()
+        except Exception as error:
+            row["errors"][name] = said(error)
+        note(row)
+        for _ in range(2):
+            ways["eager"]()
+        times = compare(ways, device=device, seconds=SECONDS)
+        row["ms"] = {way: timing.median_ms for way, timing in times.items()}
+        row["spread"] = {way: timing.spread for way, timing in times.items()}
+        note(row)
+    return row
 
 
-def searched(
-    model: nn.Module,
-    args: list[Any],
-    kwargs: dict[str, Any],
-    train: bool,
-    budget_s: float,
-    rules: tuple[str, ...] | None,
-    seconds: dict[str, float],
-    name: str,
-) -> Optimized:
-    began = time.perf_counter()
-    found = rooftop.optimize(model, *args, train=train, rules=rules, budget_s=budget_s, **kwargs)
-    seconds[name] = time.perf_counter() - began
-    return found
+def predictions(changes: Iterable[Row], step_ms: float) -> list[Row]:
+    """Predicted and measured gains of the changes that were timed, and whether they are close."""
+    return [
+        {
+            "rule": change["rule"],
+            "predicted_ms": change["predicted_ms"],
+            "measured_ms": change["measured_ms"],
+            "close": abs(change["predicted_ms"] - change["measured_ms"])
+            <= max(CLOSE * abs(change["measured_ms"]), SMALL * step_ms),
+        }
+        for change in changes
+        if change["measured_ms"] is not None
+    ]
 
 
 def moved(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
@@ -162,7 +241,7 @@ def moved(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
 def step(
     model: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], train: bool, marks: bool = False
 ) -> Callable[[], Any]:
-    """A call as users make it: without gradients, or forward and backward from the sum of what comes first."""
+    """A call as users make it: without gradients, or forward and backward from the mean square of the first output."""
 
     def infer() -> Any:
         with torch.no_grad():
@@ -178,55 +257,168 @@ def step(
     return training if train else infer
 
 
-def timed(run: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of the first three calls: compiling, warming up, capturing."""
+def said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip()[:500]}"
+
+
+def run_row(job: Job, options: argparse.Namespace) -> int:
+    """Measure one row, and write it to `--into` after each stage."""
+    row: Row = {"model": job.name, "batch": job.batch, "mode": job.mode, "ms": {}, "errors": {}}
+
+    def note(known: Row) -> None:
+        nonlocal row
+        row = known
+        partial = options.into.with_suffix(".partial")
+        partial.write_text(json.dumps(row))
+        partial.replace(options.into)
+
+    try:
+        note(measured(job, torch.device("cpu" if options.quick else "cuda"), options.budget, note))
+    except BaseException as error:
+        traceback.print_exc()
+        note({**row, "errors": {**row["errors"], "row": said(error)}})
+    return 0
+
+
+# ---- all rows ------------------------------------------------------------------------------------------------------
+
+
+def row_of(job: Job, gpu: int | None, options: argparse.Namespace) -> Row:
+    """A row measured in another process.
+
+    Args:
+        gpu: the GPU that the process sees; None: none.
+    """
     began = time.perf_counter()
-    for _ in range(3):
-        run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - began
+    with tempfile.TemporaryDirectory() as folder:
+        into = Path(folder) / "row.json"
+        words = [sys.executable, str(Path(__file__).resolve()), "--row", job.name, str(job.batch), job.mode]
+        words += ["--into", str(into), "--budget", str(options.budget), *(["--quick"] if options.quick else [])]
+        surroundings = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
+        if gpu is not None:
+            seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+            surroundings["CUDA_VISIBLE_DEVICES"] = seen.split(",")[gpu] if seen else str(gpu)
+        why = ""
+        try:
+            ended = subprocess.run(
+                words, env=surroundings, timeout=options.limit, capture_output=True, text=True, check=False
+            )
+            log = ended.stderr
+            why = f"exit status {ended.returncode}: {log.strip()[-500:]}" if ended.returncode else ""
+        except subprocess.TimeoutExpired as late:
+            log = late.stderr.decode() if isinstance(late.stderr, bytes) else late.stderr or ""
+            why = f"not done after {options.limit:.0f} s: {log.strip()[-500:]}"
+        if options.logs is not None:
+            options.logs.mkdir(parents=True, exist_ok=True)
+            (options.logs / f"{job}.txt".replace(" ", "-")).write_text(log)
+        row: Row = {"model": job.name, "batch": job.batch, "mode": job.mode, "ms": {}, "errors": {}}
+        row = json.loads(into.read_text()) if into.exists() else row
+    if why:
+        row["errors"]["row"] = why
+    row["wall_s"] = time.perf_counter() - began
+    return row
 
 
 def slower(row: Row) -> bool:
     """Whether the optimized module is slower than eager and the compiler's default, beyond the spread."""
-    ms, spread = row["ms"], row["spread"]
-    best = min(("eager", "compile default"), key=lambda name: ms[name])
+    ms, spread = row["ms"], row.get("spread", {})
+    rivals = [name for name in ("eager", "compile default") if name in ms]
+    if "optimize" not in ms or not rivals:
+        return False
+    best = min(rivals, key=lambda name: ms[name])
     return bool(ms["optimize"] > ms[best] * (1 + max(spread[best], spread["optimize"])))
+
+
+def in_words(row: Row) -> str:
+    figures = ", ".join(f"{name} {ms:.3g}" for name, ms in row["ms"].items())
+    words = [f"{row['model']} batch {row['batch']} {row['mode']}: {figures or 'no times'} ms"]
+    if "kept" in row:
+        words.append(f"kept {', '.join(row['kept']) or 'nothing'} in {row['seconds']['optimize']:.0f} s")
+    if row.get("search", {}).get("without") is not None:
+        words.append(f"{row['search']['without']:.3g} ms without compiler and graphs")
+    words += [f"{way} failed: {error}" for way, error in row["errors"].items()]
+    return "; ".join(words) + (" SLOWER" if slower(row) else "")
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """Geometric means of the gain over each other way, for small and large batches, and the share of predictions that
+    are close."""
+    found: dict[str, Any] = {}
+    for what, chosen in (
+        ("small batch", [row for row in rows if row["mode"] == "inference" and row["batch"] == 1]),
+        ("large batch", [row for row in rows if row["mode"] == "inference" and row["batch"] > 1]),
+        ("training", [row for row in rows if row["mode"] == "training"]),
+    ):
+        for way in ("eager", "compile default", "compile reduce-overhead", "best"):
+            gains = []
+            for row in chosen:
+                others = {name: ms for name, ms in row["ms"].items() if name != "optimize"}
+                rival = min(others.values()) if way == "best" and others else others.get(way)
+                if rival is not None and "optimize" in row["ms"]:
+                    gains.append(rival / row["ms"]["optimize"])
+            if gains:
+                found[f"{what}, over {way}"] = math.exp(sum(map(math.log, gains)) / len(gains))
+    close = [each["close"] for row in rows for each in row.get("predictions", [])]
+    if close:
+        found["predictions"], found["predictions within 30%"] = len(close), sum(close) / len(close)
+    return found
 
 
 def main() -> int:
     """Measure, write, and say whether something is slower."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="MODEL", help="only these models")
-    parser.add_argument("--batch", choices=("small", "large", "both"), default="both")
-    parser.add_argument("--train", action="store_true", help="training steps instead of inference")
+    parser.add_argument("--only", nargs="+", metavar="MODEL[:BATCH]", default=[], help="only these models or rows")
+    parser.add_argument("--batch", choices=("small", "large", "both"), default="both", help="of inference")
+    parser.add_argument("--mode", choices=("inference", "training", "both"), default="both")
     parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="SECONDS", help="of each search")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="of each row")
+    parser.add_argument("--total", type=float, default=math.inf, metavar="SECONDS", help="start no row after this")
     parser.add_argument("--quick", action="store_true", help="a tiny model on the CPU, to try the script")
     parser.add_argument("--out", type=Path, help="where the results go, as JSON")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="where the standard error of each row goes")
+    parser.add_argument("--row", nargs=3, metavar=("MODEL", "BATCH", "MODE"), help=argparse.SUPPRESS)
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    device = torch.device("cpu" if options.quick else "cuda")
+    if options.row is not None:
+        return run_row(Job(options.row[0], int(options.row[1]), options.row[2]), options)
+    if options.quick:
+        chosen = [Job(QUICK, CASES[QUICK].batches[0], "inference"), Job(QUICK, CASES[QUICK].training, "training")]
+    else:
+        chosen = jobs(options.only, options.batch, options.mode)
+    waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
+    for job in chosen:
+        if importlib.util.find_spec(CASES[job.name].package) is None:
+            print(f"{job}: left out, {CASES[job.name].package} is not installed", flush=True)
+        else:
+            waiting.put(job)
+    gpus: list[int | None] = [None] if options.quick else list(range(torch.cuda.device_count()))
+    if not gpus:
+        parser.error("there is no GPU: --quick tries the script on the CPU")
     rows: list[Row] = []
-    for case in QUICK if options.quick else CASES:
-        if options.only and case.name not in options.only:
-            continue
-        if importlib.util.find_spec(case.package) is None:
-            print(f"{case.name}: left out, {case.package} is not installed", flush=True)
-            continue
-        small, large = case.batches
-        for batch in {"small": (small,), "large": (large,), "both": (small, large)}[options.batch]:
-            dtype = torch.float32 if options.quick else torch.bfloat16
-            row = measured(case, batch, options.train, device, dtype, options.budget)
-            rows.append(row)
-            figures = ", ".join(f"{name} {ms:.3g}" for name, ms in row["ms"].items())
-            print(f"{case.name} batch {batch}: {figures} ms; kept {', '.join(row['kept']) or 'nothing'}", flush=True)
-            if options.out is not None:
-                found = {"device": str(devices()[0].name), "torch": torch.__version__, "results": rows}
-                options.out.write_text(json.dumps(found, indent=1) + "\n")
-            del row
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-    return int(any(slower(row) for row in rows))
+    began, lock = time.perf_counter(), threading.Lock()
+
+    def work(gpu: int | None) -> None:
+        while time.perf_counter() - began < options.total:
+            try:
+                job = waiting.get_nowait()
+            except queue.Empty:
+                return
+            row = row_of(job, gpu, options)
+            with lock:
+                rows.append(row)
+                print(in_words(row), flush=True)
+                if options.out is not None:
+                    text = json.dumps({"torch": torch.__version__, "results": rows, "summary": summary(rows)}, indent=1)
+                    options.out.write_text(text + "\n")
+
+    workers = [threading.Thread(target=work, args=(gpu,)) for gpu in gpus]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    for what, value in summary(rows).items():
+        print(f"{what}: {value:.3g}")
+    return int(any(slower(row) or row["errors"] for row in rows))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def made(train: bool = False, frozen: bool = False) -> tuple[nn.Sequential, Opti
         calls.append("faster")
         return run(*args, **kwargs)
 
-    candidate.call = call
+    candidate.call, candidate.changes = call, {"counts": "the whole model"}
     return model, OptimizedModule(model, candidate, [((X,), {})]), calls
 
 
@@ -55,6 +55,41 @@ def test_proven_calls_run_the_faster_model() -> None:
     with torch.inference_mode():
         assert ran(module, calls) == "faster"
     assert module.unproven == {}
+
+
+def test_if_nothing_was_kept_all_calls_run_the_original() -> None:
+    model = nn.Sequential(nn.Linear(6, 3))
+    module = OptimizedModule(model, Candidate.of(model, None, False), [((X,), {})])
+    model[0].register_forward_hook(lambda *_: torch.zeros(()))
+    assert torch.equal(module(torch.randn(2, 6)), torch.zeros(()))
+    assert module.unproven == {}
+
+
+def test_calls_are_told_apart_by_values_types_and_names() -> None:
+    class Scales(nn.Module):
+        def forward(self, x: Tensor, scale: float | bool = 2, other: Tensor | None = None) -> Tensor:
+            return x * scale
+
+    model = Scales().eval()
+    candidate = Candidate.of(model, None, False)
+    candidate.changes = {"nothing": "the whole model"}
+    module = OptimizedModule(model, candidate, [((X,), {"scale": 1})])
+    calls: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...] = (
+        ((X,), {"scale": True}),
+        ((X,), {"scale": 2}),
+        ((X,), {"scale": 1.0}),
+        ((X,), {"scale": 1, "other": X}),
+        ((X, 1), {}),
+        ((X.double(),), {"scale": 1}),
+    )
+    for _ in range(2):
+        module(X, scale=1)
+        assert module.unproven == {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for args, kwargs in calls:
+            module(*args, **kwargs)
+    assert sum(module.unproven.values()) == len(calls)
 
 
 def test_others_run_the_original_which_is_said_once_and_counted() -> None:

@@ -13,7 +13,8 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.nn.functional import scaled_dot_product_attention
 
 import rooftop
-from rooftop.rewrites import AttentionBackend, Candidate, Times
+from rooftop.optimization.timing import OperatorTimes
+from rooftop.rewrites import AttentionBackend, Candidate, Times, attention_rules
 from rooftop.rewrites.attention_rules import BACKENDS
 from rooftop.rewrites.candidates import Call
 
@@ -74,8 +75,25 @@ def test_it_says_when_there_is_nothing_to_gain() -> None:
     assert rule.absent(times_with("_scaled_dot_product_efficient_attention")) is None
     both = times_with("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention")
     assert rule.absent(both) is None
-    assert rule.predicted_ms(both) > 0
     assert rule.predicted_ms(times_with("mm")) == 0
+
+
+def test_its_gain_is_that_of_attention_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with OperatorTimes(torch.device("cpu")) as watched, torch.no_grad():
+        Attends()(torch.randn(2, 5, 16))
+    times = Times(4.0, watched.calls())
+    assert times.of("scaled_dot_product") > 0
+    seen: list[tuple[int, ...]] = []
+
+    def alone_ms(run: Callable[[], Any], device: torch.device) -> float:
+        result = run()
+        seen.append((result if isinstance(result, Tensor) else result[0]).shape)
+        return 4.0 if len(seen) == 1 else 3.0
+
+    monkeypatch.setattr(attention_rules, "alone_ms", alone_ms)
+    predicted = AttentionBackend("flash").predicted_ms(times)
+    assert predicted == pytest.approx(times.of("scaled_dot_product") / 4)
+    assert seen == [(2, 2, 5, 8)] * 2
 
 
 @pytest.mark.gpu

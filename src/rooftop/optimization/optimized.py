@@ -24,6 +24,8 @@ from rooftop.rewrites.candidates import Candidate
 
 PLAN_VERSION = 1
 VERSION = operator.attrgetter("_version")
+QUICK = frozenset((bool, int, str, type(None)))
+"""Constants that are equal if they have the same value and type; floats are not: 0.0 and -0.0."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class Change:
             figures.append(f"error {self.error:.2f} of what is allowed")
         if self.first_call_s is not None and self.first_call_s >= 1:
             figures.append(f"first call {self.first_call_s:.0f} s")
+        if self.bytes is not None and abs(self.bytes) >= 1e6:
+            figures.append(f"{self.bytes / 1e6:+.0f} MB of GPU memory")
         words = [part for part in (self.where, self.reason) if part]
         tail = f" ({', '.join(figures)})" if figures else ""
         return f"{self.verdict:9} {self.rule:24} {'; '.join(words)}{tail}"
@@ -77,6 +81,7 @@ class Optimized:
         checked: inputs on which every change was compared with the original. unchecked: skipped ones, with the reason.
         proven: shapes that the faster module runs.
         surroundings: the model, inputs, device and versions of this result.
+        without_ms: a step with the kept rules that neither compile nor capture graphs; None if all or none of them do.
         differs: if a plan was given, how this machine, model and inputs differ from those for which the plan was found.
     """
 
@@ -91,6 +96,7 @@ class Optimized:
     proven: list[str]
     surroundings: dict[str, str] = field(default_factory=dict)
     differs: list[str] = field(default_factory=list)
+    without_ms: float | None = None
 
     @property
     def kept(self) -> list[str]:
@@ -122,6 +128,7 @@ class Optimized:
             "before_ms": self.before_ms,
             "after_ms": self.after_ms,
             "noise": self.noise,
+            "without_ms": self.without_ms,
             "changes": [asdict(change) for change in self.changes],
             "checked": self.checked,
             "unchecked": self.unchecked,
@@ -132,6 +139,8 @@ class Optimized:
     def __str__(self) -> str:
         ratio = self.before_ms / self.after_ms
         lines = [f"{self.before_ms:.3g} ms -> {self.after_ms:.3g} ms ({ratio:.2f}x, noise {self.noise:.1%})"]
+        if self.without_ms is not None:
+            lines.append(f"{self.without_ms:.3g} ms without compiler and graphs")
         lines += [str(change) for change in self.changes]
         if self.checked:
             lines.append(f"checked on {', '.join(self.checked)}")
@@ -145,7 +154,7 @@ class OptimizedModule(nn.Module):
     """A module that runs the faster model for proven calls, and the original for all others.
 
     State dicts, parameters and attributes are those of the original. A call that was not proven is counted in
-    `unproven`; the first one for each reason warns.
+    `unproven`; the first one for each reason warns. If no rule was kept, all calls run the original.
 
     Args:
         original: the user's model.
@@ -177,7 +186,7 @@ class OptimizedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         own = self._own
-        if torch.compiler.is_compiling():
+        if own.unchanged or torch.compiler.is_compiling():
             return own.original(*args, **kwargs)
         why = own.why_not((args, kwargs))
         if not why and own.looks_first:
@@ -280,6 +289,8 @@ class _State:
         self.strided = [tensor for tensor in self.tensors if tensor.layout == torch.strided]
         self.versions, self.addresses, self.kinds = self._versions(), self._addresses(), self._kinds()
         self.hooks = RemovableHandle.next_id
+        self.unchanged = not any(self.candidate.changes.values())
+        self._quick: set[Hashable] = set()  # keys of proven calls that are cheap to compute
         self.modules = contents.modules
         self.modes = [module.training for module in self.modules]
         # A GPU works while the host checks: a graph or a compiled model that has changed nothing may run in vain.
@@ -327,12 +338,16 @@ class _State:
             return "because gradients are on: call it under torch.no_grad() or torch.inference_mode()"
         if why := unusual_context():
             return f"because {why}"
-        try:
-            proven = key_of(given) in self.proven
-        except TypeError:
-            return "because an argument is not a plain tensor, number, string or structure of these"
-        if not proven:
-            return f"because it was not proven for {in_words(given)}: pass shapes=[...] to optimize"
+        quick = _quick_key(given)
+        if quick is None or quick not in self._quick:
+            try:
+                proven = key_of(given) in self.proven
+            except TypeError:
+                return "because an argument is not a plain tensor, number, string or structure of these"
+            if not proven:
+                return f"because it was not proven for {in_words(given)}: pass shapes=[...] to optimize"
+            if quick is not None:
+                self._quick.add(quick)
         if RemovableHandle.next_id != self.hooks:
             if hooked(self.original):
                 return "because hooks were registered"
@@ -357,6 +372,24 @@ class _State:
 
     def _wants_gradients(self, given: Arguments) -> bool:
         return any(t.requires_grad for t in self.tensors) or any(t.requires_grad for t in draws.tensors_of(given))
+
+
+def _quick_key(given: Arguments) -> Hashable | None:
+    """A key for calls with plain tensors and plain constants, in a tenth of the time of `key_of`; None for others."""
+    args, kwargs = given
+    values = (*args, *kwargs.values())
+    key: list[Hashable] = [len(args), *kwargs]
+    for value in values:
+        kind = type(value)
+        if kind is Tensor:
+            if value.is_nested:
+                return None
+            key.append((value.shape, value.dtype, value.device, value.layout, value.requires_grad))
+        elif kind in QUICK:
+            key.append((kind, value))
+        else:
+            return None
+    return tuple(key) if len(values) == 1 or len(set(map(id, values))) == len(values) else None
 
 
 def unusual_context() -> str:

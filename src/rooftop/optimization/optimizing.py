@@ -109,23 +109,29 @@ def optimize(
         def gate() -> Gate:
             return Gate.of(twin, step, _in_order(tried), GATE_SHARE * budget_s, exact)
 
-        search = Search(twin, optimizer, step, gate, given, min_gain, began + budget_s, progress, fresh, originals)
+        proven = [given, *(each.given for each in claimed)]
+
+        def wrap(candidate: Candidate) -> OptimizedModule:
+            return OptimizedModule(module, candidate, proven)  # in the mode of the proof
+
+        ends = began + budget_s
+        search = Search(twin, optimizer, step, gate, given, min_gain, ends, progress, fresh, wrap, originals)
         search.run(chosen, all_at_once=plan_of is not None)
         progress("the result", 0.95)
-        candidate, before_ms, after_ms, noise = search.result()
-        proven = [given, *(each.given for each in claimed)]
-        faster = OptimizedModule(module, candidate, proven)  # in the mode of the proof
+        result = search.result()
+        faster = wrap(result.candidate)
     found = Optimized(
         faster,
-        candidate.optimizer if search.changes_optimizer(candidate) else optimizer,
+        result.candidate.optimizer if search.changes_optimizer(result.candidate) else optimizer,
         search.changes,
-        before_ms,
-        after_ms,
-        noise,
+        result.before_ms,
+        result.after_ms,
+        result.noise,
         [known.draw.what for known in search.gate.known] if search.gate is not None else [],
         dict(search.gate.dropped) if search.gate is not None else {},
         [in_words(each) for each in proven],
         _surroundings(module, given, train),
+        without_ms=result.without_ms,
     )
     if plan_of is not None:
         found.differs = _differences(plan_of.get("surroundings", {}), found.surroundings)

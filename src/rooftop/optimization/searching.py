@@ -10,20 +10,23 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from rooftop.hardware.timing import SURE_ROUNDS, Timing, is_sure
 from rooftop.optimization.as_before import Originals
+from rooftop.optimization.deadlines import Deadline, StoppedError
 from rooftop.optimization.draws import Arguments, Draw, tensors_of
+from rooftop.optimization.forecasts import quick_ceilings
 from rooftop.optimization.gate import Gate, RefusedError
 from rooftop.optimization.optimized import Change
 from rooftop.optimization.optimizer_gate import check_steps
 from rooftop.optimization.outcomes import Step, copied
-from rooftop.optimization.timing import compare_steps, same_state, step_of, times_of, untouched
+from rooftop.optimization.timing import ahead, compare_steps, same_state, step_of, times_of, untouched
 from rooftop.rewrites import RULES, Candidate, Rule, Times
+from rooftop.rewrites.graph_rules import Replays
 
 Progress = Callable[[str, float], None]
 MOST_ROUNDS = 12
@@ -34,6 +37,25 @@ STEPS, LAST_STEPS = 14, 20
 """Approximate number of steps to see whether a rule saves time, and steps at the end."""
 NOT_TRIED = "{seconds:.0f} s of the budget were left, but about {needed:.0f} s are needed"
 BUDGET_OVER = "the budget was used up: give a larger one"
+STOPPED = "its first call was stopped after {seconds:.0f} s, because the budget was used up: give a larger one"
+HOW_IT_RUNS = ("compile", "graphs")
+"""Kinds of rules that change how operators are run, not which ones."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The best candidate, with ms of a step before and after.
+
+    Attributes:
+        noise: the spread of the gain, as a share of a step.
+        without_ms: a step with the kept rules that neither compile nor capture; None if all or none of them do.
+    """
+
+    candidate: Candidate
+    before_ms: float
+    after_ms: float
+    noise: float
+    without_ms: float | None = None
 
 
 class Search:
@@ -49,6 +71,7 @@ class Search:
         ends: the time limit, by `time.perf_counter`.
         progress: called with (the current activity, fraction done).
         fresh: creates inputs that no candidate has seen.
+        wrap: the call of a candidate as users will make it, with all checks.
         originals: tensors of the model, which no rule may change.
 
     Attributes:
@@ -67,12 +90,13 @@ class Search:
         ends: float,
         progress: Progress,
         fresh: Callable[[], Draw],
+        wrap: Callable[[Candidate], Callable[..., object]],
         originals: Originals,
     ) -> None:
         self.original, self.optimizer, self.step, self._make_gate = original, optimizer, step, gate
         self.given = copied(given)  # a rule that writes into its arguments must not change the user's
         self.min_gain, self.ends, self.progress, self.fresh = min_gain, ends, progress, fresh
-        self.originals = originals
+        self.wrap, self.originals = wrap, originals
         self.kept: list[Rule] = []
         self.changes: list[Change] = []
         self.planned = False
@@ -82,6 +106,9 @@ class Search:
         self._step_s = self._first_call(self.plain)
         self.ends -= LAST_STEPS * self._step_s
         self._gates: dict[tuple[str, ...], Gate] = {}
+        self._gains: dict[str, float] = {}  # in ms, of kept rules when they were kept
+        self._without: dict[str, Times] = {}  # by kind: times of the best candidate before it had a rule of that kind
+        self._peak = self._peak_bytes(self.plain)
 
     def run(self, rules: Sequence[Rule], all_at_once: bool = False) -> None:
         """Try rules. The rule with the largest predicted gain comes first.
@@ -104,20 +131,21 @@ class Search:
         possible = [rule for rule in rules if self._fits(rule)]
         wall = self._timed({"": self.plain})[""].median_ms
         self._step_s = wall / 1e3
-        times = times_of(self.plain, self.step, self.given, self.original, wall)
+        self._ceilings = quick_ceilings(self.plain.device)
+        times = self._times = self._times_of(self.plain, wall)
         possible = [rule for rule in possible if self._has_work(rule, times)]
         forecasts = {id(rule): of for rule in possible if (of := self._forecast(rule, times)) is not None}
         predicted = {key: ms for key, (_, ms) in forecasts.items()}
         order = [rule for rule in possible if id(rule) in forecasts]
-        order.sort(key=lambda rule: (forecasts[id(rule)][0] > 0, -predicted[id(rule)]))
+        order.sort(key=lambda rule: _urgency(*forecasts[id(rule)]))
         for number, rule in enumerate(order):
             self.progress(rule.name, 0.1 + 0.8 * number / len(order))
-            change = self._tried(rule, predicted[id(rule)], times)
-            self.changes.append(change)
+            change = self._tried(rule, predicted[id(rule)])
+            self.changes.append(change)  # a list that `_tried` may have replaced
         again = [c.rule for c in self.changes if c.verdict == "no gain" and c.measured_ms is not None]
         for rule in (rule for rule in order if rule.name in again and len(self.kept) > 1):
             if time.perf_counter() < self.ends and self._could_pay(rule):
-                change = self._tried(rule, predicted[id(rule)], times)
+                change = self._tried(rule, predicted[id(rule)])
                 self.changes = [each for each in self.changes if each.rule != rule.name] + [change]
 
     def _could_pay(self, rule: Rule) -> bool:
@@ -183,23 +211,32 @@ class Search:
 
     # ---- one rule ------------------------------------------------------------------------------------------------
 
-    def _tried(self, rule: Rule, predicted_ms: float, times: Times) -> Change:
-        change = Change(rule.name, "not tried", predicted_ms=predicted_ms)
+    def _tried(self, rule: Rule, predicted_ms: float) -> Change:
+        """Try a rule with the kept ones.
+
+        Args:
+            predicted_ms: its gain without them.
+        """
         same = [kept.name for kept in self.kept if kept.kind and kept.kind == rule.kind]
-        left, needed = self.ends - time.perf_counter(), rule.seconds(times) + STEPS * self._step_s
+        change = Change(rule.name, "not tried", predicted_ms=predicted_ms)
+        left, needed = self.ends - time.perf_counter(), rule.seconds(self._times) + STEPS * self._step_s
         if left <= 0:
             return replace(change, reason=BUDGET_OVER)
         if left < needed:
             return replace(change, reason=NOT_TRIED.format(seconds=left, needed=needed))
         rules = [kept for kept in self.kept if kept.name not in same] + [rule]
+        deadline = Deadline(left - STEPS * self._step_s)
         try:
-            began = time.perf_counter()
+            change = replace(change, predicted_ms=self._predicted(rule, same))
+            began, held = time.perf_counter(), _allocated(self.plain.device)
             candidate = self._built(rules)
             where = candidate.changes[rule.name]
             if not where:
                 return replace(change, verdict="no gain", reason="there is nothing to change")
-            self._first_call(candidate)
+            with deadline:
+                self._first_call(candidate)
             change = replace(change, where=where, first_call_s=time.perf_counter() - began)
+            change = replace(change, bytes=self._more_memory(candidate, held))
             gain, share, sure = self._gain(candidate)
             change = replace(change, measured_ms=gain)
             if not sure:
@@ -207,6 +244,9 @@ class Search:
                 return replace(change, verdict="no gain", reason=reason)
             change = replace(change, error=self._proven(candidate, self._gate_of(rules)))
             self._nothing_changed()
+        except StoppedError:
+            deadline.end()
+            return replace(change, reason=STOPPED.format(seconds=time.perf_counter() - began))
         except RefusedError as why:
             return replace(change, verdict="refused", reason=str(why))
         except Exception as error:  # of a compiler, a kernel, memory: go on without the rule
@@ -215,12 +255,63 @@ class Search:
         finally:
             self.originals.restore()
         self.kept, self.best = _ordered(rules), candidate
+        self._profile(rule, gain, bool(same))
         self.changes = [
             replace(each, verdict="no gain", reason=f"{rule.name} is faster") if each.rule in same else each
             for each in self.changes
         ]
         instead = f"instead of {same[0]}" if same else ""
         return replace(change, verdict="kept", reason=instead)
+
+    def _times_of(self, candidate: Candidate, wall_ms: float) -> Times:
+        return times_of(candidate, self.step, self.given, self.original, wall_ms, self._ceilings)
+
+    def _predicted(self, rule: Rule, same: Sequence[str]) -> float:
+        """The predicted gain of a rule over the best candidate.
+
+        Args:
+            same: the kept rule that it replaces, whose gain is lost.
+        """
+        times = self._without[rule.kind] if same else self._times
+        return float(rule.predicted_ms(times)) - sum(self._gains[name] for name in same)
+
+    def _profile(self, rule: Rule, gain_ms: float, replaces: bool) -> None:
+        """Take the times of the new best candidate, from which further gains are predicted."""
+        if rule.kind and not replaces:
+            self._without[rule.kind] = self._times
+        lost = sum(self._gains.pop(name) for name in list(self._gains) if name not in [r.name for r in self.kept])
+        self._gains[rule.name] = lost + gain_ms
+        wall_ms = max(1e-6, self._times.wall_ms - gain_ms)
+        if not any(kept.kind in HOW_IT_RUNS for kept in self.kept):
+            self._times = self._times_of(self.best, wall_ms)
+            return
+        with untouched(self.original, self.best):  # its operators are those from before
+            run = step_of(self.best, self.step, copied(self.given))
+            device_ms, host_ms = ahead(run, self.best.device, wall_ms)
+        self._times = replace(self._times, wall_ms=wall_ms, device_ms=device_ms, host_ms=host_ms)
+
+    def _peak_bytes(self, candidate: Candidate) -> int:
+        """The memory on a GPU that a step needs while it runs; 0 on a CPU."""
+        device = candidate.device
+        if device.type != "cuda":
+            return 0
+        with untouched(self.original, candidate):
+            run = step_of(candidate, self.step, copied(self.given))
+            before = _allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            run()
+            return torch.cuda.max_memory_allocated(device) - before
+
+    def _more_memory(self, candidate: Candidate, held: int) -> int | None:
+        """Memory that a candidate needs beyond the original, at the peak of a step; None on a CPU.
+
+        Args:
+            held: allocated bytes before the candidate was built.
+        """
+        if candidate.device.type != "cuda":
+            return None
+        graphs = candidate.call.bytes() if isinstance(candidate.call, Replays) else 0
+        return _allocated(candidate.device) - held + graphs + self._peak_bytes(candidate) - self._peak
 
     def _plain(self) -> Candidate:
         optimizer = same_state(self.optimizer) if self.optimizer is not None else None
@@ -312,26 +403,37 @@ class Search:
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
-    def result(self) -> tuple[Candidate, float, float, float]:
-        """The best candidate, ms of a step before and after, and their noise; the original if that is faster, unless a
-        plan was applied."""
+    def result(self) -> Result:
+        """The best candidate, timed as users call it; the original if that is faster, unless a plan was applied."""
         if not self.kept:
             timing = self._pair(self.plain, self.plain)[0]
-            return self.plain, timing.median_ms, timing.median_ms, timing.spread
+            return Result(self.plain, timing.median_ms, timing.median_ms, timing.spread)
         try:
-            pairs = [self._pair(self.plain, self.best) for _ in range(SURE_ROUNDS)]
+            as_called = replace(self.best, call=self.wrap(self.best))
+            rounds = {"before": self.plain, "after": as_called, **self._uncompiled()}
+            times = [self._timed(rounds) for _ in range(SURE_ROUNDS)]
             self._gate_of(self.kept).judge_on(self.best, replace(self.fresh(), what="other values, after many calls"))
             self._nothing_changed()
         except Exception as error:
             self._give_up(str(error) if isinstance(error, RefusedError) else _first_line(error))
             return self.result()
-        shares = [1 - after.median_ms / before.median_ms for before, after in pairs]
-        before, after = (statistics.median(pair[i].median_ms for pair in pairs) for i in (0, 1))
+        median = {name: statistics.median(each[name].median_ms for each in times) for name in rounds}
+        shares = [1 - each["after"].median_ms / each["before"].median_ms for each in times]
         noise = max(shares) - min(shares)
-        if max(shares) < 0 and not self.planned:  # each round reports it
+        if statistics.median(shares) <= 0 and not self.planned:  # also if only the checks of each call cost the gain
+            after, before = median["after"], median["before"]
             self._give_up(f"together they are slower: {after:.3g} ms, the original {before:.3g} ms")
-            return self.plain, before, before, noise
-        return self.best, before, after, noise
+            return Result(self.plain, before, before, noise)
+        return Result(self.best, median["before"], median["after"], noise, median.get("without"))
+
+    def _uncompiled(self) -> dict[str, Candidate]:
+        """The kept rules without those that compile or capture, as "without"; empty if all are of one sort."""
+        rules = [rule for rule in self.kept if rule.kind not in HOW_IT_RUNS]
+        if not rules or len(rules) == len(self.kept):
+            return {}
+        candidate = self._built(rules)
+        self._first_call(candidate)
+        return {"without": candidate}
 
     def _give_up(self, reason: str) -> None:
         self.changes = [
@@ -341,10 +443,20 @@ class Search:
         self.kept, self.best = [], self.plain
 
 
+def _urgency(seconds: float, predicted_ms: float) -> tuple[bool, float]:
+    """The key by which rules are ordered: first those that apply at once, by their gain; then the others, by their gain
+    for each second that they take."""
+    return seconds > 0, -predicted_ms / (seconds if seconds > 0 else 1.0)
+
+
 def _ordered(rules: Sequence[Rule]) -> list[Rule]:
     """The rules in order of application: that of `RULES`, then those of the user."""
     places = {rule.name: place for place, rule in enumerate(RULES)}
     return sorted(rules, key=lambda rule: places.get(rule.name, len(places)))
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _first_line(error: BaseException) -> str:

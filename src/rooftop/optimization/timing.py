@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.timing import LEAST_SAMPLES, Timing, compare, compare_slow
 from rooftop.optimization.draws import Arguments
+from rooftop.optimization.forecasts import OperatorClock, fusable_of
 from rooftop.optimization.outcomes import Step, anew, preserved, same_values
 from rooftop.rewrites.candidates import Call, Candidate, Times
 from rooftop.rewrites.structures import mapped
+from rooftop.rewrites.timed_alone import CYCLES_A_MS
 
-WATCHED = 2  # runs under the mode: the first one is for lazy initialization
+SLOW_MS = 300.0
+AHEAD_RUNS, MOST_AHEAD_MS = 3, 300.0
 
 
 def step_of(candidate: Candidate, step: Step, given: Arguments) -> Callable[[], object]:
@@ -76,49 +82,77 @@ def compare_steps(
         return compare(runs, device=device, seconds=seconds, warm_up_seconds=seconds / 5)
 
 
-def times_of(candidate: Candidate, step: Step, given: Arguments, original: nn.Module, wall_ms: float) -> Times:
-    """The times of a step's operators."""
+def times_of(
+    candidate: Candidate, step: Step, given: Arguments, original: nn.Module, wall_ms: float, ceilings: Ceilings
+) -> Times:
+    """The times of a step and of its operators, and what a compiler could fuse."""
     run = step_of(candidate, step, given)
     optimizer_ms = 0.0
     with untouched(original, candidate):
-        for _ in range(WATCHED):
+        for _ in range(1 if wall_ms > SLOW_MS else 2):  # the first one is for lazy initialization
             with OperatorTimes(candidate.device) as watched:
                 run()
+        device_ms, host_ms = ahead(run, candidate.device, wall_ms)
         if candidate.optimizer is not None:
             began = time.perf_counter()
             candidate.optimizer.step()
             _wait(candidate.device)
             optimizer_ms = (time.perf_counter() - began) * 1e3
-    return Times(wall_ms, watched.calls(), optimizer_ms)
+    with untouched(original, candidate):
+        fusable = fusable_of(step_of(replace(candidate, optimizer=None), step, given), candidate.device, ceilings)
+    return Times(wall_ms, watched.calls(), optimizer_ms, device_ms, host_ms, fusable)
+
+
+def ahead(run: Callable[[], object], device: torch.device, wall_ms: float) -> tuple[float | None, float | None]:
+    """The time of a step's work on a GPU, if the host is far ahead, and the time in which the host launches it.
+
+    Before each run the GPU waits for longer than the host needs. A CUDA graph of the step takes about the first time.
+    None on a CPU.
+    """
+    if device.type != "cuda":
+        return None, None
+    device_ms, host_ms = math.inf, math.inf
+    with torch.cuda.device(device):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(AHEAD_RUNS):
+            torch.cuda._sleep(int(min(MOST_AHEAD_MS, 1 + 2 * wall_ms) * CYCLES_A_MS))
+            start.record()
+            began = time.perf_counter()
+            run()
+            host_ms = min(host_ms, (time.perf_counter() - began) * 1e3)
+            end.record()
+            end.synchronize()
+            device_ms = min(device_ms, start.elapsed_time(end))
+    return min(device_ms, wall_ms), min(host_ms, wall_ms)
 
 
 class OperatorTimes(TorchDispatchMode):
-    """The time of each operator below autograd; the device waits for the host between them."""
+    """The time of each operator below autograd, on its device."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
+        self._clock = OperatorClock(device)
         self.device = device
-        self._found: dict[Any, list[Any]] = defaultdict(lambda: [0, 0.0])
+        self._found: dict[Any, list[Any]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        _wait(self.device)
-        began = time.perf_counter()
-        result = func(*args, **(kwargs or {}))
-        _wait(self.device)
-        row = self._found[func, _key(args)]
-        row[0] += 1
-        row[1] += (time.perf_counter() - began) * 1e3
-        if len(row) == 2:
-            row.append(mapped(args, _without_data))
+        index = self._clock.count
+        with self._clock:
+            result = func(*args, **(kwargs or {}))
+        row = self._found.setdefault((func, _key(args)), [[], None])
+        row[0].append(index)
+        if row[1] is None:
+            row[1] = mapped(args, _without_data)
         return result
 
     def calls(self) -> tuple[Call, ...]:
         """The calls during the mode."""
+        ms = self._clock.times_ms()
         return tuple(
-            Call(operator, arguments, self.device, count, ms)
-            for (operator, _), (count, ms, arguments) in self._found.items()
+            Call(operator, arguments, self.device, len(indices), sum(ms[index] for index in indices))
+            for (operator, _), (indices, arguments) in self._found.items()
         )
 
 

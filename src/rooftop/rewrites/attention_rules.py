@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
-from rooftop.rewrites.candidates import Candidate, Rule, Times, only_on_gpu
+from rooftop.rewrites.candidates import Call, Candidate, Rule, Times, only_on_gpu
+from rooftop.rewrites.structures import mapped
+from rooftop.rewrites.timed_alone import alone_ms
 
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -41,12 +47,16 @@ class AttentionBackend(Rule):
         return "it is already used" if all(f"_{self.backend}_" in name for name in names) else None
 
     def predicted_ms(self, times: Times) -> float:
-        return times.of("scaled_dot_product") / 4
+        """The forward calls are timed alone with both back ends; the backward gains the same share."""
+        forward = [call for call in times.calls if _is_forward(call)]
+        now_ms = sum(call.count * alone_ms(_repeated(call), call.device) for call in forward)
+        after_ms = sum(call.count * alone_ms(_by(self.backend, call), call.device) for call in forward)
+        share = 1 - after_ms / now_ms if now_ms > 0 else 0.0
+        return times.gain_ms(share * times.of("scaled_dot_product"))
 
     def apply(self, candidate: Candidate) -> str:
         run = candidate.call
-        first = BACKENDS[self.backend]
-        order = [first, *(each for each in BACKENDS.values() if each != first), SDPBackend.MATH]
+        order = _order(self.backend)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             with sdpa_kernel(order, set_priority=True):
@@ -54,3 +64,42 @@ class AttentionBackend(Rule):
 
         candidate.call = call
         return "the whole model"
+
+
+def _order(backend: str) -> list[SDPBackend]:
+    first = BACKENDS[backend]
+    return [first, *(each for each in BACKENDS.values() if each != first), SDPBackend.MATH]
+
+
+def _is_forward(call: Call) -> bool:
+    name = call.operator.name()
+    return "scaled_dot_product" in name and "backward" not in name
+
+
+def _filled(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the same shape, strides and dtype, with values; also of an expanded one."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = torch.ones(max(1, span), dtype=tensor.dtype, device=device)
+    return memory.as_strided(tensor.shape, tensor.stride())
+
+
+def _repeated(call: Call) -> Callable[[], object]:
+    """The call on other values."""
+    given = mapped(call.arguments, lambda tensor: _filled(tensor, call.device))
+    return lambda: call.operator(*given)
+
+
+def _by(backend: str, call: Call) -> Callable[[], object]:
+    """The attention of a call, computed by a back end."""
+    given = mapped(call.arguments, lambda tensor: _filled(tensor, call.device))
+    named = {each.name: value for each, value in zip(call.operator._schema.arguments, given, strict=False)}
+    bias = named.get("attn_bias", named.get("attn_mask"))
+    causal = bool(named.get("is_causal", False))
+    q, k, v = given[:3]
+    order = _order(backend)
+
+    def run() -> object:
+        with sdpa_kernel(order, set_priority=True), torch.no_grad():
+            return scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal)
+
+    return run

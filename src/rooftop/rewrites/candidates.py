@@ -38,6 +38,25 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Fusable:
+    """The operators of a step that a compiler would join into fewer kernels.
+
+    Attributes:
+        operators: their number. kernels: number of kernels that a compiler would write for them.
+        now_ms, after_ms: device time of the operators, and of these kernels.
+        launches: number of kernels of the whole step now.
+        channels_last: whether the compiler would also lay out convolutions channels last.
+    """
+
+    operators: int
+    kernels: int
+    now_ms: float
+    after_ms: float
+    launches: int
+    channels_last: bool
+
+
+@dataclass(frozen=True)
 class Times:
     """The times of a step, from which rules predict their gain.
 
@@ -45,20 +64,41 @@ class Times:
         wall_ms: of a step.
         calls: of its operators, with the time of each.
         optimizer_ms: of the optimizer's step, if there is one.
+        device_ms: of the step's work on a GPU, if the host is far ahead. host_ms: the time in which the host launches a
+            step. None on a CPU.
+        fusable: what a compiler could fuse; None if that is not known.
     """
 
     wall_ms: float
     calls: tuple[Call, ...]
     optimizer_ms: float = 0.0
-
-    @property
-    def busy_ms(self) -> float:
-        """Time of all operators; at most the wall time, since measuring adds time."""
-        return min(self.wall_ms, sum(call.ms for call in self.calls))
+    device_ms: float | None = None
+    host_ms: float | None = None
+    fusable: Fusable | None = None
 
     def of(self, *names: str) -> float:
         """Time in ms of the operators whose name contains one of these."""
         return sum(call.ms for call in self.calls if any(name in call.operator.name() for name in names))
+
+    def count(self, *names: str) -> int:
+        """Number of calls of the operators whose name contains one of these."""
+        return sum(call.count for call in self.calls if any(name in call.operator.name() for name in names))
+
+    def gain_ms(self, device_ms: float, calls: int = 0) -> float:
+        """The gain of a step that saves `device_ms` of work and `calls` calls of operators.
+
+        A GPU works while the host launches, so the longer of the two sets the time of a step.
+        """
+        if self.device_ms is None or self.host_ms is None:
+            return device_ms
+        every = max(1, sum(call.count for call in self.calls))
+        return self.wall_ms - self._with(self.device_ms - device_ms, self.host_ms * (1 - calls / every))
+
+    def _with(self, device_ms: float, host_ms: float) -> float:
+        """The time of a step with other work and other launches."""
+        assert self.device_ms is not None
+        assert self.host_ms is not None
+        return self.wall_ms * max(device_ms, host_ms) / max(self.device_ms, self.host_ms)
 
 
 @dataclass

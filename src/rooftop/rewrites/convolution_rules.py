@@ -16,7 +16,7 @@ class FoldNorms(Rule):
     name = "fold-norms"
 
     def predicted_ms(self, times: Times) -> float:
-        return times.of("batch_norm")
+        return times.gain_ms(times.of("batch_norm"), times.count("batch_norm"))
 
     def apply(self, candidate: Candidate) -> str:
         folded = fold_norms(candidate.model).folded
@@ -33,8 +33,10 @@ class FuseConvolutions(Rule):
         return only_on_gpu(candidate)
 
     def predicted_ms(self, times: Times) -> float:
-        has = times.of("convolution") > 0
-        return times.of("relu", "gelu", "silu", "sigmoid", "aten::add") if has else 0.0
+        if not times.count("convolution"):
+            return 0.0
+        joined = ("relu", "gelu", "silu", "sigmoid", "aten::add")
+        return times.gain_ms(times.of(*joined), times.count(*joined))
 
     def apply(self, candidate: Candidate) -> str:
         fused = fuse_convolutions(candidate.model).fused
@@ -58,7 +60,7 @@ class Pools(Rule):
         return only_on_gpu(candidate)
 
     def predicted_ms(self, times: Times) -> float:
-        return times.of("max_pool") / 2
+        return times.gain_ms(times.of("max_pool") / 2)
 
     def apply(self, candidate: Candidate) -> str:
         return counted(len(replace_pools(candidate.model)), "max pool")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -10,9 +9,9 @@ from torch import Tensor, nn
 
 from rooftop.rewrites.candidates import Call, Candidate, Rule, Times, counted, only_on_gpu
 from rooftop.rewrites.structures import mapped
+from rooftop.rewrites.timed_alone import alone_ms
 
 CONVOLUTIONS_2D = (nn.Conv2d, nn.ConvTranspose2d)
-REPEATS = 3
 
 
 class ChannelsLast(Rule):
@@ -21,7 +20,8 @@ class ChannelsLast(Rule):
     name = "channels-last"
 
     def predicted_ms(self, times: Times) -> float:
-        return sum(gain_channels_last(call) for call in times.calls if "convolution" in call.operator.name())
+        convolutions = (call for call in times.calls if "convolution" in call.operator.name())
+        return times.gain_ms(sum(map(gain_channels_last, convolutions)))
 
     def apply(self, candidate: Candidate) -> str:
         convolutions = [
@@ -55,8 +55,7 @@ def gain_channels_last(call: Call) -> float:
 
     def timed(layout: torch.memory_format) -> float:
         given = mapped(call.arguments, lambda t: torch.ones_like(t, device=device, memory_format=_of(t, layout)))
-        call.operator(*given)
-        return min(_seconds(lambda: call.operator(*given), device) for _ in range(REPEATS)) * 1e3
+        return alone_ms(lambda: call.operator(*given), device)
 
     device = call.device
     with torch.no_grad():
@@ -65,16 +64,6 @@ def gain_channels_last(call: Call) -> float:
 
 def _of(tensor: Tensor, layout: torch.memory_format) -> torch.memory_format:
     return layout if tensor.dim() == 4 else torch.contiguous_format
-
-
-def _seconds(run: Any, device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - began
 
 
 class Autocast(Rule):

@@ -29,7 +29,7 @@ class CudaGraphs(Rule):
         return only_on_gpu(candidate)
 
     def predicted_ms(self, times: Times) -> float:
-        return times.wall_ms - times.busy_ms
+        return 0.0 if times.device_ms is None else max(0.0, times.wall_ms - times.device_ms)
 
     def apply(self, candidate: Candidate) -> str:
         buffers = [buffer for buffer in candidate.model.buffers() if not buffer.is_inference()]
@@ -68,4 +68,12 @@ class Replays:
             places = [torch.clone(tensor) for tensor in given]
         place_of = {id(tensor): place for tensor, place in zip(given, places, strict=True)}
         own_args, own_kwargs = mapped((args, kwargs), lambda tensor: place_of[id(tensor)])
-        return self.graphs.add(key, places, lambda: mapped(self.run(*own_args, **own_kwargs), lambda t: t, strict=True))
+
+        def call() -> Any:
+            return mapped(self.run(*own_args, **own_kwargs), lambda t: t, strict=True)
+
+        return self.graphs.add(key, places, call)
+
+    def bytes(self) -> int:
+        """Memory of all graphs."""
+        return sum(entry.bytes for entry in self.graphs.entries.values() if isinstance(entry, Graph))

@@ -17,7 +17,7 @@ class Kernels(Rule):
         return only_on_gpu(candidate)
 
     def predicted_ms(self, times: Times) -> float:
-        return times.of("layer_norm", "rms_norm", "softmax", "embedding") / 3
+        return times.gain_ms(times.of("layer_norm", "rms_norm", "softmax", "embedding") / 3)
 
     def apply(self, candidate: Candidate) -> str:
         return names_of(replace(candidate.model, only=KINDS).swapped)

@@ -1,0 +1,53 @@
+"""Stops a block of code after some time, as Ctrl-C would: a compiler cannot be asked to hurry."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from types import TracebackType
+
+AGAIN_S = 5.0
+"""If code that is not Python is running, or a callback swallows the exception, it is raised again after this time."""
+
+
+class StoppedError(BaseException):
+    """The time of a `Deadline` was over. It is no `Exception`, so that code that handles errors does not handle it."""
+
+
+class Deadline:
+    """A `with` block that raises `StoppedError` in this thread after `seconds`.
+
+    Python raises it between two of its instructions: a call into C++ ends first.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._thread = threading.get_ident()
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Deadline:
+        threading.Thread(target=self._watch, daemon=True, name="rooftop deadline").start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Raise nothing from now on."""
+        while not self._over.is_set():
+            try:
+                with self._lock:
+                    self._over.set()
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), None)
+            except StoppedError:  # raised just now: the block was done
+                continue
+
+    def _watch(self) -> None:
+        seconds = max(0.0, self._seconds)
+        while not self._over.wait(seconds):
+            with self._lock:
+                if not self._over.is_set():
+                    raised = ctypes.py_object(StoppedError)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), raised)
+            seconds = AGAIN_S

@@ -1,0 +1,126 @@
+"""What a compiler could fuse in a step, from the time and the tensors of each operator.
+
+The rules of `rooftop.analysis.advice.fusion` find the operators that would share a kernel, and the memory traffic that
+is left. The memory rate is measured quickly: only its ratio to the rate of the step's own operators counts.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+import torch
+
+from rooftop.analysis.advice.compiler_layouts import compiler_lays_out_channels_last
+from rooftop.analysis.advice.fusion import fused
+from rooftop.analysis.instruments import MeasuredOperator
+from rooftop.cost import CountingMode
+from rooftop.hardware.ceilings import Ceilings, MemoryPoint
+from rooftop.hardware.figures import PRECISIONS
+from rooftop.rewrites.candidates import Fusable
+from rooftop.rewrites.timed_alone import AHEAD_MS, CYCLES_A_MS, alone_ms
+
+SIZES = (1 << 18, 1 << 22, 1 << 26)
+"""Bytes of the copies by which the memory rate is measured: in caches, and beyond those of most CPUs."""
+EVENT_PAIRS = 20
+
+
+def quick_ceilings(device: torch.device) -> Ceilings:
+    """The memory rates of a device and the time of its shortest kernel, measured in a moment. Arithmetic has no limit
+    in it."""
+    points = []
+    for size in SIZES:
+        source = torch.ones(size // 8, device=device)
+        target = torch.empty_like(source)
+        rate = size / (alone_ms(lambda t=target, s=source: t.copy_(s), device) / 1e3)  # type: ignore[misc]
+        points.append(MemoryPoint(size, rate, rate, rate, rate))
+    small = torch.ones(8, device=device)
+    return Ceilings(
+        device="",
+        device_id="",
+        kind=device.type,
+        threads=torch.get_num_threads(),
+        versions={},
+        measured_at="",
+        memory=tuple(points),
+        levels=(),
+        flops=dict.fromkeys(PRECISIONS, math.inf),
+        kernel_floor_ms=alone_ms(lambda: small.add_(1), device),
+        launch_eager_ms=0.0,
+        launch_graph_ms=0.0,
+        transfers={},
+        links={},
+        spread={},
+        disturbed=(),
+    )
+
+
+def fusable_of(run: Callable[[], object], device: torch.device, ceilings: Ceilings) -> Fusable:
+    """What a compiler could fuse in a run of forward and backward."""
+    clock = OperatorClock(device)
+    with CountingMode(_place, clock.at) as counted:
+        run()
+    pairs = zip(counted.records, clock.times_ms(), strict=False)
+    operators = [MeasuredOperator(record, ms, ()) for record, ms in pairs]
+    found = fused(operators, ceilings)
+    launches = sum(op.record.cost is None or op.record.cost.bytes > 0 for op in operators)
+    channels_last = compiler_lays_out_channels_last(operators, device.type == "cuda")
+    return Fusable(found.operators, found.kernels, found.now_ms, found.after_ms, launches, channels_last)
+
+
+def _place() -> tuple[str, str]:
+    return "", "backward" if torch._C._current_graph_task_id() != -1 else "forward"
+
+
+class OperatorClock:
+    """A context around each of many operators, which may not be nested.
+
+    On a GPU, events take the time. Before each operator the GPU waits until the host has launched it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.count = 0
+        self._ms: list[float] = []
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def at(self, index: int) -> OperatorClock:
+        """The context for an operator, as `CountingMode` asks for it."""
+        return self
+
+    def __enter__(self) -> OperatorClock:
+        self.count += 1
+        if self.device.type == "cuda":
+            self._begin()
+        else:
+            self._began = time.perf_counter_ns()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self.device.type != "cuda":
+            self._ms.append((time.perf_counter_ns() - self._began) / 1e6)
+        else:
+            self._events[-1][1].record(torch.cuda.current_stream(self.device))
+
+    def _begin(self) -> None:
+        stream = torch.cuda.current_stream(self.device)
+        with torch.cuda.device(self.device):
+            torch.cuda._sleep(int(AHEAD_MS * CYCLES_A_MS))
+            pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            pair[0].record(stream)
+            self._events.append(pair)
+
+    def times_ms(self) -> list[float]:
+        """The time of each operator."""
+        if self.device.type != "cuda":
+            return self._ms
+        count = len(self._events)
+        for _ in range(EVENT_PAIRS):  # the time between two events without work
+            self._begin()
+            self._events[-1][1].record(torch.cuda.current_stream(self.device))
+        torch.cuda.synchronize(self.device)
+        empty = sorted(start.elapsed_time(end) for start, end in self._events[count:])[EVENT_PAIRS // 2]
+        self._events, ended = self._events[:count], self._events[:count]
+        return [max(0.0, start.elapsed_time(end) - empty) for start, end in ended]

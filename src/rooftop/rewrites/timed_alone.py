@@ -1,0 +1,35 @@
+"""The time of one operator alone, by which rules predict their gain."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+REPEATS = 3
+CYCLES_A_MS = 2_000_000
+"""Upper bound of the cycles in one ms of a GPU's clock."""
+AHEAD_MS = 0.2
+"""The GPU waits for this long before an operator, so that the host has launched it by then."""
+
+
+def alone_ms(run: Callable[[], object], device: torch.device) -> float:
+    """The time of a call on the device in ms, the best of three, after one that is not counted."""
+    run()
+    return min(_once(run, device) for _ in range(REPEATS))
+
+
+def _once(run: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        began = time.perf_counter()
+        run()
+        return (time.perf_counter() - began) * 1e3
+    with torch.cuda.device(device):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(int(AHEAD_MS * CYCLES_A_MS))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)

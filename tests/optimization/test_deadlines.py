@@ -1,0 +1,70 @@
+"""Code that takes too long is stopped, and a search goes on without it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rooftop
+from rooftop.optimization.deadlines import Deadline, StoppedError
+from rooftop.rewrites import Candidate, Rule, Times
+
+LONG_S = 30.0
+
+
+def compiles_for(seconds: float) -> None:
+    """Like a compiler: it handles the errors of its parts, and cleans up."""
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        try:
+            sum(range(100))
+        except Exception:
+            pytest.fail("the time was taken for an error")
+
+
+def test_it_stops_what_takes_too_long() -> None:
+    began = time.perf_counter()
+    with pytest.raises(StoppedError), Deadline(0.1):
+        compiles_for(LONG_S)
+    assert time.perf_counter() - began < LONG_S / 2
+
+
+def test_what_is_done_in_time_is_left_alone() -> None:
+    for seconds in (0.0, 0.001, 0.01):
+        with Deadline(seconds + 5):
+            compiles_for(seconds)
+    deadline = Deadline(0.02)
+    with deadline:
+        pass
+    deadline.end()
+    compiles_for(0.1)
+
+
+def test_a_search_goes_on_without_a_rule_that_compiles_for_too_long() -> None:
+    class Compiles(Rule):
+        name = "compiles"
+
+        def seconds(self, times: Times) -> float:
+            return 0.1  # far too little
+
+        def apply(self, candidate: Candidate) -> str:
+            run = candidate.call
+
+            def call(*args: Any) -> Any:
+                compiles_for(4 * LONG_S)
+                return run(*args)
+
+            candidate.call = call
+            return "the whole model"
+
+    model, began = nn.Linear(4, 4).eval(), time.perf_counter()
+    found = rooftop.optimize(model, torch.randn(2, 4), rules=[Compiles(), "cuda-graphs"], budget_s=5)
+    assert time.perf_counter() - began < LONG_S
+    verdicts = {change.rule: (change.verdict, change.reason) for change in found.changes}
+    assert verdicts["compiles"][0] == "not tried"
+    assert "its first call was stopped after" in verdicts["compiles"][1]
+    assert not found.kept

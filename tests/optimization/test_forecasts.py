@@ -1,0 +1,68 @@
+"""Predicted gains: what a compiler would fuse, and what the host and the device gain each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from rooftop.optimization.forecasts import OperatorClock, fusable_of, quick_ceilings
+from rooftop.rewrites import Compile, CompileBlocks, CudaGraphs, Times
+from rooftop.rewrites.candidates import Call, Fusable
+
+CPU = torch.device("cpu")
+
+
+def test_elementwise_operators_between_products_are_fused() -> None:
+    first, second = nn.Linear(64, 512), nn.Linear(512, 64)
+    x = torch.randn(4096, 64)
+
+    def run() -> None:
+        with torch.no_grad():
+            second(first(x).sin().mul(2.0).add(1.0).cos())
+
+    found = fusable_of(run, CPU, quick_ceilings(CPU))
+    assert (found.operators, found.kernels) == (4, 1)
+    assert 0 < found.after_ms < found.now_ms
+    assert found.launches == 6
+    assert not found.channels_last
+
+
+def test_the_clock_of_operators_counts_and_times_them() -> None:
+    clock = OperatorClock(CPU)
+    for index in range(3):
+        with clock.at(index):
+            torch.randn(1000).sum()
+    assert clock.count == 3
+    assert len(clock.times_ms()) == 3
+    assert all(ms > 0 for ms in clock.times_ms())
+
+
+def times(device_ms: float | None, host_ms: float | None, fusable: Fusable | None = None) -> Times:
+    calls = (Call(torch.ops.aten.relu.default, (), CPU, 10, 2.0), Call(torch.ops.aten.mm.default, (), CPU, 10, 4.0))
+    return Times(max(device_ms or 0.0, host_ms or 8.0), calls, 0.0, device_ms, host_ms, fusable)
+
+
+def test_the_longer_of_host_and_device_sets_the_gain() -> None:
+    assert times(None, None).gain_ms(2.0, 10) == 2.0
+    assert times(8.0, 4.0).gain_ms(2.0, 10) == pytest.approx(2.0), "the device is busy all the time"
+    assert times(2.0, 8.0).gain_ms(1.0, 10) == pytest.approx(4.0), "half of the launches are saved"
+    assert times(7.0, 8.0).gain_ms(0.5, 10) == pytest.approx(1.5), "then the device sets the time"
+
+
+def test_graphs_gain_what_the_device_waits() -> None:
+    rule = CudaGraphs()
+    assert rule.predicted_ms(times(2.0, 8.0)) == 6.0
+    assert rule.predicted_ms(times(8.0, 2.0)) == 0.0
+    assert rule.predicted_ms(times(None, None)) == 0.0
+
+
+def test_the_compiler_gains_what_it_fuses_and_launches_less() -> None:
+    fusable = Fusable(operators=12, kernels=2, now_ms=3.0, after_ms=1.0, launches=20, channels_last=False)
+    assert Compile().predicted_ms(times(None, None)) == 0.0, "nothing is known of the step"
+    assert Compile().predicted_ms(times(8.0, 2.0, fusable)) == pytest.approx(2.0)
+    bound_by_host = times(4.0, 8.0, fusable)
+    assert Compile("reduce-overhead").predicted_ms(bound_by_host) == pytest.approx(8.0 - 2.0)
+    assert 2.0 < Compile().predicted_ms(bound_by_host) <= 6.0
+    assert 0 < CompileBlocks().predicted_ms(bound_by_host) < Compile().predicted_ms(bound_by_host)
+    assert Compile().predicted_ms(times(None, None, fusable)) == pytest.approx(2.0, abs=0.1)
