@@ -23,6 +23,7 @@ import json
 import math
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -290,7 +292,7 @@ def row_of(job: Job, gpu: int | None, options: argparse.Namespace) -> Row:
         gpu: the GPU that the process sees; None: none.
     """
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         into = Path(folder) / "row.json"
         words = [sys.executable, str(Path(__file__).resolve()), "--row", job.name, str(job.batch), job.mode]
         words += ["--into", str(into), "--budget", str(options.budget), *(["--quick"] if options.quick else [])]
@@ -298,16 +300,22 @@ def row_of(job: Job, gpu: int | None, options: argparse.Namespace) -> Row:
         if gpu is not None:
             seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
             surroundings["CUDA_VISIBLE_DEVICES"] = seen.split(",")[gpu] if seen else str(gpu)
-        why = ""
-        try:
-            ended = subprocess.run(
-                words, env=surroundings, timeout=options.limit, capture_output=True, text=True, check=False
+        log_path, why = Path(folder) / "log.txt", ""
+        with log_path.open("w") as log_file:  # a group of its own, with the compiler's helpers
+            process = subprocess.Popen(
+                words, env=surroundings, stdout=log_file, stderr=log_file, start_new_session=True
             )
-            log = ended.stderr
-            why = f"exit status {ended.returncode}: {log.strip()[-500:]}" if ended.returncode else ""
-        except subprocess.TimeoutExpired as late:
-            log = late.stderr.decode() if isinstance(late.stderr, bytes) else late.stderr or ""
-            why = f"not done after {options.limit:.0f} s: {log.strip()[-500:]}"
+            try:
+                status = process.wait(options.limit)
+                why = f"exit status {status}" if status else ""
+            except subprocess.TimeoutExpired:
+                why = f"not done after {options.limit:.0f} s"
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        log = log_path.read_text(errors="replace")
+        why += f": {log.strip()[-500:]}" if why else ""
         if options.logs is not None:
             options.logs.mkdir(parents=True, exist_ok=True)
             (options.logs / f"{job}.txt".replace(" ", "-")).write_text(log)
