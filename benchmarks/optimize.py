@@ -4,10 +4,10 @@
         [--out benchmarks/results/h100/optimize.json]
 
 Each row is a public model at one batch, in bfloat16, with random weights; texts have 512 tokens and no dropout. A row
-runs in its own process, with an empty cache of compiled code and a time limit; each GPU of the machine takes the next
-row. The search comes first, so its seconds are those of a first start. Then the eager model, `torch.compile` (default
-and reduce-overhead; for training only default) and the module of `rooftop.optimize` are called in turns, as users call
-them. `without` is the time of the kept rules that neither compile nor capture graphs.
+runs in its own process, with an empty cache of compiled code and a time limit from its turn on; each GPU of the machine
+takes the next row. The search comes first, so its seconds are those of a first start. Then the eager model,
+`torch.compile` (default, and reduce-overhead for inference at batch 1) and the module of `rooftop.optimize` are called
+in turns, as users call them. `without` is the time of the kept rules that neither compile nor capture graphs.
 
 Rows are written as they come. A way that raises is an entry of the row's `errors`, and a row that fails as a whole or
 runs out of time keeps what it had. Exits with 1 if the optimized module of a row is slower than the faster of eager and
@@ -17,6 +17,7 @@ torch.compile's default by more than the spread of the timings, or if a row has 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import importlib
 import importlib.util
 import json
@@ -48,6 +49,9 @@ LIMIT_S = 400.0
 CLOSE = 0.3
 """A prediction is close if it is off by at most this share of the measured gain, or of `SMALL` of the step."""
 SMALL = 0.02
+AT_ONCE = 2
+"""Processes for each GPU: one builds its model while the other has its turn."""
+POLL_S = 0.2
 Row = dict[str, Any]
 Built = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
@@ -158,18 +162,23 @@ def jobs(only: Sequence[str], batch: str, mode: str) -> list[Job]:
 # ---- one row, in its own process -----------------------------------------------------------------------------------
 
 
-def measured(job: Job, device: torch.device, budget_s: float, note: Callable[[Row], None]) -> Row:
+def measured(
+    job: Job, device: torch.device, budget_s: float, note: Callable[[Row], None], turn: Callable[[], object]
+) -> Row:
     """One row: ms of each way, what the search kept, and how long it took.
 
     Args:
         note: called with the row after each stage.
+        turn: returns when the device is free for this row.
     """
     train = job.mode == "training"
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
     row: Row = {"model": job.name, "batch": job.batch, "mode": job.mode, "ms": {}, "errors": {}, "seconds": {}}
-    row["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     model, args, kwargs = CASES[job.name].build(job.batch)
+    turn()
+    row["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    note(row)
     model = model.to(device, dtype).train(train)
     given = [moved(each, device, dtype) for each in args]
     named = {name: moved(each, device, dtype) for name, each in kwargs.items()}
@@ -202,7 +211,7 @@ def measured(job: Job, device: torch.device, budget_s: float, note: Callable[[Ro
         return make
 
     makers = {"optimize": found, "compile default": compiled("default")}
-    if not train and device.type == "cuda":
+    if not train and device.type == "cuda" and job.batch == 1:  # graphs gain nothing for a large one
         makers["compile reduce-overhead"] = compiled("reduce-overhead")
     for name, make in makers.items():
         try:
@@ -274,28 +283,42 @@ def run_row(job: Job, options: argparse.Namespace) -> int:
         partial.write_text(json.dumps(row))
         partial.replace(options.into)
 
-    try:
-        note(measured(job, torch.device("cpu" if options.quick else "cuda"), options.budget, note))
-    except BaseException as error:
-        traceback.print_exc()
-        note({**row, "errors": {**row["errors"], "row": said(error)}})
+    with options.turns.open("w") as turns:  # locked until the row is done
+
+        def turn() -> None:
+            fcntl.flock(turns, fcntl.LOCK_EX)
+
+        try:
+            note(measured(job, torch.device("cpu" if options.quick else "cuda"), options.budget, note, turn))
+        except BaseException as error:
+            traceback.print_exc()
+            note({**row, "errors": {**row["errors"], "row": said(error)}})
     return 0
 
 
 # ---- all rows ------------------------------------------------------------------------------------------------------
 
 
-def row_of(job: Job, gpu: int | None, options: argparse.Namespace) -> Row:
+def row_of(job: Job, gpu: int | None, turns: Path, options: argparse.Namespace) -> Row:
     """A row measured in another process.
 
     Args:
         gpu: the GPU that the process sees; None: none.
+        turns: a file that the processes of a GPU lock in turns.
     """
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         into = Path(folder) / "row.json"
         words = [sys.executable, str(Path(__file__).resolve()), "--row", job.name, str(job.batch), job.mode]
-        words += ["--into", str(into), "--budget", str(options.budget), *(["--quick"] if options.quick else [])]
+        words += [
+            "--into",
+            str(into),
+            "--turns",
+            str(turns),
+            "--budget",
+            str(options.budget),
+            *(["--quick"] if options.quick else []),
+        ]
         surroundings = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
         if gpu is not None:
             seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -306,10 +329,9 @@ def row_of(job: Job, gpu: int | None, options: argparse.Namespace) -> Row:
                 words, env=surroundings, stdout=log_file, stderr=log_file, start_new_session=True
             )
             try:
-                status = process.wait(options.limit)
-                why = f"exit status {status}" if status else ""
-            except subprocess.TimeoutExpired:
-                why = f"not done after {options.limit:.0f} s"
+                status = ended(process, into, options.limit)
+                why = f"not done after {options.limit:.0f} s" if status is None else f"exit status {status}"
+                why = why if status != 0 else ""
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -327,6 +349,18 @@ def row_of(job: Job, gpu: int | None, options: argparse.Namespace) -> Row:
     return row
 
 
+def ended(process: subprocess.Popen[bytes], into: Path, limit_s: float) -> int | None:
+    """The exit status of a row's process; None if it takes more than `limit_s` to start, or from its turn on."""
+    began, has_turn = time.perf_counter(), False
+    while process.poll() is None:
+        if into.exists() and not has_turn:
+            began, has_turn = time.perf_counter(), True
+        if time.perf_counter() - began > (limit_s if has_turn else 2 * limit_s):
+            return None
+        time.sleep(POLL_S)
+    return process.returncode
+
+
 def slower(row: Row) -> bool:
     """Whether the optimized module is slower than eager and the compiler's default, beyond the spread."""
     ms, spread = row["ms"], row.get("spread", {})
@@ -335,6 +369,11 @@ def slower(row: Row) -> bool:
         return False
     best = min(rivals, key=lambda name: ms[name])
     return bool(ms["optimize"] > ms[best] * (1 + max(spread[best], spread["optimize"])))
+
+
+def failed(rows: Sequence[Row], quick: bool) -> bool:
+    """Whether a row has errors, or the optimized module is slower; the times of a quick run do not count."""
+    return any(row["errors"] or (slower(row) and not quick) for row in rows)
 
 
 def in_words(row: Row) -> str:
@@ -386,6 +425,7 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="where the standard error of each row goes")
     parser.add_argument("--row", nargs=3, metavar=("MODEL", "BATCH", "MODE"), help=argparse.SUPPRESS)
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--turns", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.row is not None:
         return run_row(Job(options.row[0], int(options.row[1]), options.row[2]), options)
@@ -405,13 +445,13 @@ def main() -> int:
     rows: list[Row] = []
     began, lock = time.perf_counter(), threading.Lock()
 
-    def work(gpu: int | None) -> None:
+    def work(gpu: int | None, turns: Path) -> None:
         while time.perf_counter() - began < options.total:
             try:
                 job = waiting.get_nowait()
             except queue.Empty:
                 return
-            row = row_of(job, gpu, options)
+            row = row_of(job, gpu, turns, options)
             with lock:
                 rows.append(row)
                 print(in_words(row), flush=True)
@@ -419,14 +459,16 @@ def main() -> int:
                     text = json.dumps({"torch": torch.__version__, "results": rows, "summary": summary(rows)}, indent=1)
                     options.out.write_text(text + "\n")
 
-    workers = [threading.Thread(target=work, args=(gpu,)) for gpu in gpus]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    with tempfile.TemporaryDirectory() as folder:
+        places = [(gpu, Path(folder) / f"turns{gpu}") for gpu in gpus]
+        workers = [threading.Thread(target=work, args=place) for place in places for _ in range(AT_ONCE)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
     for what, value in summary(rows).items():
         print(f"{what}: {value:.3g}")
-    return int(any(slower(row) or row["errors"] for row in rows))
+    return int(failed(rows, options.quick))
 
 
 if __name__ == "__main__":
