@@ -115,3 +115,19 @@ def test_wrong_calls(run: Run, net: str, words: list[str], status: int, said: st
     assert said in err
     assert err.count("\n") <= 1 or status == 2
     assert out == ""
+
+
+def test_a_page_shows_before_and_after_and_each_reason(run: Run, net: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps({"version": 1, "rules": ["fold-norms"], "surroundings": {}}))
+    status, out, err = run(f"{net}:build", "--plan", "plan.json", "-o", "page.html")
+    assert (status, err) == (0, "")
+    assert "page: page.html" in out
+    page = (tmp_path / "page.html").read_text()
+    assert "1 of 1 changes was kept: fold-norms" in page
+    assert "1 norm folded; by the plan" in page
+    assert "NaN in the inputs" in page
+    assert "http" not in page, "it needs no network"
+    run(f"{net}:build", "--rule", "cuda-graphs", "-o", "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "No change was kept" in page
+    assert "needs a GPU, but the model is on cpu" in page

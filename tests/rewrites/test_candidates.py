@@ -18,3 +18,15 @@ def test_a_model_without_tensors_runs_where_its_arguments_are() -> None:
     here, there = torch.empty(1), torch.empty(2, device="meta")
     assert Candidate.of(Doubles(), None, False, [here, there]).device == torch.device("meta")
     assert Candidate.of(nn.Linear(2, 2), None, False, [there]).device == torch.device("cpu"), "its own come first"
+
+
+def test_a_call_runs_the_model_until_a_rule_replaces_it() -> None:
+    candidate = Candidate.of(Doubles(), None, training=False)
+    assert candidate.runs_model
+    run = candidate.call
+    candidate.prepare(lambda x: run(x.contiguous()))
+    assert candidate.runs_model
+    candidate.call = lambda x: x + x
+    assert not candidate.runs_model
+    candidate.prepare(lambda x: x + x)
+    assert not candidate.runs_model

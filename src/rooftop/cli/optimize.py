@@ -21,6 +21,8 @@ from rooftop.cli.progress import progress_bar
 from rooftop.cli.targets import DTYPES, resolve_target
 from rooftop.errors import InputError, ModelRunError, TargetError, did_you_mean
 from rooftop.optimization import Change, Optimized, optimize
+from rooftop.optimization.optimized import LEAST_BYTES
+from rooftop.optimization.page import render_page
 from rooftop.rewrites import RULES
 
 SHOWN = {"kept": "green", "refused": "yellow", "failed": "red"}
@@ -40,6 +42,7 @@ def run(
     plan: Path | None,
     save: Path | None,
     json_path: Path | None,
+    output: Path | None,
 ) -> None:
     """Do what `rooftop.cli.commands.optimize:command` says."""
     if plan is not None and rules:
@@ -51,7 +54,7 @@ def run(
         if rule not in known:
             close = did_you_mean(rule, known)
             raise click.BadParameter(f"{rule!r} is not one of {', '.join(known)}{close}", param_hint="--rule")
-    check_outputs([path for path in (json_path, save) if path is not None and path != STANDARD_OUTPUT])
+    check_outputs([path for path in (json_path, save, output) if path is not None and path != STANDARD_OUTPUT])
     sizes = [_shape(text) for text in shapes]
     found = resolve_target(target, inputs, pick_device(device), DTYPES[dtype] if dtype else None)
     assert isinstance(found.model, nn.Module), "a target that is not a script is a module"
@@ -76,13 +79,15 @@ def run(
             raise ModelRunError(str(error)) from error
     if save is not None:
         optimized.save(save)
+    if output is not None:
+        output.write_text(render_page(optimized, target), encoding="utf-8")
     if json_path == STANDARD_OUTPUT:
         click.echo(json.dumps(optimized.to_dict(), indent=1))
         return
     if json_path is not None:
         json_path.write_text(json.dumps(optimized.to_dict(), indent=1) + "\n", encoding="utf-8")
     _show(optimized, target)
-    for what, path in (("plan", save), ("results", json_path)):
+    for what, path in (("plan", save), ("results", json_path), ("page", output)):
         if path is not None:
             click.echo(f"{what}: {path}")
 
@@ -99,6 +104,8 @@ def _show(found: Optimized, target: str) -> None:
     gain = f"{ratio:.2f} times as fast" if found.kept else _why_nothing(found)
     before, after = time_text(found.before_ms), time_text(found.after_ms)
     console.print(f"{target}: {before} -> {after} a step, {gain} (noise {found.noise:.1%})")
+    if found.without_ms is not None:
+        console.print(f"Without compiler and graphs: {time_text(found.without_ms)}.")
     table = Table(box=None, pad_edge=False)
     for name in ("rule", "verdict", "predicted", "measured", "error", "what, and why"):
         table.add_column(name, justify="right" if name in ("predicted", "measured", "error") else "left")
@@ -127,11 +134,12 @@ def _row(change: Change) -> list[str]:
     measured = "" if change.measured_ms is None else time_text(change.measured_ms)
     error = "" if change.error is None else f"{change.error:.2f}"
     first = f"first call {change.first_call_s:.0f} s" if (change.first_call_s or 0) >= 1 else ""
+    memory = f"{change.bytes / 1e6:+.0f} MB of GPU memory" if abs(change.bytes or 0) >= LEAST_BYTES else ""
     return [
         change.rule,
         change.verdict,
         predicted,
         measured,
         error,
-        "; ".join(filter(None, (change.where, change.reason, first))),
+        "; ".join(filter(None, (change.where, change.reason, first, memory))),
     ]

@@ -23,6 +23,8 @@ from rooftop.optimization.draws import Arguments, in_words, key_of
 from rooftop.rewrites.candidates import Candidate
 
 PLAN_VERSION = 1
+LEAST_BYTES = 1_000_000
+"""Less memory is not worth mentioning."""
 VERSION = operator.attrgetter("_version")
 QUICK = frozenset((bool, int, str, type(None)))
 """Constants that are equal if they have the same value and type; floats are not: 0.0 and -0.0."""
@@ -61,7 +63,7 @@ class Change:
             figures.append(f"error {self.error:.2f} of what is allowed")
         if self.first_call_s is not None and self.first_call_s >= 1:
             figures.append(f"first call {self.first_call_s:.0f} s")
-        if self.bytes is not None and abs(self.bytes) >= 1e6:
+        if self.bytes is not None and abs(self.bytes) >= LEAST_BYTES:
             figures.append(f"{self.bytes / 1e6:+.0f} MB of GPU memory")
         words = [part for part in (self.where, self.reason) if part]
         tail = f" ({', '.join(figures)})" if figures else ""

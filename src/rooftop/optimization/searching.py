@@ -106,8 +106,7 @@ class Search:
         self._step_s = self._first_call(self.plain)
         self.ends -= LAST_STEPS * self._step_s
         self._gates: dict[tuple[str, ...], Gate] = {}
-        self._gains: dict[str, float] = {}  # in ms, of kept rules when they were kept
-        self._without: dict[str, Times] = {}  # by kind: times of the best candidate before it had a rule of that kind
+        self._profiles: dict[frozenset[str], Times] = {}  # by the kept rules
         self._peak = self._peak_bytes(self.plain)
 
     def run(self, rules: Sequence[Rule], all_at_once: bool = False) -> None:
@@ -132,7 +131,7 @@ class Search:
         wall = self._timed({"": self.plain})[""].median_ms
         self._step_s = wall / 1e3
         self._ceilings = quick_ceilings(self.plain.device)
-        times = self._times = self._times_of(self.plain, wall)
+        times = self._times = self._profiles[frozenset()] = self._times_of(self.plain, wall)
         possible = [rule for rule in possible if self._has_work(rule, times)]
         forecasts = {id(rule): of for rule in possible if (of := self._forecast(rule, times)) is not None}
         predicted = {key: ms for key, (_, ms) in forecasts.items()}
@@ -212,22 +211,39 @@ class Search:
     # ---- one rule ------------------------------------------------------------------------------------------------
 
     def _tried(self, rule: Rule, predicted_ms: float) -> Change:
-        """Try a rule with the kept ones.
+        """Try a rule with the kept ones, except those that it replaces.
 
         Args:
-            predicted_ms: its gain without them.
+            predicted_ms: its gain without the kept ones.
         """
-        same = [kept.name for kept in self.kept if kept.kind and kept.kind == rule.kind]
+        change = Change(rule.name, "not tried", predicted_ms=predicted_ms)
+        for replaced in self._replaced(rule):
+            other = self._tried_instead(rule, replaced, predicted_ms)
+            if other.verdict == "kept" or change.verdict == "not tried":
+                change = other
+            if change.verdict == "kept" or not change.where:
+                break
+        return change
+
+    def _replaced(self, rule: Rule) -> list[list[Rule]]:
+        """The kept rules that a rule replaces. The compiler cannot look into our kernels, so it is first tried instead
+        of them."""
+        same = [kept for kept in self.kept if kept.kind and kept.kind == rule.kind]
+        opaque = [kept for kept in self.kept if kept.opaque] if rule.kind == "compile" else []
+        return [same + opaque, same] if opaque else [same]
+
+    def _tried_instead(self, rule: Rule, replaced: Sequence[Rule], predicted_ms: float) -> Change:
         change = Change(rule.name, "not tried", predicted_ms=predicted_ms)
         left, needed = self.ends - time.perf_counter(), rule.seconds(self._times) + STEPS * self._step_s
         if left <= 0:
             return replace(change, reason=BUDGET_OVER)
         if left < needed:
             return replace(change, reason=NOT_TRIED.format(seconds=left, needed=needed))
-        rules = [kept for kept in self.kept if kept.name not in same] + [rule]
+        others = [kept for kept in self.kept if kept not in replaced]
+        rules = [*others, rule]
         deadline = Deadline(left - STEPS * self._step_s)
         try:
-            change = replace(change, predicted_ms=self._predicted(rule, same))
+            change = replace(change, predicted_ms=self._predicted(rule, others))
             began, held = time.perf_counter(), _allocated(self.plain.device)
             candidate = self._built(rules)
             where = candidate.changes[rule.name]
@@ -255,40 +271,37 @@ class Search:
         finally:
             self.originals.restore()
         self.kept, self.best = _ordered(rules), candidate
-        self._profile(rule, gain, bool(same))
+        self._profile(gain)
+        names = [each.name for each in replaced]
         self.changes = [
-            replace(each, verdict="no gain", reason=f"{rule.name} is faster") if each.rule in same else each
+            replace(each, verdict="no gain", reason=f"{rule.name} is faster") if each.rule in names else each
             for each in self.changes
         ]
-        instead = f"instead of {same[0]}" if same else ""
-        return replace(change, verdict="kept", reason=instead)
+        return replace(change, verdict="kept", reason=f"instead of {', '.join(names)}" if names else "")
 
     def _times_of(self, candidate: Candidate, wall_ms: float) -> Times:
         return times_of(candidate, self.step, self.given, self.original, wall_ms, self._ceilings)
 
-    def _predicted(self, rule: Rule, same: Sequence[str]) -> float:
-        """The predicted gain of a rule over the best candidate.
+    def _predicted(self, rule: Rule, others: Sequence[Rule]) -> float:
+        """The predicted gain over the best candidate of a rule together with others."""
+        names = {each.name for each in others}
+        known = max((each for each in self._profiles if each <= names), key=len)
+        times = self._profiles[known]
+        if any(each.kind == "graphs" and each.name not in known for each in others) and times.device_ms is not None:
+            times = replace(times, wall_ms=times.device_ms, host_ms=0.0)
+        return self._times.wall_ms - times.wall_ms + float(rule.predicted_ms(times))
 
-        Args:
-            same: the kept rule that it replaces, whose gain is lost.
-        """
-        times = self._without[rule.kind] if same else self._times
-        return float(rule.predicted_ms(times)) - sum(self._gains[name] for name in same)
-
-    def _profile(self, rule: Rule, gain_ms: float, replaces: bool) -> None:
+    def _profile(self, gain_ms: float) -> None:
         """Take the times of the new best candidate, from which further gains are predicted."""
-        if rule.kind and not replaces:
-            self._without[rule.kind] = self._times
-        lost = sum(self._gains.pop(name) for name in list(self._gains) if name not in [r.name for r in self.kept])
-        self._gains[rule.name] = lost + gain_ms
         wall_ms = max(1e-6, self._times.wall_ms - gain_ms)
         if not any(kept.kind in HOW_IT_RUNS for kept in self.kept):
             self._times = self._times_of(self.best, wall_ms)
-            return
-        with untouched(self.original, self.best):  # its operators are those from before
-            run = step_of(self.best, self.step, copied(self.given))
-            device_ms, host_ms = ahead(run, self.best.device, wall_ms)
-        self._times = replace(self._times, wall_ms=wall_ms, device_ms=device_ms, host_ms=host_ms)
+        else:
+            with untouched(self.original, self.best):  # its operators are those from before
+                run = step_of(self.best, self.step, copied(self.given))
+                device_ms, host_ms = ahead(run, self.best.device, wall_ms)
+            self._times = replace(self._times, wall_ms=wall_ms, device_ms=device_ms, host_ms=host_ms)
+        self._profiles[frozenset(kept.name for kept in self.kept)] = self._times
 
     def _peak_bytes(self, candidate: Candidate) -> int:
         """The memory on a GPU that a step needs while it runs; 0 on a CPU."""

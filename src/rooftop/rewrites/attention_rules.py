@@ -62,7 +62,7 @@ class AttentionBackend(Rule):
             with sdpa_kernel(order, set_priority=True):
                 return run(*args, **kwargs)
 
-        candidate.call = call
+        candidate.prepare(call)
         return "the whole model"
 
 

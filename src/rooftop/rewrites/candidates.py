@@ -113,6 +113,7 @@ class Candidate:
         device: the device of the calls.
         frozen: a rule keeps values that were computed from parameters or buffers.
         changes: the changes of each rule, in words, by its name.
+        prepared: the last call of `prepare`.
     """
 
     model: nn.Module
@@ -122,6 +123,17 @@ class Candidate:
     device: torch.device
     frozen: bool = False
     changes: dict[str, str] = field(default_factory=dict)
+    prepared: Callable[..., Any] | None = None
+
+    def prepare(self, call: Callable[..., Any]) -> None:
+        """Replace the call by one around it, which changes only arguments, results or the context."""
+        self.prepared = call if self.runs_model else None
+        self.call = call
+
+    @property
+    def runs_model(self) -> bool:
+        """Whether the call runs the model as a whole, so that compiling the model compiles all of its work."""
+        return self.call is self.model or self.call is self.prepared
 
     @classmethod
     def of(
@@ -173,6 +185,7 @@ class Rule(ABC):
         exact: it returns the same bits, by its design.
         opt_in: tried only if the user names it, because it lowers the precision.
         kind: at most one rule of each kind is kept.
+        opaque: it calls kernels into which torch.compile cannot look.
     """
 
     name: str
@@ -181,6 +194,7 @@ class Rule(ABC):
     exact: ClassVar[bool] = False
     opt_in: ClassVar[bool] = False
     kind: ClassVar[str] = ""
+    opaque: ClassVar[bool] = False
 
     def refusal(self, candidate: Candidate) -> str | None:
         """Why it cannot be applied here; None if it can."""

@@ -50,8 +50,12 @@ class Compile(Rule):
         return START_S + SECONDS_A_CALL * sum(call.count for call in times.calls)
 
     def apply(self, candidate: Candidate) -> str:
-        run = candidate.call
-        compiled = torch.compile(run, dynamic=False, mode=None if self.mode == "default" else self.mode)
+        options: dict[str, Any] = {"dynamic": False, "mode": None if self.mode == "default" else self.mode}
+        if candidate.runs_model:  # without the code around it, at which the compiler would break the graph
+            compile_in_place(candidate.model, **options)
+            compiled = candidate.call
+        else:
+            compiled = torch.compile(candidate.call, **options)
         if self.mode != "reduce-overhead":
             candidate.call = InOneForm(compiled)
             return "the whole model"
@@ -80,11 +84,21 @@ class CompileBlocks(Rule):
     def apply(self, candidate: Candidate) -> str:
         blocks = repeated_blocks(candidate.model)
         for block in blocks:
-            block.compile(dynamic=False)
+            compile_in_place(block, dynamic=False)
         if blocks:
             candidate.call = InOneForm(candidate.call)
         kinds = Counter(type(block).__name__ for block in blocks)
         return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+
+
+def compile_in_place(module: nn.Module, **options: Any) -> None:
+    """Let `torch.compile` compile the calls of a module; also of `nn.Sequential` and its subclasses, whose forward it
+    leaves uncompiled because it is PyTorch's own."""
+    if torch._dynamo.trace_rules.check(type(module).forward):
+        inlined = torch._dynamo.external_utils.wrap_inline(module._call_impl)
+        module._compiled_call_impl = torch.compile(inlined, **options)
+    else:
+        module.compile(**options)
 
 
 class InOneForm:
@@ -128,15 +142,13 @@ def _without_gaps(tensor: Tensor) -> Tensor:
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Blocks that one container holds at least `LEAST_BLOCKS` times. A block has submodules; none is inside another."""
+    parts = list(model.children())
+    kinds: Counter[type[nn.Module]] = Counter()
+    if isinstance(model, nn.ModuleList | nn.Sequential):
+        kinds = Counter(type(part) for part in parts if any(True for _ in part.children()))
     found: list[nn.Module] = []
-    for child in model.children():
-        if isinstance(child, nn.ModuleList | nn.Sequential):
-            counts = Counter(type(part) for part in child if any(True for _ in part.children()))
-            taken = [part for part in child if counts[type(part)] >= LEAST_BLOCKS]
-            found += taken
-            found += [block for part in child if part not in taken for block in repeated_blocks(part)]
-        else:
-            found += repeated_blocks(child)
+    for part in parts:
+        found += [part] if kinds[type(part)] >= LEAST_BLOCKS else repeated_blocks(part)
     return found
 
 

@@ -28,6 +28,7 @@ class FuseConvolutions(Rule):
     """2-D convolutions fused with bias, sum and activation in one of Rooftop's kernels."""
 
     name = "fuse-convolutions"
+    opaque = True
 
     def refusal(self, candidate: Candidate) -> str | None:
         return only_on_gpu(candidate)
@@ -47,7 +48,7 @@ class FuseConvolutions(Rule):
         def call(*args: Any, **kwargs: Any) -> Any:
             return settled(run(*args, **kwargs))
 
-        candidate.call = call
+        candidate.prepare(call)
         return f"{counted(len(fused), 'convolution')} fused with the operators after them"
 
 
@@ -55,6 +56,7 @@ class Pools(Rule):
     """Max pools that do not write the positions of the maxima."""
 
     name = "pools"
+    opaque = True
 
     def refusal(self, candidate: Candidate) -> str | None:
         return only_on_gpu(candidate)

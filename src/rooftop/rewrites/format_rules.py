@@ -41,7 +41,7 @@ class ChannelsLast(Rule):
             args, kwargs = mapped((args, kwargs), _channels_last)
             return mapped(run(*args, **kwargs), Tensor.contiguous)
 
-        candidate.call = call
+        candidate.prepare(call)
         return counted(len(convolutions), "convolution")
 
 
@@ -87,7 +87,7 @@ class Autocast(Rule):
             with torch.autocast(device, torch.bfloat16):
                 return run(*args, **kwargs)
 
-        candidate.call = call
+        candidate.prepare(call)
         return "the whole model"
 
 
@@ -115,5 +115,5 @@ class TensorFloat32(Rule):
             finally:
                 torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = products, convolutions
 
-        candidate.call = call
+        candidate.prepare(call)
         return "the whole model's forward" if candidate.training else "the whole model"

@@ -11,6 +11,7 @@ class Kernels(Rule):
     """Norms, softmaxes, embeddings and losses computed by Rooftop's kernels (`rooftop.nn.replace`)."""
 
     name = "kernels"
+    opaque = True
     trains = True
 
     def refusal(self, candidate: Candidate) -> str | None:

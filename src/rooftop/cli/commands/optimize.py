@@ -13,7 +13,7 @@ from rooftop.cli.outputs import json_option
 EXAMPLES = """\b
 Examples:
   rooftop optimize resnet50
-  rooftop optimize resnet50 --dtype bf16 --input 128x3x224x224 --save plan.json
+  rooftop optimize resnet50 --dtype bf16 --input 128x3x224x224 --save plan.json -o page.html
   rooftop optimize resnet50 --plan plan.json
   rooftop optimize my_pkg.net:build --train --budget 120
   rooftop optimize my_pkg.text:build --input 8x128:int64:50257 --shape 1x128 --exact
@@ -71,6 +71,12 @@ Examples:
 )
 @click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan to this file.")
 @json_option("the results")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Also write an HTML page: before and after, each change and its reason.",
+)
 @done_by("rooftop.cli.optimize:run")
 def command() -> None:
     """Make TARGET faster: try changes one by one, prove and time each, and keep those that pay.

@@ -1,0 +1,112 @@
+"""Rules about the compiler: what they compile, and how often."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from rooftop.rewrites import Autocast, Candidate, ChannelsLast, Compile, CompileBlocks
+from rooftop.rewrites.compiler_rules import InOneForm
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
+    """The graphs that the compiler gets, which run as they are."""
+    torch.compiler.reset()
+    found: list[fx.GraphModule] = []
+
+    def backend(graph: fx.GraphModule, inputs: list[Tensor], **_: Any) -> Callable[..., Any]:
+        found.append(graph)
+        return graph.forward
+
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compiled(f, dynamic=False, backend=backend))
+    return found
+
+
+def images() -> nn.Module:
+    layers = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()) for _ in range(3)]
+    return nn.Sequential(*layers).eval()
+
+
+def test_the_code_around_a_model_does_not_break_its_graph(graphs: list[fx.GraphModule]) -> None:
+    model, x = images(), torch.randn(2, 4, 5, 5)
+    candidate = Candidate.of(model, None, training=False)
+    ChannelsLast().apply(candidate)
+    Autocast().apply(candidate)
+    assert Compile().apply(candidate) == "the whole model"
+    with torch.no_grad():
+        torch.testing.assert_close(candidate.call(x), model(x), rtol=0.02, atol=0.02, check_dtype=False)
+    assert len(graphs) == 1
+    assert sum("conv" in str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function") == 3
+
+
+def test_a_replaced_call_is_compiled_instead_of_the_model(graphs: list[fx.GraphModule]) -> None:
+    candidate = Candidate.of(images(), None, training=False)
+    candidate.call = lambda x: x.sin() + 1
+    Compile().apply(candidate)
+    x = torch.randn(3)
+    assert torch.equal(candidate.call(x), x.sin() + 1)
+    assert len(graphs) == 1
+
+
+def test_strides_and_inference_mode_compile_nothing_again(graphs: list[fx.GraphModule]) -> None:
+    run = InOneForm(torch.compile(lambda x: x.sin() + 1))
+    x = torch.randn(4, 6)
+    forms = [x, x.t().contiguous().t(), torch.randn(4, 12)[:, ::2], torch.randn(1, 6).expand(4, 6)]
+    with torch.no_grad():
+        for form in forms:
+            assert torch.equal(run(form), form.sin() + 1)
+    with torch.inference_mode():
+        for form in (x, x.clone()):
+            assert torch.equal(run(form), form.sin() + 1)
+    assert len(graphs) == 1
+
+
+def test_blocks_of_more_than_eight_forms_are_all_compiled(graphs: list[fx.GraphModule]) -> None:
+    class Block(nn.Module):
+        def __init__(self, size: int) -> None:
+            super().__init__()
+            self.layer = nn.Linear(size, size + 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).relu()
+
+    model = nn.Sequential(*(Block(size) for size in range(2, 13))).eval()
+    candidate = Candidate.of(model, None, training=False)
+    assert CompileBlocks().apply(candidate) == "11 Block"
+    x = torch.randn(3, 2)
+    with torch.no_grad():
+        assert torch.equal(candidate.call(x), model(x))
+    assert len(graphs) == 11
+
+
+def test_blocks_of_pytorchs_own_classes_are_compiled(graphs: list[fx.GraphModule]) -> None:
+    model, x = images(), torch.randn(2, 4, 5, 5)
+    candidate = Candidate.of(model, None, training=False)
+    assert CompileBlocks().apply(candidate) == "3 Sequential"
+    with torch.no_grad():
+        assert torch.equal(candidate.call(x), model(x))
+    assert graphs
+    assert all(any("conv" in str(node.target) for node in graph.graph.nodes) for graph in graphs)
+
+
+def test_equal_blocks_are_compiled_once(graphs: list[fx.GraphModule]) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).relu()
+
+    model = nn.Sequential(*(Block() for _ in range(5))).eval()
+    candidate, x = Candidate.of(model, None, training=False), torch.randn(2, 3)
+    CompileBlocks().apply(candidate)
+    with torch.no_grad():
+        assert torch.equal(candidate.call(x), model(x))
+    assert len(graphs) == 1
