@@ -3,9 +3,9 @@
     python benchmarks/optimize.py [--only resnet50 gpt2:1 ...] [--mode inference|training|both] [--budget 60]
         [--out benchmarks/results/h100/optimize.json]
 
-Each row is a public model at one batch, in bfloat16, with random weights; texts have 512 tokens and no dropout. A row
-runs in its own process, with an empty cache of compiled code and a time limit from its turn on; each GPU of the machine
-takes the next row. The search comes first, so its seconds are those of a first start. Then the eager model,
+Each row is a public model at one batch, in bfloat16, with random weights and without dropout; texts have 512 tokens. A
+row runs in its own process, with an empty cache of compiled code and a time limit from its turn on; each GPU of the
+machine takes the next row. The search comes first, so its seconds are those of a first start. Then the eager model,
 `torch.compile` (default, and reduce-overhead for inference at batch 1) and the module of `rooftop.optimize` are called
 in turns, as users call them. `without` is the time of the kept rules that neither compile nor capture graphs.
 
@@ -73,11 +73,11 @@ class Case:
     training: int
 
 
-def images(package: str, name: str, size: int = 224) -> Callable[[int], Built]:
+def images(package: str, name: str, size: int = 224, **options: float) -> Callable[[int], Built]:
     def build(batch: int) -> Built:
         module: Any = importlib.import_module("torchvision.models" if package == "torchvision" else package)
-        model = getattr(module, name)() if package == "torchvision" else module.create_model(name)
-        return model, (torch.randn(batch, 3, size, size),), {}
+        made = getattr(module, name)(**options) if package == "torchvision" else module.create_model(name, **options)
+        return made, (torch.randn(batch, 3, size, size),), {}
 
     return build
 
@@ -109,11 +109,25 @@ CASES = {
         Case("gpt2", "transformers", texts("GPT2", **GPT2), (1, 16), 8),
         Case("bert", "transformers", texts("Bert", **BERT), (1, 32), 16),
         Case("llama_300m", "transformers", texts("Llama", **LLAMA), (1, 16), 4),
-        Case("swin_t", "torchvision", images("torchvision", "swin_t"), (1, 128), 64),
+        Case("swin_t", "torchvision", images("torchvision", "swin_t", stochastic_depth_prob=0.0), (1, 128), 64),
         Case("vit_base_patch16_224", "timm", images("timm", "vit_base_patch16_224"), (1, 128), 64),
-        Case("convnext_tiny", "torchvision", images("torchvision", "convnext_tiny"), (1, 128), 64),
-        Case("efficientnet_b0", "torchvision", images("torchvision", "efficientnet_b0"), (1, 128), 128),
-        Case("mobilenet_v3_large", "torchvision", images("torchvision", "mobilenet_v3_large"), (1, 128), 128),
+        Case(
+            "convnext_tiny",
+            "torchvision",
+            images("torchvision", "convnext_tiny", stochastic_depth_prob=0.0),
+            (1, 128),
+            64,
+        ),
+        Case(
+            "efficientnet_b0",
+            "torchvision",
+            images("torchvision", "efficientnet_b0", stochastic_depth_prob=0.0, dropout=0.0),
+            (1, 128),
+            128,
+        ),
+        Case(
+            "mobilenet_v3_large", "torchvision", images("torchvision", "mobilenet_v3_large", dropout=0.0), (1, 128), 128
+        ),
         Case("densenet121", "torchvision", images("torchvision", "densenet121"), (1, 64), 64),
         Case("regnet_y_8gf", "torchvision", images("torchvision", "regnet_y_8gf"), (1, 128), 64),
         Case("mixer_b16_224", "timm", images("timm", "mixer_b16_224"), (1, 128), 64),
@@ -186,7 +200,8 @@ def measured(
 
     def found() -> Callable[[], Any]:
         began = time.perf_counter()
-        result = rooftop.optimize(model, *given, train=train, budget_s=budget_s, **named)
+        loss = loss_of if train else None
+        result = rooftop.optimize(model, *given, train=train, loss=loss, budget_s=budget_s, **named)
         row["seconds"]["optimize"] = time.perf_counter() - began
         row["search"] = {"before": result.before_ms, "after": result.after_ms, "without": result.without_ms}
         row["kept"], row["changes"] = result.kept, result.to_dict()["changes"]
@@ -200,7 +215,6 @@ def measured(
     def compiled(mode: str) -> Callable[[], Callable[[], Any]]:
         def make() -> Callable[[], Any]:
             began = time.perf_counter()
-            torch._dynamo.reset()
             faster = torch.compile(model, mode=None if mode == "default" else mode)
             run = step(faster, given, named, train, mode == "reduce-overhead")
             for _ in range(3):  # compiling, warming up, capturing
@@ -261,11 +275,14 @@ def step(
             return model(*args, **kwargs)
 
     def training() -> None:
-        output = model(*args, **kwargs)
-        first = output if isinstance(output, Tensor) else output[0]
-        first.float().square().mean().backward()
+        loss_of(model(*args, **kwargs)).backward()
 
     return training if train else infer
+
+
+def loss_of(output: Any) -> Tensor:
+    first: Tensor = output if isinstance(output, Tensor) else output[0]
+    return first.float().square().mean()
 
 
 def said(error: BaseException) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 
 from rooftop.optimization.forecasts import OperatorClock, fusable_of, quick_ceilings
+from rooftop.optimization.timing import ahead
 from rooftop.rewrites import Compile, CompileBlocks, CudaGraphs, Times
 from rooftop.rewrites.candidates import Call, Fusable
+from rooftop.rewrites.timed_alone import alone_ms
 
 CPU = torch.device("cpu")
 
@@ -66,3 +70,58 @@ def test_the_compiler_gains_what_it_fuses_and_launches_less() -> None:
     assert 2.0 < Compile().predicted_ms(bound_by_host) <= 6.0
     assert 0 < CompileBlocks().predicted_ms(bound_by_host) < Compile().predicted_ms(bound_by_host)
     assert Compile().predicted_ms(times(None, None, fusable)) == pytest.approx(2.0, abs=0.1)
+
+
+class FakeEvent:
+    """An event of a GPU on which each operator takes 1 ms, and waits take no time."""
+
+    now_ms = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: object = None) -> None:
+        self.at_ms = FakeEvent.now_ms
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return end.at_ms - self.at_ms
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    monkeypatch.setattr(FakeEvent, "now_ms", 0.0)
+    for name, fake in {
+        "Event": FakeEvent,
+        "_sleep": lambda cycles: None,
+        "synchronize": lambda device=None: None,
+        "current_stream": lambda device: None,
+        "device": lambda device: nullcontext(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    return torch.device("cuda")
+
+
+def work() -> None:
+    FakeEvent.now_ms += 1.0
+
+
+def test_events_take_the_times_of_operators_on_a_gpu(gpu: torch.device) -> None:
+    clock = OperatorClock(gpu)
+    for index in range(3):
+        with clock.at(index):
+            for _ in range(index):
+                work()
+    assert clock.times_ms() == [0.0, 1.0, 2.0]
+    assert clock.times_ms() == [0.0, 1.0, 2.0], "asking again adds none"
+
+
+def test_the_device_works_alone_when_the_host_is_ahead(gpu: torch.device) -> None:
+    assert alone_ms(work, gpu) == 1.0
+    assert ahead(work, torch.device("cpu"), 5.0) == (None, None)
+    device_ms, host_ms = ahead(work, gpu, 5.0)
+    assert device_ms == 1.0
+    assert host_ms is not None
+    assert 0 < host_ms < 5.0

@@ -134,7 +134,8 @@ def _row(change: Change) -> list[str]:
     measured = "" if change.measured_ms is None else time_text(change.measured_ms)
     error = "" if change.error is None else f"{change.error:.2f}"
     first = f"first call {change.first_call_s:.0f} s" if (change.first_call_s or 0) >= 1 else ""
-    memory = f"{change.bytes / 1e6:+.0f} MB of GPU memory" if abs(change.bytes or 0) >= LEAST_BYTES else ""
+    bytes_ = change.bytes or 0
+    memory = f"{bytes_ / 1e6:+.0f} MB of GPU memory" if abs(bytes_) >= LEAST_BYTES else ""
     return [
         change.rule,
         change.verdict,

@@ -8,7 +8,7 @@ import random
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ class Step:
 
     training: bool
     loss: Callable[[Any], Tensor] | None = None
+    _slopes: dict[Hashable, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def run(self, call: Callable[..., Any], model: nn.Module, given: Arguments) -> tuple[Any, dict[str, Tensor]]:
         """Output and gradients of one call: of the parameters of `model`, and of inputs that require them."""
@@ -81,9 +82,17 @@ class Step:
         outputs = [t for t in tensors_of(output) if t.requires_grad]
         if len(outputs) == 1 and outputs[0].numel() == 1:
             return outputs, [torch.ones_like(outputs[0])]
-        generator = torch.Generator().manual_seed(SEED)
-        # Drawn once in float32, so that models of all dtypes get the same.
-        return outputs, [torch.randn(t.shape, generator=generator).to(t.device, t.dtype) for t in outputs]
+        return outputs, [self._slope(i, output) for i, output in enumerate(outputs)]
+
+    def _slope(self, place: int, output: Tensor) -> Tensor:
+        """A random gradient of an output, the same in each call; models of all dtypes get the same."""
+        key = place, output.shape, output.dtype, output.device
+        known = self._slopes.get(key)
+        if known is None or known._version != 0:  # a backward has written into it
+            generator = torch.Generator().manual_seed(SEED + place)
+            values = torch.randn(output.shape, generator=generator).to(output.device, output.dtype)
+            known = self._slopes[key] = values.detach().clone()
+        return known
 
 
 def _kind(loss: Any) -> str:
