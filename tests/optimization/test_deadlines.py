@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -42,6 +44,38 @@ def test_what_is_done_in_time_is_left_alone() -> None:
         pass
     deadline.end()
     compiles_for(0.1)
+
+
+PROFILED = """
+import cProfile
+from rooftop.optimization.deadlines import Deadline, StoppedError
+
+def call(again):
+    if again:
+        return call(False)
+    return 1
+
+with Deadline(60):
+    pass
+for seconds in (0.0, 0.001, 0.002):
+    try:
+        with Deadline(seconds):
+            sum(range(10_000))
+    except StoppedError:
+        pass
+profile = cProfile.Profile()
+profile.enable()
+for _ in range(1000):
+    call(True)
+profile.disable()
+print("done")
+"""
+
+
+def test_a_program_can_be_profiled_afterwards() -> None:
+    """CPython 3.11 loops forever under a profiler after an exception of another thread was taken back."""
+    done = subprocess.run([sys.executable, "-c", PROFILED], capture_output=True, text=True, timeout=LONG_S, check=False)
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
 
 
 def test_a_search_goes_on_without_a_rule_that_compiles_for_too_long() -> None:

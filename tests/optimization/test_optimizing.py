@@ -17,6 +17,7 @@ import rooftop
 from rooftop.errors import InputError
 from rooftop.models import resnet18
 from rooftop.optimization import OptimizedModule
+from rooftop.optimization.searching import Search
 from rooftop.rewrites import RULES, Candidate, Rule, Times
 from rooftop.rewrites.compiler_rules import repeated_blocks
 
@@ -408,3 +409,25 @@ def test_a_rule_that_finds_no_work_is_not_tried() -> None:
     assert verdicts["broken"][0] == "failed"
     assert "of a rule" in verdicts["broken"][1]
     assert found.kept == ["faster"]
+
+
+@pytest.mark.parametrize(("saved", "verdict"), [(40, "kept"), (4, "no gain")])
+def test_what_saves_memory_is_kept_although_it_is_slower(
+    saved: int, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Saves(Rule):
+        name = "saves"
+        trains = True
+        saves_memory = True
+
+        def apply(self, candidate: Candidate) -> str:
+            candidate.model.asleep_s = 0.013
+            return "all blocks"
+
+    monkeypatch.setattr(Search, "_peak_bytes", lambda self, candidate: 100_000_000)
+    monkeypatch.setattr(Search, "_more_memory", lambda self, candidate, held: -saved * 1_000_000)
+    found = rooftop.optimize(sleepy(True), torch.randn(5, 6), train=True, rules=[Saves()])
+    (change,) = found.changes
+    assert change.verdict == verdict
+    assert change.measured_ms == pytest.approx(-3.0)
+    assert verdict == "kept" or change.reason == "saves 4 of 100 MB, which is less than 10%"

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
+from contextlib import suppress
 from types import TracebackType
 
 AGAIN_S = 5.0
 """If code that is not Python is running, or a callback swallows the exception, it is raised again after this time."""
+
+ON_ITS_WAY_S = 0.01
+"""Python raises an exception of another thread within microseconds."""
 
 
 class StoppedError(BaseException):
@@ -24,6 +29,7 @@ class Deadline:
         self._seconds = seconds
         self._thread = threading.get_ident()
         self._over = threading.Event()
+        self._raised = False  # and not yet seen
         self._lock = threading.Lock()
 
     def __enter__(self) -> Deadline:
@@ -31,23 +37,33 @@ class Deadline:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if kind is StoppedError:
+            self._raised = False
         self.end()
 
     def end(self) -> None:
-        """Raise nothing from now on."""
+        """Raise nothing from now on.
+
+        An exception that is on its way is waited for, not taken back: CPython 3.11 would then loop forever under a
+        profiler.
+        """
         while not self._over.is_set():
             try:
                 with self._lock:
                     self._over.set()
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), None)
-            except StoppedError:  # raised just now: the block was done
-                continue
+            except StoppedError:
+                self._raised = False
+        if self._raised:
+            with suppress(StoppedError):
+                time.sleep(ON_ITS_WAY_S)
+            self._raised = False
 
     def _watch(self) -> None:
         seconds = max(0.0, self._seconds)
         while not self._over.wait(seconds):
             with self._lock:
                 if not self._over.is_set():
+                    self._raised = True
                     raised = ctypes.py_object(StoppedError)
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), raised)
             seconds = AGAIN_S

@@ -26,6 +26,7 @@ from rooftop.optimization.optimizer_gate import check_steps
 from rooftop.optimization.outcomes import Step, copied
 from rooftop.optimization.timing import ahead, compare_steps, same_state, step_of, times_of, untouched
 from rooftop.rewrites import RULES, Candidate, Rule, Times
+from rooftop.rewrites.candidates import Memory
 from rooftop.rewrites.graph_rules import Replays
 
 Progress = Callable[[str, float], None]
@@ -38,6 +39,8 @@ STEPS, LAST_STEPS = 14, 20
 NOT_TRIED = "{seconds:.0f} s of the budget were left, but about {needed:.0f} s are needed"
 BUDGET_OVER = "the budget was used up: give a larger one"
 STOPPED = "its first call was stopped after {seconds:.0f} s, because the budget was used up: give a larger one"
+LEAST_SAVED = 0.1
+"""Share of a step's memory that a rule must save to be kept for it."""
 HOW_IT_RUNS = ("compile", "graphs")
 """Kinds of rules that change how operators are run, not which ones."""
 
@@ -136,7 +139,7 @@ class Search:
         forecasts = {id(rule): of for rule in possible if (of := self._forecast(rule, times)) is not None}
         predicted = {key: ms for key, (_, ms) in forecasts.items()}
         order = [rule for rule in possible if id(rule) in forecasts]
-        order.sort(key=lambda rule: _urgency(*forecasts[id(rule)]))
+        order.sort(key=lambda rule: (not rule.saves_memory, _urgency(*forecasts[id(rule)])))
         for number, rule in enumerate(order):
             self.progress(rule.name, 0.1 + 0.8 * number / len(order))
             change = self._tried(rule, predicted[id(rule)])
@@ -255,7 +258,12 @@ class Search:
             change = replace(change, bytes=self._more_memory(candidate, held))
             gain, share, sure = self._gain(candidate)
             change = replace(change, measured_ms=gain)
-            if not sure:
+            if rule.saves_memory:
+                saved, all_ = -(change.bytes or 0), self._peak
+                if saved < LEAST_SAVED * all_:
+                    reason = f"saves {saved / 1e6:.0f} of {all_ / 1e6:.0f} MB, which is less than {LEAST_SAVED:.0%}"
+                    return replace(change, verdict="no gain", reason=reason)
+            elif not sure:
                 reason = f"{share:+.1%}, which does not exceed the noise and {self.min_gain:.0%}"
                 return replace(change, verdict="no gain", reason=reason)
             change = replace(change, error=self._proven(candidate, self._gate_of(rules)))
@@ -280,7 +288,12 @@ class Search:
         return replace(change, verdict="kept", reason=f"instead of {', '.join(names)}" if names else "")
 
     def _times_of(self, candidate: Candidate, wall_ms: float) -> Times:
-        return times_of(candidate, self.step, self.given, self.original, wall_ms, self._ceilings)
+        times = times_of(candidate, self.step, self.given, self.original, wall_ms, self._ceilings)
+        device = candidate.device
+        if device.type != "cuda":
+            return times
+        total = torch.cuda.get_device_properties(device).total_memory
+        return replace(times, memory=Memory(_allocated(device) + self._peak, total))
 
     def _predicted(self, rule: Rule, others: Sequence[Rule]) -> float:
         """The predicted gain over the best candidate of a rule together with others."""
@@ -433,7 +446,8 @@ class Search:
         median = {name: statistics.median(each[name].median_ms for each in times) for name in rounds}
         shares = [1 - each["after"].median_ms / each["before"].median_ms for each in times]
         noise = max(shares) - min(shares)
-        if statistics.median(shares) <= 0 and not self.planned:  # also if only the checks of each call cost the gain
+        for_memory = any(kept.saves_memory for kept in self.kept)
+        if statistics.median(shares) <= 0 and not self.planned and not for_memory:  # or the checks cost it
             after, before = median["after"], median["before"]
             self._give_up(f"together they are slower: {after:.3g} ms, the original {before:.3g} ms")
             return Result(self.plain, before, before, noise)

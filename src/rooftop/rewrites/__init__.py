@@ -10,6 +10,7 @@ from rooftop.rewrites.compiler_rules import Compile, CompileBlocks
 from rooftop.rewrites.convolution_rules import FoldNorms, FuseConvolutions, Pools
 from rooftop.rewrites.format_rules import Autocast, ChannelsLast, TensorFloat32
 from rooftop.rewrites.graph_rules import CudaGraphs
+from rooftop.rewrites.memory_rules import Checkpointing
 from rooftop.rewrites.module_rules import Constants, Kernels
 from rooftop.rewrites.optimizer_rules import FusedOptimizer
 
@@ -26,6 +27,7 @@ RULES: tuple[Rule, ...] = (
     Autocast(),
     TensorFloat32(),
     FusedOptimizer(),
+    Checkpointing(),
     CompileBlocks(),
     Compile(),
     Compile("reduce-overhead"),
@@ -39,6 +41,7 @@ __all__ = [
     "Autocast",
     "Candidate",
     "ChannelsLast",
+    "Checkpointing",
     "Compile",
     "CompileBlocks",
     "Constants",

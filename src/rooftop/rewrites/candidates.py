@@ -57,6 +57,14 @@ class Fusable:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """Memory of a GPU at the peak of a step, with everything else in this process, and all of it, in bytes."""
+
+    peak_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True)
 class Times:
     """The times of a step, from which rules predict their gain.
 
@@ -67,6 +75,7 @@ class Times:
         device_ms: of the step's work on a GPU, if the host is far ahead. host_ms: the time in which the host launches a
             step. None on a CPU.
         fusable: what a compiler could fuse; None if that is not known.
+        memory: of a GPU; None on a CPU.
     """
 
     wall_ms: float
@@ -75,6 +84,7 @@ class Times:
     device_ms: float | None = None
     host_ms: float | None = None
     fusable: Fusable | None = None
+    memory: Memory | None = None
 
     def of(self, *names: str) -> float:
         """Time in ms of the operators whose name contains one of these."""
@@ -186,6 +196,7 @@ class Rule(ABC):
         opt_in: tried only if the user names it, because it lowers the precision.
         kind: at most one rule of each kind is kept.
         opaque: it calls kernels into which torch.compile cannot look.
+        saves_memory: it is kept for the memory that it saves, although it costs time.
     """
 
     name: str
@@ -195,6 +206,7 @@ class Rule(ABC):
     opt_in: ClassVar[bool] = False
     kind: ClassVar[str] = ""
     opaque: ClassVar[bool] = False
+    saves_memory: ClassVar[bool] = False
 
     def refusal(self, candidate: Candidate) -> str | None:
         """Why it cannot be applied here; None if it can."""

@@ -1,0 +1,52 @@
+"""The rule about memory: results of blocks are computed again in the backward instead of kept."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from rooftop.rewrites.candidates import Candidate, Rule, Times, only_on_gpu
+from rooftop.rewrites.compiler_rules import repeated_blocks
+
+LIMIT = 0.8
+"""Share of a GPU's memory beyond which memory is the limit: the allocator needs the rest for gaps."""
+
+
+class Checkpointing(Rule):
+    """Repeated blocks keep only their inputs, and compute the rest again in the backward
+    (`torch.utils.checkpoint`). It costs time: about a forward of these blocks."""
+
+    name = "checkpointing"
+    trains = True
+    infers = False
+    exact = True
+    saves_memory = True
+
+    def refusal(self, candidate: Candidate) -> str | None:
+        return only_on_gpu(candidate)
+
+    def absent(self, times: Times) -> str | None:
+        if times.memory is None or times.memory.peak_bytes > LIMIT * times.memory.total_bytes:
+            return None
+        peak, total = times.memory.peak_bytes / 1e9, times.memory.total_bytes / 1e9
+        return f"memory is not the limit: a step needs {peak:.1f} of {total:.1f} GB"
+
+    def apply(self, candidate: Candidate) -> str:
+        blocks = repeated_blocks(candidate.model)
+        for block in blocks:
+            block.__dict__["forward"] = _Recomputed(block)
+        kinds = Counter(type(block).__name__ for block in blocks)
+        return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+
+
+class _Recomputed:
+    """The forward of a block that is computed again in the backward, with the same random numbers."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.forward = block.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
