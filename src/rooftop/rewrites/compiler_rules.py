@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rooftop.rewrites.candidates import Call, Candidate, Rule, Times, only_on_gpu
 from rooftop.rewrites.format_rules import gain_channels_last
-from rooftop.rewrites.structures import mapped
+from rooftop.rewrites.structures import CONSTANTS, mapped
 
 LEAST_BLOCKS = 3
 """Of a class within one container; these are compiled once for all."""
@@ -124,11 +124,20 @@ class InOneForm:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_inference_mode_enabled():
+            if all(map(_is_in_form, args)) and all(map(_is_in_form, kwargs.values())):
+                return self.run(*args, **kwargs)
             args, kwargs = mapped((args, kwargs), _without_gaps)
             return self.run(*args, **kwargs)
         with torch.inference_mode(False), torch.no_grad():
             args, kwargs = mapped((args, kwargs), _without_gaps)
             return self.run(*args, **kwargs)
+
+
+def _is_in_form(value: Any) -> bool:
+    """Whether an argument is passed on as it is; structures are searched for tensors."""
+    if type(value) is Tensor:
+        return value.layout == torch.strided and value.is_contiguous() and not value.is_inference()
+    return type(value) in CONSTANTS
 
 
 def _without_gaps(tensor: Tensor) -> Tensor:
