@@ -431,3 +431,80 @@ def test_what_saves_memory_is_kept_although_it_is_slower(
     assert change.verdict == verdict
     assert change.measured_ms == pytest.approx(-3.0)
     assert verdict == "kept" or change.reason == "saves 4 of 100 MB, which is less than 10%"
+
+
+class Kernel(Faster):
+    """Calls something that the compiler leaves as it is."""
+
+    opaque = True
+
+    def apply(self, candidate: Candidate) -> str:
+        candidate.model.asleep_s -= 0.004
+        return "a kernel"
+
+
+class Compiler(Faster):
+    """Saves much without `Kernel`, and little or nothing with it."""
+
+    kind = "compile"
+
+    def __init__(self, alone_s: float, with_kernel_s: float) -> None:
+        super().__init__("compiler")
+        self.alone_s, self.with_kernel_s = alone_s, with_kernel_s
+
+    def seconds(self, times: Times) -> float:
+        return 0.01  # after the rules that apply at once
+
+    def apply(self, candidate: Candidate) -> str:
+        candidate.model.asleep_s = self.with_kernel_s if "kernel" in candidate.changes else self.alone_s
+        return "the whole model"
+
+
+@pytest.mark.parametrize(
+    ("alone_s", "with_kernel_s", "kept"),
+    [
+        (0.001, 0.005, ["compiler"]),
+        (0.0065, 0.003, ["kernel", "compiler"]),
+        (0.0065, 0.0065, ["kernel"]),
+        (0.02, 0.003, ["kernel"]),
+    ],
+)
+def test_the_compiler_is_tried_instead_of_our_kernels_and_with_them(
+    alone_s: float, with_kernel_s: float, kept: list[str]
+) -> None:
+    found = rooftop.optimize(sleepy(), torch.randn(2, 6), rules=[Kernel("kernel"), Compiler(alone_s, with_kernel_s)])
+    assert sorted(found.kept) == sorted(kept)
+    reasons = {change.rule: change.reason for change in found.changes}
+    if kept == ["compiler"]:
+        assert reasons == {"kernel": "compiler is faster", "compiler": "instead of kernel"}
+
+
+def test_gains_are_predicted_from_the_best_so_far() -> None:
+    class Halves(Faster):
+        """Its gain is half of the step, as it predicts."""
+
+        def __init__(self, name: str, kind: str = "") -> None:
+            super().__init__(name)
+            self.__dict__["kind"] = kind
+
+        def predicted_ms(self, times: Times) -> float:
+            return times.wall_ms / 2
+
+        def apply(self, candidate: Candidate) -> str:
+            candidate.model.asleep_s = (candidate.model.asleep_s - 1e-4) / 2
+            return "half of the sleep"
+
+    found = rooftop.optimize(sleepy(), torch.randn(2, 6), rules=[Halves("one"), Halves("two"), Halves("three")])
+    assert found.kept == ["one", "two", "three"]
+    for change in found.changes:
+        assert change.measured_ms == pytest.approx(change.predicted_ms, rel=0.05)
+    assert found.changes[1].predicted_ms == pytest.approx(found.changes[0].predicted_ms / 2, rel=0.05)
+
+
+def test_the_gain_without_compiler_and_graphs_is_reported() -> None:
+    found = rooftop.optimize(sleepy(), torch.randn(2, 6), rules=[Kernel("kernel"), Compiler(0.0065, 0.001)])
+    assert found.kept == ["kernel", "compiler"]
+    assert (found.before_ms, found.after_ms) == (pytest.approx(10.1), pytest.approx(1.1))
+    assert found.without_ms == pytest.approx(6.1)
+    assert "6.1 ms without compiler and graphs" in str(found)
+    assert rooftop.optimize(sleepy(), torch.randn(2, 6), rules=[Kernel("kernel")]).without_ms is None

@@ -39,6 +39,8 @@ STEPS, LAST_STEPS = 14, 20
 NOT_TRIED = "{seconds:.0f} s of the budget were left, but about {needed:.0f} s are needed"
 BUDGET_OVER = "the budget was used up: give a larger one"
 STOPPED = "its first call was stopped after {seconds:.0f} s, because the budget was used up: give a larger one"
+HOPELESS = 0.2
+"""If the compiler instead of our kernels costs this share of a step, it is not tried with them: that takes long."""
 LEAST_SAVED = 0.1
 """Share of a step's memory that a rule must save to be kept for it."""
 HOW_IT_RUNS = ("compile", "graphs")
@@ -224,7 +226,8 @@ class Search:
             other = self._tried_instead(rule, replaced, predicted_ms)
             if other.verdict == "kept" or change.verdict == "not tried":
                 change = other
-            if change.verdict == "kept" or not change.where:
+            lost_ms = -(change.measured_ms or 0.0)
+            if change.verdict == "kept" or not change.where or lost_ms > HOPELESS * self._times.wall_ms:
                 break
         return change
 
