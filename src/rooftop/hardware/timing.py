@@ -192,6 +192,8 @@ def _warm_up(fn: Callable[[], object], seconds: float, synchronize: Callable[[],
 def timing_of(samples: Sequence[float]) -> Timing:
     """The timing from samples in ms per call, taken with any clock."""
     median = statistics.median(samples)
+    if len(samples) == 1:
+        return Timing(median, median, 0.0, 1)
     quarters = statistics.quantiles(samples, n=4, method="inclusive")
     return Timing(median, min(samples), (quarters[2] - quarters[0]) / median if median > 0 else 0.0, len(samples))
 

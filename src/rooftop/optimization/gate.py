@@ -93,7 +93,8 @@ class Gate:
         random: its results depend on the random state.
         repeats: the original returns the same bits in each call.
         exact_only: the reason why only the same bits are correct, else "".
-        precise: the original in float64; None if it does not run, or is not needed.
+        precise: the original in float64; None if it does not run, or is not needed. first_truth: its outcome on the
+            given inputs.
         lowered: the original in a lower precision, which the user has allowed: results must be as accurate as its
             results.
     """
@@ -106,6 +107,7 @@ class Gate:
     repeats: bool = True
     exact_only: str = ""
     precise: nn.Module | None = None
+    first_truth: Outcome | None = None
     lowered: Candidate | None = None
 
     @classmethod
@@ -121,11 +123,12 @@ class Gate:
         gate.precise = None if exact else gate._in_float64(drawn[0])
         ends = time.perf_counter() + seconds
         for draw in drawn:
+            truth = gate.first_truth if draw is drawn[0] else None
             if draw.special and time.perf_counter() > ends:
                 gate.dropped[draw.what] = "no time was left"
                 continue
             try:
-                gate.known.append(gate._known(draw))
+                gate.known.append(gate._known(draw, truth))
             except Exception as error:
                 if draw is drawn[0] or draw.needed:
                     raise
@@ -133,8 +136,11 @@ class Gate:
         gate._look_at_repeats()
         return gate
 
-    def _known(self, draw: Draw) -> Known:
+    def _known(self, draw: Draw, truth: Outcome | None = None) -> Known:
         """The original's results for a draw, or for its replacement.
+
+        Args:
+            truth: the outcome in float64, if it is known.
 
         Raises:
             Exception: any error that the model raises.
@@ -147,7 +153,7 @@ class Gate:
             first, *rest = draw.otherwise
             return self._known(replace(draw, given=first, otherwise=tuple(rest)))
         try:
-            truth = self._truth(draw)
+            truth = truth or self._truth(draw)
         except Exception:  # such as memory for float64: then only the same bits are correct on this draw
             truth = None
         return Known(draw, eager, truth)
@@ -159,7 +165,7 @@ class Gate:
     def _in_float64(self, given: Draw) -> nn.Module | None:
         try:
             model = copy.deepcopy(self.original).double()
-            outcome_of(self.step, model, model, doubled(given.given))
+            self.first_truth = outcome_of(self.step, model, model, doubled(given.given))
         except Exception as error:
             self.exact_only = (
                 f"the model does not run in float64 ({type(error).__name__}), so only bit-identical results count"

@@ -34,8 +34,9 @@ MOST_ROUNDS = 12
 """Comparisons of two candidates, if the first ones do not decide."""
 ROUND_S = 0.15
 """Time for each of the two in a round; slow models take longer, for a few steps."""
-STEPS, LAST_STEPS = 14, 20
-"""Approximate number of steps to see whether a rule saves time, and steps at the end."""
+STEPS, PROOF_STEPS, LAST_STEPS = 10, 30, 16
+"""Approximate numbers of steps, if they are slow: to see whether a rule saves time, to prove the first one that does
+(with those in float64), and at the end."""
 NOT_TRIED = "{seconds:.0f} s of the budget were left, but about {needed:.0f} s are needed"
 BUDGET_OVER = "the budget was used up: give a larger one"
 STOPPED = "its first call was stopped after {seconds:.0f} s, because the budget was used up: give a larger one"
@@ -240,14 +241,15 @@ class Search:
 
     def _tried_instead(self, rule: Rule, replaced: Sequence[Rule], predicted_ms: float) -> Change:
         change = Change(rule.name, "not tried", predicted_ms=predicted_ms)
-        left, needed = self.ends - time.perf_counter(), rule.seconds(self._times) + STEPS * self._step_s
+        steps = STEPS + (0 if self._gates else PROOF_STEPS)
+        left, needed = self.ends - time.perf_counter(), rule.seconds(self._times) + steps * self._step_s
         if left <= 0:
             return replace(change, reason=BUDGET_OVER)
         if left < needed:
             return replace(change, reason=NOT_TRIED.format(seconds=left, needed=needed))
         others = [kept for kept in self.kept if kept not in replaced]
         rules = [*others, rule]
-        deadline = Deadline(left - STEPS * self._step_s)
+        deadline = Deadline(left - steps * self._step_s)
         try:
             change = replace(change, predicted_ms=self._predicted(rule, others))
             began, held = time.perf_counter(), _allocated(self.plain.device)

@@ -71,14 +71,14 @@ def compare_steps(
     """Time steps of candidates, interleaved; each has run before.
 
     Args:
-        seconds: approximate time for each candidate; steps that take longer are run twice.
+        seconds: approximate time for each candidate; steps that take longer are run once.
         step_s: about how long a step takes.
     """
     (device,) = {candidate.device for candidate in candidates.values()}
     runs = {name: step_of(candidate, step, given) for name, candidate in candidates.items()}
     with untouched(original, *candidates.values()):
         if device.type == "cpu" and step_s > seconds / LEAST_SAMPLES:
-            return compare_slow(runs, max(2, int(seconds / step_s)))
+            return compare_slow(runs, max(1, int(seconds / step_s)))
         return compare(runs, device=device, seconds=seconds, warm_up_seconds=seconds / 5)
 
 

@@ -13,6 +13,8 @@ from rooftop.rewrites.structures import mapped
 from rooftop.rewrites.timed_alone import alone_ms
 
 CONVOLUTIONS_2D = (nn.Conv2d, nn.ConvTranspose2d)
+OF_IMAGES = ("convolution", "pool", "batch_norm", "relu", "silu", "hardswish", "sigmoid", "aten::add", "aten::mean")
+"""Operators whose time depends on the layout of images, by a part of their names."""
 
 
 class ChannelsLast(Rule):
@@ -21,7 +23,7 @@ class ChannelsLast(Rule):
     name = "channels-last"
 
     def predicted_ms(self, times: Times) -> float:
-        return times.gain_ms(gain_channels_last([c for c in times.calls if "convolution" in c.operator.name()]))
+        return times.gain_ms(gain_channels_last([call for call in times.calls if _is_of_images(call)]))
 
     def apply(self, candidate: Candidate) -> str:
         convolutions = [
@@ -50,14 +52,19 @@ def _channels_last(tensor: Tensor) -> Tensor:
     return tensor.contiguous(memory_format=torch.channels_last) if images else tensor
 
 
-def gain_channels_last(convolutions: Sequence[Call]) -> float:
-    """The gain of convolutions from channels last in ms.
+def _is_of_images(call: Call) -> bool:
+    images = any(isinstance(each, Tensor) and each.dim() == 4 for each in call.arguments[:1])
+    return images and any(name in call.operator.name() for name in OF_IMAGES)
+
+
+def gain_channels_last(calls: Sequence[Call]) -> float:
+    """The gain of convolutions and other operators of images from channels last in ms.
 
     Each is timed alone in both layouts. The ratio counts: in the model they take longer, with other data in the caches.
     """
-    first_ms = sum(call.count * _alone(call, torch.contiguous_format) for call in convolutions)
-    last_ms = sum(call.count * _alone(call, torch.channels_last) for call in convolutions)
-    return (1 - last_ms / first_ms) * sum(call.ms for call in convolutions) if first_ms > 0 else 0.0
+    first_ms = sum(call.count * _alone(call, torch.contiguous_format) for call in calls)
+    last_ms = sum(call.count * _alone(call, torch.channels_last) for call in calls)
+    return (1 - last_ms / first_ms) * sum(call.ms for call in calls) if first_ms > 0 else 0.0
 
 
 def _alone(call: Call, layout: torch.memory_format) -> float:
