@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 
@@ -24,7 +26,7 @@ def test_importing_adds_little_and_nothing_heavy() -> None:
     seconds, modules = json.loads(done.stdout)
     assert not HEAVY & set(modules)
     ours = {name for name in modules if name.startswith("rooftop")}
-    assert ours <= {"rooftop", "rooftop.errors"}
+    assert ours <= {"rooftop", "rooftop.errors", "rooftop.first_use"}
     assert seconds < 0.3
 
 
@@ -35,12 +37,20 @@ def test_hardware_names_are_loaded_when_used_and_none_needs_more_than_torch() ->
     program = "import sys, rooftop.hardware, rooftop.cli.commands.doctor; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
-    assert sorted(hardware._HOME) == hardware.__all__
     places = ("rooftop.hardware.", "rooftop.doctor.", "rooftop.debugging.")
     for name in hardware.__all__:
         assert getattr(hardware, name).__module__.startswith(places) or name == "Device", name
-    files = {home.rpartition(".")[2] for home in hardware._HOME.values()}
-    assert not files & set(hardware.__all__)  # a lazy import of the one would replace the other
+
+
+@pytest.mark.parametrize("name", ["", ".cluster", ".hardware", ".ladder", ".parallel", ".scene"])
+def test_public_names_are_there_on_first_use(name: str) -> None:
+    package = importlib.import_module(f"rooftop{name}")
+    assert dir(package) == sorted(package.__all__)
+    for each in package.__all__:
+        assert getattr(package, each) is not None
+        # the import of a file of this name would replace it
+        is_file = importlib.util.find_spec(f"{package.__name__}.{each}") is not None
+        assert is_file == isinstance(getattr(package, each), ModuleType), each
 
 
 def test_what_hardware_does_not_have_is_said() -> None:
@@ -57,7 +67,7 @@ def test_packages_are_reached_through_the_name_alone() -> None:
 import sys
 import rooftop
 print(rooftop.hardware.ceilings_of("h200").device)
-print([getattr(rooftop, name).__name__ for name in rooftop._PACKAGES])
+print(rooftop.cost.__name__)
 import rooftop.cli.analyze
 print("compiler:", "torch._dynamo" in sys.modules)
 """

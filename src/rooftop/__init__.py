@@ -10,8 +10,9 @@ Names are loaded when they are first used, so `import rooftop` costs almost noth
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rooftop.first_use import on_first_use
 
 if TYPE_CHECKING:
     from rooftop import cost, hardware
@@ -21,22 +22,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Optimized", "Report", "__version__", "analyze", "cost", "hardware", "optimize", "predict", "recording"]
 
-_PACKAGES = ("cost", "hardware")
-_HOME = {
-    **dict.fromkeys(("Report", "analyze", "predict", "recording"), "rooftop.analysis"),
-    **dict.fromkeys(("Optimized", "optimize"), "rooftop.optimization"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _PACKAGES:
-        return importlib.import_module(f"rooftop.{name}")
-    if name not in _HOME:
-        raise AttributeError(f"module 'rooftop' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = on_first_use(
+    __name__,
+    {
+        ".analysis": "Report analyze predict recording",
+        ".cost": "cost",
+        ".hardware": "hardware",
+        ".optimization": "Optimized optimize",
+    },
+)

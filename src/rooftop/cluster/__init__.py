@@ -10,8 +10,9 @@ Names are loaded at their first use, so a worker whose target needs no torch sta
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rooftop.first_use import on_first_use
 
 if TYPE_CHECKING:
     from rooftop.cluster.items import KINDS
@@ -21,22 +22,12 @@ if TYPE_CHECKING:
 
 __all__ = ["KINDS", "MapReport", "callable_target", "map_items", "model_target"]
 
-_HOME = {
-    "KINDS": "items",
-    "MapReport": "mapping",
-    "callable_target": "targets",
-    "map_items": "mapping",
-    "model_target": "model_targets",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'rooftop.cluster' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"rooftop.cluster.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = on_first_use(
+    __name__,
+    {
+        ".items": "KINDS",
+        ".mapping": "MapReport map_items",
+        ".model_targets": "model_target",
+        ".targets": "callable_target",
+    },
+)

@@ -16,8 +16,9 @@ Names are loaded on first use, so this package can be imported if torch is broke
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rooftop.first_use import on_first_use
 
 if TYPE_CHECKING:
     from rooftop.debugging.out_of_memory import MemoryExplanation, MemoryRecording, explain_memory, explained_memory
@@ -83,32 +84,22 @@ __all__ = [
     "track",
 ]
 
-_NAMES = {
-    "rooftop.hardware.ceilings": "Ceilings MemoryLevel MemoryPoint ceilings_of known_machines",
-    "rooftop.hardware.crossovers": "BreakEven Crossover CrossoverPoint measure_crossover",
-    "rooftop.hardware.device": "Cpu Device Gpu devices",
-    "rooftop.doctor.diagnosis": "diagnose",
-    "rooftop.doctor.findings": "Finding",
-    "rooftop.hardware.measuring": "measure_ceilings",
-    "rooftop.hardware.memory": "DeviceMemory Released TrackedMemory memory_summary release track",
-    "rooftop.hardware.occupancies": "Change Occupancy occupancy",
-    "rooftop.debugging.out_of_memory": "MemoryExplanation MemoryRecording explain_memory explained_memory",
-    "rooftop.hardware.select": "DeviceSelectionError Ensemble on_each select_devices",
-    "rooftop.debugging.stream_races": "StreamCheck StreamRace StreamRaceError check_streams",
-    "rooftop.hardware.streams": "join on_stream side_stream",
-    "rooftop.hardware.timing": "Timing compare measure",
-    "rooftop.hardware.topology": "NvLink Peer",
-}
-_HOME = {name: file for file, names in _NAMES.items() for name in names.split()}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = on_first_use(
+    __name__,
+    {
+        ".ceilings": "Ceilings MemoryLevel MemoryPoint ceilings_of known_machines",
+        ".crossovers": "BreakEven Crossover CrossoverPoint measure_crossover",
+        ".device": "Cpu Device Gpu devices",
+        "rooftop.doctor.diagnosis": "diagnose",
+        "rooftop.doctor.findings": "Finding",
+        ".measuring": "measure_ceilings",
+        ".memory": "DeviceMemory Released TrackedMemory memory_summary release track",
+        ".occupancies": "Change Occupancy occupancy",
+        "rooftop.debugging.out_of_memory": "MemoryExplanation MemoryRecording explain_memory explained_memory",
+        ".select": "DeviceSelectionError Ensemble on_each select_devices",
+        "rooftop.debugging.stream_races": "StreamCheck StreamRace StreamRaceError check_streams",
+        ".streams": "join on_stream side_stream",
+        ".timing": "Timing compare measure",
+        ".topology": "NvLink Peer",
+    },
+)

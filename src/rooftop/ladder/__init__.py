@@ -13,8 +13,9 @@ Names are loaded when they are first used: worker processes import this package 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rooftop.first_use import on_first_use
 
 if TYPE_CHECKING:
     from rooftop.ladder.climbing import Climb, Outcome, climb
@@ -22,17 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LADDERS", "Climb", "Ladder", "Outcome", "Rung", "build", "climb"]
 
-_NAMES = {"climbing": "Climb Outcome climb", "rungs": "LADDERS Ladder Rung build"}
-_HOME = {name: f"{__name__}.{file}" for file, names in _NAMES.items() for name in names.split()}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = on_first_use(
+    __name__, {".climbing": "Climb Outcome climb", ".rungs": "LADDERS Ladder Rung build"}
+)

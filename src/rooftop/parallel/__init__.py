@@ -11,8 +11,9 @@ Names are loaded on first use.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rooftop.first_use import on_first_use
 
 if TYPE_CHECKING:
     from rooftop.parallel.chunks import Chunks
@@ -103,44 +104,34 @@ __all__ = [
     "vocab_parallel_linear_cross_entropy",
 ]
 
-_NAMES = {
-    "chunks": "Chunks",
-    "contexts": "Context ContextAttention TRANSPORTS",
-    "data_parallel": "DataParallel gather parallel_apply scatter",
-    "documents": "Documents",
-    "deferred": "defer_weight_gradients",
-    "dropouts": "CounterDropouts",
-    "errors": "RankError",
-    "exchanges": "copy_to_ranks gather_of_ranks join_of_ranks scattered_sum_of_ranks sum_of_ranks",
-    "gradients": "ModelGradients targets_of_all_ranks",
-    "launchers": "Launch launched",
-    "layouts": "Layout",
-    "mlps": "ParallelMLP",
-    "packings": "Packing",
-    "pipelines": "Pipeline",
-    "places": "others_wait report",
-    "processes": "World join",
-    "randomness": "Constant Normal Stream Uniform init_on_meta materialize",
-    "replicas": "replicate",
-    "schedules": "Schedule schedule_of simulate",
-    "self_attentions": "ParallelSelfAttention",
-    "sharded_data": "fully_sharded",
-    "shards": "Piece Shard shards_of",
-    "tensor_linears": "ColumnParallelLinear RowParallelLinear",
-    "transport_plans": "Exchange TransportPlan choose_transport",
-    "vocab_embeddings": "VocabParallelEmbedding",
-    "vocab_losses": "vocab_parallel_cross_entropy vocab_parallel_linear_cross_entropy",
-}
-_HOME = {name: f"{__name__}.{file}" for file, names in _NAMES.items() for name in names.split()}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = on_first_use(
+    __name__,
+    {
+        ".chunks": "Chunks",
+        ".contexts": "Context ContextAttention TRANSPORTS",
+        ".data_parallel": "DataParallel gather parallel_apply scatter",
+        ".documents": "Documents",
+        ".deferred": "defer_weight_gradients",
+        ".dropouts": "CounterDropouts",
+        ".errors": "RankError",
+        ".exchanges": "copy_to_ranks gather_of_ranks join_of_ranks scattered_sum_of_ranks sum_of_ranks",
+        ".gradients": "ModelGradients targets_of_all_ranks",
+        ".launchers": "Launch launched",
+        ".layouts": "Layout",
+        ".mlps": "ParallelMLP",
+        ".packings": "Packing",
+        ".pipelines": "Pipeline",
+        ".places": "others_wait report",
+        ".processes": "World join",
+        ".randomness": "Constant Normal Stream Uniform init_on_meta materialize",
+        ".replicas": "replicate",
+        ".schedules": "Schedule schedule_of simulate",
+        ".self_attentions": "ParallelSelfAttention",
+        ".sharded_data": "fully_sharded",
+        ".shards": "Piece Shard shards_of",
+        ".tensor_linears": "ColumnParallelLinear RowParallelLinear",
+        ".transport_plans": "Exchange TransportPlan choose_transport",
+        ".vocab_embeddings": "VocabParallelEmbedding",
+        ".vocab_losses": "vocab_parallel_cross_entropy vocab_parallel_linear_cross_entropy",
+    },
+)
