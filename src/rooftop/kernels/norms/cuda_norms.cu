@@ -12,6 +12,45 @@ struct Mean {
     __device__ float apart(float value) const { return (value - high) - low; }
 };
 
+// ---- statistics of a row in registers ------------------------------------------------------------------------------
+
+// From the sum of this thread's values; half precision takes the mean once.
+template <typename T, int WARPS, int CHUNKS, int WIDTH>
+__device__ Mean mean_of_row(
+    const float (&values)[CHUNKS][WIDTH], float sum, int columns, float* scratch, float* more_scratch) {
+    Mean average = {row_sum<WARPS>(sum, scratch) / columns, 0.0f};
+    if constexpr (sizeof(T) == 4) {
+        float rest = 0.0f;
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            if ((chunk * 32 * WARPS + threadIdx.x) * WIDTH < columns) {
+#pragma unroll
+                for (int i = 0; i < WIDTH; ++i) rest += average.apart(values[chunk][i]);
+            }
+        }
+        average.low = row_sum<WARPS>(rest, more_scratch) / columns;
+    }
+    return average;
+}
+
+// The reciprocal of the standard deviation.
+template <int WARPS, int CHUNKS, int WIDTH>
+__device__ float scale_of_row(
+    const float (&values)[CHUNKS][WIDTH], Mean average, int columns, float eps, float* scratch) {
+    float squares = 0.0f;
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+        if ((chunk * 32 * WARPS + threadIdx.x) * WIDTH < columns) {
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i) {
+                const float centred = average.apart(values[chunk][i]);
+                squares += centred * centred;
+            }
+        }
+    }
+    return 1.0f / sqrtf(row_sum<WARPS>(squares, scratch) / columns + eps);
+}
+
 // ---- kernels -------------------------------------------------------------------------------------------------------
 
 // Output of one pack: normal values times weight plus bias.
@@ -71,32 +110,8 @@ __global__ void __launch_bounds__(WARPS < 4 ? 128 : 32 * WARPS, 1) add_layer_nor
             for (int i = 0; i < WIDTH; ++i) sum += values[chunk][i];
         }
     }
-    Mean average = {row_sum<WARPS>(sum, scratch[0]) / columns, 0.0f};
-
-    if constexpr (sizeof(T) == 4) {
-        float rest = 0.0f;
-#pragma unroll
-        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-            if ((chunk * 32 * WARPS + threadIdx.x) * WIDTH < columns) {
-#pragma unroll
-                for (int i = 0; i < WIDTH; ++i) rest += average.apart(values[chunk][i]);
-            }
-        }
-        average.low = row_sum<WARPS>(rest, scratch[2]) / columns;
-    }
-
-    float squares = 0.0f;
-#pragma unroll
-    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-        if ((chunk * 32 * WARPS + threadIdx.x) * WIDTH < columns) {
-#pragma unroll
-            for (int i = 0; i < WIDTH; ++i) {
-                const float centred = average.apart(values[chunk][i]);
-                squares += centred * centred;
-            }
-        }
-    }
-    const float scale = 1.0f / sqrtf(row_sum<WARPS>(squares, scratch[1]) / columns + eps);
+    const Mean average = mean_of_row<T, WARPS>(values, sum, columns, scratch[0], scratch[2]);
+    const float scale = scale_of_row<WARPS>(values, average, columns, eps, scratch[1]);
 
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; ++chunk) {

@@ -173,32 +173,8 @@ __global__ void __launch_bounds__(32 * WARPS, 1) norm_of_rank_sum(
     }
 
     Mean average = {0.0f, 0.0f};
-    if constexpr (!RMS) {
-        average.high = row_sum<WARPS>(sum, scratch[0]) / columns;
-        if constexpr (sizeof(T) == 4) {
-            float rest = 0.0f;
-#pragma unroll
-            for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-                if (chunk * 32 * WARPS + threadIdx.x < packs) {
-#pragma unroll
-                    for (int i = 0; i < WIDTH; ++i) rest += average.apart(values[chunk][i]);
-                }
-            }
-            average.low = row_sum<WARPS>(rest, scratch[2]) / columns;
-        }
-    }
-    float squares = 0.0f;
-#pragma unroll
-    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-        if (chunk * 32 * WARPS + threadIdx.x < packs) {
-#pragma unroll
-            for (int i = 0; i < WIDTH; ++i) {
-                const float centred = average.apart(values[chunk][i]);
-                squares += centred * centred;
-            }
-        }
-    }
-    const float scale = 1.0f / sqrtf(row_sum<WARPS>(squares, scratch[1]) / columns + eps);
+    if constexpr (!RMS) average = mean_of_row<T, WARPS>(values, sum, columns, scratch[0], scratch[2]);
+    const float scale = scale_of_row<WARPS>(values, average, columns, eps, scratch[1]);
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; ++chunk) {
         const int column = (chunk * 32 * WARPS + threadIdx.x) * WIDTH;

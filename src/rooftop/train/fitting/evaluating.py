@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftop.data import Loader
 from rooftop.errors import InputError, did_you_mean
 from rooftop.parallel import World, others_wait
-from rooftop.train.fitting.feeding import in_memory_format
+from rooftop.train.fitting.feeding import in_memory_format, loader_of
 from rooftop.train.recipes.recipe import Recipe
 from rooftop.train.tasks.task import Task
 
@@ -42,21 +41,7 @@ class Evaluator:
         self.task, self.recipe, self.world = task, recipe, world
         self.autocast, self.gathered = autocast, gathered
         self.batch = min(batch, max(1, len(task.valid)))
-        self.loader = Loader(
-            task.valid,
-            self.batch,
-            shuffle=False,
-            seed=recipe.run.seed,
-            how=recipe.loading.how,
-            workers=recipe.loading.workers,
-            ahead=recipe.loading.ahead,
-            collate=task.collate,
-            drop_last=False,
-            rank=world.rank,
-            ranks=world.size,
-            device=world.device,
-            on_damage=recipe.faults.damaged,
-        )
+        self.loader = loader_of(task.valid, self.batch, task, recipe, world, training=False)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:

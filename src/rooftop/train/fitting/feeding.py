@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftop.data import Loader
+from rooftop.data import Loader, Samples
 from rooftop.errors import InputError
 from rooftop.parallel import World
 from rooftop.train.fitting.lengths import Lengths
@@ -38,6 +38,25 @@ class Part:
     weight: float
 
 
+def loader_of(data: Samples, batch: int, task: Task, recipe: Recipe, world: World, *, training: bool) -> Loader:
+    """The loader of a task's data. In training the samples are shuffled and all batches are whole."""
+    return Loader(
+        data,
+        batch,
+        shuffle=training,
+        seed=recipe.run.seed,
+        how=recipe.loading.how,
+        workers=recipe.loading.workers,
+        ahead=recipe.loading.ahead,
+        collate=task.collate,
+        drop_last=training,
+        rank=world.rank,
+        ranks=world.size,
+        device=world.device,
+        on_damage=recipe.faults.damaged,
+    )
+
+
 class Feed:
     """Reads the training data.
 
@@ -47,21 +66,7 @@ class Feed:
 
     def __init__(self, task: Task, recipe: Recipe, lengths: Lengths, world: World) -> None:
         self.lengths, self.rank, self.ranks = lengths, world.rank, world.size
-        self.loader = Loader(
-            task.train,
-            lengths.batch // lengths.parts,
-            shuffle=True,
-            seed=recipe.run.seed,
-            how=recipe.loading.how,
-            workers=recipe.loading.workers,
-            ahead=recipe.loading.ahead,
-            collate=task.collate,
-            drop_last=True,
-            rank=world.rank,
-            ranks=world.size,
-            device=world.device,
-            on_damage=recipe.faults.damaged,
-        )
+        self.loader = loader_of(task.train, lengths.batch // lengths.parts, task, recipe, world, training=True)
         self._batches: Iterator[Any] = iter(())
         self._next = 0  # the step whose batches come next
 
