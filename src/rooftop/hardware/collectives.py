@@ -25,7 +25,6 @@ from torch import Tensor
 from rooftop.errors import MeasurementError
 
 SIZES = tuple(m << 20 for m in (1, 16, 256))
-CPU_SIZES = tuple(k << 10 for k in (64, 1024))
 SAMPLES = 3
 TIMEOUT_S = 60.0
 

@@ -89,14 +89,7 @@ def parallel_gpt(
     """
     layout = layout or Layout()
     world = dist.get_world_size() if dist.is_initialized() else 1
-    layout.check(
-        world,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        hidden=config.width,
-        feed_forward=config.hidden,
-        vocabulary=config.vocabulary,
-    )
+    config.check_layout(layout, world)
     if layout.pp > 1:
         raise ValueError(
             f"parallel_gpt: the layout {layout} has pp ranks, but this function splits a model along dp, tp and cp; "

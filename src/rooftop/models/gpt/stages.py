@@ -288,15 +288,7 @@ def parallel_gpt_stages(
             stages. The error is the same on every rank, before any communication.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
-    layout.check(
-        world,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        hidden=config.width,
-        feed_forward=config.hidden,
-        vocabulary=config.vocabulary,
-        layers=config.layers,
-    )
+    config.check_layout(layout, world, layers=config.layers)
     if schedule.ranks != layout.pp:
         raise ValueError(
             f"parallel_gpt_stages: the schedule {schedule.name} is for {schedule.ranks} ranks, but the layout "

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rooftop.models.gpt.rope_scaling import RopeScaling
+from rooftop.parallel.layouts import Layout
 
 SIZES = ("vocabulary", "layers", "width", "heads", "kv_heads", "head_size", "hidden", "positions", "window")
 CHOICES = {
@@ -192,6 +193,22 @@ class GptConfig:
             head_size=self.head_features,
             hidden=self.hidden // ranks,
             vocabulary=-(-self.vocabulary // ranks),
+        )
+
+    def check_layout(self, layout: Layout, ranks: int, **more: Any) -> None:
+        """`layout.check` with this model's sizes that tensor ranks split; `more` are other arguments of it.
+
+        Raises:
+            ValueError: as `rooftop.parallel.Layout.check`.
+        """
+        layout.check(
+            ranks,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            hidden=self.width,
+            feed_forward=self.hidden,
+            vocabulary=self.vocabulary,
+            **more,
         )
 
     def window_of(self, layer: int) -> int | None:

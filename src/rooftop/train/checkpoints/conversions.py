@@ -110,15 +110,7 @@ def check_new(out: Path) -> None:
 def _layout(config: GptConfig, tensor_ranks: int) -> Layout:
     layout = Layout(tp=tensor_ranks)
     try:
-        layout.check(
-            tensor_ranks,
-            heads=config.heads,
-            kv_heads=config.kv_heads,
-            hidden=config.width,
-            feed_forward=config.hidden,
-            vocabulary=config.vocabulary,
-            axes=("tp",),
-        )
+        config.check_layout(layout, tensor_ranks, axes=("tp",))
     except ValueError as error:
         raise InputError(str(error)) from error
     return layout

@@ -258,13 +258,9 @@ class GptTraining:
                 f"micro_batch={self.micro_batch} (--micro-batch-size), the sequences that a rank computes at once: use "
                 f"a micro-batch of {_or_of(fitting, self.micro_batch)}, or another global batch"
             )
-        layout.check(
+        config.check_layout(
+            layout,
             world_size,
-            heads=config.heads,
-            kv_heads=config.kv_heads,
-            hidden=config.width,
-            feed_forward=config.hidden,
-            vocabulary=config.vocabulary,
             layers=config.layers,
             sequence=self.length,
             batch=self.global_batch,
