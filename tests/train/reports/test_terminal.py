@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rooftop.train.fitting.records import StepRecord
@@ -108,6 +108,7 @@ def test_the_parts_of_the_time_add_up(rates: list[tuple[float, float]], more: fl
 
 
 @settings(max_examples=50)
+@example(0.03125)
 @given(st.floats(-1e300, 1e300))
 def test_a_value_keeps_its_first_digits(value: float) -> None:
     text = value_text(value)

@@ -129,10 +129,10 @@ def summary(history: History, fitted: Fitted) -> list[str]:
 
 
 def value_text(value: float) -> str:
-    """ "0.9722", "12.35", "1.2e-05": four significant digits."""
+    """ "0.9722", "12.35", "1.200e-05": four significant digits."""
     if math.isfinite(value) and value != 0 and not 1e-3 <= abs(value) < 1e5:
         return f"{value:.3e}"
-    return f"{value:.4g}" if abs(value) >= 1 else f"{value:.4f}"
+    return f"{value:.4g}" if abs(value) >= 1 or value == 0 else f"{value:#.4g}"
 
 
 def decimals_of(scale: float) -> int:
