@@ -151,7 +151,7 @@ def photographs(folder: Path, options: argparse.Namespace) -> tuple[Path, ...]:
     if options.photographs:
         return tuple(sorted(options.photographs.rglob("*.jp*g")))
     made = folder / "photographs"
-    count = 24 if options.quick else options.count
+    count = 8 if options.quick else options.count
     if not made.exists():
         made.mkdir()
         pictures = sources()
@@ -216,7 +216,7 @@ def video(folder: Path, options: argparse.Namespace) -> tuple[Path, ...]:
 
 
 def classified(folder: Path, options: argparse.Namespace) -> Work:
-    batch = 4 if options.quick else 64
+    batch = 2 if options.quick else 64
     target = model_target("resnet50", seed=0, batch=batch)
     return Work("resnet50", target, photographs(folder, options), Decoding("image"), batch)
 
@@ -225,7 +225,7 @@ def searched(folder: Path, options: argparse.Namespace) -> Work:
     batch = 2 if options.quick else 8
     target = model_target("detr_resnet50", seed=0, threshold=0.02, batch=batch)
     files = photographs(folder, options)
-    return Work("detr", target, files[: 6 if options.quick else 1500], Decoding("image"), batch)
+    return Work("detr", target, files[: 4 if options.quick else 1500], Decoding("image"), batch)
 
 
 def clips(folder: Path, options: argparse.Namespace) -> Work:

@@ -34,6 +34,39 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+class Paths:
+    """The paths through the levels of a mesh, from the finest clusters to those that nothing replaces; read once."""
+
+    def __init__(self, mesh: Geometry) -> None:
+        heads, groups = mesh.clusters(), mesh.groups()
+        self._first = [int(mesh.page(page)[layouts.PAGE_FIRST_CLUSTER]) for page in range(mesh.pages)]
+        group_of = np.repeat(groups[:, layouts.GROUP_NUMBER].astype(np.int64), groups[:, layouts.GROUP_COUNT])
+        members = {number: np.flatnonzero(group_of == number).tolist() for number in np.unique(group_of).tolist()}
+        source = heads[:, layouts.CLUSTER_SOURCE].view(np.int32).tolist()
+        order = np.argsort(heads[:, layouts.CLUSTER_COUNTS] >> 24, kind="stable").tolist()  # the finest first
+        self._below = {cluster: members[source[cluster]] if source[cluster] >= 0 else [] for cluster in order}
+        never = groups[:, layouts.GROUP_ERROR].view(np.float32) == np.float32(layouts.NEVER)
+        self._ends = [cluster for number in groups[never, layouts.GROUP_NUMBER].tolist() for cluster in members[number]]
+
+    def counts(self, renderer: scene.Renderer, frame: scene.GBuffer, instance: int) -> set[int]:
+        """How many clusters of an instance a frame of one view has drawn on each path."""
+        assert renderer._memory is not None
+        entries = renderer._memory.tensors["drawn"][: frame.stats.clusters].tolist()
+        drawn = {
+            self._first[(entry & 0xFFFFFFFF) >> 11] + (entry & 2047) for entry in entries if entry >> 32 == instance
+        }
+        counts: dict[int, set[int]] = {}
+        for cluster, below in self._below.items():
+            ways = set().union(*(counts[each] for each in below)) if below else {0}
+            counts[cluster] = {way + (cluster in drawn) for way in ways}
+        return set().union(*(counts[cluster] for cluster in self._ends))
+
+
+@pytest.fixture(scope="session")
+def paths_of() -> type[Paths]:
+    return Paths
+
+
 def bumpy_ball(subdivisions: int) -> Arrays:
     """A closed surface around the origin, all visible from there; radius 0.75 to 1.25."""
     ball = trimesh.creation.icosphere(subdivisions)

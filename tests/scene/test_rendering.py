@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,47 +54,18 @@ def same(a: GBuffer, b: GBuffer, names: Sequence[str]) -> bool:
     return all(torch.equal(a[name].nan_to_num(-7.0), b[name].nan_to_num(-7.0)) for name in names)
 
 
-def drawn_clusters(renderer: Renderer, frame: GBuffer) -> set[tuple[int, int]]:
-    """(instance, cluster) of what a frame of one view has drawn, from the list that the stages share."""
-    assert renderer._memory is not None
-    entries = renderer._memory.tensors["drawn"][: frame.stats.clusters].cpu().numpy()
-    mesh_of, _ = renderer.scene.instances()
-    found = set()
-    for entry in entries.tolist():
-        pair, page, index = entry >> 32, (entry & 0xFFFFFFFF) >> 11, entry & 2047
-        geometry = renderer.scene.meshes[mesh_of[pair]]
-        found.add((pair, int(geometry.page(page)[layouts.PAGE_FIRST_CLUSTER]) + index))
-    return found
-
-
 # ---- one cut, without holes ------------------------------------------------------------------------------------------
 
 
-def counts_along_paths(mesh: Geometry, drawn: set[int]) -> set[int]:
-    """How many drawn clusters there are on each path from the finest clusters to those that nothing replaces."""
-    heads, groups = mesh.clusters(), mesh.groups()
-    first = np.cumsum([0, *groups[:, layouts.GROUP_COUNT]])
-    group_of = np.searchsorted(first, np.arange(len(heads)), side="right") - 1
-    source = heads[:, layouts.CLUSTER_SOURCE].view(np.int32)
-    counts: dict[int, set[int]] = {}
-    members = {number: np.flatnonzero(group_of == at) for at, number in enumerate(groups[:, layouts.GROUP_NUMBER])}
-    for cluster in np.argsort(heads[:, layouts.CLUSTER_COUNTS] >> 24, kind="stable").tolist():  # the finest first
-        below = members[source[cluster]].tolist() if source[cluster] >= 0 else []
-        ways = set().union(*(counts[each] for each in below)) if below else {0}
-        counts[cluster] = {way + (cluster in drawn) for way in ways}
-    never = np.flatnonzero(groups[:, layouts.GROUP_ERROR].view(np.float32) == np.float32(layouts.NEVER))
-    return set().union(*(counts[cluster] for cluster in np.flatnonzero(np.isin(group_of, never)).tolist()))
-
-
-def test_on_every_path_one_cluster_is_drawn(ball: Geometry, device: str) -> None:
+def test_on_every_path_one_cluster_is_drawn(ball: Geometry, paths_of: Callable[[Geometry], Any], device: str) -> None:
     """Whatever the distances: all of it, at one level."""
     scene = row_of(ball, [2.5, 6.0, 15.0, 60.0])
     renderer = Renderer(scene, device, occlusion=False)
     frame = renderer.render(AHEAD)
     assert len(frame.stats.levels) >= 3
-    drawn = drawn_clusters(renderer, frame)
+    paths = paths_of(ball)
     for instance in range(1, len(scene)):  # the first is not all in the picture
-        assert counts_along_paths(ball, {cluster for of, cluster in drawn if of == instance}) == {1}
+        assert paths.counts(renderer, frame, instance) == {1}
 
 
 def test_every_ray_leaves_a_closed_surface_as_often_as_it_enters(ball: Geometry, device: str) -> None:

@@ -142,44 +142,23 @@ def test_a_pool_of_5_percent_leaves_no_hole(paged_tunnel: Geometry, wait: bool, 
     assert max(errors) > 2
 
 
-def test_on_every_path_one_cluster_is_drawn_while_pages_come(paged_ball: Geometry, device: str) -> None:
+def test_on_every_path_one_cluster_is_drawn_while_pages_come(
+    paged_ball: Geometry, paths_of: Callable[[Geometry], Any], device: str
+) -> None:
     scene = Scene()
     scene.add_instance(scene.add_mesh(paged_ball), moved(3.5, 0, 0))
     camera = Camera.look_at((0, 0, 0), (1, 0, 0), fov_y_degrees=60, **SIZE)
     renderer = Renderer(scene, device, pixel_error=0.1, occlusion=False, pool_bytes=slots_for(paged_ball, 0.6))
-    counts, levels = set(), set()
+    paths, counts, levels = paths_of(paged_ball), set(), set()
     renderer.render(camera, wait=False)
     assert renderer.pool is not None
     renderer.pool.loader = Late(renderer.pool.loader, 0)  # type: ignore[assignment]
     for _ in range(60):  # a few pages are loaded in each frame, in random order even if others need them
         frame = renderer.render(camera, ("depth",), wait=False)
-        counts |= counts_along_paths(paged_ball, drawn_clusters(renderer, frame))
+        counts |= paths.counts(renderer, frame, 0)
         levels.add(frame.stats.levels)
     assert counts == {1}
     assert len(levels) >= 3
-
-
-def drawn_clusters(renderer: Renderer, frame: GBuffer) -> set[int]:
-    """Those that a frame of one view of one instance has drawn."""
-    assert renderer._memory is not None
-    mesh, entries = renderer.scene.meshes[0], renderer._memory.tensors["drawn"][: frame.stats.clusters].tolist()
-    return {
-        int(mesh.page((entry & 0xFFFFFFFF) >> 11)[layouts.PAGE_FIRST_CLUSTER]) + (entry & 2047) for entry in entries
-    }
-
-
-def counts_along_paths(mesh: Geometry, drawn: set[int]) -> set[int]:
-    """How many drawn clusters there are on each path from the finest clusters to those that nothing replaces."""
-    heads, groups = mesh.clusters(), mesh.groups()
-    group_of = np.repeat(groups[:, layouts.GROUP_NUMBER].astype(np.int64), groups[:, layouts.GROUP_COUNT])
-    source = heads[:, layouts.CLUSTER_SOURCE].view(np.int32)
-    counts: dict[int, set[int]] = {}
-    for cluster in np.argsort(heads[:, layouts.CLUSTER_COUNTS] >> 24, kind="stable").tolist():  # the finest first
-        below = np.flatnonzero(group_of == source[cluster]).tolist() if source[cluster] >= 0 else []
-        ways = set().union(*(counts[each] for each in below)) if below else {0}
-        counts[cluster] = {way + (cluster in drawn) for way in ways}
-    never = groups[groups[:, layouts.GROUP_ERROR].view(np.float32) == np.float32(layouts.NEVER), layouts.GROUP_NUMBER]
-    return set().union(*(counts[cluster] for cluster in np.flatnonzero(np.isin(group_of, never)).tolist()))
 
 
 class Late:
