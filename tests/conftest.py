@@ -9,6 +9,7 @@ import fcntl
 import functools
 import gc
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -213,15 +214,14 @@ def names_of_scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     yield
     sys.path[:] = [each for each in sys.path if each in before and not os.path.join(each, "").startswith(SCRIPTS)]
     forgotten = (*SCRIPTS, str(tmp_path_factory.getbasetemp()) + os.sep)
-    for name, module in list(sys.modules.items()):
-        if _looked_at.get(name) != id(module):  # to ask all modules after each test takes milliseconds
-            if str(getattr(module, "__file__", None)).startswith(forgotten):
-                del sys.modules[name]
-            else:
-                _looked_at[name] = id(module)
+    for name in list(itertools.takewhile(lambda name: name != _newest[0], reversed(sys.modules))):
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(forgotten):
+            del sys.modules[name]
+    _newest[0] = next(reversed(sys.modules))
 
 
-_looked_at: dict[str, int] = {}
+_newest = [""]
+"""The module that was imported last when all were last looked at: to look at all after each test takes milliseconds."""
 
 
 TORCHVISION = (

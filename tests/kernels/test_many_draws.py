@@ -73,7 +73,7 @@ PAIRS: dict[str, tuple[Function, Function]] = {
     ),
 }
 SHAPES = [(3, 7), (16, 33)] if INTERPRETED else [(2, 7), (4, 64), (3, 133), (5, 769), (301, 33)]
-DRAWS = 20 if INTERPRETED else 25
+DRAWS = 12 if INTERPRETED else 25
 
 
 def results(function: Function, x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, seed: int) -> list[Tensor]:
