@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import math
 import sys
@@ -20,9 +19,10 @@ from rooftop.cli.device_option import pick_device
 from rooftop.cli.outputs import STANDARD_OUTPUT, check_writable
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.targets import DTYPES as NAMES
-from rooftop.errors import MeasurementError, MissingExtraError
+from rooftop.errors import MeasurementError
 from rooftop.hardware.ceilings import write_whole
 from rooftop.hardware.crossovers import NEEDS_GPU, BreakEven, Crossover, measure_crossover
+from rooftop.ladder.chart import framed, require_plotly
 
 CURVES = (  # attribute of a point, name, color
     ("cpu", "CPU", "#e0a130"),
@@ -38,7 +38,7 @@ def run(operation: str, dtype: str, device: str, json_path: Path | None, output:
         if path is not None:
             check_writable(path)
     if output is not None:
-        _check_plotly()
+        require_plotly("-o")
     where = _pick_gpu(device)
     with progress_bar() as progress:
         crossover = measure_crossover(operation, dtype=NAMES[dtype], device=where, progress=progress)
@@ -124,18 +124,6 @@ def _rounded(size: float) -> str:
     return f"{round(size / scale) * scale:,}"
 
 
-def _check_plotly() -> None:
-    """Check before the work that plotly, which draws the chart, is installed.
-
-    Raises:
-        MissingExtraError: it is not installed.
-    """
-    try:
-        import plotly.graph_objects  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError('the chart needs plotly: pip install "rooftop[report]" (or leave -o out)') from error
-
-
 def _page(crossover: Crossover) -> str:
     """One HTML page with the chart, including plotly's script."""
     from plotly import graph_objects
@@ -152,22 +140,7 @@ def _page(crossover: Crossover) -> str:
     figure.update_xaxes(type="log", title=crossover.unit)
     figure.update_yaxes(type="log", title="ms a call")
     figure.update_layout(template="plotly_white", height=560, legend={"orientation": "h", "y": 1.1})
-    title, machine = (html.escape(text) for text in (f"{crossover.operation} {crossover.dtype}", _machine(crossover)))
-    sentences = "".join(f"<p>{html.escape(sentence)}</p>\n" for sentence in _sentences(crossover))
+    heading = f"{crossover.operation} {crossover.dtype}"
     chart = figure.to_html(full_html=False, include_plotlyjs=True, div_id="crossover")
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-<title>{title}: CPU against GPU</title>
-<style>body {{ max-width: 1100px; margin: 0 auto; padding: 24px 20px; font: 16px/1.5 system-ui, sans-serif; }}</style>
-</head>
-<body>
-<h1>{title}</h1>
-<p>{machine}</p>
-{sentences}{chart}
-</body>
-</html>
-"""
+    above = [_machine(crossover), *_sentences(crossover)]
+    return framed(heading, chart, above, title=f"{heading}: CPU against GPU")

@@ -13,8 +13,8 @@ from rooftop.ladder.rungs import CPU, CUDA, PYTORCH, TRITON
 COLOURS = {CPU: "#9a9a9a", CUDA: "#76a92c", TRITON: "#4c9fd6", PYTORCH: "#e0703a"}
 
 
-def require_plotly() -> None:
-    """Check that a chart can be drawn, before the work begins.
+def require_plotly(option: str = "--chart") -> None:
+    """Check that the chart of an option can be drawn, before the work begins.
 
     Raises:
         MissingExtraError: plotly is not installed.
@@ -23,25 +23,34 @@ def require_plotly() -> None:
         import plotly.graph_objects  # noqa: F401
     except ImportError as error:
         raise MissingExtraError(
-            'the chart needs plotly: pip install "rooftop[report]" (or leave --chart out)'
+            f'the chart needs plotly: pip install "rooftop[report]" (or leave {option} out)'
         ) from error
 
 
 def page(climbs: Sequence[Climb]) -> str:
     """The HTML page of the climbs. Rungs without a time are left out; a climb without any has no chart."""
     charts = "".join(_chart(climb, first=place == 0) for place, climb in enumerate(climbs))
+    return framed("The ladder", charts)
+
+
+def framed(
+    heading: str, charts: str, above: Sequence[str] = (), below: Sequence[str] = (), *, title: str | None = None
+) -> str:
+    """An HTML page around charts, with paragraphs above and below them; its title is the heading unless given."""
+    before, after = ("".join(f"<p>{html.escape(text)}</p>\n" for text in texts) for texts in (above, below))
     return f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <link rel="icon" href="data:,">
-<title>The ladder</title>
+<title>{html.escape(title or heading)}</title>
 <style>body {{ max-width: 1100px; margin: 0 auto; padding: 24px 20px; font: 16px/1.5 system-ui, sans-serif; }}</style>
 </head>
 <body>
-<h1>The ladder</h1>
-{charts}</body>
+<h1>{html.escape(heading)}</h1>
+{before}{charts}
+{after}</body>
 </html>
 """
 

@@ -9,8 +9,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from rooftop.analysis.formats import percent_text, quantity_text
+from rooftop.ladder.chart import framed
 from rooftop.ladder.memory_levels import Flight, Level, MemoryClimb
-from rooftop.ladder.python_shown import BUSY_CORES, framed
+from rooftop.ladder.python_shown import BUSY_CORES
 
 COLOURS = ("#4c9fd6", "#76a92c", "#e0703a", "#8a63d2", "#9a9a9a", "#c2a500")
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -92,7 +93,8 @@ def page(climb: MemoryClimb) -> str:
         figure.to_html(full_html=False, include_plotlyjs=first, div_id=f"ladder-memory-{name}")
         for name, figure, first in (("levels", _levels(climb), True), ("law", _law(climb), False))
     )
-    return framed(f"Latency and rate of each level, {climb.device}", charts, said(climb), "The memory, level by level")
+    above = [f"Latency and rate of each level, {climb.device}"]
+    return framed("The memory, level by level", charts, above, said(climb))
 
 
 def _levels(climb: MemoryClimb) -> Any:

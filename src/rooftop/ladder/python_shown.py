@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import html
 from math import log10
 
 from rich.markup import escape
 from rich.table import Table
 
 from rooftop.analysis.formats import percent_text, quantity_text, time_text
+from rooftop.ladder.chart import framed
 from rooftop.ladder.climbing import FAILED, WRONG
 from rooftop.ladder.python_climbing import SpeedClimb, SpeedOutcome
 from rooftop.ladder.python_ladder import ALL, GPU, ONE
@@ -106,30 +106,9 @@ def page(climb: SpeedClimb) -> str:
     )
     chart = figure.to_html(full_html=False, include_plotlyjs=True, div_id="ladder-python")
     said = [*climb.remarks, *filter(None, [disturbed(climb)])]
-    return framed(f"{climb.work}, {', '.join(climb.devices)}", chart, said, "From plain Python to the roof")
+    return framed("From plain Python to the roof", chart, [f"{climb.work}, {', '.join(climb.devices)}"], said)
 
 
 def _label(rung: SpeedOutcome) -> str:
     copied = f", copies {quantity_text(rung.copied_bytes)}B" if rung.copied_bytes else ""
     return f"{time_text(rung.ms or 0.0)}, {percent_text(rung.percent_of_roof or 0.0)} of roof{copied}"
-
-
-def framed(work: str, charts: str, remarks: list[str], title: str) -> str:
-    """An HTML page around charts."""
-    below = "".join(f"<p>{html.escape(remark)}</p>\n" for remark in remarks)
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-<title>{html.escape(title)}</title>
-<style>body {{ max-width: 1100px; margin: 0 auto; padding: 24px 20px; font: 16px/1.5 system-ui, sans-serif; }}</style>
-</head>
-<body>
-<h1>{html.escape(title)}</h1>
-<p>{html.escape(work)}</p>
-{charts}
-{below}</body>
-</html>
-"""

@@ -39,19 +39,17 @@ class Block(ExportedHeader):
         self._allocate(sizes, type, allocator or allocator_for(where, None))
         return self
 
-    def prepare_for(self, source: Header, type: int) -> None:
-        """`create` for a result with the sizes and the device of `source`.
+    def prepare_for(self, sizes: Sizes, type: int, device: torch.device) -> None:
+        """`create` for a result of these sizes on this device.
 
         Raises:
             ValueError: this Mat has elements on another device; `create` would keep it there.
         """
-        fits = same_device(self._device, source._device)
+        fits = same_device(self._device, device)
         if not fits and not self.empty():
-            raise ValueError(
-                f"a result on {source._device} cannot be stored in {self}: move one of them with to(device)"
-            )
-        if not (fits and self._sizes == source._sizes and self._type == type):
-            self.create(source._sizes, type, device=source._device)
+            raise ValueError(f"a result on {device} cannot be stored in {self}: move one of them with to(device)")
+        if not (fits and self._sizes == sizes and self._type == type):
+            self.create(sizes, type, device=device)
 
     # Internal.
 

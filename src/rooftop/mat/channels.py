@@ -126,7 +126,7 @@ def _pairs(numbers: Sequence[int] | Sequence[tuple[int, int]], sources: int, tar
 
 def _destination(like: Mat, channels: int, dst: Mat | None) -> Mat:
     dst = Mat(device=like.device) if dst is None else dst
-    dst.prepare_for(like, CV_MAKETYPE(like.depth(), channels))
+    dst.prepare_for(like._sizes, CV_MAKETYPE(like.depth(), channels), like._device)
     return dst
 
 

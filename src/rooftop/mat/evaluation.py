@@ -15,7 +15,6 @@ from torch import Tensor
 
 from rooftop.launch.numba_loops import worth_a_loop
 from rooftop.launch.triton_launch import INTERPRETED
-from rooftop.mat.allocation import same_device
 from rooftop.mat.blocks import Block, new_block
 from rooftop.mat.copies import apart, overlap, same_elements
 from rooftop.mat.expressions import BITWISE, FLOATING, MatExpr, leaf, node, rebuilt, topological
@@ -41,13 +40,7 @@ def store(expression: MatExpr, dst: Block, rtype: Any = None) -> None:
     if rtype is not None and rtype != -1:
         depth = CV_MAT_DEPTH(type_code(rtype))
         type = CV_MAKETYPE(depth, expression.channels())
-    fits = same_device(dst._device, expression._device)
-    if not fits and not dst.empty():
-        raise ValueError(
-            f"an expression on {expression._device} cannot be stored in {dst}: move one of them with to(device)"
-        )
-    if not (fits and dst._sizes == expression._sizes and dst._type == type):
-        dst.create(expression._sizes, type, device=expression._device)
+    dst.prepare_for(expression._sizes, type, expression._device)
     if not dst.empty():
         evaluate_into(expression, dst._writable(), depth)
 

@@ -279,7 +279,7 @@ class Mat(Block, Arithmetic):
         type = CV_MAKETYPE(depth, self.channels())
         source = self._header_of_itself()
         dst = Mat(device=self._device) if dst is None else dst
-        dst.prepare_for(source, type)
+        dst.prepare_for(source._sizes, type, source._device)
         if dst.empty():
             return dst
         target = dst._writable()

@@ -193,12 +193,7 @@ class _ScatteredSum(torch.autograd.Function):
         return gather_of_ranks(dy, ctx.dim, ctx.group), None, None
 
 
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return start_gather(x, dim, group)()
-
+class _Join(_Gather):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         return own_part(dy, ctx.dim, ctx.group), None, None

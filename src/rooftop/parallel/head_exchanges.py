@@ -43,7 +43,7 @@ def heads_here(x: Tensor, order: Tensor, group: Group) -> Tensor:
         )
     if heads < ranks:
         x = x.repeat_interleave(ranks // heads, 1)
-    return _ToHeads.apply(x, order, group)  # type: ignore[no-any-return]
+    return _Exchange.apply(x, order, group, True)  # type: ignore[no-any-return]
 
 
 def positions_here(x: Tensor, order: Tensor, group: Group) -> Tensor:
@@ -52,7 +52,7 @@ def positions_here(x: Tensor, order: Tensor, group: Group) -> Tensor:
     """
     if group is None or group.size() == 1:
         return x
-    return _ToPositions.apply(x, order, group)  # type: ignore[no-any-return]
+    return _Exchange.apply(x, order, group, False)  # type: ignore[no-any-return]
 
 
 def order_of(held: Sequence[Chunks]) -> Tensor:
@@ -78,29 +78,17 @@ def _to_positions(x: Tensor, order: Tensor, group: ProcessGroup) -> Tensor:
     return found.movedim(0, 1).flatten(1, 2)
 
 
-class _ToHeads(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
+    """To heads or back to positions; each is the other's backward."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, order: Tensor, group: ProcessGroup, to_heads: bool) -> Tensor:
+        ctx.group, ctx.to_heads = group, to_heads
         ctx.save_for_backward(order)
-        return _to_heads(x, order, group)
+        return (_to_heads if to_heads else _to_positions)(x, order, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (order,) = ctx.saved_tensors
-        return _to_positions(dy, order, ctx.group), None, None
-
-
-class _ToPositions(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        ctx.save_for_backward(order)
-        return _to_positions(x, order, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (order,) = ctx.saved_tensors
-        return _to_heads(dy, order, ctx.group), None, None
+        return (_to_positions if ctx.to_heads else _to_heads)(dy, order, ctx.group), None, None, None
