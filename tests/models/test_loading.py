@@ -38,6 +38,9 @@ DETR: dict[str, Any] = {
 }
 
 
+SMALL: dict[str, Any] = {"num_classes": 3, "channels": 4}  # a ResNet 16 times narrower than it is published
+
+
 @torch.no_grad()
 def randomized(model: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
@@ -56,8 +59,8 @@ def assert_same(ours: nn.Module, expected: dict[str, Tensor]) -> None:
 
 @pytest.fixture(scope="module")
 def state() -> dict[str, Tensor]:
-    """A ResNet-18 of three classes."""
-    return randomized(resnet18(num_classes=3)).state_dict()
+    """A narrow ResNet-18 of three classes."""
+    return randomized(resnet18(**SMALL)).state_dict()
 
 
 @pytest.fixture
@@ -93,17 +96,17 @@ def test_kinds_of_files(suffix: str, state: dict[str, Tensor], tmp_path: Path) -
     else:
         torch.save(state, path)
     for weights in (path, str(path)):
-        model = load("resnet18", weights, num_classes=3)
+        model = load("resnet18", weights, **SMALL)
         assert_same(model, state)
         assert model.training
-    assert_same(resnet18(weights=path, num_classes=3), state)  # builders read the same files
+    assert_same(resnet18(weights=path, **SMALL), state)  # builders read the same files
 
 
 @pytest.mark.parametrize("wrap", ["model", "state_dict", "model_state_dict"])
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
 def test_checkpoints_of_training(wrap: str, prefix: str, state: dict[str, Tensor], tmp_path: Path) -> None:
     torch.save({wrap: {prefix + key: value for key, value in state.items()}, "epoch": 3}, tmp_path / "checkpoint.pth")
-    assert_same(load("resnet18", tmp_path / "checkpoint.pth", num_classes=3), state)
+    assert_same(load("resnet18", tmp_path / "checkpoint.pth", **SMALL), state)
 
 
 def test_a_published_name(state: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +118,7 @@ def test_a_published_name(state: dict[str, Tensor], tmp_path: Path, monkeypatch:
         load("resnet18", "IMAGENET1K_V1")
     (tmp_path / "file").rename(tmp_path / weights.file)
     monkeypatch.setenv("ROOFTOP_WEIGHTS_URL", tmp_path.as_uri())
-    assert_same(load("resnet18", "IMAGENET1K_V1", num_classes=3), state)
+    assert_same(load("resnet18", "IMAGENET1K_V1", **SMALL), state)
     with pytest.raises(InputError, match="next_frame_network has none of these: give a file"):
         load("next_frame_network", "IMAGENET1K_V1")
 
@@ -123,7 +126,7 @@ def test_a_published_name(state: dict[str, Tensor], tmp_path: Path, monkeypatch:
 def test_half_precision_is_widened(state: dict[str, Tensor], tmp_path: Path) -> None:
     half = {key: value.half() if value.is_floating_point() else value for key, value in state.items()}
     torch.save(half, tmp_path / "half.pth")
-    model = load("resnet18", tmp_path / "half.pth", num_classes=3)
+    model = load("resnet18", tmp_path / "half.pth", **SMALL)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert torch.equal(model.get_parameter("fc.weight"), half["fc.weight"].float())
 
@@ -262,7 +265,7 @@ def test_without_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_another_number_of_classes(file: Path, tmp_path: Path) -> None:
     message = r"mine\.pth has 3 classes, resnet18 was built for 1000: pass num_classes=3, or strict=False"
     with pytest.raises(WeightsError, match=message):
-        load("resnet18", file)
+        load("resnet18", file, channels=4)
     torch.save(detr_resnet50(**DETR).state_dict(), tmp_path / "detr.pth")
     with pytest.raises(WeightsError, match="has 5 classes, detr_resnet50 was built for 20: pass num_classes=5"):
         load("detr_resnet50", tmp_path / "detr.pth", **{**DETR, "num_classes": 20})
@@ -270,31 +273,31 @@ def test_another_number_of_classes(file: Path, tmp_path: Path) -> None:
 
 def test_a_new_head(file: Path, state: dict[str, Tensor]) -> None:
     torch.manual_seed(3)
-    expected = resnet18(num_classes=4).state_dict()
+    expected = resnet18(num_classes=4, channels=4).state_dict()
     torch.manual_seed(3)
-    found = load("resnet18", file, num_classes=4, strict=False).state_dict()
+    found = load("resnet18", file, num_classes=4, channels=4, strict=False).state_dict()
     for key, value in found.items():
         assert torch.equal(value, (expected if key.startswith("fc.") else state)[key])
-    report = load_report("resnet18", file, num_classes=4)
-    assert report.mismatched == {"fc.weight": ((3, 512), (4, 512)), "fc.bias": ((3,), (4,))}
+    report = load_report("resnet18", file, num_classes=4, channels=4)
+    assert report.mismatched == {"fc.weight": ((3, 32), (4, 32)), "fc.bias": ((3,), (4,))}
 
 
 def test_quantized_weights_are_refused(state: dict[str, Tensor], tmp_path: Path) -> None:
     """Copied, they would be other weights without a word."""
-    torch.save({**state, "fc.weight": torch.ones(3, 512, dtype=torch.int8)}, tmp_path / "int8.pth")
+    torch.save({**state, "fc.weight": torch.ones(3, 32, dtype=torch.int8)}, tmp_path / "int8.pth")
     with pytest.raises(
         WeightsError, match=r"does not fit resnet18: 1 quantized: fc\.weight \(torch\.int8\)\. 121 keys"
     ):
-        load("resnet18", tmp_path / "int8.pth", num_classes=3)
+        load("resnet18", tmp_path / "int8.pth", **SMALL)
     with pytest.raises(WeightsError, match=r"1 quantized: fc\.weight"):
-        resnet18(weights=tmp_path / "int8.pth", num_classes=3)
-    model = load("resnet18", tmp_path / "int8.pth", num_classes=3, strict=False)
+        resnet18(weights=tmp_path / "int8.pth", **SMALL)
+    model = load("resnet18", tmp_path / "int8.pth", **SMALL, strict=False)
     assert not model.get_parameter("fc.weight").eq(1).any()
-    report = load_report("resnet18", tmp_path / "int8.pth", num_classes=3)
+    report = load_report("resnet18", tmp_path / "int8.pth", **SMALL)
     assert report.quantized == {"fc.weight": torch.int8}
     counts = {key: value.float() if key.endswith("tracked") else value for key, value in state.items()}
     torch.save(counts, tmp_path / "counts.pth")  # as where all of a state dict was cast
-    assert load_report("resnet18", tmp_path / "counts.pth", num_classes=3).fits
+    assert load_report("resnet18", tmp_path / "counts.pth", **SMALL).fits
 
 
 def test_what_does_not_fit_is_said_and_changes_nothing(state: dict[str, Tensor], tmp_path: Path) -> None:
@@ -306,13 +309,15 @@ def test_what_does_not_fit_is_said_and_changes_nothing(state: dict[str, Tensor],
         r"layer4\.1\.bn2\.bias; 2 unexpected: layer4\.0\.bn2\.beta, layer4\.1\.bn2\.beta\. 120 keys fit: strict=False"
     )
     with pytest.raises(WeightsError, match=message):
-        load("resnet18", path, num_classes=3)
-    model = load("resnet18", path, num_classes=3, strict=False)
-    assert torch.equal(model.get_parameter("layer4.0.bn2.bias"), torch.zeros(512))
+        load("resnet18", path, **SMALL)
+    model = load("resnet18", path, **SMALL, strict=False)
+    assert torch.equal(model.get_parameter("layer4.0.bn2.bias"), torch.zeros(32))
     assert torch.equal(model.get_parameter("layer4.0.bn2.weight"), state["layer4.0.bn2.weight"])
 
 
-def test_another_model_is_named(file: Path, tmp_path: Path) -> None:
+def test_another_model_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "mine.pth"
+    torch.save(resnet18(num_classes=3).state_dict(), file)  # as wide as the built-in ones
     with pytest.raises(WeightsError, match=r"does not fit resnet34: .*The file fits resnet18\(num_classes=3\)$"):
         load("resnet34", file, num_classes=3)
     with pytest.raises(WeightsError, match=r"mine\.pth: no weights of a Swin Transformer: the keys are conv1\.weight"):
@@ -354,5 +359,5 @@ def test_a_report_has_every_key_once(tmp_path: Path) -> None:
 
 def test_a_report_loads_nothing_and_draws_no_random_numbers(file: Path) -> None:
     before = torch.get_rng_state()
-    assert load_report("resnet18", file, num_classes=3).fits
+    assert load_report("resnet18", file, **SMALL).fits
     assert torch.equal(torch.get_rng_state(), before)
