@@ -14,14 +14,18 @@ from torch import Tensor
 
 from rooftop.launch.triton_launch import INTERPRETED, count_launches
 from rooftop.media.colours import WEIGHTS, Colours, yuv_to_rgb
-from rooftop.media.forms import form_of
-from rooftop.media.surfaces import Surface, all_to_rgb, to_rgb
+from rooftop.media.forms import Form, form_of
+from rooftop.media.surfaces import Surface, all_to_rgb
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")),
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 few = settings(max_examples=12, deadline=None)
+
+
+def to_rgb(surface: Surface, form: Form, turns: int = 0, mirrored: bool = False) -> Tensor:
+    return all_to_rgb([surface], form, turns, mirrored)[0]
 
 
 def planes_of(height: int, width: int, down: int, across: int, bits: int, seed: int) -> list[Tensor]:

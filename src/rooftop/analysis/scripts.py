@@ -26,7 +26,7 @@ from rooftop.analysis.ranks.recorded import gathered_rows, with_ranks
 from rooftop.analysis.recordings import Recording, recording
 from rooftop.analysis.report import Report
 from rooftop.analysis.script_surroundings import Surroundings, end_of_child, room_below
-from rooftop.errors import InputError, ModelRunError
+from rooftop.errors import InputError
 from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.traces import let_profiler_say_its_word
 
@@ -53,36 +53,6 @@ class ScriptRun:
     resume: Callable[[], None] = field(default=lambda: None, compare=False)
 
 
-def analyze_script(
-    path: str | os.PathLike[str],
-    arguments: Sequence[str] = (),
-    *,
-    device: torch.device | str | None = None,
-    ceilings: Ceilings | None = None,
-    trace: str | os.PathLike[str] | None = None,
-) -> Report:
-    """Run a script as `python SCRIPT ARGUMENTS` would and report on it.
-
-    Its steps are found (see `step_finding`): by its optimizer, by its backward passes, or by the calls of its outermost
-    module; a script with none of these is one step, recorded as a whole.
-
-    Args:
-        path: the script. arguments: its `sys.argv[1:]`. device, ceilings, trace: as for `rooftop.recording`.
-
-    Raises:
-        InputError: there is no such file, or no operator of PyTorch ran in it.
-        ModelRunError: the script raised, or ended with an exit status other than 0.
-    """
-    run = run_script(path, arguments, device=device, ceilings=ceilings, trace=trace)
-    if isinstance(run.error, KeyboardInterrupt):
-        raise run.error
-    if run.status != 0:
-        raise ModelRunError(run.problem) from run.error
-    if run.report is None:
-        raise InputError(run.problem)
-    return run.report
-
-
 def run_script(
     path: str | os.PathLike[str],
     arguments: Sequence[str] = (),
@@ -92,11 +62,16 @@ def run_script(
     trace: str | os.PathLike[str] | None = None,
     before_exit: Callable[[ScriptRun], None] = lambda run: None,
 ) -> ScriptRun:
-    """Run a script as `python SCRIPT ARGUMENTS` would; its exception is part of the result.
+    """Run a script as `python SCRIPT ARGUMENTS` would, and report on it; its exception is part of the result.
+
+    Its steps are found (see `step_finding`): by its optimizer, by its backward passes, or by the calls of its outermost
+    module; a script with none of these is one step, recorded as a whole.
 
     Args:
+        path: the script.
+        arguments: its `sys.argv[1:]`.
+        device, ceilings, trace: as for `rooftop.recording`.
         before_exit: called with the result if the script ends the process itself, with `os._exit`.
-        The other arguments: see `analyze_script`.
 
     Raises:
         InputError: there is no such file.

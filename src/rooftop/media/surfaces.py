@@ -110,18 +110,6 @@ class SurfaceLayout(NamedTuple):
     device: torch.device
 
 
-def to_rgb(surface: Surface, form: Form, turns: int = 0, mirrored: bool = False) -> Tensor:
-    """(3, H, W), upright, in the requested form, on the device of the surface.
-
-    Args:
-        surface: a picture's surface, on a GPU (or on the CPU, if Triton's kernels are interpreted).
-        form: size, dtype and normalization.
-        turns: quarter turns counterclockwise that make it upright.
-        mirrored: whether it is then mirrored left to right.
-    """
-    return all_to_rgb([surface], form, turns, mirrored)[0]
-
-
 def all_to_rgb(
     surfaces: Sequence[Surface],
     form: Form,
@@ -129,9 +117,14 @@ def all_to_rgb(
     mirrored: bool = False,
     into: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Convert each surface as `to_rgb` does. Consecutive surfaces of one layout share a launch.
+    """(3, H, W) of each surface, upright, in the requested form, on its device. Consecutive surfaces of one layout
+    share a launch.
 
     Args:
+        surfaces: surfaces of pictures, on a GPU (or on the CPU, if Triton's kernels are interpreted).
+        form: size, dtype and normalization.
+        turns: quarter turns counterclockwise that make them upright.
+        mirrored: whether they are then mirrored left to right.
         into: contiguous tensors to write to, one per surface, in the form's dtype; None: new ones.
 
     Raises:

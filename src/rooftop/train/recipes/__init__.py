@@ -3,7 +3,7 @@
 from rooftop.train.recipes.checks import check_recipe
 from rooftop.train.recipes.freezing import freeze
 from rooftop.train.recipes.mean_weights import MeanWeights
-from rooftop.train.recipes.mixing import mixer, smoothed_cross_entropy
+from rooftop.train.recipes.mixing import mixer
 from rooftop.train.recipes.optimizers import optimizer_of
 from rooftop.train.recipes.preparing import prepare_model
 from rooftop.train.recipes.rates import rate_factor, set_rates
@@ -23,6 +23,5 @@ __all__ = [
     "rate_factor",
     "regularize",
     "set_rates",
-    "smoothed_cross_entropy",
     "start_from",
 ]

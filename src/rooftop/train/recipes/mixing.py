@@ -1,8 +1,7 @@
-"""Mixup and cutmix of pairs of samples, and the loss for their targets.
+"""Mixup and cutmix of pairs of samples.
 
     alter = mixer(recipe.mix, classes=10)        # for Task.alter; None if both are off
     images, targets = alter((images, labels), places, generator_of)
-    loss = smoothed_cross_entropy(model(images), targets, recipe.mix.label_smoothing)
 
 Mixup (Zhang et al. 2018, arXiv:1710.09412): the mean of two images with the weights lam and 1 - lam, and the same of
 their targets, lam from Beta(alpha, alpha). Cutmix (Yun et al. 2019, arXiv:1905.04899): a box of the second image is put
@@ -70,21 +69,6 @@ def mixer(mix: Mix, classes: int) -> Alter | None:
         return mixed, torch.lerp(whole[index], whole, _column(own, whole))
 
     return alter
-
-
-def smoothed_cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Mean cross entropy, in float32 at least.
-
-    Args:
-        logits: (N, C).
-        targets: (N,) int64 class numbers, or (N, C) probabilities.
-        label_smoothing: fraction of each target that is spread evenly over all classes (Szegedy et al. 2016, section 7,
-            arXiv:1512.00567).
-    """
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    if targets.is_floating_point():
-        targets = targets.to(wide.dtype)
-    return F.cross_entropy(wide, targets, label_smoothing=label_smoothing)
 
 
 def _check(images: Tensor, mix: Mix) -> None:
