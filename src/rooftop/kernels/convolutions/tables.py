@@ -134,6 +134,9 @@ class ConvPlan:
 
 # ---- tables ----------------------------------------------------------------------------------------------------
 
+SQUARE_IN_TWO = ConvTile("persistent", 128, 128, 64, 4, 3, group=16, parts=2, programs_per_sm=2)
+SQUARE_IN_FOUR = replace(SQUARE_IN_TWO, parts=4)
+
 # On an H200, ResNet-50 at a batch of 256 (benchmarks/results/h200/tune_conv_acts.json): its first 16 kinds.
 MEASURED_ON_HOPPER: tuple[Entry, ...] = (
     Entry(
@@ -152,45 +155,15 @@ MEASURED_ON_HOPPER: tuple[Entry, ...] = (
         0.2853,
         0.466,
     ),
-    Entry(
-        (802816, 256, 64, 1, 1, False),
-        "persistent",
-        ConvTile("persistent", 128, 128, 64, 4, 3, group=16, parts=4, programs_per_sm=2),
-        0.1458,
-        0.3762,
-    ),
+    Entry((802816, 256, 64, 1, 1, False), "persistent", SQUARE_IN_FOUR, 0.1458, 0.3762),
     Entry((802816, 64, 256, 1, 1, False), "single", ConvTile("single", 128, 64, 64, 4, 3, early=True), 0.1226, 0.1789),
-    Entry(
-        (802816, 128, 256, 1, 1, False),
-        "persistent",
-        ConvTile("persistent", 128, 128, 64, 4, 3, group=16, parts=4, programs_per_sm=2),
-        0.1586,
-        0.2763,
-    ),
+    Entry((802816, 128, 256, 1, 1, False), "persistent", SQUARE_IN_FOUR, 0.1586, 0.2763),
     Entry((200704, 128, 128, 9, 2, False), "cudnn", None, 0.1027, 0.1305),
     Entry((200704, 128, 128, 9, 1, False), "cudnn", None, 0.0973, 0.1235),
     Entry((200704, 512, 128, 1, 1, True), "cudnn", None, 0.1223, 0.2206),
-    Entry(
-        (200704, 512, 256, 1, 2, False),
-        "persistent",
-        ConvTile("persistent", 128, 128, 64, 4, 3, group=16, parts=2, programs_per_sm=2),
-        0.117,
-        0.2118,
-    ),
-    Entry(
-        (200704, 128, 512, 1, 1, False),
-        "persistent",
-        ConvTile("persistent", 128, 128, 64, 4, 3, group=16, parts=4, programs_per_sm=2),
-        0.06764,
-        0.09587,
-    ),
-    Entry(
-        (200704, 256, 512, 1, 1, False),
-        "persistent",
-        ConvTile("persistent", 128, 128, 64, 4, 3, group=16, parts=4, programs_per_sm=2),
-        0.1066,
-        0.1498,
-    ),
+    Entry((200704, 512, 256, 1, 2, False), "persistent", SQUARE_IN_TWO, 0.117, 0.2118),
+    Entry((200704, 128, 512, 1, 1, False), "persistent", SQUARE_IN_FOUR, 0.06764, 0.09587),
+    Entry((200704, 256, 512, 1, 1, False), "persistent", SQUARE_IN_FOUR, 0.1066, 0.1498),
     Entry((50176, 256, 256, 9, 2, False), "cudnn", None, 0.0924, 0.1054),
     Entry((50176, 256, 256, 9, 1, False), "cudnn", None, 0.08549, 0.09615),
     Entry((50176, 1024, 256, 1, 1, True), "cudnn", None, 0.08275, 0.1266),
@@ -198,8 +171,8 @@ MEASURED_ON_HOPPER: tuple[Entry, ...] = (
 NEAR = 2.0  # sum of the logarithms (base 2) of three ratios: rows, out channels and channels
 # Results of few pixels were not measured yet. Two programs of 128 x 128 an SM, as in linear_act: one computes while the
 # other stores.
-MANY = ConvTile("persistent", 128, 128, 64, 4, 3, group=16, parts=2, programs_per_sm=2)
-MANY_ADDED = replace(MANY, parts=4)  # the residual is staged in shared memory, too
+MANY = SQUARE_IN_TWO
+MANY_ADDED = SQUARE_IN_FOUR  # the residual is staged in shared memory, too
 FEW = ConvTile("single", 64, 64, 64, 4, 4, early=True)
 MOST_PARTS, LEAST_STEPS = 8, 4  # of K; of a part
 
