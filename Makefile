@@ -62,7 +62,7 @@ test-gpu: gpu
 lint: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 	$(BIN)/mypy examples/*.py
 	$(BIN)/lint-imports
 
