@@ -259,10 +259,13 @@ def test_a_thread_hears_sigterm_and_forks_do_not() -> None:
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     with heard_by_a_thread() as termination:
         assert not termination.asked
+        read, write = os.pipe()
         child = os.fork()
         if child == 0:
+            os.write(write, b".")
             time.sleep(30)
             os._exit(0)
+        os.read(read, 1)  # by now the child no longer has its parent's handler
         os.kill(child, signal.SIGTERM)
         assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
         assert not termination.asked
