@@ -166,7 +166,7 @@ def launcher(
 ) -> BaseProcess:
     """One of two launchers of a training on two machines; a single launcher may continue the training."""
     where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "two", "--nnodes", "1:2"]
-    soon = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=15"
+    soon = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=8"
     where += ["--nproc-per-node", "2", "--max-restarts", "2", "--rdzv-conf", soon]
     words = ["--global-batch-size", "4", "--train-iters", str(steps), "--save", "run", "--load", "run"]
     words = [*where, *WORDS, *words, "--save-interval", "10"]

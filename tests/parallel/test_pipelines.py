@@ -494,7 +494,7 @@ def failing(name: str, stages: int | None, wrong: int, how: str) -> None:
     """Rank `wrong` raises, ends or is stopped at its second forward."""
     size = int(os.environ["WORLD_SIZE"])
     with (
-        patch.multiple(watching, STOPPED_S=3.0, TELLING_S=30.0, ARRIVING_S=20.0),  # a busy machine answers late
+        patch.multiple(watching, STOPPED_S=1.0, TELLING_S=30.0, ARRIVING_S=20.0),  # a busy machine answers late
         join(device="cpu", timeout_s=50) as world,
     ):
         groups = Layout(pp=size).process_groups()
@@ -542,7 +542,7 @@ def test_a_rank_that_fails_is_named_at_all_with_what_was_awaited(
     said = {
         "raise": "failed: KeyError: 'no such voxel'; this rank was awaiting ",
         "kill": "is gone without an error (",
-        "stop": "has given no sign of life for 3 s: it is stopped; rank ",
+        "stop": "has given no sign of life for 1 s: it is stopped; rank ",
     }[how]
     assert sorted(errors) == [rank for rank in range(3) if rank != wrong]
     for error in errors.values():
