@@ -189,9 +189,9 @@ def emit_velocity(
 ):
     """From the hit point's position in the previous frame's picture to its position in this one."""
     point = hit.parts[0] * hit.a + hit.parts[1] * hit.b + hit.parts[2] * hit.c
-    now = on_screen(views.lens, view, transformed(frame.to_view, hit.pair, point))
+    now = on_screen(views, view, transformed(frame.to_view, hit.pair, point))
     was = transformed(frame.before, hit.pair, point)
-    then = on_screen(views_before.lens, view, was)
+    then = on_screen(views_before, view, was)
     if was[2] < views_before.lens[view, LENS_NEAR]:  # it was outside of the picture's plane
         then = wp.vec2(wp.nan, wp.nan)
     targets.velocity[texel, 0] = now[0] - then[0]

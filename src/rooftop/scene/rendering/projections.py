@@ -139,16 +139,6 @@ def half_sizes(matrices: wp.array2d(dtype=wp.float32), row: wp.int32, center: wp
 
 
 @wp.func
-def on_screen(lens: wp.array2d(dtype=wp.float32), view: wp.int32, point: wp.vec3):
-    """Column and row of a view's point, in pixels."""
-    over = wp.where(lens[view, LENS_ORTHOGRAPHIC] > 0.0, 1.0, point[2])
-    return wp.vec2(
-        lens[view, LENS_FX] * point[0] / over + lens[view, LENS_CX],
-        lens[view, LENS_FY] * point[1] / over + lens[view, LENS_CY],
-    )
-
-
-@wp.func
 def error_on_screen(
     views: Views, view: wp.int32, center: wp.vec3, radius: wp.float32, error: wp.float32, scale: wp.float32
 ):

@@ -15,6 +15,8 @@ from rooftop.scene.rendering.buffers import (
     DRAWN_LEVELS,
     DRAWN_TRIANGLES,
     LARGE,
+    LENS_CX,
+    LENS_CY,
     LENS_FX,
     LENS_FY,
     LENS_NEAR,
@@ -86,6 +88,16 @@ def read_triangle(resident: Resident, frame: Frame, item: wp.int64, number: wp.i
         triangle.b = transformed(frame.to_view, pair, position_of(resident, cluster, corners[1], step))
         triangle.c = transformed(frame.to_view, pair, position_of(resident, cluster, corners[2], step))
     return triangle
+
+
+@wp.func
+def on_screen(views: Views, view: wp.int32, point: wp.vec3):
+    """Column and row, in pixels."""
+    over = wp.where(views.lens[view, LENS_ORTHOGRAPHIC] > 0.0, 1.0, point[2])
+    return wp.vec2(
+        views.lens[view, LENS_FX] * point[0] / over + views.lens[view, LENS_CX],
+        views.lens[view, LENS_FY] * point[1] / over + views.lens[view, LENS_CY],
+    )
 
 
 @wp.func
@@ -176,9 +188,9 @@ def rasterize(resident: Resident, views: Views, frame: Frame, second: wp.int32, 
         if triangle.there:
             view = triangle.view
             near = views.lens[view, LENS_NEAR]
-            p = on_screen(views.lens, view, triangle.a)
-            q = on_screen(views.lens, view, triangle.b)
-            r = on_screen(views.lens, view, triangle.c)
+            p = on_screen(views, view, triangle.a)
+            q = on_screen(views, view, triangle.b)
+            r = on_screen(views, view, triangle.c)
             low = wp.min(p, wp.min(q, r))
             high = wp.max(p, wp.max(q, r))
             farthest = wp.max(wp.max(-low[0], high[0]), wp.max(-low[1], high[1]))
@@ -329,9 +341,9 @@ def add_piece(
 ):
     """Add a clipped triangle of the view to the pieces, oriented so that its area is positive. Adds nothing without
     area, or for the back if one side is drawn."""
-    p = on_screen(views.lens, view, a)
-    q = on_screen(views.lens, view, b)
-    r = on_screen(views.lens, view, c)
+    p = on_screen(views, view, a)
+    q = on_screen(views, view, b)
+    r = on_screen(views, view, c)
     ax = wp.int64(fixed(p[0]))
     ay = wp.int64(fixed(p[1]))
     bx = wp.int64(fixed(q[0]))

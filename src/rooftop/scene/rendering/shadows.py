@@ -10,6 +10,8 @@ from rooftop.scene.rendering.base_pass import to_world, toward_camera, upright
 from rooftop.scene.rendering.buffers import (
     DEPTH_SHIFT,
     DIRECTIONAL,
+    LENS_CX,
+    LENS_CY,
     LENS_FX,
     LENS_FY,
     LENS_NEAR,
@@ -71,6 +73,16 @@ def seen_from(lights: Lights, number: wp.int32, point: wp.vec3d):
 
 
 @wp.func
+def on_map(lights: Lights, number: wp.int32, at: wp.vec3):
+    """Column and row, in texels."""
+    over = wp.where(lights.lens[number, LENS_ORTHOGRAPHIC] > 0.0, 1.0, at[2])
+    return wp.vec2(
+        lights.lens[number, LENS_FX] * at[0] / over + lights.lens[number, LENS_CX],
+        lights.lens[number, LENS_FY] * at[1] / over + lights.lens[number, LENS_CY],
+    )
+
+
+@wp.func
 def texel_size(lights: Lights, number: wp.int32, at: wp.vec3):
     """Size of a texel at a point, in world units."""
     over = wp.where(lights.lens[number, LENS_ORTHOGRAPHIC] > 0.0, 1.0, at[2])
@@ -92,7 +104,7 @@ def holds(lights: Lights, light: wp.int32, number: wp.int32, at: wp.vec3):
     """Whether a map shows a point, away from its edge."""
     if at[2] < lights.lens[number, LENS_NEAR]:
         return False
-    place = on_screen(lights.lens, number, at)
+    place = on_map(lights, number, at)
     last = wp.float32(lights.maps[light, 2] - 1) - INSIDE
     return place[0] >= INSIDE and place[1] >= INSIDE and place[0] <= last and place[1] <= last
 
@@ -134,7 +146,7 @@ def is_free(lights: Lights, light: wp.int32, number: wp.int32, x: wp.int32, y: w
 def share_of(lights: Lights, light: wp.int32, number: wp.int32, point: wp.vec3d):
     """How much of the light reaches a point, interpolated between the four texels around it."""
     at = seen_from(lights, number, point)
-    place = on_screen(lights.lens, number, at)
+    place = on_map(lights, number, at)
     x = wp.int32(wp.floor(place[0]))
     y = wp.int32(wp.floor(place[1]))
     right = place[0] - wp.float32(x)
