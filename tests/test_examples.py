@@ -317,6 +317,15 @@ def held_out(printed: str, measure: str) -> list[float]:
     return [float(each) for each in re.findall(rf"^held out, \w+: .*{measure} ([\d.]+)", printed, re.MULTILINE)]
 
 
+def test_a_gpt_is_better_than_a_bigram_model(run: Run) -> None:
+    out = run("gpt_against_bigram", 450)
+    assert out.endswith("the GPT is better than the bigram model\n")
+    bigram, *losses = map(float, re.findall(r": ([\d.]+) nats a byte", out))
+    assert 2.2 < bigram < 2.8  # the standard library differs between versions of Python
+    assert losses[-1] < bigram - 0.1
+    assert "the GPT is not better" in run("gpt_against_bigram", 3)
+
+
 def test_a_conv_lstm_learns_where_digits_move(run: Run, tmp_path: Path) -> None:
     out = run("train_conv_lstm", "--quick", "--out", tmp_path)
     network, copying = held_out(out, "BCE")

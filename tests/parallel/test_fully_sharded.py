@@ -32,7 +32,16 @@ from rooftop.parallel import Layout, ModelGradients, Shard, sharded_data, shards
 from rooftop.parallel.exchanges import Group, start_sum
 from rooftop.parallel.sharded_data import fully_sharded, local_of, part_like, shard_here
 from rooftop.testing import assert_as_accurate
-from rooftop.train import GptTrainer, GptTraining, Tokens, find_training, load_training, save_training, step_cost
+from rooftop.train import (
+    GptTrainer,
+    GptTraining,
+    Tokens,
+    Validation,
+    find_training,
+    load_training,
+    save_training,
+    step_cost,
+)
 
 Run = Callable[..., list[Any]]
 Tensors = dict[str, Tensor]
@@ -308,6 +317,28 @@ def saved_and_gone_on(training: GptTraining, folder: Path) -> tuple[list[list[fl
     load_training(find_training(folder, training)[0], second)
     unshared = trainer(training, layout, fully_shard=False)
     return found, numbers(second, 2), step_cost(second).write_bytes, step_cost(unshared).write_bytes
+
+
+def validated_between() -> tuple[list[float], list[bool]]:
+    """(the loss of validation: as it is, with other weights, with the first ones again; whether all parameters are
+    sharded after it)."""
+    one = trainer(TRAINING, LAYOUTS[2], fully_shard=True)
+    held_out = Validation(COUNTING, TRAINING, iters=1)
+    found, sharded = [], []
+    for factor in (1.0, 3.0, 1 / 3):
+        with torch.no_grad():
+            for parameter in one.model.parameters():
+                local_of(parameter).mul_(factor)
+        found.append(one.validation_loss(held_out.batches, held_out.sequences))
+        sharded.append(all(isinstance(parameter, DTensor) for parameter in one.model.parameters()))
+    return found, sharded
+
+
+def test_a_validation_sees_weights_that_were_written_since_the_last(on_ranks: Run) -> None:
+    for (first, other, again), sharded in on_ranks(2, validated_between):
+        assert sharded == [True] * 3
+        assert abs(other - first) > 0.01
+        assert again == pytest.approx(first, abs=1e-12)
 
 
 def test_a_training_goes_on_bit_for_bit_and_also_where_nothing_is_shared(on_ranks: Run, tmp_path: Path) -> None:

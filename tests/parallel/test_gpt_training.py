@@ -125,6 +125,28 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def valid_losses(path: Path) -> list[tuple[int, float]]:
+    return [(line["step"], line["valid_loss"]) for line in lines(path) if line["valid_loss"] is not None]
+
+
+def validated(data: Path) -> list[str]:
+    """All 49 sequences, the last of them in a batch of its own."""
+    return ["--valid-data-path", str(data), "--eval-interval", "2", "--eval-iters", "9"]
+
+
+@pytest.fixture(scope="module")
+def valid_alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, list[tuple[int, float]]]:
+    """The validations of one process, with and without packed documents."""
+    found = {}
+    for packed in (False, True):
+        path = tmp_path_factory.mktemp("valid") / "metrics.jsonl"
+        words = ["--data-path", str(data), "--metrics", str(path), "--micro-batch-size", "8", "--dtype", "float64"]
+        words += ["--train-iters", str(STEPS), *validated(data), *(PACKED if packed else [])]
+        assert called([*WORDS, *words])[0] == 0
+        found[packed] = valid_losses(path)
+    return found
+
+
 @pytest.fixture(scope="module")
 def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float, float]]:
     """One process, half a batch at a time."""
@@ -137,10 +159,17 @@ def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[in
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_trains_as_one_process(
-    name: str, on_ranks: Run, data: Path, alone: list[tuple[int, float, float]], tmp_path: Path
+    name: str,
+    on_ranks: Run,
+    data: Path,
+    alone: list[tuple[int, float, float]],
+    valid_alone: dict[bool, list[tuple[int, float]]],
+    tmp_path: Path,
 ) -> None:
+    """Also with validations between the steps, which `alone` has not."""
     ranks, layout = LAYOUTS[name]
     words = ["--data-path", str(data), "--metrics", str(tmp_path / "metrics.jsonl"), "--dtype", "float64"]
+    words += validated(data)
     said: list[Said] = on_ranks(ranks, called, [*WORDS, *layout, *words, "--train-iters", str(STEPS)], joined=False)
     assert [status for status, _, _ in said] == [0] * ranks
     assert [bool(out) for _, out, _ in said] == [True] + [False] * (ranks - 1)
@@ -149,6 +178,7 @@ def test_every_layout_trains_as_one_process(
         np.testing.assert_allclose(found, expected, rtol=0, atol=CLOSE)
     for step, loss, _ in alone:
         assert f"step {step}/{STEPS}  loss {loss:.6f}" in said[0][1]
+    np.testing.assert_allclose(valid_losses(tmp_path / "metrics.jsonl"), valid_alone[False], rtol=0, atol=CLOSE)
 
 
 def test_in_bfloat16_a_zero_bubble_trains_as_one_process(on_ranks: Run, data: Path, tmp_path: Path) -> None:
@@ -174,14 +204,21 @@ def packed_alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[t
 
 @pytest.mark.parametrize("name", PACKED_LAYOUTS)
 def test_every_layout_trains_on_packed_documents_as_one_process(
-    name: str, on_ranks: Run, data: Path, packed_alone: list[tuple[int, float, float]], tmp_path: Path
+    name: str,
+    on_ranks: Run,
+    data: Path,
+    packed_alone: list[tuple[int, float, float]],
+    valid_alone: dict[bool, list[tuple[int, float]]],
+    tmp_path: Path,
 ) -> None:
     ranks, layout = PACKED_LAYOUTS[name]
     words = ["--data-path", str(data), "--metrics", str(tmp_path / "metrics.jsonl"), "--dtype", "float64"]
+    words += validated(data)
     words = [*WORDS, *PACKED, *layout, *words, "--train-iters", str(STEPS)]
     said: list[Said] = on_ranks(ranks, called, words, joined=False)
     assert [status for status, _, _ in said] == [0] * ranks, said
     np.testing.assert_allclose(numbers(tmp_path / "metrics.jsonl"), packed_alone, rtol=0, atol=CLOSE)
+    np.testing.assert_allclose(valid_losses(tmp_path / "metrics.jsonl"), valid_alone[True], rtol=0, atol=CLOSE)
 
 
 @pytest.mark.parametrize("left_out", ["--eod-token", "--reset-position-ids", "--eod-mask-loss"])

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from rooftop.analysis.formats import counted, percent_text
-from rooftop.cli.commands.train import HEADS, LAYERS, LENGTH, WIDTH
+from rooftop.cli.commands.train import HEADS, INTERVAL, ITERS, LAYERS, LENGTH, WIDTH
 from rooftop.cli.outputs import check_writable
 from rooftop.cli.progress import progress_bar
 from rooftop.errors import InputError, RooftopError
@@ -31,17 +32,21 @@ from rooftop.train import (
     StepReport,
     StepRoof,
     Tokens,
+    Validation,
     find_training,
     load_training,
     nothing_saved,
     open_mixture,
     other_data,
     run_steps,
+    split_tokens,
     step_roof,
 )
 from rooftop.train.gpt.initial_weights import check_no_training
 from rooftop.train.gpt.metrics import add_lines, kept_lines, metrics_file
 from rooftop.train.gpt.training import DTYPES
+from rooftop.train.reports.gpt_tensorboard import gpt_tensorboard
+from rooftop.train.reports.tensorboard import summary_writer
 from rooftop.train.stopping import STOPPED_STATUS, stop_on_sigterm
 from rooftop.train.tokens.mixtures import paths_of
 from rooftop.train.tokens.tokens import BYTES
@@ -54,6 +59,10 @@ LAUNCHED_PERCENT = (
 def train_gpt(
     *,
     data_path: tuple[str, ...],
+    valid_data_path: tuple[str, ...],
+    split: str | None,
+    eval_interval: int | None,
+    eval_iters: int | None,
     token_dtype: str | None,
     tensor_parallel_size: int,
     sequence_parallel: bool,
@@ -70,6 +79,7 @@ def train_gpt(
     load: Path | None,
     init_from: Path | None,
     metrics: Path | None,
+    tensorboard_dir: Path | None,
     log_interval: int,
     with_roof: bool,
     dry_run: bool,
@@ -86,6 +96,9 @@ def train_gpt(
         given = "--async-save" if async_save else "--no-async-save"
         raise click.UsageError(f"{given} needs a folder to save to: expected --save DIR")
     async_save = async_save is not False
+    check_validation_options(valid_data_path, split, eval_interval, eval_iters)
+    if tensorboard_dir is not None:
+        summary_writer()  # raises if it is not installed
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     with as_input_errors():
         ranks = launched().size
@@ -97,17 +110,22 @@ def train_gpt(
         if hierarchical_context_parallel_sizes is not None:
             options["near"] = neighbours_of(hierarchical_context_parallel_sizes, layout)
         if metrics is not None:
-            check_writable(metrics, paths_of(data_path))
-        tokens = open_mixture(data_path, token_dtype)
+            check_writable(metrics, paths_of(data_path) + (paths_of(valid_data_path) if valid_data_path else []))
+        tokens, held_out = opened(data_path, valid_data_path, split, token_dtype)
         training = training_of(tokens, layout, kind, train_iters, init_from=init_from, **options)
         training.check(layout, ranks, kind, fully_shard=use_torch_fsdp2)
         training.batches(tokens)  # raises if there are too few tokens
+        validation = None
+        if held_out is not None:
+            validation = Validation(held_out, training, interval=eval_interval or INTERVAL, iters=eval_iters or ITERS)
         anew = load is not None and save is not None and same_folder(load, save) and nothing_saved(load)
         found, before = find_training(load, training) if load is not None and not anew else (None, 0)
         if metrics is not None and found is not None:
             kept_lines(metrics, before)  # raises if the file cannot be continued
     if save is not None:
         check_folder(save, make=not dry_run)
+    if tensorboard_dir is not None:
+        check_folder(tensorboard_dir, "--tensorboard-dir", make=not dry_run)
     if dry_run:
         if launched().rank == 0:
             click.echo(planned(training, layout))
@@ -116,10 +134,15 @@ def train_gpt(
         raise click.UsageError(f"{load} already has {before} steps: expected a larger --train-iters, got {train_iters}")
     first = launched().rank == 0
     with progress_bar() if first else nullcontext(lambda what, fraction: None) as progress:
-        tokens.check_vocabulary(training.config.vocabulary, progress)
+        for each in (tokens, held_out):
+            if each is not None:
+                each.check_vocabulary(training.config.vocabulary, progress)
     settings = {
         "training": training,
         "data": tokens.fingerprint(),
+        "valid_data": None if held_out is None else held_out.fingerprint(),
+        "eval_interval": eval_interval,
+        "eval_iters": eval_iters,
         "train_iters": train_iters,
         "load": str(found),
         "init_from": str(init_from),
@@ -147,7 +170,7 @@ def train_gpt(
             report(f"loading {found}")
             load_training(found, trainer)
         if first:
-            click.echo(heading(trainer, world, found))
+            click.echo(heading(trainer, world, found, validation))
             if anew:
                 click.echo(f"{load} has no checkpoint yet: starting at step 1")
             if found is not None and (note := other_data(found, tokens)):
@@ -157,6 +180,7 @@ def train_gpt(
         with (
             stop_on_sigterm() if save is not None else nullcontext() as stop,
             metrics_file(metrics, after) if first and metrics is not None else nullcontext() as file,
+            gpt_tensorboard(tensorboard_dir, after) if first and tensorboard_dir else nullcontext() as curves,
             progress_bar() if first else nullcontext(lambda what, fraction: None) as progress,
         ):
             advised = not first
@@ -165,6 +189,7 @@ def train_gpt(
                 train_iters,
                 interval=log_interval,
                 roof=roof,
+                validation=validation,
                 save=save,
                 save_interval=save_interval,
                 keep_last=keep_last,
@@ -174,6 +199,8 @@ def train_gpt(
             for reports in steps:
                 if first:
                     tell(reports, train_iters, file)
+                    if curves is not None:
+                        curves.add(reports)
                     if not advised and (words := advice(reports[-1], trainer)):
                         click.echo(f"note: {words}", err=True)
                         advised = True
@@ -184,6 +211,47 @@ def train_gpt(
     if first and save is not None:
         click.echo(f"saved: {save}")
     return STOPPED_STATUS if stopped else 0
+
+
+def check_validation_options(data: tuple[str, ...], split: str | None, interval: int | None, iters: int | None) -> None:
+    """Refuse options of a validation that exclude each other.
+
+    Raises:
+        click.UsageError: they do.
+    """
+    if data and split is not None:
+        raise click.UsageError("--valid-data-path and --split both say what to validate on: leave out one of them")
+    if not data and split is None:
+        for option, value in (("--eval-interval", interval), ("--eval-iters", iters)):
+            if value is not None:
+                raise click.UsageError(f"{option} needs validation data: expected --valid-data-path or --split")
+
+
+def opened(
+    data: tuple[str, ...], valid: tuple[str, ...], split: str | None, kind: str | None
+) -> tuple[Tokens | Mixture, Tokens | Mixture | None]:
+    """Training data and validation data, None if there are none.
+
+    Raises:
+        InputError: data cannot be read, the split is not one, or text is to validate a training on other tokens.
+    """
+    tokens = open_mixture(data, kind)
+    if split is not None:
+        try:
+            parts = [Fraction(part.strip()) for part in split.split(",")]
+        except (ValueError, ZeroDivisionError) as error:
+            raise InputError(f"--split {split}: expected numbers with commas between them, e.g. 95,5") from error
+        return split_tokens(tokens, parts)
+    if not valid:
+        return tokens, None
+    held_out = open_mixture(valid, kind)
+    if held_out.text != tokens.text:
+        text, other = (tokens, held_out) if tokens.text else (held_out, tokens)
+        raise InputError(
+            f"{text.source} is text, so its tokens are bytes, but {other.source} has other tokens: training and "
+            "validation data must have one vocabulary"
+        )
+    return tokens, held_out
 
 
 @contextmanager
@@ -202,7 +270,7 @@ def same_folder(one: Path, other: Path) -> bool:
     return one.resolve() == other.resolve()
 
 
-def check_folder(path: Path, *, make: bool = True) -> None:
+def check_folder(path: Path, option: str = "--save", *, make: bool = True) -> None:
     """Check before the work that a folder can be written to. Make it if `make` is set.
 
     Raises:
@@ -212,13 +280,13 @@ def check_folder(path: Path, *, make: bool = True) -> None:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise click.BadParameter(f"{path} cannot be created: {error.strerror}", param_hint="--save") from error
+            raise click.BadParameter(f"{path} cannot be created: {error.strerror}", param_hint=option) from error
     else:
         path = next(each for each in (path, *path.absolute().parents) if each.exists())
         if not path.is_dir():
-            raise click.BadParameter(f"{path} is not a folder", param_hint="--save")
+            raise click.BadParameter(f"{path} is not a folder", param_hint=option)
     if not os.access(path, os.W_OK):
-        raise click.BadParameter(f"{path} cannot be written: permission denied", param_hint="--save")
+        raise click.BadParameter(f"{path} cannot be written: permission denied", param_hint=option)
 
 
 def layout_of(ranks: int, tensor: int, pipeline: int, context: int, sequence_parallel: bool) -> Layout:
@@ -409,7 +477,7 @@ def told_schedule(training: GptTraining, schedule: Schedule) -> str:
     )
 
 
-def heading(trainer: GptTrainer, world: World, found: Path | None) -> str:
+def heading(trainer: GptTrainer, world: World, found: Path | None, validation: Validation | None) -> str:
     """Describe the model, the ranks and the data."""
     training, dtype = trainer.training, str(trainer.training.dtype).removeprefix("torch.")
     tokens = trainer.batches.tokens
@@ -426,6 +494,11 @@ def heading(trainer: GptTrainer, world: World, found: Path | None) -> str:
             f"  {percent_text(100 * float(share))} from {row.source}, {count:,} sequences"
             for row, (count, share) in zip(tokens.rows, trainer.batches.parts, strict=True)
         ]
+    if validation is not None:
+        lines.append(
+            f"validation on {validation.sequences:,} of {validation.batches.sequences:,} sequences in "
+            f"{validation.batches.tokens.source}, every {counted(validation.interval, 'step')}"
+        )
     if found is not None:
         lines.append(f"continuing after step {trainer.step:,} of {found}")
     return "\n".join(lines)
@@ -437,6 +510,7 @@ def tell(reports: list[StepReport], steps: int, file: TextIO | None) -> None:
     words = [
         f"step {last.step:>{len(str(steps))}}/{steps}",
         f"loss {last.loss:.6f}",
+        *([] if last.valid_loss is None else [f"valid loss {last.valid_loss:.6f}"]),
         f"grad norm {last.grad_norm:.4f}",
         f"lr {last.learning_rate:.2e}",
         f"{last.tokens_per_s:,.0f} tokens/s",

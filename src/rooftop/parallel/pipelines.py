@@ -122,6 +122,47 @@ class Pipeline:
         step.at(Progress.DONE)
         return [loss for _, loss in sorted(step.losses.items())]
 
+    @torch.no_grad()
+    def forward(self, compute: Compute, micro_batches: int) -> list[Tensor]:
+        """Run micro-batches forward only, as for a validation; returns and errors as `run`.
+
+        All ranks work in one order, micro-batch after micro-batch, so no rank can wait forever. A rank with one stage
+        does not wait for later stages.
+        """
+        rank_of, stages = self.schedule.rank_of, self.schedule.stages
+        losses, sending, made = list[Tensor](), list[_Posted](), torch.empty(0)
+        for number in range(micro_batches):
+            for stage in range(stages):
+                if rank_of[stage] != self.rank:
+                    continue
+                if stage and rank_of[stage - 1] != self.rank:
+                    given = Instruction("F", stage - 1, number)
+                    transfer = Transfer(number * stages + stage - 1, given, rank_of[stage - 1], self.rank)
+                    made = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+                    with _noting(self.awaited(transfer)):
+                        dist.recv(made, group=self.group, tag=transfer.number, group_src=transfer.source)
+                instruction = Instruction("F", stage, number)
+                with _noting(f"computing the {instruction.words}"):
+                    made = compute(stage, number, made if stage else None)
+                if stage + 1 == stages:
+                    losses.append(made)
+                elif rank_of[stage + 1] != self.rank:
+                    transfer = Transfer(number * stages + stage, instruction, self.rank, rank_of[stage + 1])
+                    made = made.contiguous()
+                    with _noting(self.taken(transfer)):
+                        work = dist.isend(made, group=self.group, tag=transfer.number, group_dst=transfer.target)
+                    sending.append(_Posted(transfer, work, made))
+        for posted in sending:
+            with _noting(self.taken(posted.transfer)):
+                posted.work.wait()
+        return losses
+
+    def taken(self, transfer: Transfer) -> str:
+        """The description of a wait until a transfer is received."""
+        towards = stage_after(transfer.made_by, self.schedule.stages)
+        target = self.global_rank(transfer.target)
+        return f"waiting for rank {target}, for stage {towards}, to receive the {transfer.made_by.words}"
+
     def global_rank(self, rank: int) -> int:
         """The global rank of a rank of the pipeline."""
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
@@ -244,7 +285,7 @@ class _Step:
     def send(self, transfer: Transfer) -> None:
         """Post a send."""
         pipeline, tensor = self.pipeline, self.made.pop(transfer.made_by)
-        with _noting(self._taken(transfer)):
+        with _noting(pipeline.taken(transfer)):
             work = dist.isend(tensor, group=pipeline.group, tag=transfer.number, group_dst=transfer.target)
         self.sending.append(_Posted(transfer, work, tensor))
 
@@ -267,13 +308,8 @@ class _Step:
         """Wait until the sent data have arrived."""
         self.at(self.place)
         for posted in self.sending:
-            with _noting(self._taken(posted.transfer)):
+            with _noting(self.pipeline.taken(posted.transfer)):
                 posted.work.wait()
-
-    def _taken(self, transfer: Transfer) -> str:
-        towards = stage_after(transfer.made_by, self.pipeline.schedule.stages)
-        target = self.pipeline.global_rank(transfer.target)
-        return f"waiting for rank {target}, for stage {towards}, to receive the {transfer.made_by.words}"
 
 
 @contextmanager

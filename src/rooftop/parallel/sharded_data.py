@@ -96,6 +96,16 @@ def sum_in_backward(model: nn.Module, wanted: bool) -> None:
     model.set_requires_gradient_sync(wanted)
 
 
+def free_gathered(model: nn.Module) -> None:
+    """Free the gathered parameters of a sharded model after a forward pass without backward.
+
+    Units that stay gathered until their backward would otherwise ignore values that are loaded before the next one.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _one_dtype(model: nn.Module) -> torch.dtype:
     """The dtype of all parameters, in which their gradients are summed."""
     dtypes = {parameter.dtype for parameter in model.parameters()}

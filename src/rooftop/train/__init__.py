@@ -12,6 +12,7 @@ from rooftop.train.gpt.running import StepReport, run_steps
 from rooftop.train.gpt.speeds import StepRoof, step_cost, step_roof
 from rooftop.train.gpt.trainer import GptTrainer
 from rooftop.train.gpt.training import GptTraining
+from rooftop.train.gpt.validating import Validation, split_tokens
 from rooftop.train.optimizers.adamw import AdamW
 from rooftop.train.optimizers.main_weights import MainWeights
 from rooftop.train.replays import Replayed
@@ -31,6 +32,7 @@ __all__ = [
     "StepReport",
     "StepRoof",
     "Tokens",
+    "Validation",
     "find_training",
     "load_training",
     "nothing_saved",
@@ -39,6 +41,7 @@ __all__ = [
     "other_data",
     "run_steps",
     "save_training",
+    "split_tokens",
     "step_cost",
     "step_roof",
 ]

@@ -15,9 +15,10 @@ from rooftop.cli.commands import names
 from rooftop.cli.commands.deferred import done_by
 from rooftop.cli.commands.train_task import GROUP_EXAMPLES, Tasks
 
-DATA = "--data-path"
+DATA, VALID_DATA = "--data-path", "--valid-data-path"
 WEIGHT = re.compile(names.WEIGHT, re.IGNORECASE)
 LAYERS, WIDTH, HEADS, LENGTH = 4, 256, 4, 256  # a laptop trains this model in minutes
+INTERVAL, ITERS = 1000, 100  # Megatron-LM's
 
 EXAMPLES = """\b
 Examples:
@@ -27,6 +28,7 @@ Examples:
     --train-iters 10000 --lr 4e-4 --lr-warmup-iters 500 --lr-decay-style cosine --min-lr 4e-5
   python -m rooftop.train gpt --data-path book.txt --train-iters 200 --save run/ --save-interval 50 --keep-last 3 \\
     --load run/
+  python -m rooftop.train gpt --data-path texts/ --split 95,5 --eval-interval 100 --tensorboard-dir runs/texts
   python -m rooftop.train gpt --data-path tokens.bin --init-from gpt2/ --seq-length 512 --lr 1e-5 --save tuned/
   torchrun --nproc-per-node 2 -m rooftop.train gpt --preset llama-1b --data-path tokens.bin --micro-batch-size 4 \\
     --tensor-parallel-size 2 --sequence-parallel --tp-comm-overlap --enable-cuda-graph
@@ -79,16 +81,17 @@ choice = {
 
 
 class DataPaths(click.Command):
-    """A command whose --data-path takes all words up to the next option, like Megatron-LM's."""
+    """A command whose --data-path and --valid-data-path take all words up to the next option, like Megatron-LM's."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         words: list[str] = []
-        here = False  # inside the words of --data-path
+        here = ""  # the option whose words follow
         for word in args:
             if word.startswith("-") and not WEIGHT.match(word):
-                here = word.partition("=")[0] == DATA
-            elif here and words[-1] != DATA:
-                words.append(DATA)
+                option = word.partition("=")[0]
+                here = option if option in (DATA, VALID_DATA) else ""
+            elif here and words[-1] != here:
+                words.append(here)
             words.append(word)
         return super().parse_args(ctx, words)
 
@@ -106,6 +109,25 @@ def command() -> None:
     multiple=True,
     metavar="[WEIGHT] PATH ...",
     help="Tokens or text to train on. Several paths are mixed by the given weights, otherwise by their sizes.",
+)
+@click.option(
+    VALID_DATA,
+    "valid_data_path",
+    multiple=True,
+    metavar="[WEIGHT] PATH ...",
+    help="Tokens or text to validate on, as --data-path.",
+)
+@click.option(
+    "--split",
+    metavar="TRAIN,VALID",
+    help="Instead of --valid-data-path: the parts of --data-path for training, from the front, and for validation, "
+    "e.g. 95,5. A third part is left out, for a test.",
+)
+@size("--eval-interval", help=f"Steps between validations; the last step is always validated.  [default: {INTERVAL}]")
+@size(
+    "--eval-iters",
+    help="Batches of --global-batch-size sequences in a validation, always the same ones; at most all data, each "
+    f"sequence once.  [default: {ITERS}]",
 )
 @click.option(
     "--token-dtype",
@@ -257,9 +279,10 @@ def command() -> None:
 @path(
     "--metrics",
     metavar="FILE",
-    help="Write a line of JSON for each step: step, loss, grad_norm, tokens_per_s, percent_of_roof and more. With "
-    "--load, lines of steps after the checkpoint are removed and written again.",
+    help="Write a line of JSON for each step: step, loss, grad_norm, tokens_per_s, percent_of_roof, valid_loss and "
+    "more. With --load, lines of steps after the checkpoint are removed and written again.",
 )
+@path("--tensorboard-dir", metavar="DIR", help="Write event files for TensorBoard; needs the extra train.")
 @click.option(
     "--distributed-timeout-minutes",
     type=click.FloatRange(min=0, min_open=True),

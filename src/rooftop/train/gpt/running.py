@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from rooftop.parallel import report
 from rooftop.train.checkpoints.savers import Saver
 from rooftop.train.gpt.speeds import StepRoof, peak_bytes
 from rooftop.train.gpt.trainer import GptTrainer
+from rooftop.train.gpt.validating import Validation
 from rooftop.train.stopping import Stop
 
 
@@ -33,6 +34,7 @@ class StepReport:
         tokens_per_s: over all ranks, averaged over the steps that were read together. mfu, percent_of_roof: of this
         rank; None if the roof is unknown.
         peak_bytes: peak memory of this rank so far.
+        valid_loss: mean loss of the validation data after this step; None if it was not validated.
     """
 
     step: int
@@ -43,6 +45,7 @@ class StepReport:
     mfu: float | None
     percent_of_roof: float | None
     peak_bytes: int
+    valid_loss: float | None = None
 
 
 def run_steps(
@@ -51,6 +54,7 @@ def run_steps(
     *,
     interval: int = 10,
     roof: StepRoof | None = None,
+    validation: Validation | None = None,
     save: str | Path | None = None,
     save_interval: int | None = None,
     keep_last: int | None = None,
@@ -63,6 +67,8 @@ def run_steps(
         interval: number of steps that are read and reported together. The first step is reported alone, because it
             takes longer.
         roof: of a step.
+        validation: when and on what the model is validated; its time does not count in that of the steps. A training
+            that is asked to stop is not validated.
         save: folder of checkpoints; one is saved after the last step. Leaving the loop early gives up a checkpoint that
             is being written.
         save_interval: also save every `save_interval` steps.
@@ -85,12 +91,12 @@ def run_steps(
             "save, or leave these out"
         )
     if save is None:
-        yield from _steps(trainer, until, interval, roof, None, None, Stop())
+        yield from _steps(trainer, until, interval, roof, validation, None, None, Stop())
         return
     saver = Saver(save, trainer, asynchronous=async_save, keep_last=keep_last)
     try:
         try:
-            yield from _steps(trainer, until, interval, roof, saver, save_interval, stop or Stop())
+            yield from _steps(trainer, until, interval, roof, validation, saver, save_interval, stop or Stop())
         except ModelRunError:  # raised on all ranks; the state being saved was finite
             saver.wait()
             raise
@@ -104,6 +110,7 @@ def _steps(
     until: int,
     interval: int,
     roof: StepRoof | None,
+    validation: Validation | None,
     saver: Saver | None,
     save_interval: int | None,
     stop: Stop,
@@ -118,10 +125,16 @@ def _steps(
         stopping = saver is not None and saver.after_step(stop.requested)
         due = stopping or step == until or (save_interval is not None and step % save_interval == 0)
         saving = saver is not None and due
-        if step in (first, until) or step % interval == 0 or saving:
+        validating = validation is not None and validation.due(step, until) and not stopping
+        if step in (first, until) or step % interval == 0 or saving or validating:
             numbers = torch.stack([torch.stack(pair) for pair in waiting]).tolist()  # waits for the device
             seconds = (time.perf_counter() - began) / len(waiting)
-            yield _told(trainer, numbers, seconds, roof)
+            reports = _told(trainer, numbers, seconds, roof)
+            if validation is not None and validating:
+                report(f"validating after step {step}")
+                loss = trainer.validation_loss(validation.batches, validation.sequences)
+                reports[-1] = replace(reports[-1], valid_loss=loss)
+            yield reports
             waiting.clear()
             if saver is not None and saving:
                 saver.begin()

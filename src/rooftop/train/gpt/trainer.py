@@ -11,8 +11,8 @@ rank that takes a sequence nor on the micro-batch size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,17 +33,19 @@ from rooftop.parallel.exchanges import Group, start_sum
 from rooftop.parallel.packings import Packing
 from rooftop.parallel.pipelines import Pipeline
 from rooftop.parallel.schedules import Schedule
-from rooftop.parallel.sharded_data import sum_in_backward
+from rooftop.parallel.sharded_data import free_gathered, sum_in_backward
 from rooftop.parallel.uploads import uploaded
 from rooftop.train.gpt.initial_weights import fill_from
 from rooftop.train.gpt.training import GptTraining
 from rooftop.train.optimizers.adamw import AdamW
 from rooftop.train.optimizers.main_weights import Held, MainWeights
 from rooftop.train.replays import Replayed
+from rooftop.train.tokens.batches import Batches
 from rooftop.train.tokens.mixtures import Mixture
 from rooftop.train.tokens.tokens import Tokens
 
 BETAS = (0.9, 0.95)  # of Adam, as GPT-3 and Llama were trained
+IGNORED = -100  # a target that does not count
 
 
 class GptTrainer:
@@ -177,6 +179,78 @@ class GptTrainer:
         self.step += 1
         return loss, norm
 
+    @torch.no_grad()
+    def validation_loss(self, batches: Batches, sequences: int) -> float:
+        """Return the mean loss over the first sequences of some data, without dropout, the same on all ranks.
+
+        All ranks call it. Steps after it are the same, bit for bit, as without it. It waits for the device.
+
+        Args:
+            batches: the data, in batches of `training.global_batch` sequences of `training.length` tokens.
+            sequences: how many to read, from 1; each counts once, also those of a last batch that is not full.
+        """
+        size, length = self.training.micro_batch, self.training.length
+        places = torch.tensor([[part * size + place for place in range(size)] for part in self._parts])
+        total = torch.zeros(2, device=self.device, dtype=torch.float64)  # sum of losses; targets
+        with self._evaluating():
+            for number in range(-(-sequences // batches.batch)):
+                text = batches.read(number, places.flatten().tolist()).view(*places.shape, length + 1)
+                real = places < sequences - number * batches.batch  # (parts, B)
+                packings = [self._packing_of(each) for each in text]
+                sums = self._losses_of(uploaded(text, self.device), uploaded(real, self.device), packings)
+                counts = real.sum() * length
+                if self.training.mask_ends:
+                    counts = (text[..., :-1].ne(self._end) & real[..., None]).sum()
+                total += torch.stack([sums.double(), counts.to(self.device)])
+        loss = start_sum(start_sum(total[:1], self.groups["pp"])(), self.groups["dp-cp"])()
+        counted: Tensor = start_sum(total[1:], self.groups["dp"])()
+        return float(loss / counted.clamp(min=1))
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Within the block, the model is in evaluation mode. Afterwards, its parts have their earlier modes, and
+        sharded parameters do not stay gathered, because a step would not see values that are loaded before it."""
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            if self.fully_shard:
+                free_gathered(self.model)
+
+    def _losses_of(self, text: Tensor, real: Tensor, packings: Sequence[Packing]) -> Tensor:
+        """Sum of this rank's losses in its micro-batches (parts, B, S + 1) at its positions, (). Sequences that are not
+        `real` (parts, B) do not count."""
+        if self._pipeline is not None:
+            losses = self._pipeline.forward(partial(self._loss_at_stage, text, real, packings), len(self._parts))
+        else:
+            losses = []
+            for sequences, counting, packing in zip(text, real, packings, strict=True):
+                tokens, targets = self._here(sequences, packing)
+                targets = targets.masked_fill(~counting[:, None], IGNORED)
+                losses.append(self.model(tokens, targets, **self._options(packing, self.step)))
+        return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
+
+    def _loss_at_stage(
+        self,
+        text: Tensor,
+        real: Tensor,
+        packings: Sequence[Packing],
+        stage: int,
+        number: int,
+        given: Tensor | None,
+    ) -> Tensor:
+        """Run a stage of this rank on a micro-batch, for `_losses_of`; see `Pipeline.forward`."""
+        assert self.schedule is not None
+        tokens, targets = self._here(text[number], packings[number])
+        aim = targets.masked_fill(~real[number][:, None], IGNORED) if stage + 1 == self.schedule.stages else None
+        made: Tensor = self.model(
+            stage, tokens if given is None else given, aim, **self._options(packings[number], self.step)
+        )
+        return made
+
     def _replay(self, replayed: Replayed, text: Tensor) -> tuple[Tensor, ...]:
         """Call `_gradients_of`, or replay its CUDA graph, which writes gradients to the addresses of the capture."""
         if self._held is None:
@@ -285,7 +359,7 @@ class GptTrainer:
         chunks = packing.held[self.context.index]
         tokens, targets = (chunks.of(each, 1) for each in (sequences[:, :-1], sequences[:, 1:]))
         if self.training.mask_ends:
-            targets = targets.masked_fill(tokens.eq(self._end), -100)
+            targets = targets.masked_fill(tokens.eq(self._end), IGNORED)
         return tokens, targets
 
     def _options(self, packing: Packing, step: int | Tensor) -> dict[str, Any]:

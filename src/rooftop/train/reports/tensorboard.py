@@ -43,7 +43,7 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, recipe: Recipe) -> None:
-        self._writer_class = _summary_writer()
+        self._writer_class = summary_writer()
         self._folder, self._recipe = folder, recipe
         self._writer: Any = None
         self._task: Any = None
@@ -73,7 +73,12 @@ class TensorBoard:
         self._writer.close()
 
 
-def _summary_writer() -> Any:
+def summary_writer() -> Any:
+    """Return the class of TensorBoard's writer.
+
+    Raises:
+        MissingExtraError: tensorboard is not installed.
+    """
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:

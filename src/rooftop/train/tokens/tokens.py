@@ -82,6 +82,15 @@ class Tokens:
             at, place = end, place + 1
         return torch.from_numpy(found)
 
+    def part(self, start: int, stop: int, name: str) -> Tokens:
+        """The tokens from `start` to before `stop`, without copying them; `name` tells the part in errors."""
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"{self.source} has tokens 0 to {len(self)}, not {start} to {stop}")
+        spans = zip([0, *self._ends], self.parts, strict=False)
+        pieces = [part[max(0, start - first) : max(0, stop - first)] for first, part in spans]
+        source = f"{self.source} ({name})"
+        return Tokens([piece for piece in pieces if len(piece)], source, self.text, self.vocabulary)
+
     def fingerprint(self) -> str:
         """A hash of the number of tokens and of samples of them. Different data almost surely have different hashes,
         unless they differ only in a few places.

@@ -1,0 +1,89 @@
+"""Which sequences validate a training, and how often: always the same ones, whatever the seed and the layout.
+
+training, validation = split_tokens(open_tokens(Path("text/")), (95, 5))
+run_steps(trainer, 1000, validation=Validation(validation, trainer.training, interval=100))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import overload
+
+from rooftop.errors import InputError
+from rooftop.train.gpt.training import GptTraining
+from rooftop.train.tokens.batches import Batches
+from rooftop.train.tokens.mixtures import Mixture
+from rooftop.train.tokens.tokens import Tokens
+
+SEED = 0  # of the order: trainings with other seeds have the same validation
+INTERVAL, ITERS = 1000, 100  # Megatron-LM's
+
+
+class Validation:
+    """The validation of a training.
+
+    Args:
+        tokens: validation data.
+        training: gives the length of the sequences and the size of the batches.
+        interval: steps between two validations; the last step is always validated.
+        iters: batches of a validation. A validation never has more sequences than the data.
+
+    Attributes:
+        batches: the data, in batches.
+        sequences: number of sequences of a validation.
+
+    Raises:
+        InputError: the tokens are too few for one sequence.
+        ValueError: a number is not positive.
+    """
+
+    def __init__(
+        self, tokens: Tokens | Mixture, training: GptTraining, *, interval: int = INTERVAL, iters: int = ITERS
+    ) -> None:
+        for name, value in (("interval", interval), ("iters", iters)):
+            if value < 1:
+                raise ValueError(f"Validation: {name} must be positive, got {value}")
+        self.interval = interval
+        self.batches = Batches(tokens, training.length, training.global_batch, SEED)
+        self.sequences = min(iters * training.global_batch, self.batches.sequences)
+
+    def due(self, step: int, until: int) -> bool:
+        """Whether a step of a training is validated."""
+        return step == until or step % self.interval == 0
+
+
+@overload
+def split_tokens(tokens: Tokens, parts: Sequence[float | Fraction]) -> tuple[Tokens, Tokens]: ...
+@overload
+def split_tokens(tokens: Mixture, parts: Sequence[float | Fraction]) -> tuple[Mixture, Mixture]: ...
+def split_tokens(
+    tokens: Tokens | Mixture, parts: Sequence[float | Fraction]
+) -> tuple[Tokens, Tokens] | tuple[Mixture, Mixture]:
+    """Split tokens into training data, from the front, and validation data, which follow.
+
+    Args:
+        tokens: each row of a mixture is split.
+        parts: for training, for validation, and, if there are three, for a test that neither reads; in any unit.
+
+    Raises:
+        InputError: there are not two or three parts, a part is negative, or training or validation gets nothing.
+    """
+    exact = [Fraction(str(part)) if isinstance(part, float) else Fraction(part) for part in parts]
+    if len(exact) not in (2, 3) or any(part < 0 for part in exact) or 0 in exact[:2]:
+        raise InputError(
+            f"the split {','.join(f'{float(part):g}' for part in exact)}: expected two numbers above 0, for training "
+            "and validation, and possibly a third for a test, e.g. 95,5 or 969,30,1"
+        )
+    ends = [exact[0] / sum(exact), (exact[0] + exact[1]) / sum(exact)]
+    if isinstance(tokens, Tokens):
+        return _split(tokens, ends)
+    pairs = [_split(row, ends) for row in tokens.rows]
+    return Mixture([train for train, _ in pairs], tokens.weights), Mixture(
+        [valid for _, valid in pairs], tokens.weights
+    )
+
+
+def _split(row: Tokens, ends: Sequence[Fraction]) -> tuple[Tokens, Tokens]:
+    middle, end = (int(len(row) * each) for each in ends)
+    return row.part(0, middle, "training part"), row.part(middle, end, "validation part")
