@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import sys
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +19,15 @@ from rooftop.cli import train_task
 from rooftop.cli.commands import names
 from rooftop.cli.commands.train_task import KNOWN, task_of
 from rooftop.cli.main import main
+from rooftop.cli.train_task import EVENT_FILES, PLOTLY, SAFETENSORS
 from rooftop.parallel import World
 from rooftop.train.fitting.records import EvaluationRecord, Facts, Fitted, Observer, StepRecord
 from rooftop.train.recipes.recipe import Recipe, published_recipes
 from rooftop.train.tasks import finding
+from rooftop.train.tasks.finding import find_task, needs_of
 from rooftop.train.tasks.task import Task
 
+ROOT = Path(__file__).resolve().parents[2]
 CIRCLE = """
 import torch
 from torch import nn
@@ -259,6 +265,45 @@ def test_resume_takes_recipe_and_data_of_the_run(said: Said, fit: FitInPlace) ->
 def test_resume_of_nothing_begins(fit: FitInPlace) -> None:
     assert main([*TRAIN, "--resume"]) == 0
     assert len(fit.recipes) == 1
+
+
+def test_one_error_names_all_missing_packages(said: Said, fit: FitInPlace, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("sklearn", "safetensors", "plotly", "tensorboard"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert main(["train", "resnet", "--data", "digits"]) == 1
+    assert said() == (
+        "rooftop: error: rooftop train resnet --data digits needs scikit-learn (the digits) and safetensors (files of "
+        "weights); plotly (the page) and tensorboard (event files) are useful: pip install "
+        '"rooftop[ladder,weights,report,train]"\n'
+    )
+    assert not Path("runs").exists()
+    assert main([*TRAIN, "--no-page", "--ablate", "mix.mixup"]) == 1
+    assert said() == (
+        "rooftop: error: rooftop train circle.py:build needs safetensors (files of weights): pip install "
+        '"rooftop[weights]"\n'
+    )
+
+
+def test_without_page_and_event_files_it_trains(said: Said, fit: FitInPlace, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("plotly", "tensorboard"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert main(TRAIN) == 0
+    out = said()
+    assert (
+        "note: without plotly (the page) and tensorboard (event files), which are not installed: pip install "
+        '"rooftop[report,train]"\n'
+    ) in out
+    assert "page:" not in out
+    assert len(fit.recipes) == 1
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_a_task_needs_is_an_extra_that_installs_it(name: str) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for data in (None, "digits", "folder"):
+        build, _ = find_task(name, data)
+        for each in [*needs_of(build, data), SAFETENSORS, PLOTLY, EVENT_FILES]:
+            assert any(re.match(rf"{re.escape(each.package)}\b", line) for line in extras[each.name]), each
 
 
 def test_a_folder_that_cannot_be_made_is_said_in_one_line(said: Said, fit: FitInPlace) -> None:

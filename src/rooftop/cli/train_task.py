@@ -21,7 +21,8 @@ from rooftop.analysis.text import WIDTH
 from rooftop.cli.commands import names
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.trained_models import seeded
-from rooftop.errors import InputError, MissingExtraError, ModelRunError
+from rooftop.doctor.extras import Extra, check_extras, missing
+from rooftop.errors import InputError, ModelRunError
 from rooftop.hardware.ceilings import write_whole
 from rooftop.parallel import World, join
 from rooftop.train.fitting.loop import fit
@@ -43,7 +44,7 @@ from rooftop.train.reports.shields import Shielded
 from rooftop.train.reports.tensorboard import TensorBoard
 from rooftop.train.reports.terminal import Terminal, seconds_text, value_text
 from rooftop.train.stopping import STOPPED_STATUS
-from rooftop.train.tasks.finding import find_task
+from rooftop.train.tasks.finding import find_task, needs_of
 from rooftop.train.tasks.task import Build, Task
 
 RUNS = Path("runs")
@@ -51,6 +52,9 @@ RECIPE, CALL, PAGE, ABLATION_PAGE = "recipe.toml", "call.json", "page.html", "ab
 HOLDS = (METRICS, "checkpoints/step-*", f"*/seed-*/{METRICS}")
 """A folder with any of these holds a run: a training, or one of an ablation, has made a step."""
 REPEATS = 3
+SAFETENSORS = Extra("weights", "safetensors", "safetensors", "files of weights")
+PLOTLY = Extra("report", "plotly", "plotly", "the page")
+EVENT_FILES = Extra("train", "tensorboard", "tensorboard", "event files")
 
 
 @dataclass(frozen=True)
@@ -102,12 +106,18 @@ def train_task(
     if print_recipe:
         click.echo(recipe.toml())
         return 0
+    drawn = [PLOTLY] if page else []
+    useful = drawn if call.ablate else [*drawn, EVENT_FILES]
+    words = f"rooftop train {name}{'' if call.data is None else f' --data {call.data}'}"
+    note = check_extras(words, [*needs_of(build, call.data), SAFETENSORS], useful)
     runs = runs_of(recipe, switches_of(recipe, call.ablate), call.repeats, folder) if call.ablate else []
     results = results_of(runs)
     settings = {"task": name, "data": call.data, "recipe": recipe.toml(), "folder": str(folder), "ablate": call.ablate}
     with join(settings=settings, device=kind) as world:
         if world.rank == 0:
             begin(folder, call, recipe)
+            if note:
+                _warn(f"note: {note}")
         training = _Training(build, call, folder, world, page)
         return training.ablated(recipe, runs, results) if runs else training.trained(recipe)
 
@@ -225,7 +235,7 @@ class _Training:
     def ablated(self, recipe: Recipe, runs: Sequence[Run], results: dict[Path, float]) -> int:
         """Make the runs of an ablation that are not finished, and show what they say."""
         task = self._task(recipe)
-        plotly = _plotly() if self._first and self.page else None
+        plotly = require_plotly() if self._first and self.page and not missing([PLOTLY]) else None
         if self._first:
             click.echo(f"{len(runs)} runs, {len(results)} of them already finished, in {self.folder}")
         fits: list[Fitted] = []
@@ -272,17 +282,12 @@ class _Training:
     def _observers(self, recipe: Recipe, progress: Callable[[str, float], None]) -> list[Observer]:
         """The terminal; TensorBoard and the page where their packages are installed."""
         observers: list[Observer] = [Terminal(recipe, click.echo, _warn, progress)]
-        try:
+        if not missing([EVENT_FILES]):
             observers.append(Shielded(TensorBoard(self.folder / "tensorboard", recipe), "TensorBoard", _warn))
-        except MissingExtraError as error:
-            _warn(f"note: no event files: {error}")
-        if self.page:
+        if self.page and not missing([PLOTLY]):
             lines = self.folder / METRICS
-            try:
-                page = Page(self.folder / PAGE, self.call.task, recipe, lambda step: read_metrics(lines, step))
-                observers.append(Shielded(page, "the page", _warn))
-            except MissingExtraError as error:
-                _warn(f"note: {error}")
+            page = Page(self.folder / PAGE, self.call.task, recipe, lambda step: read_metrics(lines, step))
+            observers.append(Shielded(page, "the page", _warn))
         return observers
 
     def _write(self, ablation: Ablation, plotly: str | None) -> None:
@@ -318,14 +323,6 @@ def _silent(what: str, fraction: float) -> None: ...
 
 def _warn(line: str) -> None:
     click.echo(line, err=True)
-
-
-def _plotly() -> str | None:
-    try:
-        return require_plotly()
-    except MissingExtraError:
-        _warn('note: no page, because plotly is not installed: pip install "rooftop[report]"')
-        return None
 
 
 # ---- afterwards ------------------------------------------------------------------------------------------------------

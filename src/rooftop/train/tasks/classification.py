@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from rooftop.data import ImageFolder, ImageTransform, Part
 from rooftop.data.image_transforms import MARGIN
 from rooftop.data.samples import Samples
+from rooftop.doctor.extras import Extra
 from rooftop.errors import InputError
 from rooftop.models import builtin_models
 from rooftop.models.images import MEAN, STD, Preprocessing, read_image
@@ -35,7 +36,7 @@ from rooftop.models.vision.classification import guessed
 from rooftop.models.weights.trained_files import plain_preprocessing
 from rooftop.train.recipes import Recipe, mixer
 from rooftop.train.tasks.finding import Values, over
-from rooftop.train.tasks.generated.digits import TRAINED_ON, digits
+from rooftop.train.tasks.generated.digits import SCIKIT_LEARN, TRAINED_ON, digits
 from rooftop.train.tasks.task import Task
 
 DIGITS = "digits"
@@ -74,6 +75,11 @@ def defaults_by_data(
     if data in (None, DIGITS):
         return over(of_digits, gpu) if cuda else of_digits
     return over(over(of_folders, gpu), of_folders_on_gpu) if cuda else of_folders
+
+
+def needed_packages(data: str | None) -> list[Extra]:
+    """The optional packages that the data need."""
+    return [SCIKIT_LEARN] if data in (None, DIGITS) else []
 
 
 def classification(data: str | None, recipe: Recipe, family: Family) -> Task:

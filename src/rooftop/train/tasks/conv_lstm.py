@@ -26,16 +26,18 @@ from PIL import Image
 from torch import Tensor, nn
 
 from rooftop.data.samples import Samples
+from rooftop.doctor.extras import Extra
 from rooftop.errors import InputError
 from rooftop.media import ClipDataset, VideoReader
 from rooftop.media.reading import VIDEO_SUFFIXES
 from rooftop.models import NextFrameNetwork, predict_frames
 from rooftop.train.recipes import Recipe
 from rooftop.train.tasks.finding import Values, over
-from rooftop.train.tasks.generated.digits import TRAINED_ON, digits, moving_digits
+from rooftop.train.tasks.generated.digits import SCIKIT_LEARN, TRAINED_ON, digits, moving_digits
 from rooftop.train.tasks.task import Task
 
 DIGITS = "digits"
+PYAV = Extra("media", "av", "av", "videos")
 FRAMES, SIDE = 12, 32  # of a sequence; pixels of its shorter side
 LARGE_FRAMES, LARGE_SIDE, LARGE_TOGETHER = 20, 64, 2  # of Keras's example
 PASS, JUDGED = 1600, 32  # moving sequences of an epoch, and that are held out
@@ -78,6 +80,11 @@ def defaults(data: str | None, cuda: bool) -> Values:
     if data in (None, DIGITS):
         return over(OF_DIGITS, OF_DIGITS_ON_GPU if cuda else {})
     return over(OF_VIDEOS, OF_VIDEOS_ON_GPU if cuda else {})
+
+
+def needs(data: str | None) -> list[Extra]:
+    """The optional packages that the task needs."""
+    return [SCIKIT_LEARN] if data in (None, DIGITS) else [PYAV]
 
 
 def build(data: str | None, recipe: Recipe) -> Task:

@@ -26,6 +26,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from rooftop.data.samples import Samples
+from rooftop.doctor.extras import Extra
 from rooftop.errors import InputError
 from rooftop.models import CocoDataset, FoundObject, as_lists, average_precision, detr_resnet50, detr_resnet101
 from rooftop.models.detr.detection import draw_objects
@@ -39,6 +40,8 @@ from rooftop.train.tasks.generated import shapes
 from rooftop.train.tasks.task import Task
 
 BY_HEART, NEW = "shapes", "new-shapes"
+SCIPY = Extra("detection", "scipy", "scipy", "matching objects")
+COCO = Extra("detection", "pycocotools", "pycocotools", "COCO's figures")
 PICTURES = 8  # learned by heart
 PASS = 12_800  # new pictures of a pass
 JUDGED = 256  # new pictures that are held out
@@ -79,6 +82,11 @@ def defaults(data: str | None, cuda: bool) -> Values:
     if data == NEW:
         return over(over(SHAPES, NEW_SHAPES), over(gpu, {"loading": {"how": "auto"}}))
     return over(over(FOLDERS, gpu), FOLDERS_ON_GPU if cuda else {})
+
+
+def needs(data: str | None) -> list[Extra]:
+    """The optional packages that the task needs."""
+    return [SCIPY, COCO]
 
 
 def build(data: str | None, recipe: Recipe) -> Task:

@@ -10,16 +10,19 @@ The module of a task has `build(data, recipe)` and optionally defaults of its re
     RECIPE_CUDA    values that replace them on a GPU: bf16, channels_last, larger batches
     defaults(data, cuda)
                    instead of both, if the values also depend on the data
+    needs(data)    optional packages that the task needs, as `rooftop.doctor.extras.Extra`; nothing by default
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Mapping
 from functools import wraps
 from types import ModuleType
 from typing import Any
 
+from rooftop.doctor.extras import Extra
 from rooftop.errors import ModelRunError, RooftopError, TargetError, did_you_mean
 from rooftop.models import builtin_models
 from rooftop.train.tasks.task import Build, Task
@@ -57,6 +60,12 @@ def find_task(name: str, data: str | None = None, device: str = "cpu") -> tuple[
     module = importlib.import_module(f"rooftop.train.tasks.{task}")
     found = _defaults(name, module, data, cuda)
     return module.build, found if task == name else over(found, {"model": {"name": name}})
+
+
+def needs_of(build: Build, data: str | None) -> list[Extra]:
+    """Return the optional packages that a task needs, from `needs` beside its function, which `find_task` found."""
+    needs = getattr(sys.modules.get(build.__module__), "needs", None)
+    return list(needs(data)) if callable(needs) else []
 
 
 def over(values: Values, others: Values) -> dict[str, dict[str, Any]]:

@@ -6,8 +6,9 @@ rooftop train hybrid --data photographs/ --set model.name=hybrid_s
 
 from __future__ import annotations
 
+from rooftop.doctor.extras import Extra
 from rooftop.train.recipes import Recipe
-from rooftop.train.tasks.classification import Family, classification, defaults_by_data
+from rooftop.train.tasks.classification import Family, classification, defaults_by_data, needed_packages
 from rooftop.train.tasks.finding import Values
 from rooftop.train.tasks.swin import FOLDERS, FOLDERS_ON_GPU
 from rooftop.train.tasks.task import Task
@@ -32,6 +33,11 @@ DIGITS: Values = {
 def defaults(data: str | None, cuda: bool) -> Values:
     """Defaults of the recipe; for folders those of a Swin transformer, because of the attention layers."""
     return defaults_by_data(data, cuda, of_digits=DIGITS, of_folders=FOLDERS, of_folders_on_gpu=FOLDERS_ON_GPU)
+
+
+def needs(data: str | None) -> list[Extra]:
+    """The optional packages that the task needs."""
+    return needed_packages(data)
 
 
 def build(data: str | None, recipe: Recipe) -> Task:

@@ -6,8 +6,9 @@ rooftop train resnet --data photographs/ --set model.name=resnet50
 
 from __future__ import annotations
 
+from rooftop.doctor.extras import Extra
 from rooftop.train.recipes import Recipe
-from rooftop.train.tasks.classification import Family, classification, defaults_by_data
+from rooftop.train.tasks.classification import Family, classification, defaults_by_data, needed_packages
 from rooftop.train.tasks.finding import Values
 from rooftop.train.tasks.task import Task
 
@@ -35,6 +36,11 @@ FOLDERS_ON_GPU: Values = {"run": {"batch": 256}, "optimizer": {"lr": 0.1}}
 def defaults(data: str | None, cuda: bool) -> Values:
     """Defaults of the recipe."""
     return defaults_by_data(data, cuda, of_digits=DIGITS, of_folders=FOLDERS, of_folders_on_gpu=FOLDERS_ON_GPU)
+
+
+def needs(data: str | None) -> list[Extra]:
+    """The optional packages that the task needs."""
+    return needed_packages(data)
 
 
 def build(data: str | None, recipe: Recipe) -> Task:

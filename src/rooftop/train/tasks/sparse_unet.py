@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
+from rooftop.doctor.extras import Extra
 from rooftop.errors import InputError
 from rooftop.models import MinkUNet, SparseUNet, minkunet18
 from rooftop.models.point_clouds.clouds import RIGHT, WRONG, Cloud, lit, of_heights, sheet
@@ -36,6 +37,7 @@ from rooftop.train.tasks.generated.lidar_scans import SETTINGS, Setting, simulat
 from rooftop.train.tasks.task import Task
 
 SCANS = "scans"
+WARP = Extra("sparse", "warp", "warp-lang", "sparse convolution")
 FEATURES = 6  # of a voxel: where its points lie in it (3), height, intensity, whether that is known
 SLOTS = 8  # points of a voxel that are looked at
 WITHOUT_INTENSITY = 0.2  # share of training scans that lose theirs
@@ -64,6 +66,11 @@ ON_GPU: Values = {
 def defaults(data: str | None, cuda: bool) -> Values:
     """Of the recipe."""
     return over(ON_CPU, ON_GPU) if cuda else ON_CPU
+
+
+def needs(data: str | None) -> list[Extra]:
+    """The optional packages that the task needs."""
+    return [WARP]
 
 
 def build(data: str | None, recipe: Recipe) -> Task:

@@ -6,8 +6,9 @@ rooftop train swin --data photographs/ --set model.name=swin_s
 
 from __future__ import annotations
 
+from rooftop.doctor.extras import Extra
 from rooftop.train.recipes import Recipe
-from rooftop.train.tasks.classification import Family, classification, defaults_by_data
+from rooftop.train.tasks.classification import Family, classification, defaults_by_data, needed_packages
 from rooftop.train.tasks.finding import Values
 from rooftop.train.tasks.task import Task
 
@@ -43,6 +44,11 @@ GPU: Values = {"run": {"precision": "bf16"}}
 def defaults(data: str | None, cuda: bool) -> Values:
     """Defaults of the recipe."""
     return defaults_by_data(data, cuda, of_digits=DIGITS, of_folders=FOLDERS, of_folders_on_gpu=FOLDERS_ON_GPU, gpu=GPU)
+
+
+def needs(data: str | None) -> list[Extra]:
+    """The optional packages that the task needs."""
+    return needed_packages(data)
 
 
 def build(data: str | None, recipe: Recipe) -> Task:

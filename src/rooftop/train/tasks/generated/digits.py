@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rooftop.doctor.extras import Extra
 from rooftop.errors import MissingExtraError
 
+SCIKIT_LEARN = Extra("ladder", "sklearn", "scikit-learn", "the digits")
 TRAINED_ON = 1500  # of scikit-learn's 1797 digits
 
 

@@ -1,0 +1,70 @@
+"""Optional packages that a command needs: all missing ones in one message, with the one command that installs them.
+
+    note = check_extras("rooftop train resnet", needed=[WEIGHTS, DIGITS], useful=[PAGE, TENSORBOARD])
+
+The message names optional dependencies of Rooftop (extras), whose versions fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
+from typing import NamedTuple
+
+from rooftop.errors import MissingExtraError
+
+
+class Extra(NamedTuple):
+    """A package that one of Rooftop's extras installs.
+
+    Attributes:
+        name: name of the extra.
+        module: name to import. package: name to install.
+        use: what it is for, in words.
+    """
+
+    name: str
+    module: str
+    package: str
+    use: str
+
+
+def missing(extras: Iterable[Extra]) -> list[Extra]:
+    """Those whose module cannot be found. Nothing is imported."""
+    return [each for each in extras if find_spec(each.module) is None]
+
+
+def check_extras(what: str, needed: Sequence[Extra], useful: Sequence[Extra] = ()) -> str:
+    """Check all packages of a command at once.
+
+    Args:
+        what: the command, for the message.
+        needed: packages without which it cannot run.
+        useful: packages without which it leaves something out.
+
+    Returns:
+        A note on missing useful packages; "" if none is missing.
+
+    Raises:
+        MissingExtraError: a needed package is missing. The message also names missing useful ones.
+    """
+    lacking, left_out = missing(needed), missing(useful)
+    if lacking:
+        rest = f"; {_named(left_out)} {_are(left_out)} useful" if left_out else ""
+        raise MissingExtraError(f"{what} needs {_named(lacking)}{rest}: {_command([*lacking, *left_out])}")
+    if left_out:
+        return f"without {_named(left_out)}, which {_are(left_out)} not installed: {_command(left_out)}"
+    return ""
+
+
+def _named(extras: Sequence[Extra]) -> str:
+    words = [f"{each.package} ({each.use})" for each in extras]
+    return " and ".join([*([", ".join(words[:-1])] if words[1:] else []), words[-1]])
+
+
+def _are(extras: Sequence[Extra]) -> str:
+    return "is" if len(extras) == 1 else "are"
+
+
+def _command(extras: Sequence[Extra]) -> str:
+    return f'pip install "rooftop[{",".join(dict.fromkeys(each.name for each in extras))}]"'
