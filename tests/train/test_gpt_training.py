@@ -541,6 +541,44 @@ def test_a_loss_that_is_not_finite_ends_it() -> None:
         list(run_steps(one, 3))
 
 
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"), "Tried to allocate 2.00"),
+        (MemoryError("Unable to allocate 9 TiB for an array"), "Unable to allocate 9 TiB"),
+        (None, "the CPU has no memory for 4194304.00 GiB more"),
+    ],
+)
+def test_out_of_memory_is_one_line_that_says_what_helps(
+    error: Exception | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = trainer()
+
+    def raises() -> None:
+        if error is not None:
+            raise error
+        torch.empty(1 << 50)
+
+    one.advance()
+    monkeypatch.setattr(one, "advance", raises)
+    with pytest.raises(
+        ModelRunError, match=r"out of memory in step 2 \(.*\): use a smaller --micro-batch-size"
+    ) as said:
+        list(run_steps(one, 3))
+    assert words in str(said.value)
+
+
+def test_another_error_of_a_step_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = trainer()
+
+    def raises() -> None:
+        raise RuntimeError("shapes differ")
+
+    monkeypatch.setattr(one, "advance", raises)
+    with pytest.raises(RuntimeError, match=r"^shapes differ$"):
+        list(run_steps(one, 3))
+
+
 def test_the_cost_of_a_step_is_that_of_its_flops_and_weights() -> None:
     training = replace(TRAINING, config=replace(CONFIG, dropout=0.0))
     elements = training.config.parameters

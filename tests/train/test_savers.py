@@ -48,7 +48,6 @@ from rooftop.train.checkpoints.trainer_tensors import tensors_of
 from rooftop.train.checkpoints.training_records import read_record
 from rooftop.train.checkpoints.trainings import nothing_saved, open_tensors
 from rooftop.train.checkpoints.writing import WritingProcess
-from rooftop.train.stopping import STOPPED_STATUS
 
 CONFIG = GptConfig(vocabulary=31, layers=2, width=16, heads=2, kv_heads=2, hidden=32, positions=8, dropout=0.1)
 TRAINING = GptTraining(config=CONFIG, length=8, global_batch=2, micro_batch=2, learning_rate=0.01)
@@ -531,18 +530,23 @@ def lines(path: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in found]
 
 
-def test_sigterm_saves_and_the_same_words_go_on(fork: Fork, book: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "name", "status"), [(signal.SIGTERM, "SIGTERM", 143), (signal.SIGINT, "Ctrl-C", 130)]
+)
+def test_a_signal_saves_and_the_same_words_go_on(
+    number: signal.Signals, name: str, status: int, fork: Fork, book: Path
+) -> None:
     words = [*WORDS, "--save", "run", "--load", "run", "--keep-last", "1", "--metrics", "lines"]
     program = f"import sys; from rooftop.cli.main import main; sys.exit(main({[*words, '--train-iters', '1000000']!r}))"
     streams = {"environment": {}, "folder": book, "output": book / "out", "errors": book / "err"}
     process = fork(program, **streams)
     wait_until(lambda: (book / "lines").exists() and len((book / "lines").read_text().splitlines()) > 5)
     assert process.pid is not None
-    psutil.Process(process.pid).send_signal(signal.SIGTERM)
+    psutil.Process(process.pid).send_signal(number)
     process.join(120)
-    assert process.exitcode == STOPPED_STATUS == 143
+    assert process.exitcode == status
     step = read_record(book / "run").step
-    assert f"stopped by SIGTERM after step {step}; --load run resumes" in (book / "err").read_text()
+    assert f"stopped by {name} after step {step}; --load run resumes" in (book / "err").read_text()
     assert "run has no checkpoint yet: starting at step 1" in (book / "out").read_text()
     assert lines(book / "lines")[-1][0] == step
     assert main([*words, "--train-iters", str(step + 2)]) == 0

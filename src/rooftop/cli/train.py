@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -45,9 +46,9 @@ from rooftop.train import (
 from rooftop.train.gpt.initial_weights import check_no_training
 from rooftop.train.gpt.metrics import add_lines, kept_lines, metrics_file
 from rooftop.train.gpt.training import DTYPES
-from rooftop.train.reports.gpt_tensorboard import gpt_tensorboard
+from rooftop.train.reports.gpt_tensorboard import GptTensorBoard
 from rooftop.train.reports.tensorboard import summary_writer
-from rooftop.train.stopping import STOPPED_STATUS, stop_on_sigterm
+from rooftop.train.stopping import INTERRUPTED_STATUS, STOPPED_STATUS, stop_on_signals
 from rooftop.train.tokens.mixtures import paths_of
 from rooftop.train.tokens.tokens import BYTES
 
@@ -178,9 +179,9 @@ def train_gpt(
         roof = roof_here(trainer) if with_roof else None
         after = None if found is None else before
         with (
-            stop_on_sigterm() if save is not None else nullcontext() as stop,
+            stop_on_signals() if save is not None else nullcontext() as stop,
             metrics_file(metrics, after) if first and metrics is not None else nullcontext() as file,
-            gpt_tensorboard(tensorboard_dir, after) if first and tensorboard_dir else nullcontext() as curves,
+            event_files(tensorboard_dir, after) if first and tensorboard_dir else nullcontext() as curves,
             progress_bar() if first else nullcontext(lambda what, fraction: None) as progress,
         ):
             advised = not first
@@ -206,11 +207,14 @@ def train_gpt(
                         advised = True
                     progress(f"step {reports[-1].step}", reports[-1].step / train_iters)
     stopped = trainer.step < train_iters
+    by = (stop.by if stop is not None else "") or "a signal to another rank"
     if first and stopped:
-        click.echo(f"stopped by SIGTERM after step {trainer.step:,}; --load {save} resumes", err=True)
+        click.echo(f"stopped by {by} after step {trainer.step:,}; --load {save} resumes", err=True)
     if first and save is not None:
         click.echo(f"saved: {save}")
-    return STOPPED_STATUS if stopped else 0
+    if stopped:
+        return INTERRUPTED_STATUS if by == "Ctrl-C" else STOPPED_STATUS
+    return 0
 
 
 def check_validation_options(data: tuple[str, ...], split: str | None, interval: int | None, iters: int | None) -> None:
@@ -433,6 +437,11 @@ def training_of(
         mask_ends=eod_mask_loss,
         cuda_graph=enable_cuda_graph,
     )
+
+
+def event_files(folder: Path, after: int | None) -> AbstractContextManager[GptTensorBoard]:
+    """Event files of TensorBoard, closed at the end of the block."""
+    return closing(GptTensorBoard(folder, after, partial(click.echo, err=True)))
 
 
 def roof_here(trainer: GptTrainer) -> StepRoof | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -43,7 +42,7 @@ from rooftop.train.reports.page import Page
 from rooftop.train.reports.shields import Shielded
 from rooftop.train.reports.tensorboard import TensorBoard
 from rooftop.train.reports.terminal import Terminal, seconds_text, value_text
-from rooftop.train.stopping import STOPPED_STATUS
+from rooftop.train.stopping import INTERRUPTED_STATUS, STOPPED_STATUS
 from rooftop.train.tasks.finding import find_task, needs_of
 from rooftop.train.tasks.task import Build, Task
 
@@ -363,4 +362,4 @@ def status_of(fitted: Fitted) -> int:
     """The exit status: 0, or that of the signal that stopped the training."""
     if fitted.reason == "stopped by SIGTERM":
         return STOPPED_STATUS
-    return 128 + signal.SIGINT if fitted.reason.startswith("stopped") else 0
+    return INTERRUPTED_STATUS if fitted.reason.startswith("stopped") else 0

@@ -1,6 +1,12 @@
 """Find what a program does wrong on a GPU: streams that do not wait for each other, tensors that fill the memory."""
 
-from rooftop.debugging.out_of_memory import MemoryExplanation, MemoryRecording, explain_memory, explained_memory
+from rooftop.debugging.out_of_memory import (
+    MemoryExplanation,
+    MemoryRecording,
+    explain_memory,
+    explained_memory,
+    memory_error_in_words,
+)
 from rooftop.debugging.stream_races import StreamCheck, StreamRace, StreamRaceError, check_streams
 
 __all__ = [
@@ -12,4 +18,5 @@ __all__ = [
     "check_streams",
     "explain_memory",
     "explained_memory",
+    "memory_error_in_words",
 ]

@@ -164,6 +164,18 @@ def explain_memory(
     return _explain(watched, device, most, error=None)
 
 
+def memory_error_in_words(error: BaseException) -> str | None:
+    """The first sentence of an error that says that memory ran out, on a GPU or a CPU; None for another error."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return ". ".join(str(error).split(". ")[:2]).split("\n")[0].rstrip(".") or type(error).__name__
+    if isinstance(error, MemoryError):
+        return str(error).split("\n")[0].rstrip(".") or type(error).__name__
+    asked = re.search(r"DefaultCPUAllocator: .*tried to allocate (\d+) bytes", str(error))
+    if isinstance(error, RuntimeError) and asked:
+        return f"the CPU has no memory for {_size(int(asked[1]))} more"
+    return None
+
+
 @contextmanager
 def explained_memory(module: nn.Module | None = None, *, most: int = 10) -> Iterator[MemoryRecording]:
     """While active, an out-of-memory error leaves with a note that explains what holds the memory.

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 STOPPED_STATUS = 128 + signal.SIGTERM
 """The exit status of a process that SIGTERM has ended, as shells, Kubernetes and SLURM show it."""
+INTERRUPTED_STATUS = 128 + signal.SIGINT
+"""The same for Ctrl-C."""
 
 
 @dataclass

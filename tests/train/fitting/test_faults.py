@@ -210,6 +210,24 @@ def test_out_of_memory_is_one_line_that_says_what_helps() -> None:
         fit(task(loss=loss), recipe(), device="cpu")
 
 
+def test_out_of_memory_on_a_cpu_is_one_line_too() -> None:
+    class Grows(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.zeros(1 << 50).sum()
+
+    words = r"out of memory in step 1 \(the CPU has no memory for 4194304\.00 GiB more\): use a smaller run\.batch"
+    with pytest.raises(ModelRunError, match=words):
+        fit(task(Grows()), recipe(), device="cpu")
+
+
+def test_another_error_of_a_step_stays_as_it_is() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        raise RuntimeError("shapes differ")
+
+    with pytest.raises(RuntimeError, match=r"^shapes differ$"):
+        fit(task(loss=loss), recipe(), device="cpu")
+
+
 @pytest.mark.gpu
 def test_out_of_memory_explains_what_holds_it() -> None:
     class Grows(nn.Module):

@@ -377,7 +377,7 @@ def test_a_program_stops_it(tmp_path: Path) -> None:
 
 
 KILLED = """
-import os, random, signal, sys, time
+import os, random, signal, socket, sys, time
 import numpy as np, torch
 from torch import nn
 import torch.nn.functional as F
@@ -410,28 +410,39 @@ def train(out, said):
         "run": {"epochs": 2, "batch": 4, "precision": "fp16", "accumulate": 2},
         "optimizer": {"name": "muon", "lr": 0.01},
         "ema": {"decay": 0.9},
-        "loading": {"how": "threads", "workers": 2},
+        "loading": {"how": how, "workers": 1 + (ranks == 1)},
     })
     loss = lambda model, batch: F.cross_entropy(model(batch[0]).float(), batch[1])
     task = Task(model, Images(), loss, valid=Images())
     fit(task, recipe, device="cpu", out=out, resume=True, save_every=3, observers=[Says(said)])
 
-def run(out, until):
-    hears, said = os.pipe()
+def begin(out, said, rank, port):
     pid = os.fork()
-    if pid == 0:
-        os.close(hears)
-        train(out, said)
-        os._exit(0)
+    if pid:
+        return pid
+    if ranks > 1:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    train(out, said)
+    os._exit(0)
+
+def run(out, until):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    hears, said = os.pipe()
+    pids = [begin(out, said, rank, port) for rank in range(ranks)]
     os.close(said)
     while (step := os.read(hears, 1)) and (until is None or step[0] < until):
         pass
     if until is not None:
         time.sleep(draw.uniform(0, 0.01))  # in a step, an evaluation or a save
-        os.kill(pid, signal.SIGKILL)
+        for pid in draw.sample(pids, ranks):  # either rank dies first
+            os.kill(pid, signal.SIGKILL)
     os.close(hears)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+    print(*{os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids}, flush=True)
 
+how, ranks = sys.argv[1], int(sys.argv[2])
 draw = random.Random(1)
 run("whole", None)
 for until in sorted(draw.sample(range(4, 18), 3)):
@@ -440,10 +451,11 @@ run("killed", None)
 """
 
 
-def test_killed_three_times_it_ends_with_the_same_bits(fork: Any, tmp_path: Path) -> None:
-    """In mid-epoch, with threads that read ahead, augmentation, dropout, batch norm, fp16, mean weights, Muon."""
+@pytest.mark.parametrize(("how", "ranks"), [("threads", 1), ("processes", 1), ("processes", 2)])
+def test_killed_three_times_it_ends_with_the_same_bits(how: str, ranks: int, fork: Any, tmp_path: Path) -> None:
+    """In mid-epoch, while samples are read ahead, with augmentation, dropout, batch norm, fp16, mean weights, Muon."""
     files = {"output": tmp_path / "output", "errors": tmp_path / "errors"}
-    process = fork(KILLED, environment={}, folder=tmp_path, **files)
+    process = fork(KILLED, how, str(ranks), environment={}, folder=tmp_path, **files)
     process.join(600)
     said = (tmp_path / "errors").read_text()
     assert process.exitcode == 0, said

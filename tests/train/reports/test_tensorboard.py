@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import pytest
 
 from rooftop.errors import MissingExtraError
 from rooftop.train.recipes.recipe import Recipe
-from rooftop.train.reports.tensorboard import STEP_TAGS, TensorBoard
+from rooftop.train.reports.tensorboard import STEP_TAGS, TensorBoard, summary_writer
 
 RECIPE = Recipe.of({"run": {"epochs": 2, "batch": 20}})
 
@@ -32,3 +33,22 @@ def test_without_it_a_message_says_how_to_install_it(tmp_path: Path, monkeypatch
     with pytest.raises(MissingExtraError, match=r'pip install "rooftop\[train\]"'):
         TensorBoard(tmp_path, RECIPE)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_thread_that_cannot_write_prints_nothing_and_the_next_call_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tensorboard")
+    writer = summary_writer()(str(tmp_path))
+    inner = writer._get_file_writer().event_writer._async_writer
+
+    def full(content: bytes) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(inner._writer, "write", full)
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # pytest's collects what is raised
+    writer.add_scalar("a", 1.0, 1)
+    inner._worker.join()
+    with pytest.raises(OSError, match="No space left"):
+        writer.add_scalar("a", 2.0, 2)
+    assert capsys.readouterr().err == ""

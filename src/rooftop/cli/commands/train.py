@@ -60,8 +60,9 @@ percent of roof, and the peak memory of rank 0. MFU: the model's flops per secon
 measured on this machine. Percent of roof: the shortest possible time of the step over the measured time. A machine
 without stored ceilings is measured first, in under 30 s; --no-roof skips that.
 
-With --save, SIGTERM makes all ranks save after the same step and exit with status 143. Start with --save run/ --load
-run/, and the same command line resumes where the last run stopped. `rooftop checkpoint` shows what was saved.
+With --save, SIGTERM or Ctrl-C makes all ranks save after the same step and exit with status 143 or 130. Start with
+--save run/ --load run/, and the same command line resumes where the last run stopped. `rooftop checkpoint` shows what
+was saved.
 """
 
 size = partial(click.option, type=click.IntRange(min=1), metavar="N")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from rooftop.debugging import explain_memory, explained_memory
+from rooftop.debugging import explain_memory, explained_memory, memory_error_in_words
 from rooftop.errors import ModelRunError
 from rooftop.train.fitting.feeding import Part
 from rooftop.train.fitting.stepping import Stepper
@@ -101,10 +101,13 @@ def memory_explained(stepper: Stepper, number: int, again: Callable[[], Iterable
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        words = memory_error_in_words(error)
+        if words is None:
+            raise
         traceback.clear_frames(error.__traceback__)  # they hold activations
-        raised = ModelRunError(f"out of memory in step {number} ({_first_sentence(error)}): {MEMORY_ADVICE}")
-        if torch.cuda.is_available():
+        raised = ModelRunError(f"out of memory in step {number} ({words}): {MEMORY_ADVICE}")
+        if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
             raised.add_note(_explanation(stepper, number, again))
         raise raised from error
 
@@ -121,7 +124,3 @@ def _explanation(stepper: Stepper, number: int, again: Callable[[], Iterable[Par
         except torch.OutOfMemoryError as error:
             return "\n".join(error.__notes__)
     return str(explain_memory(model, optimizers=[stepper.optimizer]))
-
-
-def _first_sentence(error: BaseException) -> str:
-    return ". ".join(str(error).split(". ")[:2]).split("\n")[0].rstrip(".") or type(error).__name__

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
@@ -56,14 +56,27 @@ def metrics_file(path: Path, after: int | None = None) -> Iterator[TextIO]:
         text = "".join(f"{line}\n" for line in kept_lines(path, after))
         if text.encode() != path.read_bytes():
             write_whole(path, text)
-    with path.open("w" if after is None else "a", encoding="utf-8") as file:
+    file = path.open("w" if after is None else "a", encoding="utf-8")
+    try:
         yield file
+    except BaseException:
+        with suppress(OSError):  # it would hide the first error: closing writes again what did not fit on the disk
+            file.close()
+        raise
+    file.close()
 
 
 def add_lines(file: TextIO, reports: Iterable[StepReport]) -> None:
-    """Write the reports, so that they are on the disk before the next checkpoint."""
-    file.writelines(json.dumps(asdict(report)) + "\n" for report in reports)
-    file.flush()
+    """Write the reports, so that they are on the disk before the next checkpoint.
+
+    Raises:
+        OSError: they cannot be written; the message names the file.
+    """
+    try:
+        file.writelines(json.dumps(asdict(report)) + "\n" for report in reports)
+        file.flush()
+    except OSError as error:
+        raise OSError(f"{file.name} cannot be written ({error.strerror}): make room") from error
 
 
 def _step_of(line: bytes) -> int | None:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from rooftop.debugging import memory_error_in_words
 from rooftop.errors import ModelRunError
 from rooftop.parallel import report
 from rooftop.train.checkpoints.savers import Saver
@@ -20,6 +22,10 @@ from rooftop.train.gpt.speeds import StepRoof, peak_bytes
 from rooftop.train.gpt.trainer import GptTrainer
 from rooftop.train.gpt.validating import Validation
 from rooftop.train.stopping import Stop
+
+MEMORY_ADVICE = (
+    "use a smaller --micro-batch-size or --seq-length, --recompute-granularity, or --use-torch-fsdp2 on several ranks"
+)
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ def run_steps(
         Reports of the steps since the last reports.
 
     Raises:
-        ModelRunError: a loss or a norm is not finite, on all ranks.
+        ModelRunError: a loss or a norm is not finite, on all ranks; or memory ran out.
         OSError: a checkpoint cannot be written, on all ranks.
         ValueError: an option about saving is given without `save`.
     """
@@ -120,7 +126,8 @@ def _steps(
     stopping = False
     while trainer.step < until and not stopping:
         report(f"step {trainer.step + 1}")
-        waiting.append(trainer.advance())
+        with _memory_explained(trainer.step + 1):
+            waiting.append(trainer.advance())
         step = trainer.step
         stopping = saver is not None and saver.after_step(stop.requested)
         due = stopping or step == until or (save_interval is not None and step % save_interval == 0)
@@ -132,7 +139,8 @@ def _steps(
             reports = _told(trainer, numbers, seconds, roof)
             if validation is not None and validating:
                 report(f"validating after step {step}")
-                loss = trainer.validation_loss(validation.batches, validation.sequences)
+                with _memory_explained(step):
+                    loss = trainer.validation_loss(validation.batches, validation.sequences)
                 reports[-1] = replace(reports[-1], valid_loss=loss)
             yield reports
             waiting.clear()
@@ -141,6 +149,18 @@ def _steps(
             elif saver is not None and step == first:  # before it there is no state of the optimizer
                 saver.prepare()
             began = time.perf_counter()
+
+
+@contextmanager
+def _memory_explained(step: int) -> Iterator[None]:
+    """Turn an out-of-memory error of a step into one line."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        words = memory_error_in_words(error)
+        if words is None:
+            raise
+        raise ModelRunError(f"out of memory in step {step} ({words}): {MEMORY_ADVICE}") from error
 
 
 def _told(trainer: GptTrainer, numbers: list[list[float]], seconds: float, roof: StepRoof | None) -> list[StepReport]:

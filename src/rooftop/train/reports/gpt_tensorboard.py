@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,34 +29,44 @@ TAGS = {
 
 
 class GptTensorBoard:
-    """Writes the reports of steps to event files."""
-
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
-
-    def add(self, reports: Iterable[StepReport]) -> None:
-        """Add what the reports have, so that it is on the disk before the next checkpoint."""
-        for report in reports:
-            for tag, name in TAGS.items():
-                if (value := getattr(report, name)) is not None:
-                    self._writer.add_scalar(tag, value, report.step)
-        self._writer.flush()
-
-
-@contextmanager
-def gpt_tensorboard(folder: Path, after: int | None = None) -> Iterator[GptTensorBoard]:
-    """Open event files.
+    """Writes the reports of steps to event files. If that fails, such as on a full disk, the training continues.
 
     Args:
         folder: for the event files; those of an earlier run stay.
         after: the loaded step; TensorBoard then hides earlier values of later steps. None: nothing was loaded.
+        warn: prints a note.
 
     Raises:
         MissingExtraError: tensorboard is not installed.
-        OSError: the folder cannot be made or written to.
     """
-    writer = summary_writer()(str(folder), purge_step=after + 1 if after else None)
-    try:
-        yield GptTensorBoard(writer)
-    finally:
-        writer.close()
+
+    def __init__(self, folder: Path, after: int | None, warn: Callable[[str], None]) -> None:
+        writer_class, self._warn = summary_writer(), warn
+        self._writer: Any = None
+        with self._shielded():
+            self._writer = writer_class(str(folder), purge_step=after + 1 if after else None)
+
+    def add(self, reports: Iterable[StepReport]) -> None:
+        """Add what the reports have, so that it is on the disk before the next checkpoint."""
+        if self._writer is None:
+            return
+        with self._shielded():
+            for report in reports:
+                for tag, name in TAGS.items():
+                    if (value := getattr(report, name)) is not None:
+                        self._writer.add_scalar(tag, value, report.step)
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Close the files."""
+        if self._writer is not None:
+            with self._shielded():
+                self._writer.close()
+
+    @contextmanager
+    def _shielded(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._writer = None
+            self._warn(f"note: event files end here, and the training continues: {error}")

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +77,29 @@ class TensorBoard:
 def summary_writer() -> Any:
     """Return the class of TensorBoard's writer.
 
+    Its thread prints no traceback if it cannot write: the next call raises the same error.
+
     Raises:
         MissingExtraError: tensorboard is not installed.
     """
     try:
+        from tensorboard.summary.writer import event_file_writer
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise MissingExtraError('TensorBoard is not installed: pip install "rooftop[train]"') from error
-    return SummaryWriter
+
+    class Thread(event_file_writer._AsyncWriterThread):  # type: ignore[misc]
+        def run(self) -> None:
+            with suppress(Exception):  # it is kept, and the next call raises it
+                super().run()
+
+    class Writer(SummaryWriter):
+        def _get_file_writer(self) -> Any:
+            before = event_file_writer._AsyncWriterThread
+            event_file_writer._AsyncWriterThread = Thread
+            try:
+                return super()._get_file_writer()
+            finally:
+                event_file_writer._AsyncWriterThread = before
+
+    return Writer
