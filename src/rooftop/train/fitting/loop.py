@@ -165,7 +165,8 @@ class _Fitting:
         self.skipped = 0  # steps left out in a row
         self.reason = ""
         self.before = 0
-        self._damaged = 0  # samples told of
+        self._looked_at = 0  # entries of the loader's list of skipped samples
+        self._damaged: set[int] = set()  # samples told of; each pass skips them again
         self._loading_told = False
         self._unread: list[Tensor] = []
 
@@ -395,9 +396,11 @@ class _Fitting:
     def _tell_of_data(self) -> None:
         if loading := self._loading():
             self._tell("noted", f"loading {loading}")
-        for index, name, reason in self.feed.loader.skipped[self._damaged :]:
-            self._tell("noted", f"sample {index}{f' ({name})' if name else ''} was skipped: {reason}")
-        self._damaged = len(self.feed.loader.skipped)
+        for index, name, reason in self.feed.loader.skipped[self._looked_at :]:
+            if index not in self._damaged:
+                self._tell("noted", f"sample {index}{f' ({name})' if name else ''} was skipped: {reason}")
+                self._damaged.add(index)
+        self._looked_at = len(self.feed.loader.skipped)
 
     def _restart_clock(self) -> None:
         self._clock, self._waited = time.perf_counter(), self.feed.loader.waited_s
