@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from rooftop.data import ImageFolder, ImageTransform, Loader
+from rooftop.data import ImageFolder, ImageTransform, Loader, Normalizer, Pixels
 from rooftop.data.image_transforms import Drawn
 from rooftop.data.rand_augment import NAMES, Operation, apply_operations, draw_operations
 from rooftop.errors import InputError
 from rooftop.media.images import pillow_image
 from rooftop.models.images import preprocess
+from rooftop.testing import no_waiting_for_gpu
 from rooftop.train.recipes.recipe import Augment
 
 ALL = {"crop": 0.2, "flip": 0.5, "shift": 0.2, "rand_augment": 2, "magnitude": 7.0, "erase": 0.5}
@@ -134,6 +135,63 @@ def test_operations_are_drawn_equally_with_one_magnitude() -> None:
     counts = [sum(each.name == name for each in drawn) for name in NAMES]
     assert min(counts) > 140
     assert max(counts) < 260
+
+
+# ---- normalized on the device ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_images_that_are_normalized_on_the_device_have_the_same_bits(folder: Path, channels_last: bool) -> None:
+    """With crops, flips, RandAugment and erased parts, batch by batch."""
+    here, there = (
+        ImageFolder(folder, ImageTransform(16, ALL, train=True, normalize=normalize)) for normalize in (True, False)
+    )
+    normalize = Normalizer(channels_last=channels_last)
+    erased = 0
+    for one, other in zip(Loader(here, 3, seed=4, how="here"), Loader(there, 3, seed=4, how="threads"), strict=True):
+        (images, labels), (pixels, same_labels) = one.value, other.value
+        assert isinstance(pixels, Pixels)
+        assert pixels.values.dtype == torch.uint8
+        assert torch.equal(normalize(pixels), images)
+        assert torch.equal(labels, same_labels)
+        layout = torch.channels_last if channels_last else torch.contiguous_format
+        assert normalize(pixels).is_contiguous(memory_format=layout)
+        erased += int(pixels.erased.any(1).sum())
+    assert erased > 0
+    image = Image.new("RGB", (40, 30), "teal")
+    judged = ImageTransform(16, ALL, normalize=False)(image)
+    assert isinstance(judged, Pixels)
+    assert judged.erased.tolist() == [0, 0, 0, 0]
+    batch = Pixels(*(each[None] for each in judged))
+    assert torch.equal(normalize(batch)[0], ImageTransform(16, ALL)(image))
+
+
+def test_a_quarter_of_the_bytes_is_copied(folder: Path) -> None:
+    """Of a batch of images of 32 x 32; the labels, and the place of the erased part, come in addition."""
+    copied = []
+    for normalize in (True, False):
+        data = ImageFolder(folder, ImageTransform(32, normalize=normalize))
+        loader = Loader(data, len(data), how="here", device="meta")
+        next(iter(loader))
+        copied.append(loader.copied_bytes - 8 * len(data))
+    assert copied[0] == len(data) * 3 * 32 * 32 * 4
+    assert copied[1] == len(data) * (3 * 32 * 32 + 8)
+    assert copied[0] / copied[1] == pytest.approx(4, rel=0.01)
+    loader = Loader(data, 2, how="here")
+    next(iter(loader))
+    assert loader.copied_bytes == 0  # nothing is copied to a CPU
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_images_are_normalized_without_waiting(folder: Path) -> None:
+    data = ImageFolder(folder, ImageTransform(16, ALL, train=True, normalize=False))
+    pixels = next(iter(Loader(data, 4, how="here"))).value[0]
+    normalize = Normalizer()
+    there = Pixels(*(each.cuda() for each in pixels))
+    normalize(there)
+    with no_waiting_for_gpu():
+        found = normalize(there)
+    assert torch.equal(found.cpu(), normalize(pixels))
 
 
 @pytest.mark.parametrize("orientation", [1, 6])

@@ -21,6 +21,7 @@ from rooftop.cli.progress import progress_bar
 from rooftop.cli.targets import resolve_target
 from rooftop.data import Headspace, ImageFolder, ImageTransform, TarShards, headspace
 from rooftop.data.headspace import STAGES
+from rooftop.data.pixels import Normalizer, Pixels
 from rooftop.errors import InputError, TargetError
 from rooftop.train.recipes.recipe import Recipe
 
@@ -40,7 +41,7 @@ def run_bench(
     """Do what `rooftop.cli.commands.data_bench:bench_command` says."""
     recipe = (Recipe.read(config) if config is not None else Recipe()).with_values(values)
     target = pick_device(device)
-    transform = ImageTransform(size, recipe.augment, train=True)
+    transform = ImageTransform(size, recipe.augment, train=True, normalize=False)
     samples = _samples(data, transform)
     batch = min(recipe.run.batch, len(samples))
     step = None if model_name is None else training_step(model_name, batch, size, recipe, target)
@@ -78,8 +79,8 @@ def _samples(data: str, transform: ImageTransform) -> ImageFolder | TarShards:
 
 def training_step(
     name: str, batch: int, size: int, recipe: Recipe, device: torch.device
-) -> Callable[[tuple[Tensor, Tensor]], None]:
-    """Forward, loss, backward and SGD of a model that classifies.
+) -> Callable[[tuple[Pixels, Tensor]], None]:
+    """Normalization, forward, loss, backward and SGD of a model that classifies.
 
     Raises:
         TargetError: its output is not (N, classes).
@@ -96,10 +97,10 @@ def training_step(
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
     dtype = AUTOCAST.get(recipe.run.precision)
 
-    def step(value: tuple[Tensor, Tensor]) -> None:
-        images, labels = value
-        if recipe.run.channels_last:
-            images = images.contiguous(memory_format=torch.channels_last)
+    normalize = Normalizer(channels_last=recipe.run.channels_last)
+
+    def step(value: tuple[Pixels, Tensor]) -> None:
+        images, labels = normalize(value[0]), value[1]
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
             loss = functional.cross_entropy(model(images).float(), labels % classes)
         loss.backward()

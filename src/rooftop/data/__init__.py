@@ -10,6 +10,7 @@ from rooftop.data.headspace import Headspace, headspace
 from rooftop.data.image_folders import ImageFolder
 from rooftop.data.image_transforms import ImageTransform
 from rooftop.data.loader import LoadedBatch, Loader
+from rooftop.data.pixels import Normalizer, Pixels
 from rooftop.data.samples import DrawnSamples, Part, Samples, StagedSamples, sample
 from rooftop.data.tar_shards import TarShards
 
@@ -20,7 +21,9 @@ __all__ = [
     "ImageTransform",
     "LoadedBatch",
     "Loader",
+    "Normalizer",
     "Part",
+    "Pixels",
     "Samples",
     "StagedSamples",
     "TarShards",

@@ -26,10 +26,13 @@ class Copies:
 
     Args:
         device: None: values stay on the CPU.
+
+    Attributes:
+        copied_bytes: of all tensors that were copied to another device.
     """
 
     def __init__(self, device: torch.device | None) -> None:
-        self._device = device
+        self._device, self.copied_bytes = device, 0
         self._stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
 
     @property
@@ -50,6 +53,7 @@ class Copies:
             return leaf
         if self._stream is not None and leaf.device.type == "cpu" and not leaf.is_pinned():
             leaf = leaf.pin_memory()
+        self.copied_bytes += leaf.nbytes
         return leaf.to(self._device, non_blocking=self._stream is not None)
 
     def hand_over(self, copied: Copied) -> Any:

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 from torch import Tensor
 
+from rooftop.data.pixels import Pixels
 from rooftop.data.rand_augment import Operation, apply_operations, draw_operations
 from rooftop.errors import InputError, did_you_mean
 from rooftop.media.images import MEAN, STD, normalized, pillow_image
@@ -62,7 +64,7 @@ class Drawn:
 
 
 class ImageTransform:
-    """Converts an image to (3, size, size) float32.
+    """Converts an image to (3, size, size) float32, or to `Pixels`.
 
     Args:
         size: side in pixels.
@@ -72,6 +74,8 @@ class ImageTransform:
         train: whether images are augmented. Validation uses the central square. If training uses crops, the shorter
         side is first resized to 256/224 of `size`, as for ImageNet.
         mean, std: of the red, green and blue values in 0..1.
+        normalize: whether images are normalized here; otherwise they are `Pixels`, which a `Normalizer` normalizes on
+            the device.
 
     Raises:
         InputError: an argument out of range.
@@ -85,14 +89,16 @@ class ImageTransform:
         train: bool = False,
         mean: Sequence[float] = MEAN,
         std: Sequence[float] = STD,
+        normalize: bool = True,
     ) -> None:
         if size < 1:
             raise InputError(f"size is {size}: expected 1 or more")
         self.size, self.train, self.mean, self.std = size, train, tuple(mean), tuple(std)
-        self.augment = _augment_of(augment)
+        self.augment, self.normalize = _augment_of(augment), normalize
 
-    def __call__(self, image: Image.Image | Tensor, generator: np.random.Generator | None = None) -> Tensor:
-        """
+    def __call__(self, image: Image.Image | Tensor, generator: np.random.Generator | None = None) -> Tensor | Pixels:
+        """Return the image as (3, size, size) float32, or as `Pixels`.
+
         Args:
             image: RGB, or (3, H, W) uint8 on the CPU.
             generator: source of random numbers; None: no augmentation.
@@ -137,8 +143,8 @@ class ImageTransform:
         gap = 1.0 if self.train else JUDGED_REDUCTION
         return min(width, height) / self._shorter_side() / gap
 
-    def apply(self, image: Image.Image, drawn: Drawn) -> Tensor:
-        """Apply drawn changes to an RGB image; returns (3, size, size) float32."""
+    def apply(self, image: Image.Image, drawn: Drawn) -> Tensor | Pixels:
+        """Apply drawn changes to an RGB image; returns (3, size, size) float32, or `Pixels`."""
         size = (self.size, self.size)
         if drawn.crop is not None:
             left, top, right, bottom = drawn.crop
@@ -151,7 +157,11 @@ class ImageTransform:
         if drawn.shift != (0, 0):
             right, down = drawn.shift
             image = image.crop((-right, -down, self.size - right, self.size - down))  # black comes in
-        values = normalized(apply_operations(image, drawn.operations), self.mean, self.std)
+        image = apply_operations(image, drawn.operations)
+        if not self.normalize:
+            pixels = np.array(image)  # (H, W, 3), a copy that may be written
+            return Pixels(torch.from_numpy(pixels), torch.tensor(drawn.erased or (0, 0, 0, 0), dtype=torch.int16))
+        values = normalized(image, self.mean, self.std)
         if drawn.erased is not None:
             top, left, bottom, right = drawn.erased
             values.numpy()[:, top:bottom, left:right] = 0.0

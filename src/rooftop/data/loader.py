@@ -228,6 +228,11 @@ class Loader:
             self._processes = None
         way.close()
 
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes that were copied to the device so far."""
+        return self._copies.copied_bytes
+
     def close(self) -> None:
         """End the processes, which otherwise wait for the next epoch until the loader or the program ends.
 

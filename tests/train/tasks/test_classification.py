@@ -57,7 +57,8 @@ def folder(tmp_path: Path) -> Path:
 def test_each_network_learns_digits(name: str) -> None:
     pytest.importorskip("sklearn")
     task, _ = built(name, "digits", **SMALL[name])
-    batch = task.collate([task.train[number] for number in range(32)])
+    assert task.prepare is not None
+    batch = task.prepare(task.collate([task.train[number] for number in range(32)]))
     optimizer = torch.optim.AdamW(task.model.parameters(), 0.01)
     losses = []
     for _ in range(30):
@@ -76,10 +77,10 @@ def test_digits_of_training_are_shifted_and_held_out_ones_are_not() -> None:
     task, _ = built("resnet", None, **SMALL["resnet"])
     assert task.valid is not None
     assert (len(task.train), len(task.valid)) == (1500, 297)
-    seen = [sample(task.train, 3, 0, epoch)[0] for epoch in range(8)]
-    assert torch.equal(seen[0], sample(task.train, 3, 0, 0)[0])
+    seen = [sample(task.train, 3, 0, epoch)[0].values for epoch in range(8)]
+    assert torch.equal(seen[0], sample(task.train, 3, 0, 0)[0].values)
     assert any(not torch.equal(seen[0], other) for other in seen[1:])
-    assert torch.equal(sample(task.valid, 3, 0, 0)[0], sample(task.valid, 3, 0, 1)[0])
+    assert torch.equal(sample(task.valid, 3, 0, 0)[0].values, sample(task.valid, 3, 0, 1)[0].values)
 
 
 @given(st.lists(st.integers(0, 4), min_size=8, max_size=60))
@@ -125,7 +126,9 @@ def test_a_photograph_goes_into_the_model_as_in_validation(folder: Path) -> None
     preprocessing = preprocessing_of("resnet18", weights)
     samples: Any = task.valid
     path = samples.name(0)
-    torch.testing.assert_close(preprocess(read_image(path), preprocessing), samples[0][0], rtol=0, atol=1e-6)
+    assert task.prepare is not None
+    (seen, _) = task.prepare(task.collate([samples[0]]))
+    torch.testing.assert_close(preprocess(read_image(path), preprocessing), seen[0], rtol=0, atol=1e-6)
     found = trained_file(weights)
     assert found is not None
     assert found.classes == ("blue", "red")

@@ -57,9 +57,9 @@ class Evaluator:
             count = len(loaded.places)
             if count == 0:  # a last batch with fewer samples than ranks, or all of them damaged
                 continue
-            batch = (
-                in_memory_format(loaded.value, torch.channels_last) if self.recipe.run.channels_last else loaded.value
-            )
+            batch = loaded.value if self.task.prepare is None else self.task.prepare(loaded.value)
+            if self.recipe.run.channels_last:
+                batch = in_memory_format(batch, torch.channels_last)
             with self._whole_or_uncompiled(count), self.autocast():
                 found = {"loss": self.task.loss(self.task.model, batch) * count}
                 metrics = {} if self.task.metrics is None else self.task.metrics(self.task.model, batch)

@@ -87,7 +87,8 @@ class Feed:
             if number == self.lengths.parts - 1:
                 self._next = step + 1
             share = len(loaded.places) / self.lengths.batch
-            yield Part(loaded.value, loaded.places + number * size, loaded.indices, share)
+            value = loaded.value if self._prepare is None else self._prepare(loaded.value)
+            yield Part(value, loaded.places + number * size, loaded.indices, share)
 
     def _words_of_nothing(self, step: int) -> str:
         last = self.loader.skipped[-1]

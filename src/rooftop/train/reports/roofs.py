@@ -81,6 +81,7 @@ def task_roof(task: Any, model: nn.Module, recipe: Recipe, facts: Facts) -> Task
     passed = max(1, min(recipe.run.batch, facts.samples) // (facts.ranks * recipe.run.accumulate))
     batch = task.collate([sample(task.train, 0, recipe.run.seed, 0)] * passed)
     batch = tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
+    batch = batch if task.prepare is None else task.prepare(batch)
     step = _Step(model, task, recipe.run.precision).train()
     try:
         report = predict(

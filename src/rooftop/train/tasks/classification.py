@@ -23,9 +23,11 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from rooftop.data import ImageFolder, ImageTransform, Part
 from rooftop.data.image_transforms import MARGIN
+from rooftop.data.pixels import Normalizer, Pixels
 from rooftop.data.samples import Samples
 from rooftop.doctor.extras import Extra
 from rooftop.errors import InputError
@@ -101,6 +103,7 @@ def classification(data: str | None, recipe: Recipe, family: Family) -> Task:
         metrics=partial(accuracies, top=TOP if len(found.classes) > 2 * TOP else 0),
         best="accuracy",
         maximize=True,
+        prepare=partial(_normalized, Normalizer(MEAN, STD, channels_last=recipe.run.channels_last)),
         alter=alter,
         examples=partial(_examples, found),
         metadata=told,
@@ -116,6 +119,12 @@ def cross_entropy(model: nn.Module, batch: Sequence[Tensor], label_smoothing: fl
     images, targets = batch
     smoothing = label_smoothing if model.training else 0.0
     return F.cross_entropy(model(images).float(), targets, label_smoothing=smoothing)
+
+
+def _normalized(normalizer: Normalizer, batch: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """Normalize the images of a batch, which has images and labels."""
+    pixels, labels = batch
+    return normalizer(pixels), labels
 
 
 def accuracies(model: nn.Module, batch: Sequence[Tensor], top: int = 0) -> dict[str, Tensor]:
@@ -164,13 +173,13 @@ class DigitImages:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int) -> tuple[Tensor | Pixels, int]:
         return self._made(index, None)
 
-    def draw(self, index: int, generator: np.random.Generator) -> tuple[Tensor, int]:
+    def draw(self, index: int, generator: np.random.Generator) -> tuple[Tensor | Pixels, int]:
         return self._made(index, generator)
 
-    def _made(self, index: int, generator: np.random.Generator | None) -> tuple[Tensor, int]:
+    def _made(self, index: int, generator: np.random.Generator | None) -> tuple[Tensor | Pixels, int]:
         image = self.images[index].expand(3, -1, -1)
         return self.transform(image, generator), self.labels[index]
 
@@ -231,8 +240,8 @@ def _transforms(recipe: Recipe, usual: int) -> tuple[ImageTransform, ImageTransf
     """For training and for validation."""
     size = recipe.augment.size or usual
     return (
-        ImageTransform(size, recipe.augment, train=True, mean=MEAN, std=STD),
-        ImageTransform(recipe.augment.test_size or size, recipe.augment, train=False, mean=MEAN, std=STD),
+        ImageTransform(size, recipe.augment, train=True, normalize=False),
+        ImageTransform(recipe.augment.test_size or size, recipe.augment, train=False, normalize=False),
     )
 
 
@@ -278,8 +287,9 @@ def _examples(found: _Images, model: nn.Module, device: torch.device) -> list[tu
     """Some held-out images with the model's predictions."""
     count = min(SHOWN, len(found.valid))
     numbers = [place * len(found.valid) // count for place in range(count)]
-    images, labels = zip(*(found.valid[number] for number in numbers), strict=True)
-    guesses = guessed(model, torch.stack(images).to(device), numbers, None, 1, "images")
+    samples, labels = zip(*(found.valid[number] for number in numbers), strict=True)
+    images = Normalizer(MEAN, STD)(default_collate([*samples]))
+    guesses = guessed(model, images.to(device), numbers, None, 1, "images")
     shown = []
     for image, label, (guess, *_) in zip(images, labels, guesses, strict=True):
         said = found.classes[guess.index] if guess.index < len(found.classes) else f"class {guess.index}"

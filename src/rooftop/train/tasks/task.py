@@ -46,6 +46,7 @@ class Task:
         best: the metric that selects the best checkpoint; "loss" is the validation loss. maximize: whether more is
             better.
         collate: samples to a batch.
+        prepare: changes each batch on the device before all else, in training and in evaluation, e.g. normalizes bytes.
         alter: changes a training batch on the device, e.g. mixup: (batch, places, generator_of) -> batch; `places` (N,)
             int64 on the CPU holds each sample's place in the whole batch of the step, so that the change does not
             depend on the number of ranks; `generator_of(place)` gives a numpy Generator of (seed, step, place).
@@ -64,6 +65,7 @@ class Task:
     best: str = "loss"
     maximize: bool = False
     collate: Callable[[list[Any]], Any] = default_collate
+    prepare: Callable[[Any], Any] | None = None
     alter: Callable[..., Any] | None = None
     settle: Callable[[nn.Module], None] | None = None
     examples: Callable[[nn.Module, torch.device], list[tuple[str, Image.Image]]] | None = None

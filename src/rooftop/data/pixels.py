@@ -1,0 +1,68 @@
+"""Images that travel to the device as bytes and are normalized there: a quarter of the bytes of float32.
+
+transform = ImageTransform(224, {"crop": 0.35, "erase": 0.25}, train=True, normalize=False)
+normalize = Normalizer()
+for batch in Loader(ImageFolder("photographs/train", transform), 64, device="cuda"):
+    images, labels = batch.value
+    images = normalize(images)  # (64, 3, 224, 224) float32, the same bits as those of a transform that normalizes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rooftop.media.images import MEAN, STD
+
+
+class Pixels(NamedTuple):
+    """An image before it is normalized, or a batch of images.
+
+    Attributes:
+        values: (H, W, 3) or (N, H, W, 3) uint8.
+        erased: (4,) or (N, 4) int16: top, left, bottom, right of the part that is erased, which takes the value 0 after
+            the normalization; all 0 if none is.
+    """
+
+    values: Tensor
+    erased: Tensor
+
+
+class Normalizer:
+    """Normalizes batches on their device, without waiting for it.
+
+    Args:
+        mean, std: of the red, green and blue values in 0..1.
+        channels_last: memory format of the result.
+    """
+
+    def __init__(
+        self, mean: Sequence[float] = MEAN, std: Sequence[float] = STD, *, channels_last: bool = False
+    ) -> None:
+        self._rows = [[255.0] * 3, list(mean), list(std)]
+        self._channels_last = channels_last
+        self._constants: dict[torch.device, Tensor] = {}  # made once, because the copy to a GPU waits for it
+
+    def __call__(self, pixels: Pixels) -> Tensor:
+        """Return (N, 3, H, W) float32: (value / 255 - mean) / std, and 0 where the image is erased."""
+        values, erased = pixels
+        constants = self._constants.get(values.device)
+        if constants is None:
+            constants = self._constants[values.device] = torch.tensor(self._rows, device=values.device)
+        scale, mean, std = constants
+        normal = values.float().div_(scale).sub_(mean).div_(std)  # by a tensor: a number would be inverted
+        top, left, bottom, right = erased.unbind(1)  # (N,) each
+        height, width = values.shape[1:3]
+        inside = _between(top, bottom, height)[:, :, None] & _between(left, right, width)[:, None]  # (N, H, W)
+        normal.masked_fill_(inside[..., None], 0.0)
+        images = normal.movedim(-1, 1)
+        return images if self._channels_last else images.contiguous()
+
+
+def _between(start: Tensor, end: Tensor, count: int) -> Tensor:
+    """(N, count): which numbers are from `start` to before `end`, (N,) each."""
+    numbers = torch.arange(count, device=start.device, dtype=start.dtype)
+    return (numbers >= start[:, None]) & (numbers < end[:, None])
