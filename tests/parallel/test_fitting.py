@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,7 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from rooftop.parallel.sums import Sums
 from rooftop.train.fitting import StepRecord, fit, read_metrics
 from rooftop.train.fitting.batch_norms import batch_norms_over_ranks
 from rooftop.train.recipes.recipe import Recipe
@@ -133,6 +137,76 @@ def test_losses_are_the_same_for_any_number_of_ranks(accumulate: int, on_ranks: 
         assert [each.loss for each in found] == pytest.approx([each.loss for each in steps], abs=1e-10)
         assert [each.grad_norm for each in found] == pytest.approx([each.grad_norm for each in steps], abs=1e-10)
         assert [each.values["accuracy"] for each in evaluated] == [each.values["accuracy"] for each in evaluations]
+
+
+class Uneven(nn.Module):
+    """The second rank does not reach a layer, and the first one reaches it last in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other, self.first = nn.Linear(32, 8), nn.Linear(32, 8)
+        self.norm, self.last = nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.to(DTYPE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        more = self.other(x) if dist.get_rank() == 0 else 0.0
+        y: Tensor = self.last(self.norm(self.first(x) + more))
+        return y
+
+
+def summed(in_backward: bool, accumulate: int, uneven: bool) -> tuple[Tensor, int]:
+    """(weights and buffers as one row after two passes; gradients whose sum backward began)"""
+    begun = [0]
+    add = Sums.add
+
+    def counting(self: Sums, tensor: Tensor) -> None:
+        begun[0] += any("backward" in frame.name for frame in traceback.extract_stack())
+        add(self, tensor)
+
+    torch.manual_seed(5)
+    what = task(model=Uneven() if uneven else network())
+    with patch.object(Sums, "add", counting):
+        fit(what, recipe(run={"sum_in_backward": in_backward, "accumulate": accumulate}), device="cpu")
+    return torch.cat([each.reshape(-1).to(DTYPE) for each in what.model.state_dict().values()]), begun[0]
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_that_are_summed_in_backward_have_the_same_bits(accumulate: int, uneven: bool, on_ranks: Run) -> None:
+    """On two ranks; beside batch norms that communicate, and with a layer that only one rank reaches."""
+    after = on_ranks(2, summed, False, accumulate, uneven, joined=False)
+    during = on_ranks(2, summed, True, accumulate, uneven, joined=False)
+    for row, begun in after:
+        assert torch.equal(row, after[0][0])
+        assert begun == 0
+    for row, begun in during:
+        assert torch.equal(row, after[0][0])
+        assert begun >= 6  # of each of six steps
+    if not uneven:
+        assert during[0][1] == 6 * len(list(network().parameters()))
+
+
+def checkpointed(in_backward: bool) -> None:
+    """One layer in two segments that autograd computes in passes of their own."""
+    layer = nn.Linear(32, 32).to(DTYPE)
+    end = nn.Linear(32, 3).to(DTYPE)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        x = batch[0].flatten(1).requires_grad_()
+        for _ in range(2):
+            x = checkpoint(layer, x, use_reentrant=True)
+        return F.cross_entropy(end(x), batch[1])
+
+    how = recipe(run={"sum_in_backward": in_backward})
+    fit(task(model=nn.Sequential(layer, end), loss=loss, valid=None), how, device="cpu")
+
+
+def test_a_gradient_in_several_passes_is_refused_with_the_switch_that_helps(on_ranks: Run, ranks_failed: Any) -> None:
+    with pytest.raises(ranks_failed) as caught:
+        on_ranks(2, checkpointed, True, joined=False)
+    assert all("set run.sum_in_backward=false" in words for words in caught.value.errors.values())
+    on_ranks(2, checkpointed, False, joined=False)
 
 
 # ---- batch norms -----------------------------------------------------------------------------------------------------

@@ -30,12 +30,14 @@ class Part:
         places: (N,) int64 on the CPU; places of the samples in the whole batch of the step.
         indices: (N,) int64 on the CPU; numbers of the samples in the data.
         weight: weight of these samples' mean in the mean over the whole batch.
+        last: whether it is the last part of the step.
     """
 
     batch: Any
     places: Tensor
     indices: Tensor
     weight: float
+    last: bool = True
 
 
 def loader_of(data: Samples, batch: int, task: Task, recipe: Recipe, world: World, *, training: bool) -> Loader:
@@ -88,7 +90,7 @@ class Feed:
                 self._next = step + 1
             share = len(loaded.places) / self.lengths.batch
             value = loaded.value if self._prepare is None else self._prepare(loaded.value)
-            yield Part(value, loaded.places + number * size, loaded.indices, share)
+            yield Part(value, loaded.places + number * size, loaded.indices, share, number == self.lengths.parts - 1)
 
     def _words_of_nothing(self, step: int) -> str:
         last = self.loader.skipped[-1]

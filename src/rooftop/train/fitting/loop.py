@@ -182,8 +182,9 @@ class _Fitting:
             notes = self._prepare(model, resume)
             if self.recipe.run.sync_norms:
                 ending.enter_context(batch_norms_over_ranks(model, group))
+            sums = dist.new_group() if ranks > 1 else None
             self.stepper = Stepper(
-                self.task, self.recipe, self.lengths.steps, self.world.device, group, self.world.rank
+                self.task, self.recipe, self.lengths.steps, self.world.device, group, self.world.rank, sums
             )
             self._open(resume, ending)
             if self.recipe.run.compile:

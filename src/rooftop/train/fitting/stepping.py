@@ -1,10 +1,10 @@
 """One optimizer step: gradients of all parts and ranks, clipped, applied if they are finite. The host reads nothing.
 
-Gradients are summed over ranks after the last backward pass, by `rooftop.parallel.sums` instead of
+Gradients are summed over ranks during the last backward pass, by `rooftop.parallel.ModelGradients` instead of
 DistributedDataParallel. This has three advantages: the task's loss gets the model itself, with its attributes, and may
 call it several times; a parameter that a batch does not reach gets a gradient of zeros instead of an error; parts need
-no special mode. The price is that the sums do not overlap with the backward pass. The loss is summed with the
-gradients, so that each rank's device has the loss of the whole batch.
+no special mode. The sums have a group of their own, so that ranks may reach their parameters in different orders while
+batch norms communicate. The loss is summed too, so that each rank's device has the loss of the whole batch.
 
 Whether the numbers are finite is decided on the device, and all ranks decide alike, because one number that is not
 finite makes the sum not finite. A skipped step changes neither weights, nor optimizer, nor buffers.
@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rooftop.parallel.exchanges import Group
-from rooftop.parallel.sums import Sums
+from rooftop.errors import InputError
+from rooftop.parallel import ModelGradients
+from rooftop.parallel.exchanges import Group, start_sum
 from rooftop.train.fitting.feeding import Part, in_memory_format
 from rooftop.train.fitting.put_back import PutBack
 from rooftop.train.recipes import MeanWeights, optimizer_of, rate_factor, set_rates
@@ -41,16 +42,20 @@ class Stepper:
     Args:
         steps: of the whole run, for the learning rate.
         group: of the ranks; None: there is only one.
+        sums: another group of the same ranks, for the sums of the gradients.
 
     Attributes:
         optimizer, scaler: the scaler is active only in fp16.
         mean: the mean weights; None: the recipe has none.
     """
 
-    def __init__(self, task: Task, recipe: Recipe, steps: int, device: torch.device, group: Group, rank: int) -> None:
+    def __init__(
+        self, task: Task, recipe: Recipe, steps: int, device: torch.device, group: Group, rank: int, sums: Group = None
+    ) -> None:
         self.task, self.recipe, self.steps, self.device = task, recipe, steps, device
         self.group, self.rank = group, rank
         self.trained = [each for each in task.model.parameters() if each.requires_grad]
+        self._sums = ModelGradients(task.model, {"dp-cp": sums if sums is not None else group})
         self.optimizer = optimizer_of(task.model, recipe)
         self.mean = MeanWeights(task.model, recipe.ema.decay, recipe.ema.every) if recipe.ema.decay else None
         self.scaler = torch.amp.GradScaler(device.type, enabled=recipe.run.precision == "fp16")
@@ -69,9 +74,8 @@ class Stepper:
         """
         set_rates(self.optimizer, rate_factor(self.recipe.schedule, number, self.steps))
         self._buffers.take(self.task.model.buffers())
-        total = self.gradients(number, parts)
-        gradients = self._summed(total)
-        loss, weight = total
+        total = self.gradients(number, parts, summing=self.recipe.run.sum_in_backward)
+        gradients, (loss, weight) = self._summed(total)
         if self.recipe.faults.damaged == "skip":  # the batch may be smaller, which only the sum over ranks knows
             loss = loss / weight
             torch._foreach_mul_(gradients, 1 / weight)
@@ -89,11 +93,17 @@ class Stepper:
             self.mean.update(number)
         return torch.stack([loss, norm.double(), skip.double(), fault.double()])
 
-    def gradients(self, number: int, parts: Iterable[Part], scaled: bool = True) -> Tensor:
+    def gradients(self, number: int, parts: Iterable[Part], scaled: bool = True, summing: bool = False) -> Tensor:
         """Add up the gradients of this rank's parts, in `.grad`.
+
+        Args:
+            summing: whether the last backward pass starts to sum them over the ranks; `_summed` completes the sums.
 
         Returns:
             (2,) float64: this rank's part of the loss; this rank's part of the whole batch.
+
+        Raises:
+            InputError: with `summing`, backward computes the gradient of a parameter in several passes.
         """
         self.task.model.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -105,10 +115,25 @@ class Stepper:
             batch = self.altered(number, part)
             with self.autocast():
                 share = self.task.loss(self.task.model, batch) * part.weight
-            (self.scaler.scale(share) if scaled else share).backward()
+            with self._summing() if summing and part.last else nullcontext():
+                (self.scaler.scale(share) if scaled else share).backward()
             total[0].add_(share.detach())
             total[1].add_(part.weight)
         return total
+
+    @contextmanager
+    def _summing(self) -> Iterator[None]:
+        try:
+            with self._sums.summing():
+                yield
+        except RuntimeError as error:
+            if "a second backward within summing()" not in str(error):
+                raise
+            raise InputError(
+                "the loss computes the gradient of a parameter in several backward passes, such as by "
+                "torch.utils.checkpoint with use_reentrant=True: set run.sum_in_backward=false, or use "
+                "use_reentrant=False"
+            ) from error
 
     @contextmanager
     def buffers_kept(self) -> Iterator[None]:
@@ -133,20 +158,15 @@ class Stepper:
         dtype = AUTOCAST.get(self.recipe.run.precision)
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
-    def _summed(self, total: Tensor) -> list[Tensor]:
-        """Sum the gradients, and what `gradients` returned, over ranks, in place. A parameter without a gradient gets
-        zeros: another rank may have one."""
+    def _summed(self, total: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Sum the gradients, and what `gradients` returned, over ranks. A parameter without a gradient gets zeros:
+        another rank may have one."""
         for each in self.trained:
             if each.grad is None:
                 each.grad = torch.zeros_like(each)
-        gradients = [each.grad for each in self.trained if each.grad is not None]
-        if self.group is not None:
-            sums = Sums(self.group)
-            for gradient in gradients:
-                sums.add(gradient)
-            sums.add(total)
-            sums.finish()
-        return gradients
+        pending = start_sum(total, self.group)
+        self._sums.sum_()
+        return [each.grad for each in self.trained if each.grad is not None], pending()
 
     def _judged(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         """Return (whether the step is skipped, whether its numbers are a fault), bool on the device."""

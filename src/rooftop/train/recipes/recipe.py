@@ -37,6 +37,8 @@ class Run:
         compile: torch.compile of the model.
         sync_norms: batch norms use statistics of the whole batch over all ranks.
             Source: Peng et al. 2018, "MegDet", arXiv:1711.07240.
+        sum_in_backward: sum gradients over ranks during the backward pass, not after it.
+            Source: Li et al. 2020, "PyTorch Distributed", arXiv:2006.15704.
         deterministic: PyTorch's deterministic algorithms; slower on a GPU.
     """
 
@@ -49,6 +51,7 @@ class Run:
     channels_last: bool = False
     compile: bool = False
     sync_norms: bool = True
+    sum_in_backward: bool = True
     deterministic: bool = False
 
 
