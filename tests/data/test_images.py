@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from rooftop.data import ImageFolder, ImageTransform, Loader, Normalizer, Pixels
+from rooftop.data.colour_jitter import Colour, draw_jitter, jittered
 from rooftop.data.image_transforms import Drawn
 from rooftop.data.rand_augment import NAMES, Operation, apply_operations, draw_operations
 from rooftop.errors import InputError
@@ -22,7 +23,8 @@ from rooftop.models.images import preprocess
 from rooftop.testing import no_waiting_for_gpu
 from rooftop.train.recipes.recipe import Augment
 
-ALL = {"crop": 0.2, "flip": 0.5, "shift": 0.2, "rand_augment": 2, "magnitude": 7.0, "erase": 0.5}
+ALL = {"crop": 0.2, "flip": 0.5, "shift": 0.2, "jitter": 0.4, "hue": 0.1, "rand_augment": 2, "magnitude": 7.0}
+ALL |= {"erase": 0.5}
 
 
 def photograph(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -135,6 +137,52 @@ def test_operations_are_drawn_equally_with_one_magnitude() -> None:
     counts = [sum(each.name == name for each in drawn) for name in NAMES]
     assert min(counts) > 140
     assert max(counts) < 260
+
+
+@pytest.mark.usefixtures("torchvision_models")
+@pytest.mark.parametrize(
+    ("name", "amount"),
+    [
+        *((name, factor) for name in ("brightness", "contrast", "saturation") for factor in (0.0, 0.2, 0.9, 1.4)),
+        *(("hue", part) for part in (-0.5, -0.31, 0.0, 0.1, 0.5)),
+    ],
+)
+def test_colour_jitter_is_torchvisions(name: str, amount: float) -> None:
+    from torchvision.transforms import functional
+
+    image = photograph(30, 20)
+    found = jittered(image, [Colour(name, amount)])
+    assert np.array_equal(np.asarray(found), np.asarray(getattr(functional, f"adjust_{name}")(image, amount)))
+
+
+def test_colour_jitter_is_drawn_evenly_and_in_any_order() -> None:
+    generator = np.random.default_rng(0)
+    drawn = [draw_jitter(0.4, 0.1, generator) for _ in range(2000)]
+    assert len({tuple(each.name for each in one) for one in drawn}) == 24  # orders of four
+    for name, low, high in (
+        ("brightness", 0.6, 1.4),
+        ("contrast", 0.6, 1.4),
+        ("saturation", 0.6, 1.4),
+        ("hue", -0.1, 0.1),
+    ):
+        amounts = [each.amount for one in drawn for each in one if each.name == name]
+        assert len(amounts) == 2000
+        assert low <= min(amounts) < low + 0.05 * (high - low)
+        assert high >= max(amounts) > high - 0.05 * (high - low)
+        assert np.mean(amounts) == pytest.approx((low + high) / 2, abs=0.02 * (high - low) + 0.005)
+    assert {each.name for each in draw_jitter(0.4, 0.0, generator)} == {"brightness", "contrast", "saturation"}
+    assert [each.name for each in draw_jitter(0.0, 0.1, generator)] == ["hue"]
+
+
+def test_without_colour_jitter_the_other_draws_stay() -> None:
+    """A recipe without it draws what it drew before there was a jitter."""
+    usual = {"crop": 0.2, "flip": 0.5, "rand_augment": 2}
+    one, other = (
+        ImageTransform(16, augment, train=True).draw(40, 30, np.random.default_rng(3))
+        for augment in (usual, {**usual, "jitter": 0.0, "hue": 0.0})
+    )
+    assert one == other
+    assert one.jitter == ()
 
 
 # ---- normalized on the device ----------------------------------------------------------------------------------------

@@ -164,6 +164,60 @@ def test_any_number_of_workers_ranks_and_any_start_give_the_same(data: st.DataOb
         assert max(sizes) - min(sizes) <= 1
 
 
+class Drawing:
+    """A sample says its index and a number that was drawn for it."""
+
+    def __len__(self) -> int:
+        return 26
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("samples are drawn")
+
+    def draw(self, index: int, generator: np.random.Generator) -> Any:
+        return index, float(generator.random())
+
+
+@pytest.mark.parametrize(("how", "workers"), WAYS)
+def test_copies_of_a_sample_are_apart_and_drawn_in_their_own_ways(how: str, workers: int) -> None:
+    """Each batch of twelve has four samples three times. The first copies are those without repeats."""
+    options: dict[str, Any] = {"shuffle": True, "seed": 3, "drop_last": True, "how": how, "workers": workers}
+    with Loader(Drawing(), 12, repeats=3, **options) as loader, Loader(Drawing(), 4, **options) as single:
+        assert len(loader) == 2
+        alone = list(single.batches(5))
+        for number, batch in enumerate(loader.batches(5)):
+            indices, drawn = batch.value
+            assert batch.places.tolist() == [*range(12)]
+            assert torch.equal(indices, alone[number].value[0].repeat(3))
+            assert torch.equal(drawn[:4], alone[number].value[1])
+            assert len(set(drawn.tolist())) == 12
+        (again,) = loader.batches(5, 1)
+        assert torch.equal(again.value[1], drawn)
+
+
+def test_copies_are_the_same_for_any_number_of_ranks() -> None:
+    def read(rank: int, ranks: int) -> list[tuple[Tensor, Tensor]]:
+        options: dict[str, Any] = {"shuffle": True, "drop_last": True, "how": "here", "rank": rank, "ranks": ranks}
+        return [tuple(batch.value) for batch in Loader(Drawing(), 8, repeats=2, **options).batches(1)]
+
+    whole = read(0, 1)
+    for first, second, both in zip(read(0, 2), read(1, 2), whole, strict=True):
+        assert all(torch.equal(torch.cat(pair), each) for *pair, each in zip(first, second, both, strict=True))
+        assert torch.equal(first[0], second[0])  # a copy on each rank
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"repeats": 3, "drop_last": True}, "repeats is 3: expected a number that divides the batch of 8 samples"),
+        ({"repeats": 0, "drop_last": True}, "repeats is 0: expected"),
+        ({"repeats": 2}, "repeats is 2: expected 1, or drop_last=True"),
+    ],
+)
+def test_repeats_that_do_not_fit(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        Loader(Drawing(), 8, **arguments)
+
+
 def test_a_rank_without_samples_has_an_empty_batch() -> None:
     (batch,) = Loader(TensorDataset(torch.arange(2)), 8, rank=0, ranks=3, how="here").batches(0)
     assert batch.value is None

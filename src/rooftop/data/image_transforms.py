@@ -4,8 +4,8 @@
     transform(image, np.random.default_rng(0))         # (3, 224, 224) float32
 
 In training: a random crop of a random shape (Szegedy et al. 2015, "Going deeper with convolutions"), a horizontal
-flip, a shift, RandAugment, and random erasing (Zhong et al. 2020), each if `augment` sets it. All numbers are drawn
-before the first pixel is needed, so a JPEG is decoded only at the size that its crop needs.
+flip, a shift, colour jitter, RandAugment, and random erasing (Zhong et al. 2020), each if `augment` sets it. All
+numbers are drawn before the first pixel is needed, so a JPEG is decoded only at the size that its crop needs.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from rooftop.data.colour_jitter import Colour, draw_jitter, jittered
 from rooftop.data.pixels import Pixels
 from rooftop.data.rand_augment import Operation, apply_operations, draw_operations
 from rooftop.errors import InputError, did_you_mean
@@ -39,6 +40,8 @@ class _Augment:
     crop: float = 1.0
     flip: float = 0.0
     shift: float = 0.0
+    jitter: float = 0.0
+    hue: float = 0.0
     rand_augment: int = 0
     magnitude: float = 9.0
     erase: float = 0.0
@@ -52,6 +55,7 @@ class Drawn:
         crop: left, top, right, bottom, as fractions of width and height; None: the central square.
         flip: horizontally.
         shift: right and down, in pixels of the result.
+        jitter: changes of the colour, in order.
         operations: of RandAugment.
         erased: top, left, bottom, right in pixels of the result; None: nothing.
     """
@@ -59,6 +63,7 @@ class Drawn:
     crop: tuple[float, float, float, float] | None = None
     flip: bool = False
     shift: tuple[int, int] = (0, 0)
+    jitter: tuple[Colour, ...] = ()
     operations: tuple[Operation, ...] = ()
     erased: tuple[int, int, int, int] | None = None
 
@@ -69,8 +74,9 @@ class ImageTransform:
     Args:
         size: side in pixels.
         augment: changes in training; an object or a mapping with some of: crop (least area of a random crop, as a
-            fraction of the image; 1: off), flip (probability), shift (largest, as a fraction of the side), rand_augment
-            (number of operations), magnitude (0 to 10), erase (probability). None: no changes.
+            fraction of the image; 1: off), flip (probability), shift (largest, as a fraction of the side), jitter
+            (strength of colour jitter), hue (largest change, as a fraction of the circle), rand_augment (number of
+            operations), magnitude (0 to 10), erase (probability). None: no changes.
         train: whether images are augmented. Validation uses the central square. If training uses crops, the shorter
         side is first resized to 256/224 of `size`, as for ImageNet.
         mean, std: of the red, green and blue values in 0..1.
@@ -129,11 +135,12 @@ class ImageTransform:
         flip = augment.flip > 0 and generator.random() < augment.flip
         most = round(augment.shift * self.size)
         shift = tuple(generator.integers(-most, most + 1, size=2).tolist()) if most else (0, 0)
+        jitter = draw_jitter(augment.jitter, augment.hue, generator) if augment.jitter or augment.hue else ()
         operations = draw_operations(augment.rand_augment, augment.magnitude, generator) if augment.rand_augment else ()
         erased = None
         if augment.erase > 0 and generator.random() < augment.erase:
             erased = _draw_erased(self.size, generator)
-        return Drawn(crop, bool(flip), shift, operations, erased)
+        return Drawn(crop, bool(flip), shift, jitter, operations, erased)
 
     def reduction(self, width: int, height: int, drawn: Drawn) -> float:
         """The factor by which an image may be reduced before it is resized."""
@@ -157,7 +164,7 @@ class ImageTransform:
         if drawn.shift != (0, 0):
             right, down = drawn.shift
             image = image.crop((-right, -down, self.size - right, self.size - down))  # black comes in
-        image = apply_operations(image, drawn.operations)
+        image = apply_operations(jittered(image, drawn.jitter), drawn.operations)
         if not self.normalize:
             pixels = np.array(image)  # (H, W, 3), a copy that may be written
             return Pixels(torch.from_numpy(pixels), torch.tensor(drawn.erased or (0, 0, 0, 0), dtype=torch.int16))
@@ -195,6 +202,8 @@ def _augment_of(given: Any) -> _Augment:
         found = _Augment(**{name: getattr(given, name) for name in known if hasattr(given, name)})
     if not (0 < found.crop <= 1 and all(0 <= value <= 1 for value in (found.flip, found.shift, found.erase))):
         raise InputError(f"{found}: expected crop, flip, shift and erase from 0 to 1, and crop above 0")
+    if not (0 <= found.jitter <= 1 and 0 <= found.hue <= 0.5):
+        raise InputError(f"{found}: expected jitter from 0 to 1, and hue from 0 to 0.5")
     if found.rand_augment < 0 or not 0 <= found.magnitude <= 10:
         raise InputError(f"{found}: expected rand_augment of 0 or more, and magnitude from 0 to 10")
     return found

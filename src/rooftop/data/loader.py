@@ -4,8 +4,9 @@
     for epoch in range(10):
         for images, labels in (batch.value for batch in loader.batches(epoch)): ...
 
-The order is a permutation drawn from (seed, epoch), and each sample is drawn from (seed, epoch, index). So the batches
-are bit-identical for every way to make them, any number of workers, and any start within an epoch.
+The order is a permutation drawn from (seed, epoch), and each sample is drawn from (seed, epoch, index), its further
+copies also from their number. So the batches are bit-identical for every way to make them, any number of workers, and
+any start within an epoch.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ class Loader:
         workers. With another function, one worker makes a whole batch, and at least one batch per worker is made in
         advance.
         drop_last: whether to leave out the last samples if they do not fill a batch.
+        repeats: copies of a sample in a batch, each drawn in its own way ("repeated augmentation"). Needs drop_last. An
+        epoch has as many batches as without, so it has fewer different samples.
         rank, ranks: the part of each batch: consecutive places, divided as evenly as possible.
         device: device of the batches, copied from pinned memory during the steps; None: they stay on the CPU.
         on_damage: "stop" at a sample that cannot be read; or "skip" it, which makes its batch smaller.
@@ -91,6 +94,7 @@ class Loader:
         ahead: int = 4,
         collate: Callable[[list[Any]], Any] = default_collate,
         drop_last: bool = False,
+        repeats: int = 1,
         rank: int = 0,
         ranks: int = 1,
         device: str | torch.device | None = None,
@@ -102,7 +106,7 @@ class Loader:
             raise InputError(f'on_damage is {on_damage!r}: expected "stop" or "skip"')
         if workers < 0 or ahead < 1:
             raise InputError(f"workers={workers}, ahead={ahead}: expected workers of 0 or more and ahead of 1 or more")
-        order = Order(len(samples), batch, shuffle, seed, drop_last, rank, ranks)
+        order = Order(len(samples), batch, shuffle, seed, drop_last, rank, ranks, repeats)
         self.workers, self.ahead = workers or _usual_workers(ranks), ahead
         self._job = Job(samples, order, collate, pieces_of(collate, self.workers), on_damage == "skip")
         self.device = None if device is None else torch.device(device)

@@ -22,6 +22,8 @@ class Order:
         shuffle: whether an epoch's order is drawn from (seed, epoch).
         drop_last: whether to leave out the last samples if they do not fill a batch.
         rank, ranks: the part of each batch: consecutive places, divided as evenly as possible.
+        repeats: copies of a sample in a batch, which then has batch / repeats different samples: all of them once, then
+            all again. An epoch has as many batches as without repeats.
 
     Raises:
         InputError: numbers out of range.
@@ -34,6 +36,7 @@ class Order:
     drop_last: bool = False
     rank: int = 0
     ranks: int = 1
+    repeats: int = 1
     _drawn: tuple[int, Numbers] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -43,17 +46,25 @@ class Order:
             raise InputError(f"seed is {self.seed}: expected 0 or more")
         if not 0 <= self.rank < self.ranks:
             raise InputError(f"rank {self.rank} of {self.ranks}: expected 0 to {self.ranks - 1}")
+        if self.repeats < 1 or self.batch % self.repeats:
+            raise InputError(
+                f"repeats is {self.repeats}: expected a number that divides the batch of {self.batch} samples"
+            )
+        if self.repeats > 1 and not self.drop_last:
+            raise InputError(f"repeats is {self.repeats}: expected 1, or drop_last=True")
 
     def __len__(self) -> int:
         """Batches of an epoch."""
         return self.samples // self.batch if self.drop_last else -(-self.samples // self.batch)
 
-    def part(self, epoch: int, number: int) -> tuple[Numbers, Numbers]:
-        """Return this rank's places in a whole batch, and the indices of its samples."""
-        start = number * self.batch
-        size = min(self.batch, self.samples - start)
+    def part(self, epoch: int, number: int) -> tuple[Numbers, Numbers, Numbers]:
+        """Return this rank's places in a whole batch, the indices of its samples, and the number of each copy."""
+        different = self.batch // self.repeats
+        start = number * different
+        size = self.batch if self.repeats > 1 else min(self.batch, self.samples - start)
         places = np.arange(self.rank * size // self.ranks, (self.rank + 1) * size // self.ranks, dtype=np.int64)
-        return places, self._epoch(epoch)[start + places] if self.shuffle else start + places
+        numbers = start + places % different
+        return places, self._epoch(epoch)[numbers] if self.shuffle else numbers, places // different
 
     def _epoch(self, epoch: int) -> Numbers:
         drawn = self._drawn  # threads may write it at the same time, always whole

@@ -74,11 +74,11 @@ class Job:
         Raises:
             InputError: a sample is damaged, and damaged samples are not skipped.
         """
-        places, indices = (self._cut(part, piece) for part in self.order.part(epoch, number))
+        places, indices, copies = (self._cut(part, piece) for part in self.order.part(epoch, number))
         found, kept, damaged = [], [], []
-        for at, index in enumerate(indices.tolist()):
+        for at, (index, copy) in enumerate(zip(indices.tolist(), copies.tolist(), strict=True)):
             try:
-                found.append(sample(self.samples, index, self.order.seed, epoch))
+                found.append(sample(self.samples, index, self.order.seed, epoch, copy))
                 kept.append(at)
             except DAMAGE as error:
                 name = name_of(self.samples, index)

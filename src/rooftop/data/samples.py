@@ -55,10 +55,10 @@ class StagedSamples(Samples, Protocol):
         """The sample, from the decoded image."""
 
 
-def sample(samples: Samples, index: int, seed: int, epoch: int) -> Any:
-    """A sample of an epoch, the same in every process and thread."""
+def sample(samples: Samples, index: int, seed: int, epoch: int, copy: int = 0) -> Any:
+    """A sample of an epoch, the same in every process and thread; its copies from 1 on are drawn in other ways."""
     if isinstance(samples, DrawnSamples):
-        return samples.draw(index, np.random.default_rng((seed, epoch, index)))
+        return samples.draw(index, np.random.default_rng((seed, epoch, index, copy) if copy else (seed, epoch, index)))
     return samples[index]
 
 

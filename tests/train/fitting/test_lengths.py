@@ -54,3 +54,13 @@ def test_batches_that_cannot_be_split_are_refused() -> None:
         lengths(100, ranks=2, batch=64, accumulate=3)
     with pytest.raises(InputError, match="have 3 samples: expected at least one for each of 4 ranks"):
         lengths(3, ranks=4, batch=64)
+
+
+def test_copies_of_a_sample_must_fill_a_forward_pass() -> None:
+    def repeated(repeats: int, **run: int) -> Lengths:
+        return Lengths.of(Recipe.of({"run": run, "augment": {"repeats": repeats}}), 100, 1)
+
+    assert repeated(4, batch=32, accumulate=2).per_epoch == 3  # as without repeats
+    words = r"augment\.repeats is 3: expected a number that divides the 16 samples of a forward pass"
+    with pytest.raises(InputError, match=words):
+        repeated(3, batch=32, accumulate=2)

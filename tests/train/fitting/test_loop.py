@@ -410,6 +410,7 @@ def train(out, said):
         "run": {"epochs": 2, "batch": 4, "precision": "fp16", "accumulate": 2},
         "optimizer": {"name": "muon", "lr": 0.01},
         "ema": {"decay": 0.9},
+        "augment": {"repeats": 2},
         "loading": {"how": how, "workers": 1 + (ranks == 1)},
     })
     loss = lambda model, batch: F.cross_entropy(model(batch[0]).float(), batch[1])
@@ -453,7 +454,8 @@ run("killed", None)
 
 @pytest.mark.parametrize(("how", "ranks"), [("threads", 1), ("processes", 1), ("processes", 2)])
 def test_killed_three_times_it_ends_with_the_same_bits(how: str, ranks: int, fork: Any, tmp_path: Path) -> None:
-    """In mid-epoch, while samples are read ahead, with augmentation, dropout, batch norm, fp16, mean weights, Muon."""
+    """In mid-epoch, while samples are read ahead; with repeated augmentation, dropout, batch norm, fp16, mean weights,
+    Muon."""
     files = {"output": tmp_path / "output", "errors": tmp_path / "errors"}
     process = fork(KILLED, how, str(ranks), environment={}, folder=tmp_path, **files)
     process.join(600)

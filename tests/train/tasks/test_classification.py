@@ -19,6 +19,7 @@ from rooftop.data.samples import sample
 from rooftop.errors import InputError
 from rooftop.models import load
 from rooftop.models.images import preprocess, read_image
+from rooftop.models.weights.files import preprocessing_of
 from rooftop.train.fitting import fit
 from rooftop.train.fitting.exports import export_weights
 from rooftop.train.recipes import Recipe, prepare_model
@@ -116,7 +117,6 @@ def test_a_folder_of_classes_becomes_a_file_that_classify_takes(
 
 
 def test_a_photograph_goes_into_the_model_as_in_validation(folder: Path) -> None:
-    from rooftop.models.weights.files import preprocessing_of
     from rooftop.models.weights.trained_files import trained_file
 
     pytest.importorskip("safetensors")
@@ -132,6 +132,21 @@ def test_a_photograph_goes_into_the_model_as_in_validation(folder: Path) -> None
     found = trained_file(weights)
     assert found is not None
     assert found.classes == ("blue", "red")
+
+
+@pytest.mark.parametrize("name", ["resnet", "swin", "hybrid"])
+def test_a_model_trained_on_small_images_is_tested_on_larger_ones(name: str, folder: Path, tmp_path: Path) -> None:
+    """FixRes: `classify` then sees photographs as the last evaluation did."""
+    values = ["augment.size=16", "augment.test_size=24", "run.steps=2", "run.batch=4", "loading.how=here"]
+    task, recipe = built(name, str(folder), *values, **SMALL[name])
+    sides: list[tuple[bool, int]] = []
+    task.model.register_forward_pre_hook(lambda model, args: sides.append((model.training, args[0].shape[-1])))
+    done = fit(task, recipe, device="cpu", out=tmp_path / "run")
+    assert set(sides) == {(True, 16), (False, 24)}
+    assert done.last is not None
+    assert 0 <= done.last.values["accuracy"] <= 1
+    preprocessing = preprocessing_of(task.metadata["model"], tmp_path / "run" / "last.safetensors")
+    assert preprocessing.crop == 24
 
 
 def test_train_and_val_have_the_same_classes(folder: Path) -> None:

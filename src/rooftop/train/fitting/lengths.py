@@ -46,6 +46,12 @@ class Lengths:
             )
         few = samples < run.batch
         batch = samples if few else run.batch
+        repeats, passed = recipe.augment.repeats, batch // (1 if few else run.accumulate)
+        if passed % repeats:
+            raise InputError(
+                f"augment.repeats is {repeats}: expected a number that divides the {passed} samples of a forward pass "
+                "over all ranks"
+            )
         per_epoch = samples // batch
         return cls(
             batch=batch,

@@ -135,9 +135,14 @@ class Augment:
         arXiv:1409.4842.
         flip: probability of a horizontal flip. Source: Krizhevsky et al. 2012.
         shift: largest random shift, as a fraction of the side; 0: off.
+        jitter: strength of colour jitter: brightness, contrast and saturation change by factors within 1 +- jitter, in
+            a random order; 0: off. Source: Howard 2013, arXiv:1312.5402.
+        hue: largest change of the hue in colour jitter, as a fraction of its circle, up to 0.5; 0: off.
         rand_augment: number of operations of RandAugment; 0: off. Source: Cubuk et al. 2020, arXiv:1909.13719.
         magnitude: of RandAugment, from 0 to 10.
         erase: probability of random erasing. Source: Zhong et al. 2020, arXiv:1708.04896.
+        repeats: copies of a sample in a batch, each changed in its own way; a pass has as many samples as before, so it
+            sees fewer different ones. Source: Hoffer et al. 2020, arXiv:1901.09335.
         size: side of the training images in pixels; 0: the task's.
         test_size: side of the validation images; 0: as in training. A larger one is often better.
             Source: Touvron et al. 2019, "FixRes", arXiv:1906.06423.
@@ -146,9 +151,12 @@ class Augment:
     crop: float = 1.0
     flip: float = 0.0
     shift: float = 0.0
+    jitter: float = 0.0
+    hue: float = 0.0
     rand_augment: int = 0
     magnitude: float = 9.0
     erase: float = 0.0
+    repeats: int = 1
     size: int = 0
     test_size: int = 0
 
@@ -383,9 +391,12 @@ _RULES: list[tuple[str, Any, str]] = [
     ("augment.crop", lambda value: 0 < value <= 1, "a number above 0, up to 1"),
     ("augment.flip", *_between(0, 1)),
     ("augment.shift", *_between(0, 1)),
+    ("augment.jitter", *_between(0, 1)),
+    ("augment.hue", *_between(0, 0.5)),
     ("augment.rand_augment", *_from(0)),
     ("augment.magnitude", *_between(0, 10)),
     ("augment.erase", *_between(0, 1)),
+    ("augment.repeats", *_from(1)),
     ("augment.size", *_from(0)),
     ("augment.test_size", *_from(0)),
     ("model.num_classes", *_from(0)),
