@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 import torch
+import torch.distributed as dist
 from rich.console import Console
 
 from rooftop.analysis.page import require_plotly
@@ -20,10 +21,11 @@ from rooftop.analysis.text import WIDTH
 from rooftop.cli.commands import names
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.trained_models import seeded
+from rooftop.data.device_images import DecodingChoice
 from rooftop.doctor.extras import Extra, check_extras, missing
 from rooftop.errors import InputError, ModelRunError
 from rooftop.hardware.ceilings import write_whole
-from rooftop.parallel import World, join
+from rooftop.parallel import World, join, others_wait
 from rooftop.train.fitting.loop import fit
 from rooftop.train.fitting.metric_lines import METRICS, read_metrics
 from rooftop.train.fitting.records import Facts, Fitted, Observer, StepRecord
@@ -223,7 +225,7 @@ class _Training:
     def trained(self, recipe: Recipe) -> int:
         """Train once, and say how it went and what to do next."""
         with progress_bar() if self._first else nullcontext(_silent) as progress:
-            task = self._task(recipe)
+            recipe, task = self._decided(recipe)
             observers = self._observers(recipe, progress) if self._first else []
             fitted = self._fit(task, recipe, self.folder, observers)
         if self._first:
@@ -233,6 +235,8 @@ class _Training:
 
     def ablated(self, recipe: Recipe, runs: Sequence[Run], results: dict[Path, float]) -> int:
         """Make the runs of an ablation that are not finished, and show what they say."""
+        if recipe.augment.decode == "auto":
+            raise InputError("an ablation needs the same decoding in all runs: expected augment.decode cpu or gpu")
         task = self._task(recipe)
         plotly = require_plotly() if self._first and self.page and not missing([PLOTLY]) else None
         if self._first:
@@ -274,6 +278,25 @@ class _Training:
     def _task(self, recipe: Recipe) -> Task:
         with seeded(recipe.run.seed):  # initial values, the same on all ranks
             return self.build(self.call.data, recipe)
+
+    def _decided(self, recipe: Recipe) -> tuple[Recipe, Task]:
+        """The recipe and its task, with augment.decode=auto replaced by what rank 0 measures. A run that is resumed has
+        the choice in its recipe.toml."""
+        task = self._task(recipe)
+        if recipe.augment.decode != "auto":
+            return recipe, task
+        choice = DecodingChoice("cpu", "this task does not decode images on a GPU")
+        if self._first and task.decoding is not None:
+            with others_wait("measuring the decoding of images"):
+                choice = task.decoding(self.world.device)
+        if self.world.size > 1:
+            choices = [choice]
+            dist.broadcast_object_list(choices, 0)
+            choice = choices[0]
+        if self._first:
+            click.echo(f"images are decoded by the {choice.device.upper()}: {choice.why}")
+        recipe = recipe.updated({"augment": {"decode": choice.device}}, "the measurement")
+        return recipe, task if choice.device == "cpu" else self._task(recipe)
 
     def _fit(self, task: Task, recipe: Recipe, folder: Path, observers: Sequence[Observer]) -> Fitted:
         return fit(task, recipe, device=self.world.device.type, out=folder, resume=True, observers=observers)

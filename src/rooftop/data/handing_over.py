@@ -6,7 +6,7 @@ by an event.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -40,11 +40,15 @@ class Copies:
         """Whether values should be in pinned memory."""
         return self._stream is not None
 
+    def stream(self) -> AbstractContextManager[Any]:
+        """The stream of the copies as the current one."""
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
     def begin(self, value: Any) -> Copied:
         """Start the copy, in any thread."""
         if self._device is None or self._device.type == "cpu":
             return Copied(value, None)
-        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+        with self.stream():
             copied = pytree.tree_map(self._moved, value)
             return Copied(copied, self._stream.record_event() if self._stream is not None else None)
 
@@ -53,7 +57,8 @@ class Copies:
             return leaf
         if self._stream is not None and leaf.device.type == "cpu" and not leaf.is_pinned():
             leaf = leaf.pin_memory()
-        self.copied_bytes += leaf.nbytes
+        if leaf.device.type == "cpu":
+            self.copied_bytes += leaf.nbytes
         return leaf.to(self._device, non_blocking=self._stream is not None)
 
     def hand_over(self, copied: Copied) -> Any:

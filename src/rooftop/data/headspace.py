@@ -110,7 +110,7 @@ def headspace(
             rates[stage] = rate
             show(stage, len(rates) / stages)
         show("loader", len(rates) / stages)
-        rates["loader"], value = _of_loader(loader, seconds)
+        rates["loader"], value = loader_rate(loader, seconds)
         loading = loader.description
     if device.type != "cpu":
         show("copy", (stages - 2) / stages)
@@ -207,8 +207,8 @@ def _rate(work: Callable[[int], object], indices: Sequence[int], workers: int, s
     return sum(counts) / (time.perf_counter() - began)
 
 
-def _of_loader(loader: Loader, seconds: float) -> tuple[float, Any]:
-    """Samples per second once the way is chosen and the workers are busy; also returns a batch."""
+def loader_rate(loader: Loader, seconds: float) -> tuple[float, Any]:
+    """Samples per second of a loader, once the way is chosen and the workers are busy; also returns a batch."""
     count, began, value = 0, 0.0, None
     for epoch in itertools.count():
         for batch in loader.batches(epoch):

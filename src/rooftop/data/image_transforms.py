@@ -148,7 +148,7 @@ class ImageTransform:
             left, top, right, bottom = drawn.crop
             return min((right - left) * width, (bottom - top) * height) / self.size
         gap = 1.0 if self.train else JUDGED_REDUCTION
-        return min(width, height) / self._shorter_side() / gap
+        return min(width, height) / self.shorter_side / gap
 
     def apply(self, image: Image.Image, drawn: Drawn) -> Tensor | Pixels:
         """Apply drawn changes to an RGB image; returns (3, size, size) float32, or `Pixels`."""
@@ -174,12 +174,13 @@ class ImageTransform:
             values.numpy()[:, top:bottom, left:right] = 0.0
         return values
 
-    def _shorter_side(self) -> int:
+    @property
+    def shorter_side(self) -> int:
         """The shorter side of the whole image, in pixels, before the central square is cut out."""
         return round(self.size * MARGIN) if self.augment.crop < 1 else self.size
 
     def _central(self, image: Image.Image) -> Image.Image:
-        side, short = self._shorter_side(), min(image.size)
+        side, short = self.shorter_side, min(image.size)
         resized = (side * image.width // short, side * image.height // short)
         if resized != image.size:
             image = image.resize(resized, Image.Resampling.BILINEAR)

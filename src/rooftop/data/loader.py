@@ -70,6 +70,8 @@ class Loader:
         repeats: copies of a sample in a batch, each drawn in its own way ("repeated augmentation"). Needs drop_last. An
         epoch has as many batches as without, so it has fewer different samples.
         rank, ranks: the part of each batch: consecutive places, divided as evenly as possible.
+        arrive: changes a whole batch in the thread that copies it, with the loader's device and whether damaged samples
+        are skipped, e.g. `DeviceImages`, which decodes files on a GPU; None: nothing.
         device: device of the batches, copied from pinned memory during the steps; None: they stay on the CPU.
         on_damage: "stop" at a sample that cannot be read; or "skip" it, which makes its batch smaller.
 
@@ -97,6 +99,7 @@ class Loader:
         repeats: int = 1,
         rank: int = 0,
         ranks: int = 1,
+        arrive: Callable[[Made, torch.device | None, bool], Made] | None = None,
         device: str | torch.device | None = None,
         on_damage: str = "stop",
     ) -> None:
@@ -110,7 +113,7 @@ class Loader:
         self.workers, self.ahead = workers or _usual_workers(ranks), ahead
         self._job = Job(samples, order, collate, pieces_of(collate, self.workers), on_damage == "skip")
         self.device = None if device is None else torch.device(device)
-        self._copies = Copies(self.device)
+        self._copies, self._arrive = Copies(self.device), arrive
         safe = getattr(samples, "thread_safe", True)
         ways = (how,) if how != "auto" else _worth_trying(self.workers, self._copies.pins, safe)
         self._choice = Choice(ways, self.workers, self._copies.pins)
@@ -200,6 +203,9 @@ class Loader:
             last = max(last, made.finished)
             if trial is not None and done == len(numbers) - 1:
                 self._choice.timed(trial, (last - began) / (1 if trial == "here" else len(numbers)))
+            if self._arrive is not None:
+                with self._copies.stream():
+                    made = self._arrive(made, self.device, self._job.skip)
             yield made, self._copies.begin(made.value)
 
     def _delivered(self, made: Iterator[tuple[Made, Copied]], count: int, way: Way | None) -> Iterator[LoadedBatch]:

@@ -83,7 +83,7 @@ class Job:
             except DAMAGE as error:
                 name = name_of(self.samples, index)
                 if not self.skip:
-                    raise InputError(_said(index, name, error)) from error
+                    raise InputError(damage_in_words(index, name, error)) from error
                 damaged.append(Damaged(index, name, str(error) or type(error).__name__))
             except Exception as error:
                 error.add_note(f"while sample {index} was read")
@@ -95,7 +95,8 @@ class Job:
         return part[piece * len(part) // self.pieces : (piece + 1) * len(part) // self.pieces]
 
 
-def _said(index: int, name: str | None, error: BaseException) -> str:
+def damage_in_words(index: int, name: str | None, error: BaseException) -> str:
+    """Say which sample cannot be read, and why."""
     reason = str(error) or type(error).__name__
     if name is None:
         return f"sample {index} cannot be read: {reason}"

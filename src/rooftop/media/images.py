@@ -148,6 +148,17 @@ def pillow_image(
         return _upright_rgb(image)
 
 
+def upright_size(content: bytes, name: str | None = None) -> tuple[int, int]:
+    """Width and height of a photograph after its EXIF rotation, from its header.
+
+    Raises:
+        InputError: as in `pillow_image`.
+    """
+    with _opened(content, name) as image:
+        turned = image.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8)
+        return (image.height, image.width) if turned else (image.width, image.height)
+
+
 def normalized(image: Image.Image, mean: Sequence[float] = MEAN, std: Sequence[float] = STD) -> Tensor:
     """(3, H, W) float32 from an RGB image: (value / 255 - mean) / std.
 
@@ -161,6 +172,16 @@ def normalized(image: Image.Image, mean: Sequence[float] = MEAN, std: Sequence[f
         value -= np.float32(mean[channel])
         value /= np.float32(std[channel])
     return torch.from_numpy(values)
+
+
+class _Content(NamedTuple):
+    """The content of a file, and its name."""
+
+    content: bytes
+    name: str
+
+
+Source = ImagePath | bytes | _Content
 
 
 class ImageDecoder:
@@ -218,6 +239,11 @@ class ImageDecoder:
             raise found
         return self._handed_over(found)
 
+    def decode_each(self, files: Sequence[tuple[bytes, str]]) -> list[Tensor | InputError]:
+        """Decode several files, each given as content and name: the pixels of each, or why it cannot be read."""
+        found = self._decoded([_Content(*each) for each in files])
+        return [self._handed_over(each) if isinstance(each, Tensor) else each for each in found]
+
     def read(self, paths: Sequence[ImagePath]) -> Iterator[NamedImage]:
         """Photographs and folders of photographs in the order of `find_images`, decoded ahead.
 
@@ -241,7 +267,7 @@ class ImageDecoder:
                 self.skipped.append((path, str(found)))
                 warnings.warn(f"skipped: {found}", stacklevel=2)
 
-    def _decoded(self, group: Sequence[ImagePath | bytes]) -> list[Tensor | InputError]:
+    def _decoded(self, group: Sequence[Source]) -> list[Tensor | InputError]:
         """For each file, its tensor or its error. On a GPU the tensors are complete when this returns."""
         if self._stream is None:
             return [_or_error(self._on_cpu, each) for each in group]
@@ -250,11 +276,13 @@ class ImageDecoder:
             self._stream.synchronize()
         return found
 
-    def _on_cpu(self, path_or_bytes: ImagePath | bytes) -> Tensor:
-        return _tensor(pillow_image(path_or_bytes), self.layout)
+    def _on_cpu(self, source: Source) -> Tensor:
+        if isinstance(source, _Content):
+            return _tensor(pillow_image(source.content, name=source.name), self.layout)
+        return _tensor(pillow_image(source), self.layout)
 
     def _by_either(
-        self, group: Sequence[ImagePath | bytes], decode: Callable[[Sequence[bytes]], list[Tensor]]
+        self, group: Sequence[Source], decode: Callable[[Sequence[bytes]], list[Tensor]]
     ) -> list[Tensor | InputError]:
         """Decode JPEGs with `decode`, which returns (3, H, W) for each or refuses them all. Pillow decodes the other
         files."""
@@ -325,10 +353,10 @@ class _File:
     against: str | None
 
     @classmethod
-    def of(cls, path_or_bytes: ImagePath | bytes) -> _File:
-        name = _name_of(path_or_bytes)
+    def of(cls, source: Source) -> _File:
+        given, name = source if isinstance(source, _Content) else (source, _name_of(source))
         with _errors_of(name):
-            content = path_or_bytes if isinstance(path_or_bytes, bytes) else Path(path_or_bytes).read_bytes()
+            content = given if isinstance(given, bytes) else Path(given).read_bytes()
         with _opened(content, name) as image:
             against = nvjpeg.reason_against(image, content)
             return cls(name, content, (image.height, image.width), image.getexif().get(ORIENTATION, 1), against)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from rooftop.cli import train_task
 from rooftop.cli.main import main
+from rooftop.data.device_images import DecodingChoice, DeviceImages
 from rooftop.data.samples import sample
 from rooftop.errors import InputError
+from rooftop.media.images import ImageDecoder
 from rooftop.models import load
 from rooftop.models.images import preprocess, read_image
 from rooftop.models.weights.files import preprocessing_of
 from rooftop.train.fitting import fit
 from rooftop.train.fitting.exports import export_weights
 from rooftop.train.recipes import Recipe, prepare_model
-from rooftop.train.tasks import Task, find_task
+from rooftop.train.reports.terminal import Terminal
+from rooftop.train.stopping import Stop
+from rooftop.train.tasks import Task, classification, find_task
 from rooftop.train.tasks.classification import accuracies, cross_entropy, held_out
 
+load_file = pytest.importorskip("safetensors.torch").load_file
 SMALL: dict[str, dict[str, Any]] = {
     "resnet": {"channels": 8},
     "swin": {"embed_dim": 12, "depths": [1, 1], "num_heads": [2, 4]},
@@ -215,3 +222,56 @@ def test_accuracy_and_the_best_five() -> None:
     assert found["accuracy"].tolist() == [0.0] * 12
     assert found["top5"].shape == (12,)
     assert accuracies(torch.nn.Identity(), (logits, torch.arange(12)), top=5)["top5"].mean() == 1
+
+
+class PillowsDecoder(ImageDecoder):
+    """Decodes where a GPU would."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__("cpu")
+
+
+def test_the_faster_decoding_is_measured_once_and_kept(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that is resumed decodes as it began, so its weights have the bits of a run that was not stopped."""
+    choices = iter([DecodingChoice("gpu", "2 images/s by the GPU, 1 by the CPU")] * 2)
+    monkeypatch.setattr(classification, "faster_decoding", lambda *args, **options: next(choices))
+    monkeypatch.setattr(classification, "DeviceImages", partial(DeviceImages, decoder_of=PillowsDecoder))
+    words = ["train", "resnet", "--data", str(folder), "--device", "cpu", "--no-page", "--set", "run.batch=8"]
+    words += ["--set", "model.options={channels=4}", "--set", "augment.size=16", "--set", "loading.how='threads'"]
+    begin = [*words, "--set", "augment.decode='auto'", "--set", "run.steps=6"]
+    assert main([*begin, "--out", str(tmp_path / "whole")]) == 0
+    assert "images are decoded by the GPU: 2 images/s by the GPU, 1 by the CPU\n" in capsys.readouterr().out
+
+    stops = Stop()
+
+    class Stops(Terminal):
+        def stepped(self, records: list[Any]) -> None:
+            stops.requested = records[-1].step == 2
+
+    with monkeypatch.context() as patched:
+        patched.setattr(train_task, "Terminal", Stops)
+        patched.setattr(train_task, "fit", partial(fit, stop=stops))
+        main([*begin, "--out", str(tmp_path / "stopped")])
+    assert 'decode = "gpu"' in (tmp_path / "stopped" / "recipe.toml").read_text()
+    assert not (tmp_path / "stopped" / "last.safetensors").exists()
+    resume = [*words[:4], "--device", "cpu", "--no-page", "--out", str(tmp_path / "stopped"), "--resume"]
+    assert main(resume) == 0  # `choices` has nothing left to measure
+    assert next(choices, None) is None
+    found, expected = (load_file(tmp_path / name / "last.safetensors") for name in ("stopped", "whole"))
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def test_on_a_cpu_nothing_is_measured(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "resnet", "--data", str(folder), "--device", "cpu", "--no-page", "--set", "run.steps=1"]
+    words += ["--set", "model.options={channels=4}", "--set", "augment.size=16", "--set", "run.batch=4"]
+    assert main([*words, "--out", str(tmp_path / "auto"), "--set", "augment.decode='auto'"]) == 0
+    assert "images are decoded by the CPU: the training runs on the CPU\n" in capsys.readouterr().out
+    assert main([*words, "--out", str(tmp_path / "gpu"), "--set", "augment.decode='gpu'"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "augment.decode=gpu needs a GPU, but the training runs on cpu: use augment.decode=cpu" in err
+    auto = [*words, "--out", str(tmp_path / "ablation"), "--set", "augment.decode='auto'", "--ablate", "augment.flip"]
+    assert main(auto) == 2
+    assert "expected augment.decode cpu or gpu" in capsys.readouterr().err

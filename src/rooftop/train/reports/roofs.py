@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from rooftop.analysis.predicting import predict
+from rooftop.data.pieces import Made
 from rooftop.data.samples import sample
 from rooftop.errors import InputError
 from rooftop.hardware.measuring import ceilings_history
@@ -79,7 +81,11 @@ def task_roof(task: Any, model: nn.Module, recipe: Recipe, facts: Facts) -> Task
     if history is None:
         raise InputError("the ceilings of this machine are not measured yet: run rooftop ceilings once")
     passed = max(1, min(recipe.run.batch, facts.samples) // (facts.ranks * recipe.run.accumulate))
-    batch = task.collate([sample(task.train, 0, recipe.run.seed, 0)] * passed)
+    samples = [sample(task.train, 0, recipe.run.seed, 0)] * passed
+    batch = (task.collate_train or task.collate)(samples)
+    if task.arrive is not None:
+        places = np.arange(passed)
+        batch = task.arrive(Made(batch, places, places), device, False).value
     batch = tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
     batch = batch if task.prepare is None else task.prepare(batch)
     step = _Step(model, task, recipe.run.precision).train()

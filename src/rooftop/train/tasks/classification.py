@@ -12,7 +12,7 @@ Images of at most `SMALL` pixels are taken as they are, by a model with a stem f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from rooftop.data import ImageFolder, ImageTransform, Part
+from rooftop.data.device_images import DecodingChoice, DeviceImages, EncodedImages, encoded_batch, faster_decoding
 from rooftop.data.image_transforms import MARGIN
 from rooftop.data.pixels import Normalizer, Pixels
 from rooftop.data.samples import Samples
@@ -103,6 +104,9 @@ def classification(data: str | None, recipe: Recipe, family: Family) -> Task:
         metrics=partial(accuracies, top=TOP if len(found.classes) > 2 * TOP else 0),
         best="accuracy",
         maximize=True,
+        collate_train=None if found.arrive is None else encoded_batch,
+        arrive=found.arrive,
+        decoding=found.decoding,
         prepare=partial(_normalized, Normalizer(MEAN, STD, channels_last=recipe.run.channels_last)),
         alter=alter,
         examples=partial(_examples, found),
@@ -147,6 +151,7 @@ class _Images:
     Attributes:
         classes: names. size: side of a training image in pixels.
         preprocessing: converts a photograph to the model's validation input.
+        arrive: decodes the training images on a GPU; None: the CPU does. decoding: of the task.
     """
 
     train: Samples
@@ -154,6 +159,8 @@ class _Images:
     classes: tuple[str, ...]
     size: int
     preprocessing: Preprocessing
+    arrive: DeviceImages | None = None
+    decoding: Callable[[torch.device], DecodingChoice] | None = None
 
 
 class DigitImages:
@@ -215,7 +222,9 @@ def _folder(folder: Path, recipe: Recipe) -> _Images:
     if parted and not roots[1].is_dir():
         raise InputError(f"{folder} has train/ but no val/: call the folder of held-out images val")
     transforms = _transforms(recipe, _usual_size(ImageFolder(roots[0])))
-    train, valid = (ImageFolder(root, transform) for root, transform in zip(roots, transforms, strict=True))
+    images, valid = (ImageFolder(root, transform) for root, transform in zip(roots, transforms, strict=True))
+    on_gpu = recipe.augment.decode == "gpu"
+    train = EncodedImages(images) if on_gpu else images
     if len(train.classes) < 2:
         raise InputError(f"{roots[0]} has one class, {train.classes[0]}: expected one subfolder of images per class")
     if tuple(train.classes) != tuple(valid.classes):
@@ -227,7 +236,10 @@ def _folder(folder: Path, recipe: Recipe) -> _Images:
     if not parted:
         numbers = held_out(train.labels)
         parts = Part(train, numbers[0]), Part(valid, numbers[1])
-    return _Images(*parts, tuple(train.classes), transforms[0].size, _preprocessing(transforms[1]))
+    loading = recipe.loading
+    decoding = partial(faster_decoding, images, recipe.run.batch, how=loading.how, workers=loading.workers)
+    arrive = DeviceImages(transforms[0]) if on_gpu else None
+    return _Images(*parts, tuple(train.classes), transforms[0].size, _preprocessing(transforms[1]), arrive, decoding)
 
 
 def _usual_size(images: ImageFolder) -> int:

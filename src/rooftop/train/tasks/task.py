@@ -26,6 +26,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from rooftop.data.device_images import DecodingChoice
 from rooftop.data.samples import Samples
 
 
@@ -46,6 +47,8 @@ class Task:
         best: the metric that selects the best checkpoint; "loss" is the validation loss. maximize: whether more is
             better.
         collate: samples to a batch.
+        collate_train: the same for training samples, if they are of another kind than those of `valid`.
+        arrive: changes training batches before they are on the device, as in `rooftop.data.Loader`.
         prepare: changes each batch on the device before all else, in training and in evaluation, e.g. normalizes bytes.
         alter: changes a training batch on the device, e.g. mixup: (batch, places, generator_of) -> batch; `places` (N,)
             int64 on the CPU holds each sample's place in the whole batch of the step, so that the change does not
@@ -53,6 +56,7 @@ class Task:
         settle: called with the model after the last step, before the last evaluation.
         examples: example pictures for the page: (model, device) -> (caption, picture) of each.
         metadata: metadata of exported weights, e.g. {"model": "resnet18", "classes": ...}.
+        decoding: measures which device decodes the training images faster, for a recipe with augment.decode="auto".
         unit: name of samples, in the plural.
     """
 
@@ -65,11 +69,14 @@ class Task:
     best: str = "loss"
     maximize: bool = False
     collate: Callable[[list[Any]], Any] = default_collate
+    collate_train: Callable[[list[Any]], Any] | None = None
+    arrive: Callable[..., Any] | None = None
     prepare: Callable[[Any], Any] | None = None
     alter: Callable[..., Any] | None = None
     settle: Callable[[nn.Module], None] | None = None
     examples: Callable[[nn.Module, torch.device], list[tuple[str, Image.Image]]] | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    decoding: Callable[[torch.device], DecodingChoice] | None = None
     unit: str = "samples"
 
 

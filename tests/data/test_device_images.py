@@ -1,0 +1,218 @@
+"""Photographs that a device decodes: the same changes, places and errors as on the CPU, and nearly the same pixels.
+
+The device is the CPU, with Pillow in NVJPEG's place.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from rooftop.data import ImageFolder, ImageTransform, Loader, Pixels
+from rooftop.data.device_images import DeviceImages, Encoded, EncodedImages, encoded_batch, faster_decoding
+from rooftop.data.image_transforms import Drawn
+from rooftop.data.pieces import Made
+from rooftop.errors import InputError
+from rooftop.media.images import ImageDecoder
+from rooftop.testing import no_waiting_for_gpu
+
+AUGMENT = {"crop": 0.3, "flip": 0.5, "shift": 0.2, "erase": 0.5}
+CPU = torch.device("cpu")
+
+
+def photograph(width: int, height: int, seed: int = 0) -> Image.Image:
+    small = np.random.default_rng(seed).integers(0, 256, (4, 5, 3), dtype=np.uint8)
+    return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """JPEGs, one of them to be rotated, and PNGs."""
+    for label, name in enumerate(("cat", "dog")):
+        (tmp_path / name).mkdir()
+        for number in range(4):
+            image = photograph(60 + 10 * number, 50, 10 * label + number)
+            exif = Image.Exif()
+            exif[0x0112] = 6 if number == 1 else 1
+            suffix, how = (".png", {}) if number == 3 else (".jpg", {"quality": 95, "exif": exif})
+            image.save(tmp_path / name / f"{number}{suffix}", **how)
+    return tmp_path
+
+
+class PillowsNvjpeg(ImageDecoder):
+    """Takes the way of a GPU, with Pillow where NVJPEG would decode: JPEGs as stored, in groups."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__("cpu")
+        self.groups: list[int] = []
+
+    def _decoded(self, group: Any) -> Any:
+        return self._by_either(group, self._all)
+
+    def _all(self, contents: Sequence[bytes]) -> list[Tensor]:
+        self.groups.append(len(contents))
+        decoded = []
+        for content in contents:
+            with Image.open(io.BytesIO(content)) as image:
+                decoded.append(torch.from_numpy(np.array(image.convert("RGB")).transpose(2, 0, 1).copy()))
+        return decoded
+
+
+def on_device(transform: ImageTransform) -> DeviceImages:
+    return DeviceImages(transform, PillowsNvjpeg)
+
+
+@pytest.mark.parametrize("how", ["here", "threads", "processes"])
+def test_the_device_makes_the_changes_of_the_cpu(folder: Path, how: str) -> None:
+    """Over two epochs; with crops, flips, shifts and erased parts, and with JPEGs that are to be rotated."""
+    transform = ImageTransform(24, AUGMENT, train=True, normalize=False)
+    images = ImageFolder(folder, transform)
+    options: dict[str, Any] = {"shuffle": True, "seed": 2, "workers": 2}
+    arrive = on_device(transform)
+    files = EncodedImages(images)
+    with Loader(files, 3, how=how, collate=encoded_batch, arrive=arrive, **options) as there:
+        for epoch in range(2):
+            here = Loader(images, 3, how="here", **options)
+            for one, other in zip(here.batches(epoch), there.batches(epoch), strict=True):
+                (expected, labels), (found, same_labels) = one.value, other.value
+                assert isinstance(found, Pixels)
+                assert found.values.shape == expected.values.shape
+                assert found.values.dtype == torch.uint8
+                assert torch.equal(found.erased, expected.erased)
+                assert torch.equal(labels, same_labels)
+                assert torch.equal(one.places, other.places)
+                assert torch.equal(one.indices, other.indices)
+                apart = (found.values.float() - expected.values.float()).abs()
+                assert apart.mean() < 3  # of 255; a flip or another crop is 20 or more apart
+    decoder = arrive._decoders[CPU]
+    assert isinstance(decoder, PillowsNvjpeg)
+    assert decoder.by_pillow["PNG"] == 4  # two in each epoch
+    assert max(decoder.groups) == 3
+
+
+def test_a_comparison_sees_a_wrong_change() -> None:
+    """Each change, left out, is far more than the bound above."""
+    transform = ImageTransform(24, AUGMENT, train=True, normalize=False)
+    device = on_device(transform)
+    pixels = torch.from_numpy(np.array(photograph(60, 50)).transpose(2, 0, 1).copy())
+    plain = device._changed(pixels, Drawn()).float()
+    for drawn in (Drawn(flip=True), Drawn(shift=(4, -3)), Drawn(crop=(0.0, 0.0, 0.5, 0.6))):
+        changed = device._changed(pixels, drawn).float()
+        assert (changed - plain).abs().mean() > 6
+        image = transform.apply(photograph(60, 50), drawn)
+        assert isinstance(image, Pixels)
+        assert (changed - image.values.float()).abs().mean() < 2
+
+
+def test_the_central_square_is_that_of_the_cpu() -> None:
+    transform = ImageTransform(32, {"crop": 0.3}, normalize=False)
+    for width, height in ((60, 50), (33, 70), (36, 36)):
+        image = photograph(width, height)
+        found = on_device(transform)._changed(torch.from_numpy(np.array(image).transpose(2, 0, 1).copy()), Drawn())
+        expected = transform(image)
+        assert isinstance(expected, Pixels)
+        assert (found.float() - expected.values.float()).abs().mean() < 2
+
+
+@pytest.mark.parametrize("name", ["cat/0.jpg", "cat/3.png"])
+def test_a_damaged_file_is_named_or_skipped(folder: Path, name: str) -> None:
+    path = folder / name
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    transform = ImageTransform(16, AUGMENT, train=True, normalize=False)
+    files = EncodedImages(ImageFolder(folder, transform))
+    index = files.paths.index(str(path))
+    options: dict[str, Any] = {"how": "threads", "collate": encoded_batch, "arrive": on_device(transform)}
+    with pytest.raises(InputError, match=rf"sample {index}: .*{name} cannot be read"):
+        list(Loader(files, 4, **options))
+    loader = Loader(files, 4, on_damage="skip", **options)
+    batches = list(loader)
+    assert [len(batch.places) for batch in batches] == [3, 4]
+    assert index not in batches[0].indices
+    assert len(batches[0].value[0].values) == len(batches[0].value[1]) == 3
+    ((skipped, its_name, reason),) = loader.skipped
+    assert (skipped, its_name) == (index, str(path))
+    assert "cannot be read" in reason
+
+
+def test_a_batch_of_which_nothing_can_be_read_has_no_value(folder: Path) -> None:
+    for path in folder.rglob("*.*"):
+        path.write_bytes(path.read_bytes()[:200])
+    transform = ImageTransform(16, normalize=False)
+    files = EncodedImages(ImageFolder(folder, transform))
+    places = np.arange(2)
+    content = [Encoded(Path(files.paths[number]).read_bytes(), Drawn(), files.paths[number]) for number in range(2)]
+    made = Made((content, torch.zeros(2, dtype=torch.int64)), places, places)
+    found = on_device(transform)(made, CPU, True)
+    assert found.value is None
+    assert len(found.damaged) == 2
+    assert len(found.indices) == 0
+
+
+@pytest.mark.parametrize(
+    ("augment", "said"), [({"rand_augment": 2}, "rand_augment=2"), ({"jitter": 0.4, "hue": 0.1}, "jitter=0.4, hue=0.1")]
+)
+def test_changes_of_the_cpu_are_refused(folder: Path, augment: dict[str, float], said: str) -> None:
+    images = ImageFolder(folder, ImageTransform(16, augment, train=True, normalize=False))
+    with pytest.raises(InputError, match=f"a GPU does not make these changes: {said}; use the CPU"):
+        EncodedImages(images)
+    assert faster_decoding(images, 4, CPU) == ("cpu", f"a GPU does not make these changes: {said}")
+
+
+def test_without_a_gpu_it_is_refused(folder: Path) -> None:
+    transform = ImageTransform(16, normalize=False)
+    files = EncodedImages(ImageFolder(folder, transform))
+    with pytest.raises(InputError, match=r"augment\.decode=gpu needs a GPU, but the training runs on cpu"):
+        list(Loader(files, 4, how="here", collate=encoded_batch, arrive=DeviceImages(transform), device="cpu"))
+    assert faster_decoding(files.images, 4, CPU) == ("cpu", "the training runs on the CPU")
+
+
+class Slow(PillowsNvjpeg):
+    def _all(self, contents: Sequence[bytes]) -> list[Tensor]:
+        time.sleep(0.05 * len(contents))
+        return super()._all(contents)
+
+
+class Quick(PillowsNvjpeg):
+    def _decoded(self, group: Any) -> Any:
+        return [torch.zeros(3, 16, 16, dtype=torch.uint8)] * len(group)
+
+
+@pytest.mark.parametrize(("decoder", "chosen"), [(Slow, "cpu"), (Quick, "gpu")])
+def test_the_faster_one_is_chosen(folder: Path, decoder: type[ImageDecoder], chosen: str) -> None:
+    for path in folder.rglob("*.*"):
+        photograph(900, 800).save(path)  # slow for the CPU, which decodes and resizes them
+    transform = ImageTransform(16, normalize=False)
+    images = ImageFolder(folder, transform)
+    found = faster_decoding(images, 4, CPU, how="here", seconds=0.2, arrive=DeviceImages(transform, decoder))
+    assert found.device == chosen
+    assert "images/s by the GPU" in found.why
+
+
+@pytest.mark.gpu
+def test_a_gpu_decodes_nearly_the_pixels_of_the_cpu(folder: Path) -> None:
+    pytest.importorskip("torchvision")
+    from rooftop.media.nvjpeg import missing
+
+    gpu = torch.device("cuda", 0)
+    if reason := missing(gpu):
+        pytest.skip(reason)
+    transform = ImageTransform(24, AUGMENT, train=True, normalize=False)
+    images = ImageFolder(folder, transform)
+    options: dict[str, Any] = {"shuffle": True, "how": "threads", "device": gpu}
+    there = Loader(EncodedImages(images), 8, collate=encoded_batch, arrive=DeviceImages(transform), **options)
+    (one,), (other,) = Loader(images, 8, **options), there
+    assert other.value[0].values.is_cuda
+    assert other.value[1].is_cuda
+    apart = (one.value[0].values.float() - other.value[0].values.float()).abs()
+    assert apart.mean() < 4
+    with no_waiting_for_gpu():
+        other.value[0].values.float().mean()
