@@ -6,6 +6,7 @@ The device is the CPU, with Pillow in NVJPEG's place.
 from __future__ import annotations
 
 import io
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from rooftop.data import ImageFolder, ImageTransform, Loader, Pixels
+from rooftop.data import ImageFolder, ImageTransform, Loader, Pixels, device_images
 from rooftop.data.device_images import DeviceImages, Encoded, EncodedImages, encoded_batch, faster_decoding
 from rooftop.data.image_transforms import Drawn
 from rooftop.data.pieces import Made
@@ -181,20 +182,25 @@ class Slow(PillowsNvjpeg):
         return super()._all(contents)
 
 
-class Quick(PillowsNvjpeg):
-    def _decoded(self, group: Any) -> Any:
-        return [torch.zeros(3, 16, 16, dtype=torch.uint8)] * len(group)
-
-
-@pytest.mark.parametrize(("decoder", "chosen"), [(Slow, "cpu"), (Quick, "gpu")])
-def test_the_faster_one_is_chosen(folder: Path, decoder: type[ImageDecoder], chosen: str) -> None:
-    for path in folder.rglob("*.*"):
-        photograph(900, 800).save(path)  # slow for the CPU, which decodes and resizes them
+def test_a_slow_device_is_not_chosen(folder: Path) -> None:
     transform = ImageTransform(16, normalize=False)
     images = ImageFolder(folder, transform)
-    found = faster_decoding(images, 4, CPU, how="here", seconds=0.2, arrive=DeviceImages(transform, decoder))
-    assert found.device == chosen
-    assert "images/s by the GPU" in found.why
+    found = faster_decoding(images, 4, CPU, how="here", seconds=0.1, arrive=DeviceImages(transform, Slow))
+    assert found.device == "cpu"
+    of_gpu = re.match(r"(\d+) images/s by the GPU, [\d,]+ by the CPU", found.why)
+    assert of_gpu is not None
+    assert int(of_gpu[1]) <= 27  # 50 ms for each JPEG; PNGs are not its work
+
+
+@pytest.mark.parametrize(("of_gpu", "chosen"), [(1000.0, "cpu"), (1090.0, "cpu"), (1110.0, "gpu"), (9000.0, "gpu")])
+def test_a_gpu_must_be_clearly_faster(
+    of_gpu: float, chosen: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = iter([1000.0, of_gpu])
+    monkeypatch.setattr(device_images, "loader_rate", lambda loader, seconds: (next(rates), None))
+    transform = ImageTransform(16, normalize=False)
+    found = faster_decoding(ImageFolder(folder, transform), 4, CPU, arrive=on_device(transform))
+    assert found == (chosen, f"{of_gpu:,.0f} images/s by the GPU, 1,000 by the CPU")
 
 
 @pytest.mark.gpu
