@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from rooftop.analysis.formats import counted, percent_text
-from rooftop.cli.commands.train import HEADS, INTERVAL, ITERS, LAYERS, LENGTH, WIDTH
+from rooftop.cli.commands.train import HEADS, INTERVAL, ITERS, LAYERS, LENGTH, VALID_DATA, WIDTH
 from rooftop.cli.outputs import check_writable
 from rooftop.cli.progress import progress_bar
 from rooftop.errors import InputError, RooftopError
@@ -111,7 +111,9 @@ def train_gpt(
         if hierarchical_context_parallel_sizes is not None:
             options["near"] = neighbours_of(hierarchical_context_parallel_sizes, layout)
         if metrics is not None:
-            check_writable(metrics, paths_of(data_path) + (paths_of(valid_data_path) if valid_data_path else []))
+            check_writable(
+                metrics, paths_of(data_path) + (paths_of(valid_data_path, VALID_DATA) if valid_data_path else [])
+            )
         tokens, held_out = opened(data_path, valid_data_path, split, token_dtype)
         training = training_of(tokens, layout, kind, train_iters, init_from=init_from, **options)
         training.check(layout, ranks, kind, fully_shard=use_torch_fsdp2)
@@ -242,13 +244,13 @@ def opened(
     tokens = open_mixture(data, kind)
     if split is not None:
         try:
-            parts = [Fraction(part.strip()) for part in split.split(",")]
-        except (ValueError, ZeroDivisionError) as error:
+            parts = [Fraction(str(float(part))) for part in split.split(",")]
+        except ValueError as error:  # also for infinity
             raise InputError(f"--split {split}: expected numbers with commas between them, e.g. 95,5") from error
         return split_tokens(tokens, parts)
     if not valid:
         return tokens, None
-    held_out = open_mixture(valid, kind)
+    held_out = open_mixture(valid, kind, VALID_DATA)
     if held_out.text != tokens.text:
         text, other = (tokens, held_out) if tokens.text else (held_out, tokens)
         raise InputError(

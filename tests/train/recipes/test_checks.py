@@ -38,6 +38,7 @@ def task(model: nn.Module | None = None, **fields: Any) -> Task:
         ({"run": {"batch": 10, "accumulate": 4}}, r"run\.batch is 10.*multiple of 4, e\.g\. 8"),
         ({"schedule": {"name": "wsd", "warmup": 0.9}}, r"schedule\.warmup \(0\.9\).*at most 1"),
         ({"ema": {"decay": 1.0}}, r"ema\.decay is 1.*0\.999"),
+        ({"augment": {"decode": "gpu"}}, r"decodes no images on a GPU: set augment\.decode=cpu"),
         ({"evaluation": {"patience": 3}}, r"evaluation\.patience=0"),
         ({"optimizer": {"nesterov": True, "momentum": 0.0}}, r"nesterov needs momentum"),
         ({"optimizer": {"name": "muon"}, "model": {"frozen": ["conv1", "layer*"]}}, r"optimizer\.name=adamw"),

@@ -55,7 +55,8 @@ class Stepper:
         self.task, self.recipe, self.steps, self.device = task, recipe, steps, device
         self.group, self.rank = group, rank
         self.trained = [each for each in task.model.parameters() if each.requires_grad]
-        self._sums = ModelGradients(task.model, {"dp-cp": sums if sums is not None else group})
+        groups = {"dp-cp": sums if sums is not None else group}
+        self._sums = None if group is None else ModelGradients(task.model, groups)
         self.optimizer = optimizer_of(task.model, recipe)
         self.mean = MeanWeights(task.model, recipe.ema.decay, recipe.ema.every) if recipe.ema.decay else None
         self.scaler = torch.amp.GradScaler(device.type, enabled=recipe.run.precision == "fp16")
@@ -124,7 +125,7 @@ class Stepper:
     @contextmanager
     def _summing(self) -> Iterator[None]:
         try:
-            with self._sums.summing():
+            with self._sums.summing() if self._sums is not None else nullcontext():
                 yield
         except RuntimeError as error:
             if "a second backward within summing()" not in str(error):
@@ -165,7 +166,8 @@ class Stepper:
             if each.grad is None:
                 each.grad = torch.zeros_like(each)
         pending = start_sum(total, self.group)
-        self._sums.sum_()
+        if self._sums is not None:
+            self._sums.sum_()
         return [each.grad for each in self.trained if each.grad is not None], pending()
 
     def _judged(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,8 @@ def check_recipe(recipe: Recipe, task: Task, *, ranks: int = 1) -> None:
     _check_mix(recipe, task, ranks)
     _check_model(recipe, task.model)
     check_parts(recipe.schedule)
+    if recipe.augment.decode == "gpu" and task.arrive is None:
+        raise InputError("augment.decode is gpu, but this task decodes no images on a GPU: set augment.decode=cpu")
     if recipe.ema.decay == 1:
         raise InputError("ema.decay is 1: the mean would never follow the weights; set it below 1, e.g. 0.999")
     if recipe.evaluation.patience and task.valid is None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from rooftop.errors import InputError
 from rooftop.train.tokens.tokens import Progress, Tokens, open_tokens
 
+OPTION = "--data-path"
 WEIGHT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|[-+]?(nan|inf|infinity)$", re.IGNORECASE)
 
 
@@ -92,12 +93,13 @@ class Mixture:
             row.check_vocabulary(vocabulary, progress)
 
 
-def open_mixture(words: Sequence[str], kind: str | None = None) -> Tokens | Mixture:
+def open_mixture(words: Sequence[str], kind: str | None = None, option: str = OPTION) -> Tokens | Mixture:
     """Open the tokens of several files or folders.
 
     Args:
         words: paths, either each with its weight before it or all without; `rooftop.train.open_tokens` describes paths.
         kind: see `open_tokens`.
+        option: what errors call the words.
 
     Returns:
         `Tokens` for one path, else a `Mixture`.
@@ -106,18 +108,18 @@ def open_mixture(words: Sequence[str], kind: str | None = None) -> Tokens | Mixt
         InputError: a weight has no path, only some paths have weights, or `checked_weights` or `open_tokens` refuses
             them. Weights are checked before anything is read.
     """
-    paths, weights = _pairs(words)
+    paths, weights = _pairs(words, option)
     try:
         checked = None if weights is None else checked_weights([_number(each) for each in weights])
     except ValueError as error:
-        raise InputError(f"--data-path {' '.join(words)}: {error}") from error
+        raise InputError(f"{option} {' '.join(words)}: {error}") from error
     rows = [open_tokens(path, kind) for path in paths]
     return rows[0] if len(rows) == 1 else Mixture(rows, checked)
 
 
-def paths_of(words: Sequence[str]) -> list[Path]:
+def paths_of(words: Sequence[str], option: str = OPTION) -> list[Path]:
     """The paths among the words of `open_mixture`, with their companion files. Raises the same errors."""
-    paths, _ = _pairs(words)
+    paths, _ = _pairs(words, option)
     return [path.with_name(path.name + end) for path in paths for end in ("", ".bin", ".idx")] + [
         path.with_suffix(end) for path in paths if path.suffix in (".bin", ".idx") for end in (".bin", ".idx")
     ]
@@ -146,10 +148,10 @@ def _number(word: str) -> float | Fraction:
         return float(word)
 
 
-def _pairs(words: Sequence[str]) -> tuple[list[Path], list[str] | None]:
+def _pairs(words: Sequence[str], option: str) -> tuple[list[Path], list[str] | None]:
     """Paths, and their weights if they have any."""
     given = [bool(WEIGHT.match(word)) for word in words]
-    said = f"--data-path {' '.join(words)}"
+    said = f"{option} {' '.join(words)}"
     if not any(given) or (len(words) == 1 and Path(words[0]).exists()):
         return [Path(word) for word in words], None
     if given[-1] or any(map(all, pairwise(given))):
