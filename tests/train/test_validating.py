@@ -88,6 +88,22 @@ def test_training_is_the_same_with_and_without_it(dtype: torch.dtype) -> None:
     assert all(each.valid_loss is None for each in expected)
 
 
+@pytest.mark.gpu
+def test_replayed_steps_are_the_same_with_and_without_it() -> None:
+    """Validations between the steps of a CUDA graph, before and after its capture."""
+    gpu, training = torch.device("cuda"), replace(TRAINING, cuda_graph=True)
+    plain, validated = (GptTrainer(training, COUNTING, Layout(), Layout().process_groups(), gpu) for _ in range(2))
+    expected = steps_of(plain, None, 9)
+    found = steps_of(validated, Validation(HELD_OUT, training, interval=2, iters=2), 9)
+    # The sums of attention's gradient come in any order.
+    assert [each.loss for each in found] == pytest.approx([each.loss for each in expected], abs=1e-9)
+    on_cpu = trainer(replace(TRAINING, cuda_graph=False))
+    losses = [each.valid_loss for each in steps_of(on_cpu, Validation(HELD_OUT, TRAINING, interval=2, iters=2), 9)]
+    assert [each.valid_loss for each in found if each.valid_loss is not None] == pytest.approx(
+        [loss for loss in losses if loss is not None], abs=1e-9
+    )
+
+
 def test_it_is_lower_after_training() -> None:
     quick = replace(TRAINING, learning_rate=0.03, config=replace(CONFIG, dropout=0.0))
     one = trainer(quick)
