@@ -15,13 +15,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from rooftop.cli.train_task import Call, _Training
+from rooftop.data.device_images import DecodingChoice
+from rooftop.parallel import join
 from rooftop.parallel.sums import Sums
 from rooftop.train.fitting import StepRecord, fit, read_metrics
 from rooftop.train.fitting.batch_norms import batch_norms_over_ranks
 from rooftop.train.recipes.recipe import Recipe
+from rooftop.train.tasks import classification, find_task
 from rooftop.train.tasks.task import Task
 
 Run = Callable[..., list[Any]]
@@ -335,3 +340,28 @@ def test_another_number_of_ranks_goes_on(on_ranks: Run, tmp_path: Path) -> None:
     trained(str(tmp_path / "one"))
     expected = read_metrics(tmp_path / "one" / "metrics.jsonl")[0]
     assert [each.loss for each in whole] == pytest.approx([each.loss for each in expected], abs=1e-10)
+
+
+def decided(folder: str) -> str:
+    """Where the images are decoded; only rank 0 measures."""
+    measured = patch.object(classification, "faster_decoding", _measured)
+    values = ["augment.decode=auto", "augment.size=8", "model.options={channels=4}"]
+    with measured, join(device="cpu") as world:
+        build, defaults = find_task("resnet", folder)
+        training = _Training(build, Call("resnet", folder), Path(folder), world, page=False)
+        recipe, what = training._decided(Recipe.of(defaults).with_values(values))
+        assert what.arrive is not None
+        return recipe.augment.decode
+
+
+def _measured(*args: Any, **options: Any) -> DecodingChoice:
+    assert dist.get_rank() == 0
+    return DecodingChoice("gpu", "it is faster here")
+
+
+def test_all_ranks_decode_where_the_first_one_measured_it_to_be_faster(on_ranks: Run, tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        for number in range(2):
+            Image.new("RGB", (16, 16), "red" if name == "cat" else "blue").save(tmp_path / name / f"{number}.jpg")
+    assert on_ranks(2, decided, str(tmp_path), joined=False) == ["gpu", "gpu"]
