@@ -80,6 +80,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=6000, help="photographs to be made (default %(default)s)")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--size", type=int, default=224, help="side of an image in pixels")
+    parser.add_argument("--decode", choices=("cpu", "gpu"), default="cpu", help="what decodes rooftop's photographs")
     parser.add_argument("--steps", type=int, default=80, help="with the loader, after the warm-up")
     parser.add_argument("--warm-up", type=int, default=30)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/image_training.json"))
@@ -154,7 +155,7 @@ def recipe_of(name: str, photographs: Path, options: argparse.Namespace, device:
             "channels_last": True,
         },
         "evaluation": {"every": 1e6},
-        "augment": {"size": options.size},
+        "augment": {"size": options.size, "decode": options.decode},
     }
     recipe = Recipe.of(defaults).updated(values)
     return build(str(photographs), recipe), recipe
