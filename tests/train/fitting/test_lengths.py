@@ -61,6 +61,11 @@ def test_copies_of_a_sample_must_fill_a_forward_pass() -> None:
         return Lengths.of(Recipe.of({"run": run, "augment": {"repeats": repeats}}), 100, 1)
 
     assert repeated(4, batch=32, accumulate=2).per_epoch == 3  # as without repeats
-    words = r"augment\.repeats is 3: expected a number that divides the 16 samples of a forward pass"
+    words = r"augment\.repeats is 3: expected a number that divides the 16 samples .* or e\.g\. run\.batch=30$"
     with pytest.raises(InputError, match=words):
         repeated(3, batch=32, accumulate=2)
+    with pytest.raises(InputError, match=r"divides the 100 samples of .* ranks, or e\.g\. run\.batch=98$"):
+        repeated(7, batch=128)
+    assert repeated(7, batch=98).per_epoch == 1
+    with pytest.raises(InputError, match=r"divides the 16 samples of a forward pass over all ranks$"):
+        repeated(40, batch=32, accumulate=2)

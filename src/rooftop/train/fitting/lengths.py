@@ -48,9 +48,11 @@ class Lengths:
         batch = samples if few else run.batch
         repeats, passed = recipe.augment.repeats, batch // (1 if few else run.accumulate)
         if passed % repeats:
+            most = passed // repeats * repeats * (1 if few else run.accumulate)
+            instead = f", or e.g. run.batch={most}" if most and most % (ranks * run.accumulate) == 0 else ""
             raise InputError(
                 f"augment.repeats is {repeats}: expected a number that divides the {passed} samples of a forward pass "
-                "over all ranks"
+                f"over all ranks{instead}"
             )
         per_epoch = samples // batch
         return cls(
