@@ -232,6 +232,26 @@ def test_each_switch_of_documents_changes_the_training(
     assert np.abs(np.array(numbers(path)) - np.array(packed_alone[:2])).max() > 1e-5
 
 
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+def test_ranks_with_several_stages_validate_as_one_process(
+    schedule: str, on_ranks: Run, data: Path, tmp_path: Path
+) -> None:
+    """Four stages on two ranks: one after the other in turn, or there and back."""
+    deep = [*WORDS]
+    deep[deep.index("--num-layers") + 1] = "4"
+    words = [*deep, "--data-path", str(data), *validated(data), "--dtype", "float64", "--micro-batch-size", "2"]
+    words += ["--train-iters", "3"]
+    assert called([*words, "--metrics", str(tmp_path / "alone")])[0] == 0
+    pipeline = ["--pipeline-parallel-size", "2", "--pipeline-schedule", schedule, "--metrics", str(tmp_path / "two")]
+    if schedule == "interleaved":
+        pipeline += ["--num-layers-per-virtual-pipeline-stage", "1"]
+    said = on_ranks(2, called, [*words, *pipeline], joined=False)
+    assert [status for status, *_ in said] == [0, 0], said
+    assert [step for step, _ in valid_losses(tmp_path / "alone")] == [2, 3]
+    np.testing.assert_allclose(valid_losses(tmp_path / "two"), valid_losses(tmp_path / "alone"), rtol=0, atol=CLOSE)
+    np.testing.assert_allclose(numbers(tmp_path / "two"), numbers(tmp_path / "alone"), rtol=0, atol=CLOSE)
+
+
 PIPELINES = {
     "zb-h1": (2, ["--pipeline-parallel-size", "2", "--pipeline-schedule", "zb-h1", "--micro-batch-size", "2"]),
     "shared": (4, ["--pipeline-parallel-size", "2", "--use-torch-fsdp2", "--micro-batch-size", "2"]),

@@ -37,7 +37,8 @@ class Task:
     Attributes:
         model: on the CPU, in float32; the loop applies the recipe's section `model`, and moves it to the device.
         train: `train[i]` is a sample. If it has `draw(index, generator)`, that is called instead, with a
-        `numpy.random.Generator` of (seed, epoch, index), so augmentation is the same for any number of workers.
+        `numpy.random.Generator` of (seed, epoch, index), so augmentation is the same for any number of workers. Further
+        copies (augment.repeats) also depend on their number.
         loss: the mean loss over the samples of a batch on the device, (). The model is in training mode. For validation
         the loss is also called in evaluation mode without gradients.
         valid: samples for evaluation; None: no evaluation.
