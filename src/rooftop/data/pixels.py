@@ -49,17 +49,24 @@ class Normalizer:
     def __call__(self, pixels: Pixels) -> Tensor:
         """Return (N, 3, H, W) float32: (value / 255 - mean) / std, and 0 where the image is erased."""
         values, erased = pixels
-        constants = self._constants.get(values.device)
-        if constants is None:
-            constants = self._constants[values.device] = torch.tensor(self._rows, device=values.device)
-        scale, mean, std = constants
-        normal = values.float().div_(scale).sub_(mean).div_(std)  # by a tensor: a number would be inverted
+        normal = self._normal(values)
         top, left, bottom, right = erased.unbind(1)  # (N,) each
         height, width = values.shape[1:3]
         inside = _between(top, bottom, height)[:, :, None] & _between(left, right, width)[:, None]  # (N, H, W)
         normal.masked_fill_(inside[..., None], 0.0)
         images = normal.movedim(-1, 1)
         return images if self._channels_last else images.contiguous()
+
+    def image(self, values: Tensor) -> Tensor:
+        """Return (3, H, W) float32 for one image (H, W, 3) uint8."""
+        return self._normal(values).movedim(-1, 0).contiguous()
+
+    def _normal(self, values: Tensor) -> Tensor:
+        constants = self._constants.get(values.device)
+        if constants is None:
+            constants = self._constants[values.device] = torch.tensor(self._rows, device=values.device)
+        scale, mean, std = constants
+        return values.float().div_(scale).sub_(mean).div_(std)  # by a tensor: a number would be inverted
 
 
 def _between(start: Tensor, end: Tensor, count: int) -> Tensor:

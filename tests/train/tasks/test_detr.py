@@ -99,6 +99,29 @@ def test_a_mirrored_picture_has_mirrored_boxes(folder: Path) -> None:
     assert torch.equal(MirroredPictures(plain, 0.0).draw(3, np.random.default_rng(0))[0], image)
 
 
+def test_training_pictures_travel_as_bytes_and_are_normalized_alike(folder: Path) -> None:
+    """Mirrored ones too; held-out ones are normalized as they are read."""
+    task = built(str(folder), 'model.name="detr_small"', "augment.size=48", "augment.flip=0.5")
+    assert task.prepare is not None
+    assert task.valid is not None
+    mirrored = 0
+    plain = MirroredPictures(CocoDataset(folder, folder / "instances.json", shorter=48, longer=80), 0.5)
+    plain.pictures.images = task.train.pictures.images  # type: ignore[attr-defined]
+    for epoch in range(4):
+        samples = [sample(task.train, number, 0, epoch) for number in range(3)]
+        assert {image.dtype for image, _ in samples} == {torch.uint8}
+        images, targets = task.prepare(task.collate(samples))
+        for number, (image, target) in enumerate(zip(images, targets, strict=True)):
+            expected, its_target = sample(plain, number, 0, epoch)
+            assert torch.equal(image, expected)
+            assert torch.equal(target["boxes"], its_target["boxes"])
+            mirrored += not torch.equal(image, sample(plain, number, 0, epoch + 1)[0])
+    assert mirrored > 0
+    held_out = task.collate([task.valid[0]])
+    assert held_out[0][0].dtype == torch.float32
+    assert task.prepare(held_out)[0][0] is held_out[0][0]
+
+
 def test_cocos_own_folders_are_found(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "annotations").mkdir()
     for part in ("train", "val"):

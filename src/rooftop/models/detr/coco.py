@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -48,6 +49,8 @@ class CocoDataset(Dataset[tuple[Tensor, Target]]):
             category_id, bbox as left, top, width, height in pixels), "categories" (id, name).
         contiguous: labels are 0, 1, ... in the order of the categories' ids; else the ids themselves.
         shorter, longer: pixels.
+        normalize: whether images are normalized; otherwise they are bytes, (H, W, 3) uint8, which
+            `rooftop.data.Normalizer` normalizes on the device.
 
     Attributes:
         names: names of the labels, in order; "" for ids without a category.
@@ -64,8 +67,9 @@ class CocoDataset(Dataset[tuple[Tensor, Target]]):
         contiguous: bool = False,
         shorter: int = 800,
         longer: int = 1333,
+        normalize: bool = True,
     ) -> None:
-        self.folder, self.shorter, self.longer = Path(folder), shorter, longer
+        self.folder, self.shorter, self.longer, self.normalize = Path(folder), shorter, longer, normalize
         self.annotations = (
             _checked(annotations, "annotations") if isinstance(annotations, Mapping) else _read(Path(annotations))
         )
@@ -110,7 +114,8 @@ class CocoDataset(Dataset[tuple[Tensor, Target]]):
                 labels.append(self.label_of[each["category_id"]])
                 center = ((left + right) / 2 / width, (top + bottom) / 2 / height)
                 boxes.append((*center, (right - left) / width, (bottom - top) / height))
-        image = normalized(resized(photo, self.shorter, self.longer))
+        small = resized(photo, self.shorter, self.longer)
+        image = normalized(small) if self.normalize else torch.from_numpy(np.array(small))
         return image, {
             "labels": torch.tensor(labels, dtype=torch.int64),
             "boxes": torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4),

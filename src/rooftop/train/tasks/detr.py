@@ -25,6 +25,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from rooftop.data.pixels import Normalizer
 from rooftop.data.samples import Samples
 from rooftop.doctor.extras import Extra
 from rooftop.errors import InputError
@@ -109,10 +110,19 @@ def build(data: str | None, recipe: Recipe) -> Task:
         best="AP",
         maximize=True,
         collate=as_lists,
+        prepare=partial(_normalized, Normalizer(MEAN, STD)),
         examples=partial(_examples, found),
         metadata=told,
         unit="pictures",
     )
+
+
+def _normalized(
+    normalizer: Normalizer, batch: tuple[Sequence[Tensor], Sequence[Target]]
+) -> tuple[list[Tensor], Sequence[Target]]:
+    """Normalize the images that came as bytes; the others are normalized."""
+    images, targets = batch
+    return [image if image.is_floating_point() else normalizer.image(image) for image in images], targets
 
 
 @dataclass(frozen=True)
@@ -189,7 +199,8 @@ class DrawnShapes(CocoDataset):
 
 
 class MirroredPictures:
-    """A `CocoDataset` to train on: with this probability a picture is mirrored, left to right."""
+    """A `CocoDataset` to train on, with images as bytes or normalized. With this probability a picture is mirrored,
+    left to right."""
 
     def __init__(self, pictures: CocoDataset, probability: float) -> None:
         self.pictures, self.probability = pictures, probability
@@ -206,7 +217,7 @@ class MirroredPictures:
             return image, target
         boxes = target["boxes"].clone()
         boxes[:, 0] = 1 - boxes[:, 0]
-        return image.flip(2), {**target, "boxes": boxes}
+        return image.flip(2 if image.is_floating_point() else 1), {**target, "boxes": boxes}
 
 
 def _shapes(new: bool, recipe: Recipe) -> _Pictures:
@@ -224,7 +235,13 @@ def _folder(folder: Path, recipe: Recipe) -> _Pictures:
     found = {part: sorted(folder.glob(f"annotations/instances_{part}*.json")) for part in ("train", "val")}
     if found["train"] and found["val"]:
         train, valid = (
-            CocoDataset(_photographs(folder, found[part][-1]), found[part][-1], shorter=sides[0], longer=sides[1])
+            CocoDataset(
+                _photographs(folder, found[part][-1]),
+                found[part][-1],
+                shorter=sides[0],
+                longer=sides[1],
+                normalize=part == "val",
+            )
             for part in ("train", "val")
         )
     elif (folder / "instances.json").is_file():
@@ -256,6 +273,7 @@ def _parted(whole: CocoDataset) -> tuple[CocoDataset, CocoDataset]:
         part.images = [each for number, each in enumerate(whole.images) if (number in out) == held]
         known = {each["id"] for each in part.images}
         boxes = [each for each in whole.annotations["annotations"] if each["image_id"] in known]
+        part.normalize = held
         part.annotations = {**whole.annotations, "images": part.images, "annotations": boxes}
     return parts
 
