@@ -41,7 +41,9 @@ class Part:
 
 
 def loader_of(data: Samples, batch: int, task: Task, recipe: Recipe, world: World, *, training: bool) -> Loader:
-    """The loader of a task's data. In training the samples are shuffled and all batches are whole."""
+    """The loader of a task's data. In training the samples are shuffled and repeated as the recipe says, and all batches
+    are whole."""
+    collate = task.collate_train if training and task.collate_train is not None else task.collate
     return Loader(
         data,
         batch,
@@ -50,8 +52,10 @@ def loader_of(data: Samples, batch: int, task: Task, recipe: Recipe, world: Worl
         how=recipe.loading.how,
         workers=recipe.loading.workers,
         ahead=recipe.loading.ahead,
-        collate=task.collate,
+        collate=collate,
+        arrive=task.arrive if training else None,
         drop_last=training,
+        repeats=recipe.augment.repeats if training else 1,
         rank=world.rank,
         ranks=world.size,
         device=world.device,
@@ -68,6 +72,7 @@ class Feed:
 
     def __init__(self, task: Task, recipe: Recipe, lengths: Lengths, world: World) -> None:
         self.lengths, self.rank, self.ranks = lengths, world.rank, world.size
+        self._prepare = task.prepare
         self.loader = loader_of(task.train, lengths.batch // lengths.parts, task, recipe, world, training=True)
         self._batches: Iterator[Any] = iter(())
         self._next = 0  # the step whose batches come next
