@@ -6,6 +6,7 @@ import copy
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import rooftop
 from rooftop.errors import InputError
+from rooftop.hardware.timing import Timing
 from rooftop.models import resnet18
 from rooftop.optimization import OptimizedModule
 from rooftop.optimization.searching import Search
@@ -508,3 +510,42 @@ def test_the_gain_without_compiler_and_graphs_is_reported() -> None:
     assert found.without_ms == pytest.approx(6.1)
     assert "6.1 ms without compiler and graphs" in str(found)
     assert rooftop.optimize(sleepy(), torch.randn(2, 6), rules=[Kernel("kernel")]).without_ms is None
+
+
+def test_a_disturbed_last_round_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds: list[int] = []
+    timed = Search._timed
+
+    def disturbed(self: Search, candidates: dict[str, Candidate]) -> dict[str, Timing]:
+        found = timed(self, candidates)
+        if "after" in found:
+            rounds.append(1)
+            if len(rounds) == 2:
+                found["after"] = replace(found["after"], median_ms=9 * found["before"].median_ms)
+        return found
+
+    monkeypatch.setattr(Search, "_timed", disturbed)
+    found = rooftop.optimize(sleepy(), torch.randn(2, 6), rules=[Faster()])
+    assert found.kept == ["faster"]
+    assert len(rounds) > 3
+    assert found.after_ms == pytest.approx(0.1)
+
+
+def test_a_model_that_its_checks_make_slower_is_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Saves(Faster):
+        def apply(self, candidate: Candidate) -> str:
+            candidate.model.asleep_s = 0.009
+            return "a little"
+
+    forward = OptimizedModule.forward
+
+    def checked(self: OptimizedModule, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.002)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(OptimizedModule, "forward", checked)
+    found = rooftop.optimize(sleepy(), torch.randn(2, 6), rules=[Saves()])
+    (change,) = found.changes
+    assert (change.verdict, found.kept) == ("refused", [])
+    assert change.reason == "together they are slower: 11.1 ms, the original 10.1 ms"
+    assert found.after_ms == found.before_ms
