@@ -25,6 +25,8 @@ def render_page(found: Optimized, target: str) -> str:
     if found.without_ms is not None:
         bars.append(("without", "without compiler and graphs", found.without_ms))
     bars.append(("after", "after", found.after_ms))
+    plain = found.to_dict()
+    ordered = sorted(plain["changes"], key=lambda change: (change["verdict"] != "kept", change["measured_ms"] is None))
     return environment.from_string(text).render(
         target=target,
         ratio=f"{found.before_ms / found.after_ms:.2f}",
@@ -32,5 +34,6 @@ def render_page(found: Optimized, target: str) -> str:
         longest_ms=max(ms for _, _, ms in bars),
         kept=found.kept,
         differs=found.differs,
-        **found.to_dict(),
+        ordered=ordered,
+        **plain,
     )
