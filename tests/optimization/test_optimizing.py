@@ -549,3 +549,16 @@ def test_a_model_that_its_checks_make_slower_is_the_original(monkeypatch: pytest
     assert (change.verdict, found.kept) == ("refused", [])
     assert change.reason == "together they are slower: 11.1 ms, the original 10.1 ms"
     assert found.after_ms == found.before_ms
+
+
+@pytest.mark.parametrize(("predicted_ms", "kept"), [(0.3, ["little"]), (0.1, [])])
+def test_a_gain_close_to_the_least_one_needs_a_prediction(predicted_ms: float, kept: list[str]) -> None:
+    class Little(Faster):
+        def predicted_ms(self, times: Times) -> float:
+            return predicted_ms
+
+        def apply(self, candidate: Candidate) -> str:
+            candidate.model.asleep_s = 0.00985  # 1.5% of a step
+            return "a little"
+
+    assert rooftop.optimize(sleepy(), torch.randn(2, 6), rules=[Little("little")]).kept == kept

@@ -262,7 +262,8 @@ class Search:
                 self._first_call(candidate)
             change = replace(change, where=where, first_call_s=time.perf_counter() - began)
             change = replace(change, bytes=self._more_memory(candidate, held))
-            gain, share, sure = self._gain(candidate)
+            least = self._least_share(change.predicted_ms)
+            gain, share, sure = self._gain(candidate, least)
             change = replace(change, measured_ms=gain)
             if rule.saves_memory:
                 saved, all_ = -(change.bytes or 0), self._peak
@@ -270,7 +271,7 @@ class Search:
                     reason = f"saves {saved / 1e6:.0f} of {all_ / 1e6:.0f} MB, which is less than {LEAST_SAVED:.0%}"
                     return replace(change, verdict="no gain", reason=reason)
             elif not sure:
-                reason = f"{share:+.1%}, which does not exceed the noise and {self.min_gain:.0%}"
+                reason = f"{share:+.1%}, which does not exceed the noise and {least:.0%}"
                 return replace(change, verdict="no gain", reason=reason)
             change = replace(change, error=self._proven(candidate, self._gate_of(rules)))
             self._nothing_changed()
@@ -408,8 +409,13 @@ class Search:
                 raise RefusedError(str(why)) from why
         return error
 
-    def _gain(self, candidate: Candidate) -> tuple[float, float, bool]:
-        """Gain in ms compared with the best so far, its share of a step, and whether it is sure."""
+    def _least_share(self, predicted_ms: float) -> float:
+        """The least gain that keeps a rule: half of `min_gain` if the prediction is above `min_gain`, so that a gain
+        close to it has the same verdict in each search."""
+        return self.min_gain / 2 if predicted_ms > self.min_gain * self._times.wall_ms else self.min_gain
+
+    def _gain(self, candidate: Candidate, least: float) -> tuple[float, float, bool]:
+        """Gain in ms compared with the best so far, its share of a step, and whether it is surely above `least`."""
         befores: list[float] = []
         shares: list[float] = []
         while True:
@@ -417,14 +423,11 @@ class Search:
             befores.append(before.median_ms)
             shares.append(1 - after.median_ms / before.median_ms)
             share = statistics.median(shares)
-            pays = share > self.min_gain and is_sure(shares)
+            pays = share > least and is_sure(shares)
             late = time.perf_counter() > self.ends or len(shares) >= MOST_ROUNDS
-            if len(shares) >= SURE_ROUNDS and (pays or late or self._falls_short(shares)):
+            unlikely = len(shares) >= (SURE_ROUNDS if least == self.min_gain else 2 * SURE_ROUNDS)
+            if len(shares) >= SURE_ROUNDS and (pays or late or (unlikely and _falls_short(shares, least))):
                 return share * statistics.median(befores), share, pays
-
-    def _falls_short(self, shares: Sequence[float]) -> bool:
-        """Whether three of four rounds show a gain below the least one: close ones are timed for longer."""
-        return statistics.quantiles(shares, n=4, method="inclusive")[2] < self.min_gain
 
     def _pair(self, one: Candidate, other: Candidate) -> tuple[Timing, Timing]:
         times = self._timed({"one": one, "other": other})
@@ -496,6 +499,11 @@ def _ordered(rules: Sequence[Rule]) -> list[Rule]:
     """The rules in order of application: that of `RULES`, then those of the user."""
     places = {rule.name: place for place, rule in enumerate(RULES)}
     return sorted(rules, key=lambda rule: places.get(rule.name, len(places)))
+
+
+def _falls_short(shares: Sequence[float], least: float) -> bool:
+    """Whether three of four rounds show a gain below the least one: close ones are timed for longer."""
+    return statistics.quantiles(shares, n=4, method="inclusive")[2] < least
 
 
 def _allocated(device: torch.device) -> int:
