@@ -41,8 +41,8 @@ class Part:
 
 
 def loader_of(data: Samples, batch: int, task: Task, recipe: Recipe, world: World, *, training: bool) -> Loader:
-    """The loader of a task's data. In training the samples are shuffled and repeated as the recipe says, and all batches
-    are whole."""
+    """The loader of a task's data. In training the samples are shuffled, and repeated as the recipe says, and all
+    batches are whole."""
     collate = task.collate_train if training and task.collate_train is not None else task.collate
     return Loader(
         data,
