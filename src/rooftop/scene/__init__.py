@@ -14,8 +14,9 @@ Names are loaded when they are first used. Needs meshoptimizer, trimesh and Warp
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rooftop.first_use import on_first_use
 
 if TYPE_CHECKING:
     from rooftop.scene.building.builder import BuildReport, build, build_file
@@ -50,28 +51,18 @@ __all__ = [
     "points",
 ]
 
-_NAMES = {
-    "building.builder": "BuildReport build build_file",
-    "cameras": "Camera",
-    "gbuffers": "FrameStats GBuffer StreamingStats",
-    "geometry": "Geometry",
-    "layouts": "PAGE_BYTES",
-    "lights": "DirectionalLight PointLight SpotLight",
-    "materials": "Material",
-    "pictures": "Points picture points",
-    "rendering.renderer": "Renderer",
-    "scenes": "Scene",
-}
-_HOME = {name: f"{__name__}.{file}" for file, names in _NAMES.items() for name in names.split()}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = on_first_use(
+    __name__,
+    {
+        ".building.builder": "BuildReport build build_file",
+        ".cameras": "Camera",
+        ".gbuffers": "FrameStats GBuffer StreamingStats",
+        ".geometry": "Geometry",
+        ".layouts": "PAGE_BYTES",
+        ".lights": "DirectionalLight PointLight SpotLight",
+        ".materials": "Material",
+        ".pictures": "Points picture points",
+        ".rendering.renderer": "Renderer",
+        ".scenes": "Scene",
+    },
+)
