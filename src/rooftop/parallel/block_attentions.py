@@ -57,7 +57,8 @@ class Blocks:
         Args:
             query: (B, H, S, D). key, value: (B, H_k, T, D), where H_k divides H.
             scale: factor of the scores.
-            dtype: dtype of the result, which has the layout of `empty_like_rows`; the log-sum-exp (B, H, S) is wide.
+            dtype: dtype of the result, which has the layout of `empty_like_rows`. The log-sum-exp (B, H, S) has that of
+                `wide_dtype`.
         """
         if self._only is not None and self._only.block.queries == self._all_queries:
             out, lse = self._only.attended(query, key, value, scale)
@@ -150,7 +151,7 @@ def _three(gradients: Iterable[Tensor]) -> Three:
 
 
 class _Unit(Protocol):
-    """Blocks that run at once. Its gradients belong to its own queries and keys."""
+    """Blocks that run in one launch. `gradients` returns those of the unit's own queries and keys."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor, lse: Tensor
@@ -158,7 +159,9 @@ class _Unit(Protocol):
 
     def gradients(self, given: Given, key: Tensor, value: Tensor) -> Three: ...
 
-    def put(self, parts: Three, into: Three, *, first: bool) -> None: ...  # stores them in place; otherwise adds them
+    def put(
+        self, parts: Three, into: Three, *, first: bool
+    ) -> None: ...  # `first`: stores the parts; otherwise adds them
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
@@ -179,8 +182,9 @@ def runs_packed(query: Tensor) -> bool:
 
 
 def seen_positions(queries: int, keys: int, device: torch.device, window: int | None) -> Tensor:
-    """(queries, keys): True for the keys up to a query's own position, or with a window for the last of these; the
-    queries are the last positions."""
+    """(queries, keys): True where a query attends to a key: to all keys up to its own position, or with a window to the
+    last ones of them. The queries are the last positions.
+    """
     seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
     return seen if window is None else seen.triu(keys - queries - window + 1)
 
@@ -202,7 +206,7 @@ class _Alone:
     device: torch.device
 
     def attended(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """(out, log-sum-exp) of its own queries, in the layout of `empty_like_rows`."""
+        """(out, log-sum-exp) of the block's queries, in the layout of `empty_like_rows`."""
         at, there = self.places
         is_causal = self.block.causal and self._mask is None
         out, lse = attention_part(query[at], key[there], value[there], self._mask, is_causal, scale)
@@ -242,7 +246,7 @@ class _Alone:
 
     @property
     def places(self) -> tuple[Place, Place]:
-        """The indices of its queries in (B, H, S, ...), and of its keys in (B, H_k, T, ...)."""
+        """The indices of the block's queries in (B, H, S, ...), and of its keys in (B, H_k, T, ...)."""
         block = self.block
         row = slice(None) if block.row is None else slice(block.row, block.row + 1)
         return (row, slice(None), slice(*block.queries)), (row, slice(None), slice(*block.keys))
@@ -252,7 +256,7 @@ class _Alone:
 
 
 def _overlap(places: Sequence[tuple[int | None, Span]]) -> bool:
-    """Whether two of (sequence, or None for all; keys) share a key."""
+    """Whether two of the places have a key in common. A place is (sequence, keys); None stands for all sequences."""
     rows = {row for row, _ in places}
     if None in rows and len(rows) > 1:
         return True
@@ -261,7 +265,7 @@ def _overlap(places: Sequence[tuple[int | None, Span]]) -> bool:
 
 
 def _grouped(blocks: Sequence[Block]) -> list[list[Block]]:
-    """Groups of one kind in which no two blocks share a query."""
+    """Group blocks of one kind, so that no two blocks of a group share a query."""
     groups: dict[tuple[bool, int], list[Block]] = {}
     times = Counter[tuple[int | None, Span, bool]]()
     for block in blocks:
@@ -273,7 +277,7 @@ def _grouped(blocks: Sequence[Block]) -> list[list[Block]]:
 
 @dataclass(frozen=True)
 class _Group:
-    """Blocks of one kind, without a shared query, as packed sequences."""
+    """Blocks of one kind, no two of which share a query, as packed sequences."""
 
     blocks: tuple[Block, ...]
     batch: int
@@ -286,7 +290,7 @@ class _Group:
         return self.blocks[0].causal
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor, lse: Tensor) -> None:
-        """Merge into out and lse; causal blocks come first for their queries."""
+        """Merge the results into out and lse; causal blocks come first for their queries."""
         part, part_lse, *_ = aten._flash_attention_forward(
             *(self._query_rows(query), self._key_rows(key), self._key_rows(value)),
             *self._lengths,
@@ -382,11 +386,11 @@ def _index(borders: Sequence[Span]) -> Tensor:
 
 
 def _follow_each_other(borders: Sequence[Span], length: int) -> bool:
-    """Whether they are all rows, in order."""
+    """Whether the spans cover all rows in order."""
     ends = [0, *(end for _, end in borders)]
     return ends[:-1] == [first for first, _ in borders] and ends[-1] == length
 
 
 def _flat(x: Tensor) -> Tensor:
-    """(B, H, S, D) with memory as (B, S, H, D); (B S, H, D), a view."""
+    """View x (B, H, S, D), whose memory has the layout (B, S, H, D), as (B S, H, D)."""
     return x.transpose(1, 2).view(-1, x.shape[1], x.shape[3])

@@ -42,12 +42,12 @@ def is_cache(value: Any) -> bool:
 
 
 def joined_caches(caches: Sequence[Any], device: torch.device, join: Join) -> Any:
-    """One cache with the samples of several, of one class.
+    """Join several caches of one class into one with the samples of all.
 
     Args:
         caches: the replicas' caches, in order.
         device: the device of the resulting tensors.
-        join: makes one value from those of the replicas; its second argument is the sample dimension.
+        join: makes one value from the replicas' values; its second argument is the sample dimension.
 
     Raises:
         TypeError: a tensor in an attribute with an unknown sample dimension.

@@ -1,5 +1,5 @@
-"""The values in a module's inputs and outputs, in tuples, lists, mappings and dataclasses: taken out and put into new
-containers.
+"""Take values out of tuples, lists, mappings and dataclasses in a module's inputs and outputs, and put new ones into
+similar containers.
 
 Additional attributes of a container (a subclass of dict, a UserDict) count as values too. Otherwise a share of a batch
 could keep the mask of the whole batch there.
@@ -48,8 +48,8 @@ class Opened:
 
 
 def opened(part: Any) -> Opened | None:
-    """The values in a container, and a function that makes a similar one with as many other values. None: it is not a
-    container.
+    """Open a container: its values, and a function that makes a similar container from as many other values. None if
+    the value is not a container.
 
     Containers are tuples, named tuples, operators' return types (torch.return_types), lists, deques, UserLists,
     Mappings, UserDicts and dataclasses, with their subclasses. A PackedSequence is not a container, because its rows
@@ -107,7 +107,7 @@ def holds_tensors(value: Any) -> bool:
 
 
 def full_name(value: Any) -> str:
-    """Its class, as in error messages."""
+    """The full name of a value's class, for error messages."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 

@@ -233,8 +233,9 @@ class _RankPlan:
 
     @cached_property
     def own(self) -> Blocks | None:
-        """The work while the first rows are in transit: this rank's rows attend to each other. None if their window
-        reaches into rows of other ranks."""
+        """The work while the first rows are in transit: this rank's rows attend to each other. With a window, None,
+        because a window may reach into rows of other ranks.
+        """
         if self.window is not None:
             return None
         return self._made_ready(self.packing.own_blocks(self.index), len(self.packing.held[self.index]))
@@ -252,8 +253,9 @@ class _RankPlan:
         return tuple(self._step({to}, {of}) for to, of in zip(apart, apart[::-1], strict=True))
 
     def dtype_of_sums(self, x: Tensor) -> torch.dtype:
-        """The dtype in which parts of x are merged and summed. With two parts the result is rounded once in either
-        dtype."""
+        """The dtype in which parts of x are merged and summed. With at most two parts it is that of x, because the
+        result is rounded only once anyway.
+        """
         return wide_dtype(x) if len(self.steps) > 1 else x.dtype
 
     def _step(self, to: Collection[int], of: Collection[int]) -> _Step:
@@ -290,8 +292,9 @@ Rows = tuple[Tensor, Tensor]
 
 
 def _send(step: _Step, key: Tensor, value: Tensor, group: Group) -> Callable[[], Rows]:
-    """Start to send this rank's rows of a step. Calling the result waits for the arriving rows, and returns them in
-    ascending order."""
+    """Start to send this rank's rows of a step. The returned function waits for the arriving rows, and returns them in
+    ascending order.
+    """
     both = torch.cat([key, value], 1).transpose(0, 2)  # (S, 2 H_k, B, D)
     out = both.index_select(0, torch.cat(step.sent)).contiguous()
     arriving = out.new_empty((sum(step.received), *out.shape[1:]))
@@ -307,8 +310,9 @@ def _send(step: _Step, key: Tensor, value: Tensor, group: Group) -> Callable[[],
 
 
 def _send_back(step: _Step, dkey: Tensor, dvalue: Tensor, group: Group) -> Callable[[Tensor, Tensor], None]:
-    """Start to return gradients of rows that have arrived. Calling the result waits for this rank's own gradients to
-    return, and adds them."""
+    """Start to return the gradients of rows that have arrived. The returned function waits for the gradients of this
+    rank's own rows, and adds them.
+    """
     both = torch.cat([dkey, dvalue], 1).transpose(0, 2)  # (T, 2 H_k, B, D)
     out = torch.empty_like(both, memory_format=torch.contiguous_format)
     out[step.order] = both

@@ -33,12 +33,11 @@ class Later:
         return len(self._left)
 
     def add(self, weight: GradientEdge, make: Callable[[], Tensor]) -> None:
-        """Add one."""
+        """Add the gradient of a weight; `make` computes it."""
         self._left.append((weight, make))
 
     def make(self) -> None:
-        """Compute all gradients, one after another, and add them to those of their weights. Hooks run as in
-        backward."""
+        """Compute all gradients, one after another, and add each to its weight's `.grad`. Hooks run as in backward."""
         left, self._left = self._left, []
         for weight, make in left:  # in the order of backward
             _accumulate(weight, make)

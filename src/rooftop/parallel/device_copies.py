@@ -5,7 +5,7 @@ broadcast and a reduction, each the derivative of the other. Both are bound by t
 launch of a copy. So tensors of up to `COALESCED_BYTES` travel together, in one buffer for each dtype. Larger ones are
 copied directly, without a second pass through memory.
 
-Each copy has its tensor's strides (channels last stays channels last), an address aligned for vector loads
+Each copy has its tensor's strides (channels last stays channels last), an address that is aligned for vector loads
 (`ALIGNMENT_BYTES`), and its own version counter, so that one copy may be written to while autograd keeps another.
 """
 
@@ -140,7 +140,7 @@ def _may_go_with_others(tensor: Tensor) -> bool:
 
 
 def _places_in_buffer(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-    """The start of each tensor in a buffer for all, and the buffer's size: in elements."""
+    """The start of each tensor in one buffer for all, and the size of the buffer, both in elements."""
     step = ALIGNMENT_BYTES // tensors[0].element_size()
     starts, size = [], 0
     for tensor in tensors:

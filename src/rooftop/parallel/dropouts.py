@@ -4,7 +4,7 @@
     model = Gpt(config, dropouts=dropouts)
     model(tokens, targets, step=7)
 
-Masks are not stored. Backward and recomputation generate them again. With several micro-batches in flight, each one is
+Masks are not stored: backward and recomputation generate them again. With several micro-batches in flight, each one is
 recomputed with its own place:
 
     place = dropouts.place
@@ -80,7 +80,7 @@ class CounterDropouts:
 
     @contextmanager
     def at(self, place: Place) -> Iterator[None]:
-        """Within the block, use the masks of that place, even if training has moved on."""
+        """Within the block, use the masks of the given place, even if training has moved on."""
         before, self.place = self.place, place
         try:
             yield

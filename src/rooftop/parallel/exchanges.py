@@ -8,10 +8,10 @@
 | `scattered_sum_of_ranks` | this rank's part of the sum over the ranks | the ranks' parts, joined |
 | `join_of_ranks` | the ranks' parts, joined | this rank's part |
 
-The first two surround the layers that tensor parallel ranks split. The next two do so if the activations in between are
-split along the sequence. The last one is for a result that all ranks use alike. Without a group nothing is
-communicated, and each function returns its argument. Gradients can be differentiated again, since they consist of the
-same functions.
+The first two surround the layers that tensor parallel ranks split. The next two replace them if the activations between
+these layers are split along the sequence. The last one, `join_of_ranks`, is for a result that all ranks use alike.
+Without a group nothing is communicated, and each function returns its argument. Gradients can be differentiated again,
+since they consist of the same functions.
 
 Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3; Korthikanti et al., "Reducing Activation
 Recomputation in Large Transformer Models" (arXiv:2205.05198), section 4.2.2.
@@ -49,7 +49,7 @@ def place_in(group: Group) -> tuple[int, int]:
 
 
 def start_sum(x: Tensor, group: Group) -> Pending:
-    """The sum of all ranks' x. A contiguous x is overwritten, and must not be used before the sum is complete."""
+    """Start the sum of all ranks' x. A contiguous x is overwritten, and must not be used before the sum is complete."""
     if group is None or group.size() == 1:
         return lambda: x
     total = x.contiguous()
@@ -58,7 +58,7 @@ def start_sum(x: Tensor, group: Group) -> Pending:
 
 
 def start_gather(x: Tensor, dim: int, group: Group) -> Pending:
-    """All ranks' x, joined along a dimension; all have the same shape."""
+    """Start to join all ranks' x along a dimension; all have the same shape."""
     if group is None or group.size() == 1:
         return lambda: x
     part = x.movedim(dim, 0).contiguous()
@@ -122,7 +122,7 @@ def copy_to_ranks(x: Tensor, group: Group) -> Tensor:
 
 
 def sum_of_ranks(x: Tensor, group: Group) -> Tensor:
-    """The sum of all ranks' x, of any shape; the same on all ranks, as is its gradient."""
+    """The sum of all ranks' x, of any shape. The sum and its gradient are the same on all ranks."""
     return x if group is None else _Sum.apply(x, group)  # type: ignore[no-any-return]
 
 

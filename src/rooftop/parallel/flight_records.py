@@ -89,10 +89,11 @@ def recorded() -> list[dict[str, Any]]:
 
 
 def progress() -> tuple[tuple[str, int, int], ...]:
-    """For each group its number, the last launched collective and the last ended one. This takes 0.1 ms.
+    """For each group: its number, and the numbers of the last launched and the last ended collective. This takes 0.1
+    ms.
 
-    The number counts all groups that this process has made. It is not the group's name: a name is used again once its
-    group is destroyed.
+    A group's number counts all groups that this process has made. Unlike its name, the number is not used again once
+    the group is destroyed.
     """
     states = [pickle.loads(dump(False, False, True)).get("pg_status", {}) for dump in _recorders()]
     return tuple(
@@ -202,7 +203,8 @@ class Lack:
 
 
 def lacks(unfinished_of: Mapping[int, Sequence[Operation]]) -> list[Lack]:
-    """All collectives in which ranks wait. Those lacked by a rank that is not waiting itself come first.
+    """All collectives in which ranks wait. If a rank that lacks a collective is not waiting itself, that collective
+    comes first.
 
     A rank that lacks one collective may be waiting in another. It is then held up, and is not the cause.
 

@@ -15,7 +15,7 @@ from rooftop.parallel.replicas import places_of
 from rooftop.parallel.scattering import moved
 
 COMPARABLE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-"""Types of values that outputs may contain besides tensors, if they are equal in all replicas."""
+"""Types of values that outputs may contain besides tensors. Such values must be equal in all replicas."""
 
 
 def gather(outputs: Sequence[Any], device: torch.device | str, dim: int = 0) -> Any:
@@ -26,7 +26,7 @@ def gather(outputs: Sequence[Any], device: torch.device | str, dim: int = 0) -> 
             same keys) and dataclasses, including Hugging Face's ModelOutput and caches. Other values are None, numbers,
             strings and similar ones that are equal in all.
         device: the device of the result.
-        dim: the dimension along which tensors are joined; may be negative. Those without dimensions become a vector
+        dim: the dimension along which tensors are joined; may be negative. Tensors without dimensions become a vector
             (replicas,).
 
     Returns:
@@ -95,7 +95,7 @@ def _joined_tensors(parts: list[Tensor], device: torch.device, dim: int) -> Tens
 
 
 def _without(shape: torch.Size, dim: int) -> tuple[int, ...]:
-    """The number of dimensions, and the sizes along all but one."""
+    """The number of dimensions, and the sizes along all dimensions except `dim`."""
     kept = [size for number, size in enumerate(shape) if number not in (dim, dim + len(shape))]
     return len(shape), *kept
 

@@ -128,7 +128,7 @@ class ModelGradients:
                 hook.remove()
 
     def _is_there(self, name: str, _: Tensor) -> None:
-        """Start the sum of this gradient, and of those that waited for it. All ranks sum in the same order."""
+        """Start the sum of this gradient, and of the gradients that waited for it. All ranks sum in the same order."""
         assert self._during is not None
         self._during.add(name, self._changed)
 
@@ -237,7 +237,7 @@ class ModelGradients:
 def targets_of_all_ranks(targets: Tensor, data: Group, ignore_index: int = -100) -> Tensor:
     """The number of targets that count over all data ranks, (), int64, by which the sum of their losses is divided.
 
-    It is at least 1. So if no target counts, the loss and its gradient are 0, like the sum.
+    It is at least 1. So if no target counts, the loss and its gradient are 0.
     """
     counted: Tensor = start_sum((targets != ignore_index).sum(), data)()
     return counted.clamp(min=1)
@@ -283,7 +283,9 @@ class _During:
 
 
 def _norms(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The 2-norm of each tensor, (), in a few launches for each dtype. So the results are in a different order."""
+    """The 2-norm of each tensor, (), in a few launches for each dtype. The results are grouped by dtype, not in the
+    order of the tensors.
+    """
     of_dtypes: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         of_dtypes.setdefault(tensor.dtype, []).append(tensor)

@@ -56,7 +56,7 @@ def positions_here(x: Tensor, order: Tensor, group: Group) -> Tensor:
 
 
 def order_of(held: Sequence[Chunks]) -> Tensor:
-    """For positions in ascending order, their indices in the ranks' positions, one rank after another."""
+    """For each position, in ascending order, its index in the joined positions of all ranks."""
     return torch.cat([each.positions() for each in held]).argsort()
 
 

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 AXES = ("tp", "cp", "dp", "pp")
 COMBINED = ("dp-cp", "tp-cp", "tp-pp")
-"""Groups along two axes: ranks that hold the same parameters and average their gradients; ranks that hold the parts of
-one stage's activations; ranks that hold the parts of one model, whose gradient norms add up."""
+"""Groups along two axes. Ranks of "dp-cp" hold the same parameters and average their gradients, those of "tp-cp" hold
+the parts of one stage's activations, and those of "tp-pp" hold the parts of one model, whose gradient norms add up.
+"""
 NEAREST = 3
 """Number of layouts that an error names."""
 
@@ -339,8 +340,8 @@ def _rows_in_words(dp: int, micro_batch: int) -> str:
 
 
 def _nearest(layout: Layout, world_size: int, sizes: Mapping[str, int], axes: Collection[str] = AXES) -> str:
-    """A sentence with the fitting layouts of the world that differ least from this one, by the ratios of their sizes.
-    If this layout has no pipelines or context ranks, layouts without them are preferred."""
+    """A sentence that names the fitting layouts of the world that are closest to this one, by the ratios of their
+    sizes. If this layout has no pipelines or context ranks, layouts without them are preferred."""
     used = [axis for axis in AXES if getattr(layout, axis) > 1]
 
     def distance(other: Layout) -> tuple[float, ...]:

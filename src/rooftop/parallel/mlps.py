@@ -98,8 +98,8 @@ class ParallelMLP(nn.Module):
         with made_again((activated,), lambda before: (activation_of(before, activation).view(shape),), before):
             return self.down(activated)  # type: ignore[no-any-return]
 
-    # No position depends on another here. Split along the sequence, they pass as rows in the order in which the ranks'
-    # parts arrive: nothing is copied into sequence order and back.
+    # No position depends on another here. With sequence parallelism, the rows of the positions stay in the order in
+    # which the ranks' parts arrive, so nothing is copied into sequence order and back.
 
     def _rows(self, x: Tensor) -> Tensor:
         return x.flatten(0, -2) if self.up.sequence_parallel else x

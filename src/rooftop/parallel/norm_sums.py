@@ -1,7 +1,9 @@
-"""A sum over tensor parallel ranks together with what follows it in a transformer: the residual connection and a norm.
+"""A sum over tensor parallel ranks together with the operations after it in a transformer: the residual connection and
+a norm.
 
-A decoding step has two such sums in each layer, of one row for each sequence. By NCCL and a norm each is two kernels,
-bound by latency. `rooftop.kernels.norms.rank_sums` does both in one, through memory that the ranks write to directly.
+A decoding step has two such sums in each layer, each with one row per sequence. NCCL and a separate norm take two
+kernels for each, bound by latency. `rooftop.kernels.norms.rank_sums` is one kernel that does both, through memory that
+the ranks write to directly.
 
     sums = norm_sums(group, device)                           # all ranks
     if not sums.refused(rows, columns, dtype):
@@ -27,35 +29,37 @@ from rooftop.parallel.exchanges import Group
 from rooftop.parallel.peer_memory import of_all, peer_memory, stop_of_waits
 
 WORDS = 32_768
-"""What a rank may send in a call: 128 KiB of data, such as 16 rows of 4096 in half precision. More rows are left to
-NCCL, which does not send a number with every word. On two H200s the kernel takes 5.6 µs there, NCCL with a norm 12.6
-(benchmarks/norm_sums.py); larger limits were not tried."""
+"""The most that a rank sends in a call: 128 KiB of data, such as 16 rows of 4096 in half precision. More rows are left
+to NCCL, which does not send a number with every word. On two H200s, for that size, the kernel takes 5.6 µs, and NCCL
+with a norm 12.6 (benchmarks/norm_sums.py). Larger limits were not tried.
+"""
 
 
 @dataclass(frozen=True)
 class NormSums:
-    """Sums over the ranks of a group and norms of them. Ranks make the same calls in the same order, on one stream at a
-    time: these count as calls of NCCL do.
+    """Sums over the ranks of a group, and norms of these sums. As with NCCL, all ranks must make the same calls in the
+    same order, on one stream at a time.
 
     Attributes:
-        mailboxes: memory of the ranks; None: they cannot write into each other's.
-        reason: why they cannot.
+        mailboxes: memory of the ranks; None: the ranks cannot write into each other's memory.
+        reason: why the ranks cannot write into each other's memory.
     """
 
     mailboxes: Mailboxes | None = None
     reason: str = ""
 
     def refused(self, rows: int, columns: int, dtype: torch.dtype) -> str:
-        """Why rows of this size are left to NCCL; empty if they are not. The same on all ranks."""
+        """Why NCCL must sum these rows; empty if the kernel can. The answer is the same on all ranks."""
         return self.reason if self.mailboxes is None else self.mailboxes.refused(rows, columns, dtype)
 
     def summed_and_normed(
         self, norm: nn.Module, x: Tensor | None, part: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """(total, norm(total)): total is the sum of all ranks' `part`, of bias and of x, which all ranks have alike.
+        """(total, norm(total)): total is the sum of all ranks' `part`, plus bias and x, which are the same on all
+        ranks.
 
         Args:
-            norm: a plain `LayerNorm` or `RMSNorm`: see `takes`.
+            norm: a plain `LayerNorm` or `RMSNorm` (see `takes`).
             x, part: (..., N); x None: nothing.
         """
         assert self.mailboxes is not None
@@ -73,7 +77,7 @@ class Summand(NamedTuple):
     Attributes:
         part: (B, S, W), different on each rank.
         bias: (W,), added to the sum; None: nothing.
-        sums: how.
+        sums: computes the sum.
     """
 
     part: Tensor
@@ -94,7 +98,7 @@ _of_groups: WeakKeyDictionary[ProcessGroup, NormSums] = WeakKeyDictionary()
 
 
 def norm_sums(group: Group, device: torch.device) -> NormSums:
-    """The sums of a group, made at the first call: then all ranks must call it, and it waits for them."""
+    """The sums of a group. The first call creates them: all ranks must make it, and it waits for them."""
     if group is None or group.size() == 1:
         return NormSums(reason="there is one rank")
     if device.type != "cuda":
@@ -107,7 +111,7 @@ def norm_sums(group: Group, device: torch.device) -> NormSums:
 
 
 def first_refusal(own: str, group: Group) -> str:
-    """Why some rank refuses, the first in their order; empty if none does. `own`: this rank's reason."""
+    """The reason of the first rank that refuses; empty if none does. `own`: this rank's reason."""
     if group is None:
         return own
     return next((f"rank {rank}: {each}" for rank, each in enumerate(of_all(own, group)) if each), "")

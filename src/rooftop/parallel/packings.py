@@ -33,7 +33,7 @@ BALANCED = 1.01
 
 @dataclass(frozen=True)
 class Block:
-    """Queries and the keys that they attend to.
+    """Queries, and the keys to which these queries attend.
 
     Attributes:
         row: the sequence of the batch; None: all sequences alike.
@@ -130,7 +130,7 @@ class Packing:
 
     @property
     def spans(self) -> tuple[tuple[int | None, tuple[Span, ...]], ...]:
-        """The documents of each sequence. Equal sequences are listed once, under None."""
+        """The documents of each sequence. Sequences with the same documents are listed once, under None."""
         if self.documents is None:
             return ((None, ((0, self.length),) if self.length else ()),)
         rows = self.documents.spans
@@ -215,13 +215,13 @@ class Packing:
 
 
 def _met(run: Span, spans: Sequence[Span]) -> Iterator[Span]:
-    """For each document that overlaps a run: its first position, and the end of the overlap."""
+    """For each document that overlaps a run: the first position of the document, and the end of the overlap."""
     for first, end in spans[_first_after(spans, run[0]) : bisect_left(spans, (run[1], 0))]:
         yield first, min(end, run[1])
 
 
 def _counter(runs: Sequence[Span]) -> Callable[[int], int]:
-    """A function that returns how many positions of ascending runs are before a position."""
+    """A function that counts the positions of ascending runs before a given position."""
     firsts, before = [first for first, _ in runs], [0, *accumulate(end - first for first, end in runs)]
 
     def count(position: int) -> int:

@@ -1,8 +1,8 @@
-"""Memory of each rank's GPU into which the GPUs of the other ranks write, as a kernel sees it: by address.
+"""Memory on each rank's GPU into which the other ranks' GPUs write. Kernels get its address.
 
-Each rank allocates memory with the driver, and passes a handle (CUDA IPC) to the others, which map it. A kernel may
-then store to it over NVLink or PCIe. Memory stays until the process ends, because another rank may still have it
-mapped. NVLink multicast is not used.
+Each rank allocates memory with the driver, and passes a handle (CUDA IPC) to the other ranks, which map the memory. A
+kernel may then store to it over NVLink or PCIe. Memory stays until the process ends, because another rank may still
+have it mapped. NVLink multicast is not used.
 
 Source: NVIDIA, CUDA Driver API, "Unified Addressing" and "Memory Management" (cuIpcGetMemHandle, cuIpcOpenMemHandle).
 """
@@ -29,10 +29,10 @@ LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 @dataclass(frozen=True)
 class PeerMemory:
-    """What a rank knows of the memory of all.
+    """The memory of all ranks, as one rank sees it.
 
     Attributes:
-        addresses: of each rank's memory, by index in the group, valid on this rank's GPU; empty if refused.
+        addresses: addresses of each rank's memory, by index in the group, valid on this rank's GPU; empty if refused.
         refused: why the ranks cannot write into each other's memory, the same on all of them; empty if they can.
     """
 
@@ -42,7 +42,9 @@ class PeerMemory:
 
 @dataclass(frozen=True)
 class Offer:
-    """What a rank tells the others: where it is, and the handle of its memory or why it has none."""
+    """A rank's message to the others: its machine and GPU, and the handle of its memory or the reason why there is
+    none.
+    """
 
     machine: str
     gpu: str
@@ -54,7 +56,7 @@ def peer_memory(bytes: int, group: ProcessGroup, device: torch.device, lacking: 
     """Memory of `bytes`, filled with zeros, on each rank's GPU. All ranks call it; it waits for them and for the GPU.
 
     Args:
-        lacking: what this rank lacks to use it, if anything: then all are refused.
+        lacking: what this rank lacks to use the memory, if anything; all ranks are then refused.
     """
     with torch.cuda.device(device):
         torch.cuda.synchronize(device)  # makes the context current, since the driver allocates in it
@@ -95,12 +97,14 @@ def _offered(bytes: int, device: torch.device, lacking: str) -> tuple[int, Offer
         address, handle = allocated(bytes)
     except OSError as error:
         return 0, Offer(machine, gpu, failed=str(error))
-    torch.cuda.synchronize(device)  # others may write once they have the offer: after the zeros
+    torch.cuda.synchronize(
+        device
+    )  # the zeros must be there before others write, which they may once they have the offer
     return address, Offer(machine, gpu, handle)
 
 
 def of_all(own: Any, group: ProcessGroup) -> list[Any]:
-    """What each rank gives, by its index in the group."""
+    """The values that the ranks give, by their index in the group."""
     found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, own, group=group)
     return found
@@ -109,17 +113,19 @@ def of_all(own: Any, group: ProcessGroup) -> list[Any]:
 # ---- waits that end ------------------------------------------------------------------------------------------------
 
 _stops: list[Tensor] = []
-"""Of all groups so far, also for kernels that still wait after their group has ended."""
+"""The stops of all groups so far. They stay for kernels that still wait after their group has ended."""
 
 
 def stop_of_waits() -> Tensor:
-    """(1,), int32, pinned: a kernel that waits for other ranks looks at it; `end_waits` sets it to 1."""
+    """A pinned tensor (1,), int32, which kernels read while they wait for other ranks; `end_waits` sets it to 1."""
     _stops.append(torch.zeros(1, dtype=torch.int32, pin_memory=torch.cuda.is_available()))
     return _stops[-1]
 
 
 def end_waits() -> None:
-    """End the waits of kernels for other ranks, now and later, with undefined results. For groups that have failed."""
+    """End all present and later waits of kernels for other ranks, for groups that have failed. Results are then
+    undefined.
+    """
     for stop in _stops:
         stop.fill_(1)
 

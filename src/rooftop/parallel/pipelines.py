@@ -4,15 +4,15 @@
     losses = pipeline.run(lambda stage, micro_batch, x: model(...))   # afterwards, gradients are in the parameters
 
 The tensors between stages always have one shape and dtype, so no sizes are exchanged. For a micro-batch in flight a
-rank keeps autograd's tensors and the stage's input; it keeps its output only until it is sent.
+rank keeps autograd's tensors and the stage's input; it keeps the stage's output only until it is sent.
 `rooftop.parallel.transfers` orders sends and receives so that no rank waits forever.
 
 If a schedule splits backwards, the linear layers of the model defer their weights' gradients
 (`rooftop.parallel.deferred`). The sums are the same, in the same order of micro-batches.
 
 A wait that another rank will never end fails like every communication within `rooftop.parallel.join`, and the error
-says which instruction was awaited, and from which rank. On a GPU, the error refers to the position of the GPU instead
-of Python's.
+says which instruction was awaited, and from which rank. On a GPU, the error names the position of the GPU instead of
+Python's.
 
 The host does not wait during a step, so a CUDA graph can contain the step with its sends and receives.
 """
@@ -37,8 +37,9 @@ from rooftop.parallel.schedules import Instruction, Schedule
 from rooftop.parallel.transfers import AHEAD, Receive, Send, Transfer, program_of, stage_after
 
 Compute = Callable[[int, int, Tensor | None], Tensor]
-"""From (stage, micro-batch, result of the previous stage, None at the first stage) to the input of the next stage; for
-the last stage to the micro-batch's share of the loss, ()."""
+"""A function of the stage, the micro-batch and the previous stage's result (None at the first stage). It returns the
+input of the next stage; at the last stage the micro-batch's share of the loss, ().
+"""
 
 
 class Pipeline:
@@ -85,7 +86,7 @@ class Pipeline:
         self.progress = Progress(self._places(), device) if device.type == "cuda" else None
 
     def _places(self) -> Iterator[str]:
-        """The words of two places for each instruction: its wait and its computation."""
+        """The words for two places of each instruction: its wait and its computation."""
         arriving = {each.transfer.made_by: each.transfer for each in self.program if isinstance(each, Receive)}
         for instruction in (each for each in self.program if isinstance(each, Instruction)):
             awaited = [arriving[each] for each in self.schedule.needs(instruction) if each in arriving]
@@ -182,10 +183,10 @@ class _Step:
     """The state of a rank during a step.
 
     Attributes:
-        inputs, outputs: by (stage, micro-batch): the stage's input, and the start of its backward; kept from F to B or
-            I.
-        receiving: by the instruction that computes it: data in transit to this rank.
-        made: by the instruction that computed it: data to send next, or for another stage of this rank.
+        inputs, outputs: by (stage, micro-batch): the stage's input, and the start of its backward. They are kept from F
+            to B or I.
+        receiving: data in transit to this rank, by the instruction that computes them.
+        made: data to send next, or for another stage of this rank, by the instruction that computed them.
         sending: sends that are not known to have arrived. On a GPU, sends posted before a completed receive from the
             same rank have arrived. gloo reports arrival only when waited for, at the end.
         later: deferred weight gradients, from I to W.
@@ -290,7 +291,7 @@ class _Step:
         self.sending.append(_Posted(transfer, work, tensor))
 
     def _given(self, made_by: Instruction) -> Tensor:
-        """The result of another stage, on another rank or this one."""
+        """The result of another stage, which may be on this rank or another one."""
         if made_by in self.made:
             return self.made.pop(made_by)
         posted = self.receiving.pop(made_by)

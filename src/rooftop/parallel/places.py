@@ -2,7 +2,7 @@
 it.
 
 report("step 12")                         # its latest activity, as others will quote it
-with awaiting("the forward of rank 0"):   # what it waits for, where the flight recorder does not know
+with awaiting("the forward of rank 0"):   # its wait, if the flight recorder does not know of it
     work.wait()
 with others_wait("measuring this machine"):
     ...                                   # takes long, but is not a hang
@@ -27,7 +27,7 @@ TORCH, ROOFTOP = LIBRARIES
 STANDARD = f"{threading.__file__.rpartition('/')[0]}/"
 INSTALLED = "/site-packages/"
 WAITING = "this rank was awaiting "
-"""The prefix of a GPU's place in words, if the GPU waits there."""
+"""How the words for a GPU's place begin, if the GPU waits there."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Place:
     Attributes:
         reported: its last reported line, "step 12"; "" if there is none.
         line: "train/gpt/trainer.py:231, in _gradients_of", the innermost line of its main thread outside of libraries.
-        awaited: what it waits for, in words, if its program or its GPU says so.
+        awaited: its wait, in words, if its program or its GPU names one.
         operations: communication that it has launched and that has not ended.
         long: the other ranks are expected to wait for it.
     """
@@ -74,7 +74,7 @@ _here = _Here()
 
 
 def report(words: str) -> None:
-    """Report this rank's activity. The other ranks quote it if this rank dies, stops or keeps them waiting."""
+    """Report this rank's activity, which the other ranks quote if this rank dies, stops or keeps them waiting."""
     _here.reported = words
 
 
@@ -99,12 +99,12 @@ def awaiting(words: str) -> Iterator[None]:
 
 
 def interrupted(words: str) -> None:
-    """Record in words what a failed wait was for."""
+    """Record the words for a wait that has failed."""
     _here.awaited = words
 
 
 def begin() -> None:
-    """Forget what was reported and awaited before, at the beginning of a block."""
+    """Forget earlier reports and waits, at the beginning of a block."""
     _here.reported = _here.awaited = ""
 
 
@@ -131,7 +131,7 @@ def _line() -> str:
 
 
 def _name(frame: FrameType) -> str:
-    """The name of the function; for an expression, which has no name, that of the enclosing function."""
+    """The name of the function. An expression has no name: the name is then that of the enclosing function."""
     named = [part for part in frame.f_code.co_qualname.split(".") if not part.startswith("<")]
     return named[-1] if named else frame.f_code.co_name
 

@@ -3,7 +3,7 @@
     with join(layout, settings={"seed": 1}) as world:
         ...  # torch.distributed is up: NCCL where there is a GPU, gloo where there is none
 
-Whatever goes wrong, every rank raises an error with the same words, and none waits for a rank that will not come:
+If anything goes wrong, every rank raises an error with the same words, and none waits for a rank that will not come:
 
 - before anything is communicated, each rank checks its own environment, layout and device;
 - at a roll call (`rooftop.parallel.roll_call`) all ranks learn which rank is missing, cannot start, or has other
@@ -13,15 +13,15 @@ Whatever goes wrong, every rank raises an error with the same words, and none wa
 - no rank leaves the block before all ranks have reached its end.
 
 All this uses the store of torch.distributed and not collectives, since a failed rank cannot be relied on to join one.
-The keys of a block: one of each for a rank R, and two for all:
+The keys of a block: for each rank R the keys with R, and two keys for all ranks:
 
 | key | |
 |---|---|
 | `beat/R` | a count that rises while the rank lives |
-| `place/R`, `told/R` | its last place; whether it has reported since a rank asked |
+| `place/R`, `told/R` | the rank's last place; whether it has reported since another rank asked |
 | `seen/R` | the rank knows which rank failed |
 | `ended/R` | SIGTERM has ended the rank |
-| `done/R`, `left/R` | the rank has reached the end of the block; it knows that all have |
+| `done/R`, `left/R` | the rank has reached the end of the block; it knows that all ranks have |
 | `asked` | all ranks are asked to report their places |
 | `failed` | the first failure |
 """
@@ -62,7 +62,7 @@ LATER_S = 30.0
 the others waiting.
 """
 BROKEN = re.compile(r"Connection (closed|reset|refused)|Broken pipe|[Tt]imed out|NCCL|recvValue")
-"""Parts of error messages that the end of another rank may cause."""
+"""Parts of the messages of errors that the end of another rank may cause."""
 CUT = re.compile(r"Connection (closed|reset)|Broken pipe")
 """Parts of error messages about a broken connection."""
 
@@ -133,7 +133,8 @@ def join(
     try:
         with heard_by_a_thread() as termination, _ranks(launch, store, processes, termination, timeout_s) as ranks:
             if not there:
-                # a block that could not start also counts, so that the keys differ
+                # Every block numbers its groups from 0. Otherwise ranks on which an earlier block did not start would
+                # use other keys.
                 dist.distributed_c10d._world.group_count = 0
                 dist.init_process_group(
                     "nccl" if where.type == "cuda" else "gloo",
@@ -165,8 +166,9 @@ def _ranks(
 
 
 def _forget_meshes() -> None:
-    """Drop the meshes that DTensor caches with its operators: a mesh of equal ranks in a later block would be confused
-    with one of these, whose groups have ended."""
+    """Drop the meshes that DTensor caches with its operators: they would be confused with meshes of the same ranks in a
+    later block, although their groups have ended.
+    """
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -223,7 +225,7 @@ def _bound_device(where: torch.device) -> torch.device | None:
 def _place(kind: str, launch: Launch) -> tuple[torch.device, str]:
     """The device of this rank, and the reason if the rank cannot start."""
     if kind not in ("cuda", "cpu"):
-        raise ValueError(f"device={kind!r}: expected 'cuda' or 'cpu'; which GPU follows from the rank")
+        raise ValueError(f"device={kind!r}: expected 'cuda' or 'cpu'; the GPU follows from the rank")
     if kind == "cpu":
         return torch.device("cpu"), ""
     count = torch.cuda.device_count()
@@ -318,7 +320,7 @@ class _Ranks:
 
 
 def _heard(words: str, failure: str) -> RankError:
-    """The error of a rank that learned of another's failure."""
+    """The error raised by a rank that has learned of another rank's failure."""
     error = RankError(words)
     setattr(error, FAILURE, failure)
     return error

@@ -1,9 +1,9 @@
 """Random numbers that do not depend on the layout: initial values and dropout masks by seed, name and global position.
 
 A rank with a part of a tensor draws exactly the values that the whole tensor has there. A `Box` describes the part. So
-a model is the same bit for bit on any number of ranks, however it is cut, on CPU or GPU. Its dropout is the same too,
-even when forward is recomputed. The numbers are those of `rooftop.kernels.random_normal`, `random_uniform` and
-`counter_dropout`.
+a model is the same bit for bit on CPU and GPU, on any number of ranks, and for any way of splitting it. Its dropout is
+the same too, even when forward is recomputed. The numbers are those of `rooftop.kernels.random_normal`,
+`random_uniform` and `counter_dropout`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rooftop.kernels import Box, counter_dropout, random_key, random_normal, random_uniform
 
-Boxes = Box | Sequence[Box]  # several boxes follow each other along the first dimension of a local tensor
+Boxes = Box | Sequence[Box]  # Several boxes follow each other along the first dimension of a local tensor.
 
 
 @dataclass(frozen=True)
@@ -177,10 +177,11 @@ def materialize(
 
     Args:
         module: changed in place. A tensor with a box has the shape of the part or of the whole.
-        rules: pairs (pattern, init). The first pattern that matches a tensor's name, as in a shell, decides: "*.bias";
-            an init such as Normal, Uniform or Constant, or another function of (stream, tensor, name, box).
+        rules: pairs (pattern, init). The first pattern that matches a tensor's name decides; patterns are those of a
+            shell, such as "*.bias". An init is Normal, Uniform, Constant or another function of (stream, tensor, name,
+            box).
         stream: the random numbers of a seed.
-        boxes: for each tensor that is a part, by its name in the whole model, the part.
+        boxes: the box of each tensor that is a part, by its name in the whole model.
         device: the device of the new tensors.
         whole_name: for stages of a pipeline, a function from a name in this module to the name in the whole model.
 

@@ -13,7 +13,7 @@ Selective recomputation drops tensors that elementwise work can compute again fr
 | the results of both norms | the weights of qkv and of the MLP's first layer | their inputs, which the norms keep |
 | normed or rotated queries and keys | attention | the projections, which the values keep |
 | attention's result in the order of positions | the weight of the output layer | attention's result |
-| the MLP's activated features | the weight of its last layer | what was activated |
+| the MLP's activated features | the weight of its last layer | the activation's input |
 | the weights of attention that dropout drops | attention in plain PyTorch | queries, keys, values: two products |
 
 With sequence parallelism, the layers after the norms would keep all positions. Instead, backward recomputes the
@@ -48,7 +48,7 @@ def granularity_of(recompute: Recompute, caller: str) -> str | None:
     """ "full", "selective", or None: nothing is recomputed.
 
     Raises:
-        ValueError: it is another word.
+        ValueError: the value is another word.
     """
     if recompute is False or recompute is None:
         return None
@@ -130,7 +130,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 class _Kept:
-    """A kept tensor. PyTorch leaves it to the hooks to check that it has not changed since."""
+    """A kept tensor. The hooks must check that it has not changed, because PyTorch does not."""
 
     __slots__ = ("tensor", "version")
 
@@ -150,8 +150,8 @@ class _Recipe:
     """The recomputation of tensors that were dropped together.
 
     Attributes:
-        wanted: which of them were dropped.
-        ready: the tensors that are computed but not taken yet.
+        wanted: numbers of the tensors that were dropped.
+        ready: tensors that are computed but not taken yet.
     """
 
     def __init__(
@@ -169,9 +169,9 @@ class _Recipe:
                 made = self.make(*(source.needed() for source in self.sources))
             if [(each.shape, each.stride(), each.dtype) for each in made] != self.layouts:
                 raise RuntimeError(
-                    f"recompute: backward made {[tuple(each.shape) for each in made]} again, and forward had made "
-                    f"{[tuple(shape) for shape, *_ in self.layouts]} of the same, in another order or dtype: the model "
-                    "was changed in between; leave recompute out, or change it after backward"
+                    f"recompute: backward made {[tuple(each.shape) for each in made]} again, but forward had made "
+                    f"{[tuple(shape) for shape, *_ in self.layouts]}, or tensors of another dtype or memory layout: "
+                    "the model was changed in between; leave recompute out, or change it after backward"
                 )
             self.ready = {other: each for other, each in enumerate(made) if other in self.wanted}
         return self.ready.pop(place)

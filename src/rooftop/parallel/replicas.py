@@ -23,7 +23,7 @@ from rooftop.parallel.containers import leaves, mapped, opened
 from rooftop.parallel.device_copies import copies
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-"""Names of attributes that torch.nn.Module sets itself."""
+"""Names of the attributes that torch.nn.Module itself sets."""
 
 HOOKS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict) and "hooks" in name)
 """Names of the dicts that hold hooks."""
@@ -45,13 +45,15 @@ def replicate(module: nn.Module, devices: Sequence[torch.device | str], detach: 
     Args:
         module: on the first device.
         devices: GPUs or "cpu"; one may be named several times.
-        detach: whether gradients are cut off. The first is then a replica too, which shares its memory with the module.
+        detach: whether replicas are detached from autograd. The first one is then a replica too, which shares its
+            memory with the module.
 
     Returns:
         One replica for each device.
 
     Raises:
-        ValueError: there are no devices, they are of another kind, or a parameter or buffer is not on the first device.
+        ValueError: there are no devices, one is neither a GPU nor the CPU, or a parameter or buffer is not on the first
+            device.
         TypeError: the module is compiled or scripted, so it can only compute with its own parameters.
         RuntimeError: a module is lazy and has not seen an input yet.
     """
@@ -130,7 +132,7 @@ def _replica(
     tensors: Sequence[Tensor],
     others: Sequence[Tensor],
 ) -> nn.Module:
-    """The module with its tensors replaced; `holding`: for each module in it, the result of `_holding`."""
+    """The module with its tensors replaced. `holding`: the result of `_holding` for each module in it."""
     made = {id(child): child._replicate_for_data_parallel() for child in holding}
     instead: dict[int, Any] = {id(tensor): other for tensor, other in zip(tensors, others, strict=True)} | made
 

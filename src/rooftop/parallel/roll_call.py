@@ -1,11 +1,11 @@
 """The roll call checks that all ranks are present, can start and have the same settings. Otherwise it tells all ranks
 which rank fails to.
 
-Ranks meet in a store. A launcher's store outlives the ranks: when it restarts all ranks, possibly others and fewer, the
-earlier ranks' entries still exist. So ranks have numbered meetings. A rank goes to the first meeting that has no
-verdict yet. If an earlier process with the same rank was there and has ended, the rank closes that meeting, and all go
-on to the next one. Until then, only a rank that answers counts as present. The restart count in the
-environment would not suffice, since each launcher has its own.
+Ranks meet in a store. A launcher's store outlives the ranks: when the launcher restarts the ranks, perhaps with fewer
+or other ones, entries of the earlier ranks still exist. So ranks have numbered meetings. A rank goes to the first
+meeting that has no verdict yet. If an earlier process with the same rank was there and has ended, the rank closes that
+meeting, and all go on to the next one. Before there is a verdict, only a rank that answers counts as present. The
+restart count in the environment would not suffice, since each launcher has its own.
 
 Keys of a meeting; none may be a key of `watching.py`, which uses the same store:
 
@@ -35,12 +35,13 @@ from rooftop.parallel.process_states import Process
 from rooftop.parallel.watching import first_line, poll
 
 JUDGING = 1.2
-"""Rank 0 decides the roll call when its patience ends; another rank does so after this many times as long."""
+"""Rank 0 decides the roll call when its patience ends. Another rank decides after this many times that long."""
 LINGER_S = 3.0
-"""A rank that runs the store, or has failed, stays this long so that the others can learn the reason. They need a tenth
-of this time."""
+"""A rank that runs the store, or has failed, stays for this many seconds so that the others can learn the reason. They
+need a tenth of this time.
+"""
 ANSWER_S = 1.0
-"""The maximum time that a waiting rank takes to answer."""
+"""Seconds in which a waiting rank answers."""
 GO_ON = "go on"
 
 
@@ -71,7 +72,7 @@ class RollCall:
 
         Raises:
             RankError: some ranks are missing or disagree. All present ranks raise the same error.
-            MeetingOver: the meeting was that of other processes.
+            MeetingOver: the meeting belongs to other processes.
         """
         words = {name: repr(value) for name, value in settings.items()}
         mine = json.dumps([words, problem, asdict(Process.here()), secrets.token_hex(8)])
@@ -114,7 +115,7 @@ class RollCall:
         return str(self.store.get("verdict").decode())
 
     def _judge(self, until: float, patience_s: float) -> None:
-        """Write the verdict, unless there is one."""
+        """Write the verdict, unless there already is one."""
         self.store.set("who", "1")
         self.store.set(f"answer/{self.rank}", "1")
         everybody = [f"answer/{rank}" for rank in range(self.size)]

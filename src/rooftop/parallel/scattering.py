@@ -1,7 +1,7 @@
 """Split a batch into a share for each device: values are split, copied or passed on, or raise an error.
 
-Tensors determine the number of samples. Lists and arrays of that length are split too. Otherwise a label would end up
-with another sample's image.
+Tensors determine the number of samples. Lists and arrays of that length are split too; otherwise an image would get the
+label of another sample.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class _Samples:
 
     @classmethod
     def of(cls, inputs: Any, dim: int) -> _Samples | None:
-        """None: no tensor has a dimension."""
+        """The samples of a batch; None if no tensor has a dimension."""
         outside = list(_tensors_outside_lists(inputs, outermost=True))
         sizes = {_size(tensor, dim): tensor for tensor in outside or _with_dimensions(inputs)}
         if len(sizes) > 1:
@@ -168,7 +168,7 @@ class _Samples:
 
 @dataclass(frozen=True)
 class _Share:
-    """Take the samples from `start` to `end` of a value, on a device. If there are no samples, take the whole value.
+    """Take a device's share of values: the samples from `start` to `end`, or whole values if there are no samples.
 
     A repeated tensor is copied once.
     """
@@ -180,7 +180,7 @@ class _Share:
     done: dict[tuple[int, bool], Tensor] = field(default_factory=dict)
 
     def opened(self, container: Any) -> Any:
-        """The outermost value is never a list of samples itself."""
+        """The share of the outermost value, which is never a list of samples itself."""
         found = opened(container)
         return self.of(container) if found is None else found.made([self.of(value) for value in found.values])
 
@@ -203,7 +203,7 @@ class _Share:
         return leaf[self.start : self.end]
 
     def _whole(self, leaf: Any) -> Any:
-        """A tensor of one sample, which is not split itself."""
+        """A value of one sample, which is not split."""
         return self._moved(leaf, narrowed=False) if isinstance(leaf, Tensor) else leaf
 
     def _moved(self, tensor: Tensor, narrowed: bool) -> Tensor:
@@ -217,7 +217,7 @@ class _Share:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device. Only a blocking copy to the host is safe to read."""
+    """The tensor on a device. The host waits for copies to the CPU, since only then they are safe to read."""
     return tensor.to(device, non_blocking=device.type == "cuda")
 
 

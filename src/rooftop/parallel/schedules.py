@@ -17,7 +17,7 @@ simulation follow the same lists, so a schedule can be judged and tested without
 | zbv | 2 | (p - 1) / (6 m + p - 1), where m >= 2 p - 1 | 2 p parts of 1 / 2 |
 
 p: ranks, m: micro-batches. The last two split a backward B into the gradient of the input, I, and the gradients of the
-weights, W. No rank waits for W, so it fills idle time. Their shares are those of F = I = W = 1.
+weights, W. No rank waits for W, so it fills idle time. Their idle shares in the table assume F = I = W = 1.
 
 Sources: Huang et al. 2019, "GPipe" (arXiv:1811.06965); Narayanan et al. 2021, "Efficient Large-Scale Language Model
 Training" (arXiv:2104.04473), 1F1B and interleaving; Qi et al. 2023, "Zero Bubble Pipeline Parallelism"
@@ -47,8 +47,8 @@ class Instruction(NamedTuple):
 
     Attributes:
         kind: one of `KINDS`: "F", "B" (a whole backward), or its halves "I" and "W".
-        stage: its number in the whole pipeline, from 0.
-        micro_batch: its number in the step, from 0.
+        stage: the stage's number in the whole pipeline, from 0.
+        micro_batch: the micro-batch's number in the step, from 0.
     """
 
     kind: str
@@ -115,7 +115,7 @@ class Schedule:
         return {(each.stage, each.micro_batch): each for each in every if each.kind in ("B", "I")}
 
     def needs(self, instruction: Instruction) -> list[Instruction]:
-        """The instructions whose results an instruction needs, that of the adjacent stage first."""
+        """The instructions whose results an instruction needs; the one at the adjacent stage comes first."""
         kind, stage, micro_batch = instruction
         if kind == "W":
             return [self._gradients[stage, micro_batch]]
@@ -406,7 +406,8 @@ def zbv(ranks: int, micro_batches: int) -> Schedule:
     memory is that of 1F1B.
 
     The first half of the model goes down the ranks and the second half up again. So the first rank has both ends,
-    including embedding and head. The order is that for forwards, input and weight gradients of equal length.
+    including embedding and head. The order is the best for forwards, input gradients and weight gradients of equal
+    duration.
     """
     placement = tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks))
     lists = []
@@ -418,8 +419,9 @@ def zbv(ranks: int, micro_batches: int) -> Schedule:
 
 
 def _zbv_of(rank: int, ranks: int, micro_batches: int) -> Iterator[tuple[str, int, int]]:
-    """(kind, position of the stage, micro-batch) of a rank, with enough micro-batches to fill the pipeline, even if
-    there are fewer."""
+    """(kind, position of the stage, micro-batch) of a rank. There are always enough micro-batches to fill the pipeline,
+    even if the step has fewer.
+    """
     most = max(2 * ranks - 1, micro_batches)
     made: Counter[tuple[str, int]] = Counter()
 
@@ -459,7 +461,7 @@ def _all(kind: str, stage: int, micro_batches: Sequence[int]) -> Iterator[Instru
 
 
 def _shared_out(number: int, parts: int) -> list[range]:
-    """The numbers from 0 on, in consecutive parts that are as equal as possible, the larger parts first."""
+    """The numbers from 0 on, in consecutive parts of nearly equal length, the longer ones first."""
     least, more = divmod(number, parts)
     ends = [least * part + min(part, more) for part in range(parts + 1)]
     return [range(a, b) for a, b in pairwise(ends)]

@@ -1,8 +1,8 @@
 """Causal self-attention with its heads split over tensor parallel ranks.
 
-Each rank has some heads of the queries, with the heads of keys and values that they use. If there are fewer of the
-latter than ranks, several ranks hold the same one. Their gradients are summed like those of parameters that are not
-split (`ModelGradients`).
+Each rank has some query heads, and the key and value heads that these use. If there are fewer key and value heads than
+ranks, several ranks hold the same one. Its gradients are summed like those of parameters that are not split
+(`ModelGradients`).
 
 Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3; Ainslie et al., "GQA" (arXiv:2305.13245).
 """
@@ -34,10 +34,10 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class Remembered(Protocol):
-    """A supply of positions that are not in the layer's input: from a cache, or from other ranks."""
+    """A source of positions that are not in the layer's input: a cache, or other ranks."""
 
     def attended(self, attention: ParallelSelfAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Queries (B, H, S, D), keys and values (B, H_k, S, D) of new positions; returns (B, H, S, D)."""
+        """Attend from new positions: queries (B, H, S, D), keys and values (B, H_k, S, D); returns (B, H, S, D)."""
 
 
 class ParallelSelfAttention(nn.Module):
@@ -55,7 +55,7 @@ class ParallelSelfAttention(nn.Module):
         out_bias: whether the last linear layer has a bias; None: like the others.
         norms_epsilon: epsilon of RMS norms of each head's queries and keys; None: no such norms.
         window: the number of positions that a position attends to, including itself; None: all positions up to itself.
-        layer: its number, for the cache.
+        layer: the layer's number, for the cache.
         weights_dropout: dropout of attention's weights; training then uses plain PyTorch instead of the kernel.
         dropout: dropout of the result.
         group: the ranks; None: only this one.
@@ -107,7 +107,7 @@ class ParallelSelfAttention(nn.Module):
         self.qkv.gathers_again = selective
 
     def forward(self, x: Tensor, rotation: Rotation | None = None, cache: Remembered | None = None) -> Tensor:
-        """x (B, S, W); rotation: of queries and keys for all positions, if they have rotary positions."""
+        """x (B, S, W); rotation: the rotation of queries and keys at all positions; None without rotary positions."""
         seen = self._attended(self._in_order(self.qkv(self._rows(x)), x.shape), rotation, cache)
         merged = self._merged(seen, x.shape)
         with self._again((merged,), lambda seen: (self._merged(seen, x.shape),), seen):
@@ -131,7 +131,7 @@ class ParallelSelfAttention(nn.Module):
         return self._dropped(self.out.with_bias(leaving.arrived()).view(x.shape))
 
     def _attended(self, projected: Tensor, rotation: Rotation | None, cache: Remembered | None = None) -> Tensor:
-        """From packed queries, keys and values, (B, S, features), to the results of this rank's heads, (B, H, S, D)."""
+        """The results of this rank's heads, (B, H, S, D), from packed queries, keys and values (B, S, features)."""
         parts = projected.split(list(self.qkv.parts.values()), -1)
         # (B, S, H, D) of this rank's heads; keys and values have fewer heads if they are in groups
         *given, value = (part.unflatten(-1, (-1, self.head_features)) for part in parts)
@@ -141,14 +141,14 @@ class ParallelSelfAttention(nn.Module):
             return self.attend(query, key, value) if cache is None else cache.attended(self, query, key, value)
 
     def _turned(self, rotation: Rotation | None, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys (B, S, H, D) in the form for attention, (B, H, S, D)."""
+        """Norm and rotate queries and keys (B, S, H, D), and transpose them for attention: (B, H, S, D)."""
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         query, key = query.transpose(1, 2), key.transpose(1, 2)
         return (query, key) if rotation is None else rope_pair(query, key, *rotation)
 
     def _merged(self, seen: Tensor, shape: torch.Size) -> Tensor:
-        """(B, H, S, D) in the form for the output layer, with this rank's shape."""
+        """The result (B, H, S, D) as rows for the output layer. `shape`: that of this rank's input."""
         return self._out_of_order(seen.transpose(1, 2).flatten(2), shape)
 
     def _again(
@@ -159,15 +159,15 @@ class ParallelSelfAttention(nn.Module):
     def _dropped(self, out: Tensor) -> Tensor:
         return out if self.dropout is None else self.dropout(out)
 
-    # Split along the sequence, positions pass through the linear layers as rows in the order in which the ranks' parts
-    # arrive, (rank, B, S of a rank): only attention's inputs and results are reordered.
+    # With sequence parallelism, rows pass through the linear layers in the order in which the ranks' parts arrive,
+    # (rank, B, S of a rank). Only attention's inputs and results are reordered.
 
     def _rows(self, x: Tensor) -> Tensor:
-        """x (B, S, W), of this rank."""
+        """This rank's x (B, S, W) as rows, if the sequence is split."""
         return x if self._ranks == 1 else x.flatten(0, 1)
 
     def _in_order(self, rows: Tensor, shape: torch.Size) -> Tensor:
-        """Rows of all positions in sequence order, in this rank's shape; (B, S, features)."""
+        """Rows of all positions in sequence order, (B, S, features). `shape`: that of this rank's input."""
         if self._ranks == 1:
             return rows
         return rows.view(self._ranks, *shape[:2], rows.shape[-1]).transpose(0, 1).flatten(1, 2)
@@ -180,13 +180,15 @@ class ParallelSelfAttention(nn.Module):
 
     @property
     def _ranks(self) -> int:
-        """The group that splits the sequence."""
+        """The number of ranks that split the sequence; 1 without sequence parallelism."""
         return place_in(self.qkv.group)[1] if self.qkv.sequence_parallel else 1
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Queries (B, H, S, D), the last of the positions of keys and values (B, H_k, T, D); returns (B, H, S, D)."""
+        """Attend from queries (B, H, S, D) to keys and values (B, H_k, T, D), whose last positions are those of the
+        queries; returns (B, H, S, D).
+        """
         queries, keys, window = query.shape[2], key.shape[2], self.window
-        if window is not None and keys >= queries + window:  # the first query does not attend to the first keys
+        if window is not None and keys >= queries + window:  # no query attends to the first keys
             begin = keys - queries - window + 1
             key, value, keys = key[:, :, begin:], value[:, :, begin:], keys - begin
         narrow = window is not None and keys > window
@@ -199,7 +201,7 @@ class ParallelSelfAttention(nn.Module):
         return attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
     def attend_in_pytorch(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
-        """`attend_with_dropout`; with selective recomputation, backward computes its weights again."""
+        """`attend_with_dropout`; with selective recomputation, backward computes the weights again."""
         dropout = self.weights_dropout
         assert dropout is not None
         if not self.selective or not torch.is_grad_enabled():

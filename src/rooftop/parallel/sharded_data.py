@@ -9,8 +9,7 @@ FSDP2.
 
 Each rank holds some rows of each parameter. A unit, such as a block, has whole parameters only while it computes; the
 parameters of the next unit are gathered meanwhile. The data ranks shard a tensor parallel rank's part in the same way
-as a whole
-parameter; the two ways of splitting are independent.
+as a whole parameter; the two ways of splitting are independent.
 
 `fully_shard` of PyTorch does all this. Here it is applied so that the numbers equal those of every other layout:
 gradients are sums over the data ranks, as in `ModelGradients`, and initial values are drawn only for a rank's own rows.
@@ -50,14 +49,14 @@ def fully_sharded(
     then are its own parameters gathered.
 
     Args:
-        model: best on the meta device, so that no rank ever holds the whole; then `to_empty` gives it memory.
+        model: preferably on the meta device, so that no rank ever holds the whole; `to_empty` then gives it memory.
         units: modules in the model whose parameters are gathered together, each shortly before it runs, in order. The
             model itself is the last unit, with the remaining parameters. Modules that share a parameter belong to one
             unit.
         data: the ranks; at least two.
         device_type: "cuda" or "cpu", of the group.
         dtype: the dtype in which parameters are gathered and used; None: their own. The parameters, their gradients and
-            the sums keep their own dtype, so that float32 ones lose nothing.
+            the sums keep their own dtype, so float32 parameters lose no precision.
         kept: units whose parameters stay gathered from forward to backward; preferably the last units of forward.
 
     Raises:
@@ -135,7 +134,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def part_like(parameter: Tensor, whole: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, split in the same way as a given parameter; on that parameter's device."""
+    """This rank's part of a whole tensor, split in the same way as a given parameter and on that parameter's device."""
     if not isinstance(parameter, DTensor):
         return whole
     start, rows = _rows_here(parameter)
@@ -151,7 +150,7 @@ def part_like(parameter: Tensor, whole: Tensor) -> Tensor:
 
 
 def shard_here(parameter: Tensor, shard: Shard | None) -> Shard:
-    """This rank's part of a sharded parameter, of which its tensor parallel rank holds `shard`.
+    """This rank's part of a sharded parameter. Its tensor parallel rank holds `shard` of the parameter.
 
     Args:
         shard: None: the whole parameter.

@@ -1,5 +1,4 @@
-"""A tensor parallel rank's part of a parameter. One record serves for initial values and for sums and norms of
-gradients.
+"""Records of a tensor parallel rank's part of a parameter, for its initial values, and for sums and norms of gradients.
 
 A split layer describes each of its split parameters in its attribute `shards`; parameters without a record are whole on
 every rank.
@@ -31,7 +30,7 @@ class Piece:
     first: bool = True
 
     def rows(self, start: int, count: int) -> Piece:
-        """The piece of `count` of these rows, from `start` on."""
+        """The piece with `count` of these rows, from `start` on."""
         box = self.box
         begin = (box.start[0] + start * box.strides[0], *box.start[1:])
         return Piece(Box(box.shape, begin, (count, *box.size[1:]), box.stride), self.holders, self.first)
@@ -58,7 +57,7 @@ class Shard:
             row += piece.box.size[0]
 
     def rows(self, start: int, count: int) -> Shard:
-        """A data rank's rows of these pieces and padding: `count` from `start` on."""
+        """A data rank's rows of these pieces and padding: `count` rows from `start` on."""
         pieces, row, end = [], 0, start + count
         for piece in self.pieces:
             first, last = max(start, row), min(end, row + piece.box.size[0])
@@ -112,8 +111,8 @@ def rows_of(name: str, whole: tuple[int, ...], start: int, rows: int, blocks: in
 
 
 def padded_rows_of(whole: tuple[int, ...], index: int, count: int) -> Shard:
-    """This rank's rows of a parameter, the same number on each rank: the last ones are padding if the ranks do not
-    divide them.
+    """This rank's rows of a parameter, the same number on each rank. If the number of ranks does not divide the rows,
+    the last rows are padding.
     """
     rows = -(-whole[0] // count)
     start = min(index * rows, whole[0])

@@ -30,7 +30,9 @@ class Sums:
 
     @torch.no_grad()
     def add(self, tensor: Tensor) -> None:
-        """Start the sum of a large tensor, or of a bucket without room for a small one."""
+        """Start the sum of a tensor if it is large. Put a small one into the bucket, and start the bucket's sum if it
+        has no room.
+        """
         if tensor.nbytes >= LARGE_BYTES and tensor.is_contiguous():
             self._large.append(start_sum(tensor, self.group))
             return

@@ -54,14 +54,14 @@ class ColumnParallelLinear(Deferring, LinearAct):
 
     Args:
         in_features: features of the input, which every rank has whole.
-        out_features: features of the whole result; or, for several linear layers of one input, name -> features, in
-            their order in the result and in the rows of the weight: each is split separately.
-        bias: split as the features are.
+        out_features: features of the whole result. For several linear layers of one input: name -> features, in their
+            order in the result and in the rows of the weight; each layer is split separately.
+        bias: whether there is one; it is split like the features.
         activation: as in `rooftop.nn.LinearAct`.
         blocks: name -> number of equal blocks, such as heads, into which its features may be split. Fewer blocks than
             ranks: several ranks hold the same one.
-        padded: for a single layer: whether the features need not be a multiple of the ranks. All ranks then have the
-            same number of features, and the last ranks pad with 0.
+        padded: whether the features of a single layer may be other than a multiple of the ranks. All ranks then have
+            the same number of features, and the last ranks pad with 0.
         group: the ranks; None: an ordinary layer.
         sequence_parallel: whether the input is split along dimension -2.
 
@@ -69,8 +69,8 @@ class ColumnParallelLinear(Deferring, LinearAct):
         parts: name -> features on this rank, in their order.
         deferral: the deferral that may take the weight's gradient (`rooftop.parallel.deferred`); None: backward
             computes it.
-        gathers_again: with sequence parallelism, whether only this rank's part of the input is kept for backward, which
-            gathers the others' again.
+        gathers_again: with sequence parallelism, whether only this rank's part of the input is kept for backward.
+            Backward then gathers the other ranks' parts again.
 
     Raises:
         ValueError: features or blocks cannot be split among the ranks.
@@ -141,7 +141,7 @@ class ColumnParallelLinear(Deferring, LinearAct):
         return _column_product(input, self.weight, self.bias, self.activation, self.group, split, self.deferral)
 
     def entered(self, input: Tensor) -> Tensor:
-        """The input for this layer's product: with sequence parallelism all positions."""
+        """The input for this layer's product; with sequence parallelism it has all positions."""
         if self.sequence_parallel:
             return gather_of_ranks(input, SEQUENCE, self.group)
         return copy_to_ranks(input, self.group)
@@ -158,7 +158,7 @@ class ColumnParallelLinear(Deferring, LinearAct):
         return product(entered, self.weight, self.bias, self.activation, None, self.deferral)
 
     def extra_repr(self) -> str:
-        """The text of `rooftop.nn.LinearAct`, and this rank's part of the whole."""
+        """The text of `rooftop.nn.LinearAct`, with this rank's part of the whole."""
         return f"{super().extra_repr()}{_said(self.group, self.sequence_parallel)}, parts={self.parts}"
 
 
@@ -213,12 +213,12 @@ class RowParallelLinear(Deferring, LinearAct):
             total = scattered_sum_of_ranks(partial, SEQUENCE, self.group)
         elif torch.is_grad_enabled():
             total = sum_of_ranks(partial, self.group)
-        else:  # nothing else refers to it, so it is summed in place without a copy
+        else:  # nothing else refers to the partial sum, so it is summed in place without a copy
             total = start_sum(partial, self.group)()
         return self.with_bias(total)
 
     def begin(self, input: Tensor) -> OnItsWay:
-        """Start the sum of `forward`; `with_bias` takes it."""
+        """Start the sum of `forward`; pass the result to `with_bias`."""
         partial = self.summand(input)
         if self.sequence_parallel:
             return begin_scattered_sum(partial, SEQUENCE, self.group)
@@ -243,7 +243,7 @@ def _said(group: Group, sequence_parallel: bool) -> str:
 
 
 def _first_column(piece: Piece) -> Piece:
-    """The rows of a weight's piece as rows of its bias."""
+    """The piece of the bias that belongs to a weight's piece."""
     box = piece.box
     return Piece(Box(box.shape[:1], box.start[:1], box.size[:1]), piece.holders, piece.first)
 
@@ -259,8 +259,9 @@ def under_autocast(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tup
 
 
 def is_traced() -> bool:
-    """Whether torch.jit.trace records this call: its result cannot contain autograd functions in Python. The compiler's
-    own tracing does not count, and cannot call this."""
+    """Whether torch.jit.trace records this call; its result cannot contain autograd functions in Python. Tracing by
+    torch.compile does not count, and cannot call this.
+    """
     return not torch.compiler.is_compiling() and torch._C._is_tracing()
 
 
@@ -274,7 +275,7 @@ def product(
 ) -> Tensor:
     """`rooftop.kernels.linear_act`, with a weight gradient that may be left to a deferral.
 
-    While training, an activation is that of `linear_act_and_before`, whether or not it is recomputed.
+    While training, the activation is always computed as in `linear_act_and_before`, whether or not it is recomputed.
     """
     training = torch.is_grad_enabled() and not is_traced()
     if deferral is None and activation in KEPT and residual is None and training:
@@ -323,7 +324,7 @@ def _deferrable_product(
 
 
 class _ColumnProduct(torch.autograd.Function):
-    """(activation(x @ weight.T + bias) for a part of the features, the activation's input, without a gradient).
+    """(activation(x @ weight.T + bias), the activation's input without a gradient), both for a part of the features.
 
     x is kept in gathered form, with all positions: gathering it again in backward would save memory, but keep the GPUs
     busy for longer."""

@@ -1,8 +1,8 @@
 """Handle SIGTERM at once in a thread, even while the main thread is inside a collective or a kernel launch.
 
-A launcher sends SIGTERM to all ranks as soon as one of them dies. By default it ends a process immediately, before that
-process can report which rank died. Within `heard_by_a_thread` the process keeps running, and the thread that reads
-`Termination` decides what to do.
+A launcher sends SIGTERM to all ranks as soon as one of them dies. By default the signal ends a process immediately,
+before that process can report which rank died. Within `heard_by_a_thread` the process keeps running, and the thread
+that reads `Termination` decides what to do.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Termination:
 
     @property
     def ours(self) -> bool:
-        """Whether no other part of the program handles it."""
+        """Whether no other part of the program handles SIGTERM."""
         return self.handler is not None and signal.getsignal(signal.SIGTERM) is self.handler
 
 
@@ -94,8 +94,9 @@ def _go_on() -> None:
 
 
 def _as_before() -> None:
-    """Run in a fork, such as a worker of a DataLoader, so that SIGTERM ends it as usual and does not reach its
-    parent."""
+    """Run in a forked process, such as a DataLoader worker, so that SIGTERM ends it as usual and does not reach its
+    parent.
+    """
     for termination in _active:
         signal.set_wakeup_fd(-1)
         if termination.ours:

@@ -4,8 +4,8 @@
 
 A pair of ranks sends activations one way and gradients the other way. NCCL executes a rank's posted operations one by
 one. So both ends must post in the same order, and a rank that posts a receive too early delays the sends after it. The
-order here is that in which the simulated schedule computes the data. Everything that a transfer waits for comes earlier
-in that order. So the first unfinished transfer can always be completed, however long instructions really take.
+common order is the one in which the simulated schedule computes the data. Everything that a transfer waits for comes
+earlier in that order. So the first unfinished transfer can always be completed, however long instructions really take.
 
 A rank posts a receive ahead of the instruction that needs it, as far as the order allows. So the data arrive while the
 previous instruction is computed. On a GPU, a waiting receive occupies multiprocessors that the instruction needs, so
@@ -52,7 +52,7 @@ class Send:
 
 
 Step = Receive | Send | Instruction
-"""What a rank does next."""
+"""A step of a rank's program."""
 
 
 def transfers_of(schedule: Schedule) -> list[Transfer]:

@@ -2,8 +2,9 @@
 
 The formula computes the exposed time of a forward pass on the busiest rank, in seconds:
 
-    p2p the time of a step's rows beyond the work on the rows before, and a merge for each step all_gather the time of
-    all rows beyond the work on the rank's own rows a2a the time of everything that moves, since attention waits for it
+    p2p          for each step, the transfer of its rows minus the work on the previous rows, plus a merge
+    all_gather   the transfer of all rows minus the work on the rank's own rows, plus one merge
+    a2a          the whole transfer, since attention waits for it
 
 Backward takes about twice as long for every transport, so it does not change the choice.
 """
@@ -60,7 +61,7 @@ class TransportPlan:
 
 @dataclass(frozen=True)
 class Measured:
-    """The fastest measured transport, forward and backward, for this many ranks and at least this many positions."""
+    """The fastest transport as measured, forward and backward, for this many ranks and at least this many positions."""
 
     ranks: int
     least_length: int

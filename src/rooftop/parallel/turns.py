@@ -1,4 +1,4 @@
-"""Compute two halves of a batch in turns: tensor ranks communicate one half while they compute the other.
+"""Compute two halves of a batch in turns: tensor ranks communicate for one half while they compute the other.
 
 A layer that ranks share ends with a sum over them, and the next layer begins with the whole result. Without halves, a
 rank has nothing to compute while it communicates. With two halves, each goes through its layers in phases, and the
@@ -9,8 +9,8 @@ halves alternate. S (sums) and G (gathers) of the halves a and b, between their 
 
 `first` is the linear layer that begins with the gathered tensor, `second` the rest up to the linear layer that ends
 with a sum, `norm` the operation after the sum. Backward takes the reverse order: autograd runs the latest operations
-first. An exchange began before a phase of the other half and was awaited after it. So in backward it surrounds that
-phase, too.
+first. In forward, an exchange begins before a phase of the other half and is awaited after that phase. So in backward
+it surrounds that phase, too.
 
 Source: Wang et al. 2024, "Domino: Eliminating Communication in LLM Training via Generic Tensor Slicing and Overlapping"
 (arXiv:2409.15241).
@@ -62,7 +62,7 @@ def take_turns(
 
 
 class OnItsWay:
-    """A communication that runs during other computation. The communication of its gradient does so, too.
+    """A communication that runs during other computation, as does the communication of its gradient.
 
     Args:
         x: tensor to exchange. there, back: start its exchange, and that of the result's gradient.
@@ -113,7 +113,7 @@ def _already(x: Tensor) -> Pending:
 
 
 class _Way:
-    """The exchanges in progress, one after another. If a graph is dropped, nothing of it stays here."""
+    """The exchange in progress. If a graph is dropped, nothing of it stays here."""
 
     __slots__ = ("back", "pending", "there")
 

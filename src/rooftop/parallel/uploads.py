@@ -1,7 +1,7 @@
 """Copies of tensors from the host to the rank's device, for which the host does not wait.
 
-CUDA copies from ordinary memory only after the stream has finished all earlier launches, and the host waits for it.
-Copies from pinned memory do not wait.
+CUDA copies from ordinary memory only after the stream has finished all earlier launches, and the host waits for the
+copy. Copies from pinned memory do not wait.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Cross entropy of logits whose vocabulary is split over tensor parallel ranks: the logits are never gathered.
 
 Each rank computes for its columns the maximum m, the sum of exponentials relative to it, the target's logit if it is
-here, and with label smoothing the sum of all. Two exchanges of a few numbers a row combine these into the values of one
-rank: the maximum M of all, then the sums relative to M, s = sum of s_r exp(m_r - M). The gradient needs no exchange:
-each rank has its own columns of softmax - one_hot. `rooftop.kernels.cross_entropy` defines the loss of a row.
+here, and with label smoothing the sum of all logits. Two exchanges of a few numbers a row combine them as if one rank
+had all columns: first the maximum M of all, then the sums relative to M, s = sum of s_r exp(m_r - M). The gradient
+needs no exchange: each rank has its own columns of softmax - one_hot. `rooftop.kernels.cross_entropy` defines the loss
+of a row.
 
 Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3.
 """
@@ -59,7 +60,7 @@ class Classes:
     z_loss: float
 
     def places(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """The targets' columns on this rank (0 for targets on other ranks), and whether they are here: (N,) both."""
+        """The targets' columns on this rank (0 for targets on other ranks), and whether they are here, (N,) both."""
         column = target - self.start
         here = (column >= 0) & (column < self.here) & (target != self.ignore_index)
         return column.where(here, 0), here
@@ -76,15 +77,17 @@ def own_statistics(x: Tensor, target: Tensor, classes: Classes) -> tuple[Tensor,
         return values.new_full(values.shape[:1], -math.inf), values.new_zeros(3, len(values))
     column, here = classes.places(target)
     maximum = values.amax(1)
-    apart = values - maximum.masked_fill(maximum == -math.inf, 0.0)[:, None]  # other ranks may have more than -inf
+    apart = (
+        values - maximum.masked_fill(maximum == -math.inf, 0.0)[:, None]
+    )  # another rank's maximum may be more than -inf
     found = apart.gather(1, column[:, None])[:, 0].where(here, 0.0)
     every = apart.sum(1) if classes.label_smoothing else torch.zeros_like(maximum)
     return maximum, torch.stack((apart.exp_().sum(1), found, every))
 
 
 def of_all_ranks(maximum: Tensor, sums: Tensor, target: Tensor, classes: Classes) -> tuple[Tensor, Tensor, Tensor]:
-    """(losses (N,), maximum and log of the sum of exponentials relative to it, (N,) both) from each rank's
-    statistics.
+    """The losses (N,) from each rank's statistics, with the maximum and the log of the sum of exponentials relative to
+    it, (N,) both.
     """
     most = maximum.clone()
     dist.all_reduce(most, dist.ReduceOp.MAX, group=classes.group)
@@ -109,7 +112,7 @@ def own_gradient(
     kept, spread = 1 - classes.label_smoothing, classes.label_smoothing / classes.vocabulary
     values = x[:, : classes.here].to(accumulator_dtype(x.dtype))
     power = ((values - maximum[:, None]) - logarithm[:, None]).exp_()
-    # Each term cancels separately, as exactly as possible for a probability near 1.
+    # Each term cancels separately, so that a probability near 1 is as exact as possible.
     made = power * kept
     if classes.here:
         column, here = classes.places(target)

@@ -15,7 +15,7 @@ MOST_SHOWN = 3
 
 
 def context(places: Mapping[int, Place], culprits: Collection[int]) -> str:
-    """The end of an error message, "; ...": what others were waiting for, and where the failed ranks were last."""
+    """The end of an error message, "; ...": what other ranks waited for, and the last places of the failed ranks."""
     awaited: dict[str, list[int]] = {}
     for rank, place in sorted(places.items()):
         if rank not in culprits and (words := _awaited(place, culprits)):
@@ -60,7 +60,7 @@ class Waits:
         self._since: dict[int, tuple[object, float]] = {}
 
     def look(self, places: Mapping[int, Place], now: float) -> Wait | None:
-        """The longest wait, if it has lasted for `NOTE_S`; None if the rank that is awaited announced long work.
+        """The longest wait, if it has lasted for `NOTE_S`; None if the awaited rank has announced long work.
 
         Args:
             places: activities of all ranks, by rank.

@@ -7,15 +7,15 @@
 | a rank of this machine that a signal has stopped | /proc | `STOPPED_S` |
 | a machine without a sign of life, or a rank alone on it | its ranks' counts in the store | `SILENT_S` |
 | the end of the launcher that started this rank | the number of its parent | 0.2 s |
-| SIGTERM, which the launcher sends to all since one is gone | `rooftop.parallel.terminations` | 0.2 s |
-| ranks that wait for one that is alive | flight recorders and places | `NOTE_S`: a note; `timeout_s`: an end |
+| SIGTERM, which the launcher sends to all ranks because one is gone | `rooftop.parallel.terminations` | 0.2 s |
+| ranks that wait for a live rank | flight recorders and places | `NOTE_S`: a note; `timeout_s`: an end |
 
 Each rank watches the next one on its machine, and the first rank of a machine watches the next machine. A live rank
 gets `timeout_s`, because it may compile, save, read, or hold Python's lock (which keeps its own thread from sending
 heartbeats).
 
 The rank that detects a failure asks all others what they wait for, and writes the failure to the store with their
-answers. Then each rank ends its waits in NCCL or gloo. A rank whose main thread does not end by itself is killed.
+answers. Then each rank ends its waits in NCCL or gloo. A rank is killed if its main thread does not end by itself.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ from rooftop.parallel.waits import Waits, context
 WATCH_S = 0.2
 """Seconds between a rank's heartbeats, and between its checks whether another rank has failed."""
 SILENT_S = 20.0
-"""A rank on another machine without a sign of life for this long has failed. A thread sends the signs, whatever the
-rank computes, unless code that holds Python's lock stops that thread."""
+"""A rank on another machine without a sign of life for this long has failed. A thread sends the signs during any
+computation of the rank, unless code that holds Python's lock stops that thread.
+"""
 STOPPED_S = 8.0
 """A rank of this machine that a signal has stopped for this long has failed."""
 SILENCE_S = 3.0
@@ -75,14 +76,14 @@ LOOK_S = 1.0
 STUCK_S = 2.0
 """The flight recorder is read only if no collective has finished for this long, since reading it takes 0.1 s."""
 LEAVING_S = 60.0
-"""Seconds that a program may take to leave the block after a failure, before its process is ended."""
+"""Seconds that a program has to leave the block after a failure. Then its process is ended."""
 ENDED = ("its process has ended", "their processes have ended")
 NO_TAG = (1 << 30) + 7  # tag of a message that is never sent
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The ranks that have failed, and the message without what others were waiting for."""
+    """The ranks that have failed, and the message without the waits of other ranks."""
 
     words: str
     culprits: tuple[int, ...]
@@ -189,7 +190,7 @@ class Watch:
                 )
         if not self.failure:
             return
-        self.at = all_places()  # once freed, a GPU continues
+        self.at = all_places()  # a GPU continues once its wait has ended
         self.noticed.set()
         abort_communication()
         if failure is not None:
@@ -207,8 +208,9 @@ class Watch:
         )
 
     def _leave(self) -> None:
-        """End this process if its main thread does not leave the block, because it may hang where nothing can free
-        it."""
+        """End this process if its main thread does not leave the block, since nothing may be able to free a hanging
+        thread.
+        """
         until, asked_until = time.monotonic() + LEAVING_S, float("inf")
         while not self._stop.wait(WATCH_S):
             if self.termination.asked and asked_until == float("inf"):
@@ -405,15 +407,16 @@ def places_of(store: Any, ranks: Iterable[int]) -> dict[int, Place]:
 
 
 def note_interrupted() -> None:
-    """Remember what this rank waited for when it failed: what it reported or, without a report, the last operation that
-    it launched."""
+    """Record this rank's wait at its failure: the wait that it reported or, without a report, the last operation that
+    it launched.
+    """
     last = newest(recorded(), ranks_of_groups()) if dist.is_initialized() and not place_here(()).awaited else None
     if last is not None:
         interrupted(last.words)
 
 
 def abort_communication() -> None:
-    """End waits in NCCL, gloo, and kernels that wait for other ranks' words."""
+    """End waits in NCCL, in gloo, and in kernels that wait for data of other ranks."""
     end_waits()
     if not dist.is_initialized():
         return
@@ -439,7 +442,7 @@ def _break_gloo(group: dist.ProcessGroup) -> None:
 
 
 def poll(done: Callable[[], bool], until: float) -> bool:
-    """Whether something is done before a time (of `time.monotonic`). The checks become less frequent."""
+    """Whether a condition becomes true before a time (of `time.monotonic`). The checks become less frequent."""
     pause_s = 0.001
     while not done():
         if time.monotonic() >= until:

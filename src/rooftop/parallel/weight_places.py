@@ -1,7 +1,8 @@
 """Remember the parameters of a model at their places, and find out whether others have replaced them.
 
 `load_state_dict(..., assign=True)` and `module.weight = nn.Parameter(...)` replace tensors that an optimizer, hooks and
-CUDA graphs refer to. Those would continue with the old tensors, and training would have no effect.
+CUDA graphs refer to. The optimizer, hooks and graphs would continue with the old tensors, and training would have no
+effect.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ class WeightPlaces:
     """The places of a model's parameters, with the parameters at the time of creation.
 
     Args:
-        model: the model whose parameters are referred to elsewhere.
+        model: the model to whose parameters an optimizer, hooks or graphs refer.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -67,9 +68,7 @@ class WeightPlaces:
         return taken
 
     def _replaced(self) -> list[tuple[str, nn.Parameter, Tensor | None]]:
-        """Name, original parameter, and present one. A sharded parameter that is gathered for a while is not a
-        replacement.
-        """
+        """Name, original parameter, and present one. A temporarily gathered sharded parameter is not a replacement."""
         return [
             (name, known, places.get(key))
             for places, key, name, known in self._places
