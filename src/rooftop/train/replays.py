@@ -4,8 +4,8 @@
     loss, norm = gradients(tokens, step)
 
 A step of a model has thousands of launches. If its layers are small or split, the host takes longer to launch them than
-the GPU to compute; a replay is one launch. It reads and writes the memory of the capture, so everything that changes
-from step to step must be an input tensor, which is copied to its place.
+the GPU to compute. A replay is one launch. It reads and writes the memory of the capture, so all data that change from
+step to step must be input tensors, which are copied to that memory.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torch import Tensor
 from rooftop.hardware.graphs import captured_into, in_a_line
 
 WARM_UP = 3
-"""Calls before the capture: kernels are compiled in the first, and libraries and NCCL set themselves up."""
+"""Calls before the capture. The first one compiles kernels, and initializes libraries and NCCL."""
 
 
 class Replayed:
     """Returns the outputs of a function, detached from autograd.
 
     Args:
-        function: from tensors on the device to tensors. It may have effects, such as gradients. The host must not wait
-            in it. It reads Python state, such as modes and hooks of a model, for the last time at the capture.
-            Afterwards the memory of a model must stay at its addresses.
+        function: a function of tensors on the device that returns tensors. It may have effects, such as gradients. The
+            host must not wait in it. It reads Python state, such as modes and hooks of a model, for the last time at
+            the capture. Afterwards the addresses of a model's memory must not change.
         device: a GPU.
         warm_up: number of ordinary calls before the capture, on the stream of the capture.
 
     Attributes:
-        captured: whether calls are replays now. Tensors that the function left behind at the capture, such as
-            gradients, belong to the graph and must be kept: each replay writes them again.
+        captured: whether calls are replays now. Tensors that the function stored during the capture, such as gradients,
+            belong to the graph. Keep them, because each replay writes them again.
 
     Raises:
         ValueError: the device is not a GPU, or `warm_up` is negative.
@@ -63,10 +63,10 @@ class Replayed:
 
         Raises:
             ValueError: the number, shapes or dtypes of the inputs of a replay differ from the capture.
-            OutOfMemoryError: the graph needs memory of its own, in addition to what earlier calls left in the
-                allocator.
-            RuntimeError: the function cannot be captured; the message gives the reason. Release its leftovers, such as
-                gradients, which have no values.
+            OutOfMemoryError: the graph needs separate memory, in addition to the memory that the allocator keeps from
+                earlier calls.
+            RuntimeError: the function cannot be captured; the message gives the reason. Release the tensors that it
+                stored, such as gradients, because they have no values.
         """
         with torch.cuda.device(self._device):
             if self._graph is None and self._left:

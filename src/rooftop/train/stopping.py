@@ -1,4 +1,4 @@
-"""Takes SIGTERM as a request to save and stop: schedulers send it when the time of a job is over.
+"""Handles SIGTERM as a request to save and stop: schedulers send it when the time of a job is over.
 
 with stop_on_sigterm() as stop:
     while not stop.requested:
@@ -36,8 +36,8 @@ class Stop:
 
 @contextmanager
 def stop_on_sigterm() -> Iterator[Stop]:
-    """In this block SIGTERM only sets `requested`. Has no effect outside the main thread, because only that receives
-    signals.
+    """In this block SIGTERM only sets `requested`. Outside the main thread the block has no effect, because only the
+    main thread receives signals.
     """
     with _stopping_on({signal.SIGTERM: "SIGTERM"}) as stop:
         yield stop

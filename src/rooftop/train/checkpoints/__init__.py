@@ -1,1 +1,1 @@
-"""Trainings on disk: planned, staged, written in the background, read in any layout, converted."""
+"""Trainings on disk: plan and stage a checkpoint, write it in the background, read it in any layout, convert it."""

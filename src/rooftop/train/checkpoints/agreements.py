@@ -1,8 +1,8 @@
 """Agreement of the ranks once per step, in the background.
 
 Each rank sends a few numbers. One step later every rank gets the minimum of each number over all ranks. So all ranks
-act alike after the same step: they save because one was told to stop, start the next part of a save because all have
-written theirs, or raise because one could not.
+act alike after the same step. They save because one rank was told to stop, start the next part of a save because all
+have finished the previous one, or raise because one could not write.
 
     step 7     says [0]          hears what was said at step 6
     step 8     says [-1] here    hears [0]
@@ -28,7 +28,7 @@ class Agreement:
     """Minima of numbers over all ranks. Every rank makes one and calls its methods together with the others.
 
     Args:
-        count: how many numbers each rank sends.
+        count: the number of numbers that each rank sends.
 
     Attributes:
         ranks: number of ranks.

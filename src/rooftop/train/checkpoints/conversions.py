@@ -41,7 +41,7 @@ def convert(
     tensor_ranks: int = 1,
     progress: Progress = lambda what, fraction: None,
 ) -> Path:
-    """Convert a checkpoint. Everything read is compared with its checksums.
+    """Convert a checkpoint. All data that are read are compared with their checksums.
 
     Args:
         record: record of the checkpoint to read.
@@ -78,7 +78,7 @@ def convert(
         name = complete(temporary, [file_name(rank) for rank in range(tensor_ranks)], described).name
         partial.replace(out)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # which is gone if all went well
+        shutil.rmtree(partial, ignore_errors=True)  # after a success this folder no longer exists
     return out / name
 
 
@@ -86,7 +86,7 @@ def check_new(out: Path) -> None:
     """Check that a folder can be written: it is new or empty.
 
     Raises:
-        InputError: it is not empty, its parent does not exist, or it cannot be made.
+        InputError: the folder is not empty, its parent does not exist, or it cannot be made.
     """
     if out.name in ("", ".."):
         raise InputError(f"{out} cannot be written: expected a new or empty folder")
@@ -98,7 +98,7 @@ def check_new(out: Path) -> None:
             raise InputError(f"{out} cannot be written: there is no folder {folder}")
         if not os.access(folder, os.W_OK):
             raise InputError(f"{out} cannot be written: permission denied")
-        probe = out.with_name(f".{out.name}.{os.getpid()}.partial")  # as what is written is called until it is whole
+        probe = out.with_name(f".{out.name}.{os.getpid()}.partial")  # the name of the folder until it is complete
         probe.mkdir()
         probe.rmdir()
     except OSError as error:
@@ -118,7 +118,7 @@ def _layout(config: GptConfig, tensor_ranks: int) -> Layout:
 
 @dataclass(frozen=True)
 class _Place:
-    """A rank of an imaginary group, with what a layer asks of it when nothing is computed."""
+    """A rank of an imaginary group. It answers what layers ask of a group when they compute nothing."""
 
     index: int
     count: int

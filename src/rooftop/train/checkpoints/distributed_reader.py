@@ -39,14 +39,14 @@ class CheckpointReader(StorageReader):
         folder: folder of a training (its last step is read) or of one step.
 
     Raises:
-        InputError: it has no training, or is damaged; raised here, or when a part is read.
+        InputError: the folder has no training, or the checkpoint is damaged; raised here, or when a part is read.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.reset(folder)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin to read a checkpoint: this one, or the same as before."""
+        """Begin to read a checkpoint: the given one, or the previous one."""
         if checkpoint_id is not None:
             self.saved: Readable = open_tensors(read_record(Path(checkpoint_id)))
 
@@ -64,18 +64,18 @@ class CheckpointReader(StorageReader):
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: nothing is left to set up."""
+        """Do nothing, because nothing is left to set up."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plan unchanged: reading needs no other."""
+        """Return the plan unchanged, because reading needs no changes."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what a rank needs.
+        """Read the data that a rank needs.
 
         Raises:
             InputError: a part is damaged; the message names its tensor and file.

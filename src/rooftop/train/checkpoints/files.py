@@ -1,15 +1,15 @@
 """One file of a checkpoint: pieces of tensors in the safetensors format, each with its place and its checksums.
 
     8 bytes     length of the header, little-endian
-    header      JSON: of each piece dtype, shape and bytes, as safetensors has them; in __metadata__, under "rooftop",
-                the tensor's name, its whole shape, where the piece starts in it, and the CRC-32 of each 4 MiB of it
+    header      JSON: dtype, shape and bytes of each piece, as in safetensors; in __metadata__, under "rooftop", the
+                tensor's name, its whole shape, where the piece starts in it, and the CRC-32 of each 4 MiB of it
     data        the pieces, one after another
 
-Each block has its own checksum, so that a reader of some rows of a piece can check just these. The checksums are
-computed during the writing and enter the header last; a truncated file has none.
+Each block has its own checksum, so that a reader of some rows of a piece can check only these rows. The checksums are
+computed during the writing and enter the header last, so a truncated file has none.
 
-This file imports only the standard library. Run as a script, it is the process that writes a checkpoint during the
-training. It starts in a tenth of a second, and reads the data from memory that it shares with the training.
+This file imports only the standard library. Run as a script, it writes a checkpoint during the training. This process
+starts in a tenth of a second, and reads the data from memory that it shares with the training.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-BLOCK_BYTES = 4 << 20  # a checksum of 8 digits each; of 100 GB 200 kB
+BLOCK_BYTES = 4 << 20  # each has a checksum of 8 digits: 200 kB for 100 GB
 ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-"""What safetensors calls the dtypes of weights, and of counters beside them."""
-CHECKERS = 2  # one computes 2.5 GB/s; disks write up to 5
-NICENESS = 10  # of the process that writes: the training's threads, which launch its kernels, go first
+"""The bytes of an element, by safetensors' names of the dtypes of weights and counters."""
+CHECKERS = 2  # one thread computes checksums at 2.5 GB/s; disks write at up to 5
+NICENESS = 10  # niceness of the writing process, so that the training's threads, which launch its kernels, go first
 WAITING_CHECKSUM = "0" * 8
 METADATA = "rooftop"
 
@@ -44,7 +44,7 @@ class FilePiece:
         dtype: a key of `ITEM_BYTES`.
         shape: shape of the whole tensor.
         start: start of the part in the whole tensor.
-        size: of the part.
+        size: size of the part.
     """
 
     name: str
@@ -55,17 +55,19 @@ class FilePiece:
 
     @classmethod
     def of(cls, plain: dict[str, Any]) -> FilePiece:
-        """Make one from JSON, which has lists for tuples."""
+        """Make a piece from JSON, where tuples are lists."""
         return cls(plain["name"], plain["dtype"], *(tuple(plain[key]) for key in ("shape", "start", "size")))
 
     @property
     def bytes(self) -> int:
-        """Of the part."""
+        """The bytes of the part."""
         return prod(self.size) * ITEM_BYTES[self.dtype]
 
     @property
     def key(self) -> str:
-        """The key in the file: the name, and for a part its ranges, such as "layers.0.mlp.up.weight[0:64, 0:32]"."""
+        """The key in the file: the tensor's name, for a part with its ranges, such as "layers.0.mlp.up.weight[0:64,
+        0:32]".
+        """
         if self.size == self.shape:
             return self.name
         return f"{self.name}[{', '.join(f'{a}:{a + n}' for a, n in zip(self.start, self.size, strict=True))}]"
@@ -111,7 +113,7 @@ def write_file(
         for piece, content in zip(pieces, contents, strict=True):
             assert content.nbytes == piece.bytes, piece
             blocks = [*blocks_of(content)]
-            checksums = pool.map(checksum, blocks)  # in parallel with the writing: both let other threads run
+            checksums = pool.map(checksum, blocks)  # in parallel with the writing, since both release Python's lock
             for block in blocks:
                 before_each_block()
                 _write_all(file, block)
@@ -122,7 +124,7 @@ def write_file(
 
 
 def blocks_of(content: memoryview) -> Iterator[memoryview]:
-    """A piece's bytes by `BLOCK_BYTES`."""
+    """A piece's bytes in blocks of `BLOCK_BYTES`."""
     return (content[at : at + BLOCK_BYTES] for at in range(0, content.nbytes, BLOCK_BYTES))
 
 
@@ -187,11 +189,11 @@ def request(path: Path, pieces: Sequence[FilePiece], memory: int) -> str:
 
 
 def main() -> int:
-    """Write what standard input requests. An OSError goes to standard output as a line, with exit status 1."""
+    """Write the file that standard input requests. An OSError goes to standard output as a line, with exit status 1."""
     import signal
 
     os.nice(NICENESS)
-    for number in (signal.SIGTERM, signal.SIGINT):  # the training hears them too, and waits for what is being saved
+    for number in (signal.SIGTERM, signal.SIGINT):  # the training gets these signals too, and waits for the save
         signal.signal(number, signal.SIG_IGN)
     said = json.load(sys.stdin)
     pieces = [FilePiece.of(plain) for plain in said["pieces"]]

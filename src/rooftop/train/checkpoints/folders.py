@@ -1,16 +1,14 @@
 """The folder of a training's checkpoints: a step appears once it is complete, and `latest` names the last one.
 
     save/
-      latest                          the name of the last one that is whole
-      step-00000100/
-        training.json                 what was trained, in which layout, after which step; index.json's checksum
-        index.json                    where each tensor is, with checksums
-        rank-00000.safetensors        what each rank wrote
+      latest                          the name of the last complete step step-00000100/
+        training.json                 the training, its layout and step; index.json's checksum index.json
+        the place of each tensor, with checksums rank-00000.safetensors        the tensors that each rank wrote
         rank-00001.safetensors
-      .step-00000200.8f3a.unfinished  one that is being written, or was when the training was killed
+      .step-00000200.8f3a.unfinished  a step that is being written, or was when the training was killed
 
-The files reach the disk before the folder gets its name, the name before `latest` names it, and older steps are removed
-last. So a process killed on the way leaves the checkpoint before. A step that is saved again gets another name
+First the files reach the disk, then the folder gets its name, then `latest` names it, and last older steps are removed.
+So the previous checkpoint survives if the process is killed in between. A step that is saved again gets another name
 (step-00000100.2). All ranks must see the same folder.
 """
 
@@ -45,7 +43,7 @@ def unfinished(folder: Path, step: int, token: str) -> Path:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove the leftovers of trainings that were killed while they saved."""
+    """Remove unfinished folders of trainings that were killed while they saved."""
     for path in folder.glob(f".step-*{UNFINISHED}"):
         remove(path)
     remove(folder / f".{LATEST}{UNFINISHED}")
@@ -81,7 +79,7 @@ def complete(
     write_text(folder / f".{LATEST}{UNFINISHED}", f"{name}\n")
     os.replace(folder / f".{LATEST}{UNFINISHED}", folder / LATEST)
     sync_folder(folder)
-    for path in before:  # the same step, saved before: until now `latest` may have named it
+    for path in before:  # an earlier save of this step, which `latest` may have named until now
         _remove_step(path)
     if keep_last is not None:
         older = sorted(((number, path) for number, path in _steps(folder) if number < step), reverse=True)
@@ -91,7 +89,7 @@ def complete(
 
 
 def write_described(temporary: Path, files: Sequence[str], described: Mapping[str, Any]) -> None:
-    """Write index.json and training.json next to the files of tensors, and wait until all of it is on the disk."""
+    """Write index.json and training.json next to the files of tensors, and wait until all files are on the disk."""
     index = index_of(temporary, files, int(described["step"]))
     write_text(temporary / INDEX, index)
     said = {**described, "index_crc32": checksum(index.encode())}
@@ -131,7 +129,7 @@ def _steps(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _remove_step(path: Path) -> None:
-    """Remove a step. If this is killed midway, no incomplete folder has the name of a step."""
+    """Remove a step. Even if the process is killed midway, no incomplete folder has the name of a step."""
     hidden = path.with_name(f".{path.name}.removed{UNFINISHED}")
     try:
         os.replace(path, hidden)

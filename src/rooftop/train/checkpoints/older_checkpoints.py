@@ -4,9 +4,9 @@
     tensor-0.pt       {"step", "shards", "weights": {name: tensor}, "optimizer": {number: {kind: tensor}}}
     tensor-1.pt
 
-The tensors of a rank are stored as it held them, with padding; "shards" tells which pieces of the whole they are
-(`resharding`). The optimizer numbered the weights, first those of more than one dimension. This format is read through
-`saved_tensors.Readable`, and never written.
+The tensors of a rank are stored as the rank held them, with padding; "shards" says which pieces of the whole they are
+(`resharding`). The optimizer numbered the weights, starting with those of more than one dimension. This format is read
+through `saved_tensors.Readable`, and never written.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rooftop.train.checkpoints.saved_tensors import Entry
 from rooftop.train.checkpoints.trainer_tensors import moment_name
 
 UNREADABLE = (OSError, RuntimeError, KeyError, TypeError, ValueError, AttributeError, EOFError, UnpicklingError)
-"""What torch.load and what is made of its result raise where a file is damaged."""
+"""The errors of torch.load, and of the code that uses its result, for a damaged file."""
 
 
 def part_name(tensor_rank: int) -> str:
@@ -42,8 +42,7 @@ class OlderTensors:
     Args:
         folder: of the step.
         ranks: number of tensor parallel ranks that saved it.
-        own: (this tensor parallel rank, what it holds) if as many ranks resume as saved; then only its own file is
-            read.
+        own: (this tensor parallel rank, its parts) if as many ranks resume as saved; then only its own file is read.
 
     Attributes:
         entries: by name.
@@ -102,7 +101,7 @@ class OlderTensors:
 
 
 def _as_first(shards: Mapping[str, Shard]) -> dict[str, Shard]:
-    """What a rank holds, marked so that only its own file is read."""
+    """The tensors that a rank holds, marked so that only its own file is read."""
     return {
         name: Shard(tuple(replace(piece, first=True) for piece in shard.pieces), shard.padding)
         for name, shard in shards.items()
@@ -110,5 +109,5 @@ def _as_first(shards: Mapping[str, Shard]) -> dict[str, Shard]:
 
 
 def _damaged(path: Path, error: BaseException) -> InputError:
-    kind = type(error).__name__  # torch's message is a page
+    kind = type(error).__name__  # torch's message fills a page
     return InputError(f"{path} cannot be read as a part of a training ({kind}); is it complete?")

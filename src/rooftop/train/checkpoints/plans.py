@@ -1,13 +1,14 @@
-"""Plans which rank writes which part of a checkpoint: each part once, with bytes spread evenly over the ranks.
+"""Plans which rank writes which part of a checkpoint. Each part is written once, and bytes are spread evenly over
+ranks.
 
     rank 0 holds   layers.0.up[0:64]    norm        rank 0 writes   layers.0.up[0:64]
     rank 1 holds   layers.0.up[64:128]  norm   ->   rank 1 writes   layers.0.up[64:128]  norm
     rank 2 holds   layers.1.up[0:64]    norm        rank 2 writes   layers.1.up[0:64]
     ...
 
-The plan does not depend on why a rank holds something. Ranks tell each other what they hold (`Held`). Parts that
-several ranks hold go to the ranks with the least to write: data and context parallel ranks share everything, tensor
-parallel ranks norms and shared heads, pipeline stages a tied embedding. Large parts are cut by rows first.
+Ranks tell each other what they hold (`Held`); the plan needs no reasons. Parts that several ranks hold go to the ranks
+with the least to write. Data and context parallel ranks hold the same parts, tensor parallel ranks the same norms and
+shared heads, and pipeline stages the same tied embedding. Large parts are first cut by rows.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rooftop.parallel import Shard
 from rooftop.train.checkpoints.files import BLOCK_BYTES, ITEM_BYTES, FilePiece
 
 EVEN = 8
-"""What several ranks hold is cut into parts of at most 1/8 of what a rank writes on average."""
+"""A tensor that several ranks hold is cut into parts of at most 1/8 of the bytes that a rank writes on average."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Held:
 
     @classmethod
     def of(cls, name: str, dtype: str, shape: Sequence[int], shard: Shard | None) -> Held:
-        """Make one of a shard; None: the whole tensor of that shape.
+        """Make it from a shard; None: the whole tensor of that shape.
 
         Raises:
             ValueError: the shard has elements that are not contiguous in the whole.
@@ -59,7 +60,7 @@ class Held:
 
 
 def planned(held: Sequence[Sequence[Held]]) -> list[list[FilePiece]]:
-    """Return what each rank writes; the plan is the same on all ranks.
+    """Return the pieces that each rank writes; the plan is the same on all ranks.
 
     Args:
         held: what each rank holds.
@@ -77,7 +78,7 @@ def planned(held: Sequence[Sequence[Held]]) -> list[list[FilePiece]]:
                 raise ValueError(f"{each.name} is {wholes[each.name]} and {(each.dtype, each.shape)} on two ranks")
             for start, size in each.pieces:
                 ranks = holders.setdefault(FilePiece(each.name, each.dtype, each.shape, start, size), [])
-                if rank not in ranks:  # a parameter that is there twice, as a tied one in one stage may be
+                if rank not in ranks:  # a parameter that a rank lists twice, such as a tied one in one stage
                     ranks.append(rank)
     _check_complete(holders, wholes)
     total = sum(piece.bytes for piece in holders)
@@ -119,7 +120,7 @@ def _cut(piece: FilePiece, holders: int, most: int) -> list[FilePiece]:
 
 
 def part_of(piece: FilePiece, local: Tensor, held: Held) -> Tensor:
-    """A view of the part to write, of the tensor that a rank holds."""
+    """The part to write, as a view of the tensor that a rank holds."""
     if not piece.size:
         return local
     row = 0

@@ -1,7 +1,8 @@
-"""Assembles what a tensor parallel rank holds from what the ranks of another layout held.
+"""Assembles the part of a parameter that a tensor parallel rank holds from the parts that ranks of another layout
+held.
 
-    tp=2 held            tp=4 holds             each piece of ours takes from each of theirs
-    +----------+         +-----+                what both have of the whole parameter
+    tp=2 held            tp=4 holds             each new piece takes from each old one
+    +----------+         +-----+                the elements that both contain
     | rank 0   |   ->    |  0  |  pieces of the whole,
     |          |         |  1  |  by their boxes; padding
     +----------+         +-----+  stays 0
@@ -25,8 +26,9 @@ from rooftop.kernels import Box
 from rooftop.parallel import Piece, Shard
 
 Record = tuple[list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool]], int]
-"""A shard in plain values: of each piece the shape of the whole, start, size, and whether no rank before it has the
-same; then the rows of padding."""
+"""A shard in plain values: for each piece the shape of the whole, start, size, and whether this is the first rank with
+that piece; then the rows of padding.
+"""
 
 
 def shards_from(found: Mapping[str, Record]) -> dict[str, Shard]:
@@ -48,13 +50,13 @@ def put_together(here: Shard | None, shape: Sequence[int], parts: Sequence[tuple
     Args:
         here: the part; None: the whole.
         shape: shape of the part that the rank holds, with padding.
-        parts: what each of those ranks held, in order, and its tensor. None: each held the whole.
+        parts: the shard that each of those ranks held, in order, and its tensor. None: each held the whole.
 
     Returns:
         A new tensor of that shape on the CPU; padding is 0.
 
     Raises:
-        ValueError: the parts do not cover it, or belong to another whole.
+        ValueError: the parts do not cover the rank's part, or belong to another whole.
     """
     theirs = [_checked(shard, tensor) for shard, tensor in (parts[:1] if parts[0][0] is None else parts)]
     found = torch.zeros(tuple(shape), dtype=parts[0][1].dtype)
@@ -71,7 +73,7 @@ def put_together(here: Shard | None, shape: Sequence[int], parts: Sequence[tuple
 
 
 def _checked(shard: Shard | None, tensor: Tensor) -> tuple[Shard, Tensor]:
-    """Check that a tensor has as many rows as its pieces together."""
+    """Check that a tensor has as many rows as all its pieces together."""
     held = shard or Shard((Piece(Box.whole(tensor.shape)),))
     rows = sum(piece.box.size[0] for piece in held.pieces) + held.padding
     if tensor.dim() == 0 or rows != len(tensor) or any(piece.box.size[1:] != tensor.shape[1:] for piece in held.pieces):

@@ -4,8 +4,8 @@
     saved.fill(rows, "layers.0.mlp.up.weight", Box.shard(shape, 0, index=1, count=4))
 
 index.json lists the dtype and whole shape of each tensor. For each piece it lists the file, the offset in the file, the
-position in the whole, and the checksum of each block. A part is assembled from the pieces that it crosses. Their needed
-rows are read in whole blocks, and each block is compared with its checksum.
+position in the whole, and the checksum of each block. A part is assembled from the pieces that it overlaps. Their
+needed rows are read in whole blocks, and each block is compared with its checksum.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DTYPES = {
 }
 KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 BATCH_BYTES = 64 << 20
-"""Rows of so many bytes are read at a time: what a reader needs beside the tensor that it fills."""
+"""Bytes of rows that are read at a time: a reader needs this much memory in addition to the tensor that it fills."""
 AGAIN = "continue with another step of this folder, or with a copy"
 
 
@@ -50,7 +50,7 @@ class Stored:
 
     Attributes:
         file: name of its file in the folder of the checkpoint.
-        offset: of its first byte in the file.
+        offset: position of its first byte in the file.
         start, size: its box in the whole.
         checksums: CRC-32 of each block.
     """
@@ -67,7 +67,7 @@ class Entry:
     """A tensor of a checkpoint.
 
     Attributes:
-        dtype, shape: of the whole.
+        dtype, shape: those of the whole tensor.
         pieces: its pieces; together they cover it exactly once.
     """
 
@@ -77,7 +77,7 @@ class Entry:
 
     @property
     def bytes(self) -> int:
-        """Of the whole."""
+        """The bytes of the whole tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -95,7 +95,7 @@ class Readable(Protocol):
         """Read a part of a tensor into memory on any device.
 
         Raises:
-            InputError: it is missing or damaged, or has another dtype or shape.
+            InputError: the tensor is missing or damaged, or has another dtype or shape.
         """
 
 
@@ -103,7 +103,7 @@ def entry_of(saved: Readable, folder: Path, name: str, dtype: torch.dtype, shape
     """The entry of a checkpoint under a name.
 
     Raises:
-        InputError: it is missing, or has another shape or dtype than needed.
+        InputError: the tensor is missing, or has another shape or dtype than needed.
     """
     found = saved.entries.get(name)
     if found is None:
@@ -170,7 +170,7 @@ class SavedTensors:
         self._there: set[str] = set()
 
     def check_files(self) -> None:
-        """Check that all files exist with the right length.
+        """Check that all files exist and have the right length.
 
         Raises:
             InputError: a file is missing or has another length; the message names the first.
@@ -203,7 +203,7 @@ class SavedTensors:
             raise InputError(f"{path} is damaged: its header has changed; {AGAIN}")
 
     def fill(self, place: Tensor, name: str, box: Box) -> None:
-        """As of `Readable`."""
+        """See `Readable`."""
         entry, copied = self.entries[name], 0
         for piece in entry.pieces:
             found = common_part(box, Box(entry.shape, piece.start, piece.size))

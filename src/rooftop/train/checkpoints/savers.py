@@ -1,4 +1,5 @@
-"""Checkpoints in the background: copied during the next step, written by a process, named once all ranks have written.
+"""Save checkpoints in the background: copy them during the next step, write them in a process, and name a step once all
+ranks have written.
 
     saver = Saver(folder, trainer)
     for step in range(1, 1001):
@@ -10,9 +11,9 @@
 
 | part | who | when |
 |---|---|---|
-| a copy of what this rank writes | a stream of the GPU, or a thread | beside the next forward and backward |
-| the file, on the disk, with checksums | a process | beside the steps that follow |
-| index, names, `latest` | a thread of rank 0 | once all ranks have written, which they agree on after a step |
+| a copy of the data that this rank writes | a stream of the GPU, or a thread | during the next forward and backward |
+| the file, on the disk, with checksums | a process | during later steps |
+| index, names, `latest` | a thread of rank 0 | once all ranks have written; they agree on that after a step |
 
 Only one save is in progress at a time; the next one waits for it. A failure on any rank is raised on all ranks, after
 the same step.
@@ -44,7 +45,7 @@ from rooftop.train.gpt.trainer import GptTrainer
 from rooftop.train.replays import WARM_UP
 
 POLL_S = 0.005
-"""How often ranks that wait for a save ask each other."""
+"""Seconds between the questions of ranks that wait for a save."""
 WRITING, NAMING, NOTHING = "writing", "naming", ""
 
 
@@ -53,15 +54,15 @@ class Saver:
     communicate.
 
     Args:
-        folder: of the steps; made if missing. Unfinished leftovers of killed trainings are removed.
+        folder: the folder of the steps; made if missing. Unfinished folders of killed trainings are removed.
         trainer: the training to save.
-        asynchronous: write in the background from a copy. Otherwise `begin` returns once all is on the disk, without a
-            copy.
+        asynchronous: write in the background from a copy. Otherwise `begin` makes no copy, and returns once all data
+            are on the disk.
         keep_last: number of steps kept in the folder, including the new one; None: all.
 
     Attributes:
         saved: the folder of the last complete step; None: none yet.
-        bytes: that this rank writes for a step.
+        bytes: the number of bytes that this rank writes for a step.
         blocked_s: seconds that the host has waited for saves so far.
         written_s: seconds from the copy until the last file of this rank was on the disk.
         saving: whether a save is in progress; the same on all ranks.
@@ -83,7 +84,7 @@ class Saver:
         self._agreement = Agreement(3)
         self._token = self._agreement.gathered(secrets.token_hex(4))[0]
         self._steps, self._saves = 0, 0
-        self._phase = NOTHING  # the same on all ranks, and so is how many parts of saves have begun
+        self._phase = NOTHING  # the same on all ranks, as is the number of started parts of saves
         self._parts = 0
         self._task: _Task | None = None
         self._process: WritingProcess | None = None
@@ -136,7 +137,7 @@ class Saver:
         """Save the training in its state after this step. The weights must not change before the optimizer's next step.
 
         Raises:
-            OSError: the save before, or this one if it is not asynchronous, cannot be written; raised on all ranks.
+            OSError: the previous save cannot be written, or this one if it is not asynchronous; raised on all ranks.
         """
         with self._blocking():
             self._finish()
@@ -150,7 +151,7 @@ class Saver:
                 self._finish()
 
     def _writing(self) -> Callable[[], None]:
-        """Start the copy of this rank; return the function that writes."""
+        """Start this rank's copy; return the function that writes it."""
         if not self._pieces:
             return _nothing
         path, sources = self._temporary / file_name(self._agreement.rank), self._sources()
@@ -182,7 +183,7 @@ class Saver:
             stop: whether this rank is asked to stop.
 
         Returns:
-            Whether any rank was asked to stop, one call ago; the same on all ranks.
+            Whether any rank was asked to stop at the previous call; the same on all ranks.
 
         Raises:
             OSError: a save cannot be written; raised on all ranks.
@@ -205,7 +206,7 @@ class Saver:
     def _finish(self) -> None:
         while self._phase:
             if self._task is not None:
-                self._task.join(POLL_S)  # and not longer: ranks must not wait for each other in a collective
+                self._task.join(POLL_S)  # short: no rank may wait for others in a collective
             self._agree(False)
 
     def _agree(self, stop: bool) -> bool:
@@ -220,7 +221,7 @@ class Saver:
         return bool(stopping)
 
     def _go_on(self) -> None:
-        """Go to the next part of a save, after all ranks have finished one."""
+        """Go to the next part of a save, after all ranks have finished the current one."""
         if self._phase == WRITING:
             if self._staging is not None:
                 self._staging.ready()
@@ -242,7 +243,7 @@ class Saver:
     # ---- errors and the end ----------------------------------------------------------------------------------------
 
     def _on_all_ranks(self, work: Callable[[], None]) -> None:
-        """Do something on this rank, and raise on all ranks if it fails on one."""
+        """Call a function on this rank; raise on all ranks if it fails on any rank."""
         error = None
         try:
             work()
@@ -268,7 +269,7 @@ class Saver:
             self._staging.wait_to_change()
             self._staging.ready()
         if self._agreement.rank == 0 and self._temporary != self.folder:
-            remove(self._temporary)  # no process writes there any more
+            remove(self._temporary)  # no process writes to it any more
         failures = [(rank, *each) for rank, each in enumerate(said) if each is not None]
         words = "; ".join(f"rank {rank}: {text}" if len(said) > 1 else text for rank, _, text in failures)
         message = (
@@ -308,8 +309,8 @@ class _Task:
     """Work in a separate thread.
 
     Attributes:
-        ended: whether it has ended.
-        error: the exception that it raised.
+        ended: whether the work has ended.
+        error: the exception that the work raised.
     """
 
     def __init__(self, work: Callable[[], None]) -> None:
@@ -332,7 +333,7 @@ class _Task:
 
 
 def _nothing() -> None:
-    """The part of a rank without work."""
+    """The part of a save on a rank that has no work."""
 
 
 def _words(error: BaseException) -> str:

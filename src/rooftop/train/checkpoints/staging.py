@@ -65,7 +65,9 @@ class Staging:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self._stream):
                 self._copy(sources)
-            self._event = torch.cuda.Event(blocking=True)  # a thread waits for it, and must not keep a core busy
+            self._event = torch.cuda.Event(
+                blocking=True
+            )  # a thread waits for this event, and must not keep a core busy
             self._event.record(self._stream)
             return
         self._thread = threading.Thread(target=self._copy_guarded, args=(sources,), name="rooftop staging")
@@ -74,7 +76,7 @@ class Staging:
     def _copy_guarded(self, sources: Sequence[Tensor]) -> None:
         try:
             self._copy(sources)
-        except BaseException as error:  # raised by who waits
+        except BaseException as error:  # raised in the thread that waits
             self._error = error
 
     @torch.no_grad()
@@ -109,7 +111,7 @@ class Staging:
             thread.join()
 
     def ready(self) -> None:
-        """Make ready for the next copies."""
+        """Prepare for the next copies."""
         self._event, self._thread, self._error = None, None, None
 
     def close(self) -> None:
@@ -124,7 +126,7 @@ class Staging:
 
 
 def _memory_file(size: int) -> int:
-    """A descriptor of a file of zeros in memory only; on the disk if the system has no such files."""
+    """A descriptor of a file of zeros in memory. The file is on the disk if the system has no files in memory."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("rooftop checkpoint")
     else:
@@ -132,5 +134,7 @@ def _memory_file(size: int) -> int:
         os.unlink(path)
     os.ftruncate(descriptor, max(size, 1))
     if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, max(size, 1))  # too little memory is an error here, and no signal later
+        os.posix_fallocate(
+            descriptor, 0, max(size, 1)
+        )  # if memory is too small, this raises an error now instead of a signal later
     return descriptor

@@ -1,4 +1,4 @@
-"""Loads the model of a checkpoint: the weights of its ranks, joined, or split among other ranks.
+"""Loads the model of a checkpoint: joins the weights of its ranks, or splits them among other ranks.
 
 if holds_training(Path("run")):
     model = load_trained_gpt("run", device="cuda", dtype=torch.bfloat16).eval()
@@ -50,7 +50,7 @@ def saved_training(folder: str | Path) -> SavedTraining:
     """Describe the last checkpoint in a folder, or that in the folder of a step.
 
     Raises:
-        InputError: the folder holds nothing, or something else.
+        InputError: the folder is empty, or holds something else.
     """
     record = read_record(Path(folder))
     return SavedTraining(record.folder, record.config, record.step, int(record.layout["tp"]), record.data.get("text"))
@@ -68,7 +68,7 @@ def load_trained_gpt(
 
     Args:
         folder: the folder of `rooftop train gpt --save`, which means its last step, or the folder of one step.
-        device, dtype: of the parameters; saved ones are float32 or float64. Default: float32.
+        device, dtype: those of the parameters. Saved parameters are float32 or float64. Default: float32.
         group: tensor parallel ranks that share the model; each reads its own part. None: this process has all of it.
 
     Returns:
@@ -92,7 +92,7 @@ def load_trained_gpt(
         shard = shards.get(name, Shard((Piece(whole),)))
         shape = (
             shard.pieces[0].box.shape if shard.pieces else saved.entries[name].shape
-        )  # not known where all is padding
+        )  # unknown if all rows are padding
         entry_of(saved, record.folder, name, saved.entries[name].dtype, shape)
         if shard.padding:
             parameter[len(parameter) - shard.padding :] = 0

@@ -1,11 +1,11 @@
 """The tensors of a trainer in a checkpoint: weights and optimizer state, under names of the whole model.
 
-    layers.0.mlp.up.weight                         a weight; float32 or float64 also of a model that computes narrower
-    optimizer.exp_avg.layers.0.mlp.up.weight       its moments
-    optimizer.exp_avg_sq.layers.0.mlp.up.weight
-    optimizer.step.layers.0.mlp.up.weight          how often it was stepped, ()
+    layers.0.mlp.up.weight                         a weight, in float32 or float64 even if the model computes in a
+    narrower dtype optimizer.exp_avg.layers.0.mlp.up.weight       its moments
+    optimizer.exp_avg_sq.layers.0.mlp.up.weight optimizer.step.layers.0.mlp.up.weight          the number of its steps,
+    ()
 
-A rank holds parts of them (`Shard`), without padding, which whole tensors do not have.
+A rank holds parts of these tensors (`Shard`), without padding, since whole tensors have none.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class HeldTensor(NamedTuple):
 
     Attributes:
         held: the part of the whole.
-        local: the pieces, one after another along the first dimension, and padding.
+        local: the rank's tensor: pieces one after another along the first dimension, then padding.
     """
 
     held: Held
@@ -63,7 +63,7 @@ def _held(name: str, value: Tensor, shard: Shard | None) -> HeldTensor:
 
 
 def _weights(trainer: GptTrainer) -> Iterator[tuple[str, Tensor, Shard | None]]:
-    """For each weight, its name in the whole model and the part that this rank has; None: all of it."""
+    """The name of each weight in the whole model, and the part that this rank has; None: all of it."""
     shards = shards_here(trainer)
     for own_name, weight in trainer.weights.named.items():
         name = whole_name(trainer.training.config, own_name)
@@ -86,7 +86,7 @@ def fill_trainer(trainer: GptTrainer, saved: Readable, folder: Path) -> None:
     Raises:
         InputError: a tensor is missing, damaged or of another model.
     """
-    trainer.weights.adopt()  # put values aside that were loaded before
+    trainer.weights.adopt()  # drop values that were loaded before
     states: dict[int, dict[str, Tensor]] = {}
     numbers = {id(weight): n for n, weight in enumerate(w for g in trainer.optimizer.param_groups for w in g["params"])}
     stepped = any(name.startswith(f"{OPTIMIZER}.") for name in saved.entries)
@@ -98,7 +98,7 @@ def fill_trainer(trainer: GptTrainer, saved: Readable, folder: Path) -> None:
         for kind in MOMENTS:
             state[kind] = torch.zeros_like(weight)
             _fill(state[kind], shard, saved, folder, moment_name(kind, name))
-        state[STEPS] = torch.zeros(())  # where it belongs, the optimizer knows
+        state[STEPS] = torch.zeros(())  # the optimizer knows the device
         _fill(state[STEPS], None, saved, folder, moment_name(STEPS, name))
         states[numbers[id(weight)]] = state
     groups = trainer.optimizer.state_dict()["param_groups"]

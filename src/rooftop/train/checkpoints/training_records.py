@@ -29,10 +29,10 @@ SPEEDS = {
     "near",
 }
 MAY_CHANGE = RATES | SPEEDS | {"cuda_graph"}
-"""Of a training that goes on; all else must be what it was saved with."""
+"""Settings that may differ in a training that is resumed; all others must be those of the checkpoint."""
 SWITCHES = [field for each in (GptConfig, GptTraining) for field in fields(each)]
 NEWER = {field.name: field.default for field in SWITCHES if field.default is not MISSING}
-"""What a training is of that was saved before there were these switches."""
+"""Values of later options for a training that was saved before these options existed."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class TrainingRecord:
         layout: layout of the ranks that saved it: the sizes of `Layout`, and "words".
         training: the fields of `GptTraining` and of its `GptConfig`, as JSON values.
         data: source, number of tokens, fingerprint, and whether they were text; empty if unknown.
-        index_checksum: of index.json, for format 2.
+        index_checksum: checksum of index.json, for format 2.
     """
 
     folder: Path
@@ -59,7 +59,7 @@ class TrainingRecord:
 
     @property
     def config(self) -> GptConfig:
-        """The config of the model. Options missing in an older record have the value from before they existed.
+        """The config of the model. Options that an older record lacks have the values from before they existed.
 
         Raises:
             InputError: the record is not valid.

@@ -1,16 +1,14 @@
 """A training on disk: saved atomically in any layout, and resumed in any other.
 
     save/
-      latest              the name of the last one that is whole
-      step-00000100/
-        training.json     what was trained, in which layout
-        index.json        where each tensor is
-        rank-00000.safetensors ...
+      latest              the name of the last complete step step-00000100/
+        training.json     the training and its layout index.json        the place of each tensor rank-00000.safetensors
+        ...
 
-A checkpoint holds the tensors of the whole model by name, weights and moments. Each rank writes parts of them
-(`plans`) and reads what it holds (`saved_tensors`). So a checkpoint does not depend on a layout: any number
-of tensor, data, context and pipeline parallel ranks can resume it, with a sharded model or not. The step determines the
-schedule and the next data; seed and step determine the dropout masks.
+A checkpoint holds the tensors of the whole model by name: weights and moments. Each rank writes parts of them (`plans`)
+and reads its own parts (`saved_tensors`). So a checkpoint does not depend on a layout: any number of tensor, data,
+context and pipeline parallel ranks can resume it, with a sharded model or not. The step determines the schedule and the
+next data; seed and step determine the dropout masks.
 
 `savers.Saver` writes in the background; this file has the blocking form, and loading. It also reads checkpoints of
 format 1 (`older_checkpoints`).
@@ -59,7 +57,7 @@ def save_training(folder: str | Path, trainer: GptTrainer, *, keep_last: int | N
 
 
 def nothing_saved(folder: str | Path) -> bool:
-    """Whether a folder is missing, or has no step of a training."""
+    """Whether a folder does not exist, or has no step of a training."""
     folder = Path(folder)
     return not folder.exists() or (folder.is_dir() and last_step(folder) is None)
 
@@ -77,8 +75,8 @@ def find_training(folder: str | Path, training: GptTraining) -> tuple[Path, int]
 
 
 def other_data(found: str | Path, tokens: Tokens | Mixture) -> str | None:
-    """Describe how the data differ from those of the checkpoint; None if they are the same, or if it does not record
-    them.
+    """Describe how the data differ from those of the checkpoint; None if they are the same, or if the checkpoint does
+    not record its data.
 
     Other data are no error, because they may be intended.
     """
@@ -92,9 +90,9 @@ def other_data(found: str | Path, tokens: Tokens | Mixture) -> str | None:
 
 
 def load_training(found: str | Path, trainer: GptTrainer) -> None:
-    """Load the checkpoint of `find_training` into a trainer. Its own learning rate and weight decay stay.
+    """Load the checkpoint of `find_training` into a trainer, which keeps its own learning rate and weight decay.
 
-    Each rank reads what it holds, and compares checksums, without communication.
+    Each rank reads its own parts and compares checksums, without communication.
 
     Raises:
         InputError: something is missing, damaged or does not fit; the message names the tensor and the file. The
@@ -110,7 +108,7 @@ def open_tensors(record: TrainingRecord, own: tuple[int, Mapping[str, Shard]] | 
     """Open the tensors of a checkpoint, in either format.
 
     Args:
-        own: for format 1: this tensor parallel rank and what it holds, if as many ranks resume as saved it.
+        own: for format 1: this tensor parallel rank and its parts, if as many ranks resume as saved it.
 
     Raises:
         InputError: a file is missing or damaged.

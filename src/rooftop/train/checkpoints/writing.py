@@ -59,7 +59,7 @@ class WritingProcess:
         self.staging.wait()
         began, self.sources = time.perf_counter(), ()
         self.path.parent.mkdir(exist_ok=True)
-        # Isolated: neither this library nor torch is imported, and nothing of the environment changes it.
+        # -I isolates the process: it imports neither this library nor torch, and ignores the environment.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", checkpoint_files.__file__],
             stdin=subprocess.PIPE,
@@ -67,7 +67,7 @@ class WritingProcess:
             stderr=subprocess.PIPE,
             text=True,
             pass_fds=[self.staging.descriptor],
-            start_new_session=True,  # signals that Ctrl-C and schedulers send to the whole group do not end it
+            start_new_session=True,  # so Ctrl-C and schedulers, which send signals to the whole group, do not end it
         )
         if self._given_up:
             self._process.kill()
@@ -82,7 +82,7 @@ class WritingProcess:
         self.seconds = time.perf_counter() - began
 
     def give_up(self) -> None:
-        """End the process, whether it runs or has not started yet."""
+        """End the process if it runs, and keep it from starting."""
         self._given_up = True
         if self._process is not None and self._process.poll() is None:
             self._process.kill()

@@ -1,4 +1,4 @@
-"""The loop that trains a task by a recipe, alone or data parallel, and what it leaves on the disk."""
+"""The loop that trains a task by a recipe, in one process or data parallel, and the files that it writes."""
 
 from rooftop.train.fitting.exports import exported_metadata
 from rooftop.train.fitting.loop import fit

@@ -1,14 +1,14 @@
 """Batch norms over ranks: statistics of the whole batch, on GPUs and, unlike torch.nn.SyncBatchNorm, on CPUs.
 
     with batch_norms_over_ranks(model, group):
-        ...  # each BatchNorm1d, 2d, 3d of it uses statistics over the batches of all ranks
+        ...  # each BatchNorm1d, 2d, 3d of the model uses statistics over the batches of all ranks
 
-The module stays the same object with the same parameters and buffers; only its class changes, to a subclass, until the
-block ends. On a GPU the arithmetic is that of torch.nn.SyncBatchNorm.
+The module stays the same object with the same parameters and buffers. Until the block ends, its class is a subclass of
+the original class. On a GPU the arithmetic is that of torch.nn.SyncBatchNorm.
 
-Each rank computes count, mean and sum of squared deviations of its part, (3C), which are merged over ranks by Chan's
-formula: sum = Σ sum_r + Σ n_r (mean_r - mean)². A difference of large squares is never taken. Backward, with the sums
-over the whole batch of n values per channel,
+Each rank computes count, mean and sum of squared deviations of its part, (3C). Chan's formula merges them over ranks:
+sum = Σ sum_r + Σ n_r (mean_r - mean)². Large squares are never subtracted. The gradient, with sums over the whole batch
+of n values per channel, is
 
     dx = weight / std * (dy - Σ dy / n - x̂ * Σ (dy x̂) / n)
 

@@ -1,4 +1,4 @@
-"""Validation: means over the samples of all ranks, each counted once."""
+"""Validation: means over the samples of all ranks, which count each sample once."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class Evaluator:
         """Return the mean loss and the metrics, the same on all ranks. Leaves the model in evaluation mode.
 
         Raises:
-            InputError: the task's best metric is not among them.
+            InputError: the task's best metric is not among the metrics.
         """
         self.task.model.eval()
         sums: dict[str, Tensor] = {}
         counts: dict[str, int] = {}
         for loaded in self.loader.batches(0):
             count = len(loaded.places)
-            if count == 0:  # a last batch with fewer samples than ranks, or all of them damaged
+            if count == 0:  # a last batch with fewer samples than ranks, or a batch of damaged samples
                 continue
             batch = loaded.value if self.task.prepare is None else self.task.prepare(loaded.value)
             if self.recipe.run.channels_last:

@@ -28,7 +28,7 @@ def export_weights(path: Path, model: nn.Module, metadata: Mapping[str, Any]) ->
         metadata: JSON values; in the header's metadata, under "rooftop".
 
     Raises:
-        OSError: it cannot be written; an existing file stays unchanged.
+        OSError: the file cannot be written; an existing one stays unchanged.
         MissingExtraError: safetensors is not installed.
     """
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
@@ -48,7 +48,7 @@ def export_weights(path: Path, model: nn.Module, metadata: Mapping[str, Any]) ->
 
 
 def exported_metadata(path: Path) -> dict[str, Any]:
-    """Return the metadata that `export_weights` wrote; empty for files from elsewhere.
+    """Return the metadata that `export_weights` wrote; empty for files of other programs.
 
     Raises:
         InputError: the file cannot be read, or is not a safetensors file.

@@ -33,7 +33,8 @@ def first_not_finite(stepper: Stepper, number: int, parts: Iterable[Part]) -> tu
     Weights, optimizer and buffers stay unchanged; gradients do not.
 
     Returns:
-        (number of values checked before it, which orders the ranks; its description); None if all are finite.
+        (number of values that were checked before, which orders the ranks; description of the value); None if all are
+        finite.
     """
     found: list[tuple[int, str]] = []
     looked = count()
@@ -94,7 +95,7 @@ def memory_explained(stepper: Stepper, number: int, again: Callable[[], Iterable
 
     Args:
         again: yields the parts of the step again. The step then runs once more under `explained_memory`, to find
-        modules and lines. None: it does not run again, because other ranks would have to take part.
+        modules and lines. None: the step does not run again, because other ranks would have to take part.
 
     Raises:
         ModelRunError: memory ran out.

@@ -1,4 +1,4 @@
-"""The batches of each step: which epoch, which batches of the loader, in which parts.
+"""The batches of each step: epoch, batches of the loader, and parts.
 
 A step of `parts` forward and backward passes takes that many consecutive batches of the loader. So a step has the same
 samples, in the same places, for any number of parts and ranks.
@@ -67,7 +67,7 @@ class Feed:
     """Reads the training data.
 
     Attributes:
-        loader: with its description, `waited_s` and `skipped`.
+        loader: the loader, with its description, `waited_s` and `skipped`.
     """
 
     def __init__(self, task: Task, recipe: Recipe, lengths: Lengths, world: World) -> None:
@@ -75,7 +75,7 @@ class Feed:
         self._prepare = task.prepare
         self.loader = loader_of(task.train, lengths.batch // lengths.parts, task, recipe, world, training=True)
         self._batches: Iterator[Any] = iter(())
-        self._next = 0  # the step whose batches come next
+        self._next = 0  # the step whose batches the loader yields next
 
     def parts(self, step: int) -> Iterator[Part]:
         """Yield the parts of a step. Take all parts of one step before the parts of another.

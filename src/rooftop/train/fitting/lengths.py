@@ -13,9 +13,9 @@ class Lengths:
     """Steps of a run; steps count from 1.
 
     Attributes:
-        batch: samples of a step, over all ranks: the recipe's, or all samples if there are fewer.
+        batch: samples of a step, over all ranks: as in the recipe, or all samples if there are fewer.
         parts: forward and backward passes of a step.
-        per_epoch: steps per epoch; samples that do not fill a batch are left to the next epoch's order.
+        per_epoch: steps per epoch; samples that do not fill a last batch are left out.
         steps: of the run.
         between_evaluations, between_saves: steps.
     """
@@ -65,7 +65,7 @@ class Lengths:
         )
 
     def epoch_of(self, step: int) -> tuple[int, int]:
-        """(the epoch, from 0, of a step; its number in the epoch, from 0)."""
+        """(epoch of a step, from 0; number of the step in the epoch, from 0)."""
         return divmod(step - 1, self.per_epoch)
 
     def epochs_after(self, step: int) -> float:

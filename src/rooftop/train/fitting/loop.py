@@ -48,7 +48,7 @@ from rooftop.train.recipes.recipe import Recipe
 from rooftop.train.stopping import Stop, stop_on_signals
 from rooftop.train.tasks.task import Task
 
-INTERVAL = 10  # steps that are read from a GPU together: it never waits for Python in between
+INTERVAL = 10  # steps that are read from a GPU together; the GPU never waits for Python in between
 COMPILER = "inductor"
 BEST, LAST = "best.safetensors", "last.safetensors"
 DONE = "done"
@@ -143,7 +143,7 @@ def _compiled(model: torch.nn.Module) -> Iterator[None]:
 
 
 class _Fitting:
-    """A training of a rank, from its first step here to its last."""
+    """A rank's part of a training, from its first step in this process to its last."""
 
     def __init__(
         self,
@@ -161,8 +161,8 @@ class _Fitting:
         self.agreement = Agreement(1)
         self.best: EvaluationRecord | None = None
         self.last: EvaluationRecord | None = None
-        self.worse = 0  # evaluations since the best
-        self.skipped = 0  # steps left out in a row
+        self.worse = 0  # evaluations since the best one
+        self.skipped = 0  # consecutive skipped steps
         self.reason = ""
         self.before = 0
         self._looked_at = 0  # entries of the loader's list of skipped samples
@@ -214,7 +214,7 @@ class _Fitting:
         """Change the model by the recipe, and move it to the device; all ranks begin with the weights of rank 0.
 
         Returns:
-            What was changed.
+            Descriptions of the changes.
         """
         begins = not resume or self.folder is None or self.folder.last() is None
         notes = prepare_model(self.task, self.recipe, ranks=self.world.size, begins=begins)
@@ -274,7 +274,9 @@ class _Fitting:
         )
 
     def _loading(self) -> str:
-        """How samples are read, with what was measured; "" as long as ways are being timed, and once it is told."""
+        """The way in which samples are read, with its measurement; "" while ways are being timed, and after it was
+        reported.
+        """
         loader = self.feed.loader
         if loader.chosen is None or self._loading_told:
             return ""
@@ -388,7 +390,7 @@ class _Fitting:
         words += (
             f"; first not finite: {first[1]}"
             if first is not None
-            else "; each part of it is finite, but their sum is not"
+            else "; the value of each part is finite, but their sum is not"
         )
         saved = None if self.folder is None else self.folder.last()
         words += f". {saved} is the last checkpoint" if saved is not None else ""
@@ -456,7 +458,7 @@ class _Fitting:
         if self.folder is None:
             return None
         report(f"saving after step {step}")
-        self._share(self.task.model.buffers())  # as all ranks have them after --resume
+        self._share(self.task.model.buffers())  # after --resume all ranks have the buffers of rank 0
         saved = (
             self.folder.save(step, self.identity, self._progress(step), self.stepper.state()) if self.first else None
         )

@@ -35,7 +35,7 @@ class MetricLines:
         records: list[StepRecord | EvaluationRecord] = [*steps, *evaluations]
         records.sort(key=lambda record: (record.step, isinstance(record, EvaluationRecord)))
         write_whole(path, "".join(_line(record) for record in records))
-        self._path, self._file = path, path.open("ab", buffering=0)  # nothing waits to be written
+        self._path, self._file = path, path.open("ab", buffering=0)  # all lines are written
 
     def add(self, records: list[StepRecord] | list[EvaluationRecord]) -> None:
         """Write lines, so that they are on the disk before the next checkpoint.
@@ -58,7 +58,7 @@ def read_metrics(path: Path, until: int | None = None) -> tuple[list[StepRecord]
     """Return the records of a file, one per step: the last one, if a step was made twice.
 
     Args:
-        until: the last step of interest; None: all.
+        until: the last step to return; None: all.
     """
     steps: dict[int, StepRecord] = {}
     evaluations: dict[int, EvaluationRecord] = {}

@@ -1,12 +1,11 @@
-"""Restores tensors if a flag on the device says so, without a read by the host.
+"""Restores tensors if a flag on the device is set, without a read by the host.
 
     kept = PutBack()
     kept.take(tensors)       # copies
-    ...                      # they are changed
-    kept.put_back(skip)      # a bool tensor, (): if true, the tensors get their earlier values
+    ... # change the tensors kept.put_back(skip)      # a bool tensor, (): if true, the tensors get their earlier values
 
-So a step whose numbers are not finite leaves no trace, whatever the optimizer. Tensors of one dtype are copied
-together: three launches for each dtype, not for each tensor.
+So a step whose numbers are not finite leaves no trace, with any optimizer. Tensors of one dtype are copied together:
+three launches for each dtype, not for each tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 
 
 class PutBack:
-    """Copies of tensors, in memory that is allocated once: twice the size of the tensors."""
+    """Copies of tensors, in memory that is allocated once and is twice the size of the tensors."""
 
     def __init__(self) -> None:
         self._rooms: dict[tuple[torch.dtype, torch.device], _Room] = {}
@@ -61,7 +60,7 @@ class _Room:
         )
 
     def fits(self, tensors: list[Tensor]) -> bool:
-        """Whether these tensors have the same shapes as the previous ones; if so, they replace them."""
+        """Replace the tensors by these ones if their shapes are the same; return whether they are."""
         same = [each.shape for each in tensors] == [each.shape for each in self.tensors]
         if same:
             self.tensors = tensors

@@ -13,13 +13,13 @@ class Facts:
     """The facts known before the first step.
 
     Attributes:
-        parameters: of the model; trained: of these, those that are not frozen.
+        parameters: of the model; trained: the parameters that are not frozen.
         samples: of the training data; held_out: of the validation data.
         steps: of the whole run; steps_per_epoch: of one pass.
         before: steps that the checkpoint already contains.
-        ranks, device: where it runs.
-        loading: how samples are read, in words, with what was measured; "" if the ways are still to be timed: a note
-            tells the choice.
+        ranks, device: number of ranks, and their device.
+        loading: the way in which samples are read, in words, with its measurement; "" if the ways are still to be
+            timed. A note then reports the choice.
     """
 
     parameters: int

@@ -49,11 +49,11 @@ from rooftop.train.tasks.task import Task
 
 CHECKPOINTS, RECIPE = "checkpoints", "recipe.toml"
 KIND = "task"
-"""What training.json says this is, beside the trainings of a GPT."""
+"""The kind of training in training.json, to distinguish it from trainings of a GPT."""
 MAY_CHANGE = ("loading", "faults")
-"""Sections of the recipe that may differ when a training is resumed: they do not change what is computed."""
+"""Sections of the recipe that may differ when a training is resumed, because they do not change its results."""
 LOOKED_AT = 3
-"""Samples by which data are known again: the first, the middle and the last one."""
+"""Number of samples that identify the data: the first, the middle and the last one."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class RunFolder:
             "state": taken_apart(state, "", tensors),
         }
         pieces = [_piece(name, tensor) for name, tensor in tensors.items()]
-        order = sorted(range(len(pieces)), key=lambda number: -ITEM_BYTES[pieces[number].dtype])  # each on its boundary
+        order = sorted(range(len(pieces)), key=lambda number: -ITEM_BYTES[pieces[number].dtype])  # so all are aligned
         sources = list(tensors.values())
         temporary = unfinished(self.checkpoints, step, secrets.token_hex(4))
         try:

@@ -2,8 +2,8 @@
 
     {"state": {0: {"step": tensor(3.), "momentum_buffer": tensor(...)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
 
-becomes the tensors "optimizer.state.0.step" and "optimizer.state.0.momentum_buffer", and JSON in which each of them is
-{"tensor": name}. JSON keeps floats exactly, but neither numeric keys nor tuples, so these are marked.
+becomes the tensors "optimizer.state.0.step" and "optimizer.state.0.momentum_buffer", and JSON with {"tensor": name} in
+the place of each. JSON keeps floats exactly. It has neither numeric keys nor tuples, so these are marked.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def taken_apart(state: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         name: prefix of the names of its tensors.
 
     Raises:
-        TypeError: it has a value that is neither a tensor, a number, a text, nor a container of these.
+        TypeError: the state has a value that is not a tensor, a number, a text or a container of these.
     """
     if isinstance(state, Tensor):
         tensors[name] = state.detach()

@@ -1,4 +1,5 @@
-"""One optimizer step: gradients of all parts and ranks, clipped, applied if they are finite. The host reads nothing.
+"""One optimizer step: sum the gradients of all parts and ranks, clip them, and apply them if they are finite. The host
+reads nothing.
 
 Gradients are summed over ranks during the last backward pass, by `rooftop.parallel.ModelGradients` instead of
 DistributedDataParallel. This has three advantages: the task's loss gets the model itself, with its attributes, and may
@@ -6,8 +7,8 @@ call it several times; a parameter that a batch does not reach gets a gradient o
 no special mode. The sums have a group of their own, so that ranks may reach their parameters in different orders while
 batch norms communicate. The loss is summed too, so that each rank's device has the loss of the whole batch.
 
-Whether the numbers are finite is decided on the device, and all ranks decide alike, because one number that is not
-finite makes the sum not finite. A skipped step changes neither weights, nor optimizer, nor buffers.
+The device decides whether the numbers are finite. All ranks decide alike, because one number that is not finite makes
+the sum not finite. A skipped step changes neither weights, nor optimizer, nor buffers.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from rooftop.train.tasks.task import Task
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 READ_FREELY = ("cpu",)
-"""Kinds of devices whose numbers the host has anyway."""
+"""Kinds of devices whose numbers the host reads without waiting."""
 LOSS, NORM, SKIPPED, FAULT = range(4)
-"""Columns of what a step returns."""
+"""Columns of the tensor that a step returns."""
 
 
 class Stepper:
     """Makes the steps of a rank.
 
     Args:
-        steps: of the whole run, for the learning rate.
+        steps: number of steps of the whole run, for the learning rate.
         group: of the ranks; None: there is only one.
         sums: another group of the same ranks, for the sums of the gradients.
 
@@ -60,7 +61,7 @@ class Stepper:
         self.optimizer = optimizer_of(task.model, recipe)
         self.mean = MeanWeights(task.model, recipe.ema.decay, recipe.ema.every) if recipe.ema.decay else None
         self.scaler = torch.amp.GradScaler(device.type, enabled=recipe.run.precision == "fp16")
-        self._stuck = torch.zeros((), dtype=torch.bool, device=device)  # after a fault that ends the training
+        self._stuck = torch.zeros((), dtype=torch.bool, device=device)  # set after a fault that ends the training
         self._buffers, self._weights = PutBack(), PutBack()
 
     def step(self, number: int, parts: Iterable[Part]) -> Tensor:
@@ -111,7 +112,7 @@ class Stepper:
         torch.manual_seed(dropout_seed(self.recipe.run.seed, number, self.rank))
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         for part in parts:
-            if part.weight == 0:  # all its samples are damaged
+            if part.weight == 0:  # all samples of the part are damaged
                 continue
             batch = self.altered(number, part)
             with self.autocast():
@@ -146,7 +147,7 @@ class Stepper:
             self._buffers.put_back(torch.ones_like(self._stuck))
 
     def altered(self, number: int, part: Part) -> Any:
-        """Return the batch after mixing."""
+        """Return the mixed batch."""
         batch = part.batch
         if self.task.alter is not None:
             batch = self.task.alter(batch, part.places, generator_of(self.recipe.run.seed, number))
@@ -176,7 +177,7 @@ class Stepper:
         wrong = wrong_loss | ~norm.isfinite()
         fault = wrong_loss if self.scaler.is_enabled() else wrong
         if self.recipe.faults.not_finite == "stop":
-            self._stuck |= fault  # until the host reads it, the weights stay those before the fault
+            self._stuck |= fault  # the weights stay those before the fault until the host reads it
         return wrong | self._stuck, fault
 
     @torch.no_grad()
@@ -187,7 +188,7 @@ class Stepper:
                 self.optimizer.step()
             return
         before = {id(each) for each in self._stepped()}
-        if getattr(self.optimizer, "_step_supports_amp_scaling", False):  # fused: the kernel looks at the flag
+        if getattr(self.optimizer, "_step_supports_amp_scaling", False):  # fused: the kernel checks the flag
             self.optimizer.found_inf, self.optimizer.grad_scale = skip.float(), None  # type: ignore[attr-defined]
             self.optimizer.step()
             del self.optimizer.found_inf, self.optimizer.grad_scale  # type: ignore[attr-defined]
@@ -195,7 +196,7 @@ class Stepper:
             self._weights.take(self._stepped())
             self.optimizer.step()
             self._weights.put_back(skip)
-        for new in self._stepped():  # states that the first step makes; left out, it leaves them without values
+        for new in self._stepped():  # the first step makes these states; if it is skipped, they get no values
             if id(new) not in before:
                 new.copy_(torch.where(skip, torch.zeros_like(new), new))
 
@@ -208,7 +209,7 @@ class Stepper:
     # ---- the state -------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Everything that the next steps depend on."""
+        """The whole state on which the next steps depend."""
         return {
             "model": dict(self.task.model.state_dict()),
             "optimizer": self.optimizer.state_dict(),

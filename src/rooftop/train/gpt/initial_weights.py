@@ -1,4 +1,4 @@
-"""Starts a training from weights of Hugging Face, in any layout: each rank reads what it holds."""
+"""Starts a training from weights of Hugging Face, in any layout: each rank reads its own part."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def kept_lines(path: Path, step: int) -> list[str]:
     """Return the lines of steps 1 to `step` of a file, one per step: the last one, if a step was made twice.
 
     Raises:
-        InputError: it has other lines, which must not be removed.
+        InputError: the file has other lines, which must not be removed.
     """
     if not path.is_file():
         return []
@@ -83,7 +83,7 @@ def _step_of(line: bytes) -> int | None:
     """The step of a complete line."""
     try:
         found = json.loads(line)
-    except ValueError:  # no JSON, or no text at all
+    except ValueError:  # not JSON, or not text
         return None
     step = found.get("step") if isinstance(found, dict) else None
     return step if isinstance(step, int) else None

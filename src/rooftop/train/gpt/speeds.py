@@ -1,9 +1,9 @@
-"""Compares a training with what this machine can do: its flops, and the roof of a step.
+"""Compares a training with the limits of this machine: its flops, and the roof of a step.
 
 In a step each rank must at least do its share of the flops, read its weights in forward and backward, and write their
 gradients. Its optimizer must read weights, gradients and state, and write weights and state. The fused roof is the time
-of all that in one kernel. It takes all micro-batches as one batch, keeps activations on the chip, and counts no
-recomputation and no communication: no training can beat this bound.
+of all this in one kernel. It treats all micro-batches as one batch, keeps activations on the chip, and counts neither
+recomputation nor communication. No training can beat this bound.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from rooftop.hardware.ceilings import Ceilings
 from rooftop.parallel.sharded_data import local_of
 from rooftop.train.gpt.trainer import GptTrainer
 
-STATES = 2  # of Adam: running means of the gradient and of its square
+STATES = 2  # Adam's state: running means of the gradient and of its square
 
 
 @dataclass(frozen=True)
 class StepRoof:
-    """The best this machine could do in a step of a rank.
+    """The limits of this machine for a step of a rank.
 
     Attributes:
         ms: the fused roof.
@@ -38,7 +38,7 @@ class StepRoof:
     peak: float
 
     def percent(self, ms: float) -> float:
-        """Percent of roof of a step that took this time."""
+        """The percent of roof that a step of this duration reaches."""
         return 100 * self.ms / ms
 
     def mfu(self, ms: float) -> float:
@@ -51,11 +51,9 @@ def step_cost(trainer: GptTrainer) -> Cost:
     training = trainer.training
     flops = training.config.flops_per_token(training.length) * training.tokens_per_step // trainer.layout.world_size
     model, main = list(trainer.model.parameters()), list(trainer.weights.named.values())
-    held = (
-        sum(weight.numel() for weight in model) * training.dtype.itemsize
-    )  # shared weights too: a rank computes with all of them
+    held = sum(weight.numel() for weight in model) * training.dtype.itemsize  # also shared weights
     stepped = sum(local_of(weight).nbytes for weight in main)
-    copied = held if trainer.narrow else 0  # bytes that the model gets from the float32 weights
+    copied = held if trainer.narrow else 0  # bytes of the model's weights, written from the float32 ones
     read = 2 * held + stepped + stepped + STATES * stepped  # forward, backward; weights, gradients, state
     written = stepped + stepped + STATES * stepped + copied
     return Cost(read, written, {matrix_precision(torch.empty(0, dtype=training.dtype, device=trainer.device)): flops})

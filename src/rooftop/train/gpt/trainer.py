@@ -6,7 +6,7 @@
         loss, norm = trainer.advance()
 
 Sequences and dropout masks depend on the seed, the step and the place in the whole batch. They depend neither on the
-rank that takes a sequence nor on the micro-batch size.
+rank of a sequence nor on the micro-batch size.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ class GptTrainer:
     """This rank's part of a training. All ranks make it and call its methods together, because they communicate.
 
     Args:
-        training: what is trained.
+        training: the description of the training.
         tokens: the data, the same on all ranks.
         layout: of the ranks.
         groups: `layout.process_groups()`.
         device: of this rank.
         fully_shard: whether data parallel ranks shard parameters, gradients and optimizer state
             (`rooftop.parallel.fully_sharded`).
-        initial: a folder of Hugging Face (config.json, .safetensors files) with the initial weights; None: random ones
-            of the seed.
+        initial: a folder of Hugging Face (config.json, .safetensors files) with the initial weights; None: random
+            weights from the seed.
 
     Values written to the model between steps, by `load_state_dict` (also with assign=True), `copy_` or `.data`, are
-    trained further; the moments of the optimizer stay.
+    trained from then on; the moments of the optimizer stay.
 
     Attributes:
         step: number of steps made.
@@ -122,7 +122,9 @@ class GptTrainer:
         self._pipeline = self._made_pipeline(self.schedule) if self.schedule is not None else None
         self._replayed = Replayed(self._gradients_of, device) if training.cuda_graph else None
         self._held: Held | None = None
-        self._captured: list[tuple[Tensor, Tensor]] = []  # the model's parameters, and the memory that a graph reads
+        self._captured: list[
+            tuple[Tensor, Tensor]
+        ] = []  # the model's parameters, and the memory that a CUDA graph reads
 
     def _made_model(self, dtype: torch.dtype, device: torch.device, fully_shard: bool) -> Gpt | GptStages:
         """Make this rank's part of the model. Sharded parameters keep the wide dtype, and are gathered in the narrow
@@ -163,7 +165,7 @@ class GptTrainer:
 
         Both stay on the device; reading them waits for the device.
         """
-        self.weights.adopt(contents=False)  # contents are seen by the optimizer
+        self.weights.adopt(contents=False)  # the optimizer itself sees changed values
         size = self.training.micro_batch
         places = [part * size + place for part in self._parts for place in range(size)]
         text = self.batches.read(self.step, places).view(len(self._parts), size, -1)  # (parts, B, S + 1)
@@ -254,7 +256,7 @@ class GptTrainer:
     def _replay(self, replayed: Replayed, text: Tensor) -> tuple[Tensor, ...]:
         """Call `_gradients_of`, or replay its CUDA graph, which writes gradients to the addresses of the capture."""
         if self._held is None:
-            self.optimizer.zero_grad()  # gradients left over from elsewhere would be added
+            self.optimizer.zero_grad()  # otherwise existing gradients would be added
         with torch.no_grad():
             for parameter, memory in self._captured:
                 if parameter.data_ptr() != memory.data_ptr():  # somebody has set `.data`
@@ -292,7 +294,7 @@ class GptTrainer:
             for share in self._pipeline.run(partial(self._at_stage, text, step, packings, counted)):
                 loss += share
             self.model.end_step()
-            loss = start_sum(loss, self.groups["pp"])()  # the last stage's
+            loss = start_sum(loss, self.groups["pp"])()  # the last stage has the losses
         else:
             for part, sequences, packing in zip(self._parts, text, packings, strict=True):
                 loss += self._with_gradients(part, sequences, step, packing, counted)
@@ -317,7 +319,7 @@ class GptTrainer:
     def _with_gradients(
         self, part: int, sequences: Tensor, step: int | Tensor, packing: Packing, counted: int | Tensor
     ) -> Tensor:
-        """Add the gradients of a micro-batch to those before; return its share of the loss, ()."""
+        """Add the gradients of a micro-batch to the earlier ones; return its share of the loss, ()."""
         self._take_place(part)
         tokens, targets = self._here(sequences, packing)
         total: Tensor = self.model(tokens, targets, **self._options(packing, step))
@@ -379,13 +381,13 @@ class GptTrainer:
         return uploaded(chunks.of(packing.documents.positions(), 1), self.device)
 
     def _sent(self, numbers: Tensor) -> Tensor:
-        """Copy to the GPU while Python continues."""
+        """Copy to the GPU without waiting."""
         return numbers.pin_memory() if self.device.type == "cuda" else numbers
 
 
 def _with_wide_loss(model: Gpt | GptStages, device: torch.device) -> None:
     """Make the loss float32 for a bfloat16 model, because a bfloat16 sum has only three digits."""
-    if model.head is None:  # a stage that is not the last
+    if model.head is None:  # for a stage that is not the last
         return
     wide = torch.autocast(device.type, torch.bfloat16)
     model.head.forward = wide(model.head.forward)  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Describes the training of a GPT: sizes, rates, schedules, and the layouts of ranks that can do it.
+"""Describes the training of a GPT: sizes, rates, schedules, and possible layouts of ranks.
 
     training = GptTraining(config=config, length=256, global_batch=16, micro_batch=4)
     training.check(layout, world_size=8, device="cuda")    # before anything is communicated
@@ -32,7 +32,9 @@ DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1 - done,
     "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
 }
-"""Which share of the learning rate, above its least one, is left when a share of the steps is done."""
+"""Functions from the finished share of the decay steps to the remaining share of the learning rate above its least
+value.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +56,8 @@ class GptTraining:
         dtype: compute dtype; with bfloat16, weights, gradients and optimizer state are float32.
         recompute: what backward recomputes instead of keeping it (`rooftop.parallel.recomputing`). False: nothing; True
             or "full": whole blocks; "selective": large tensors that are cheap to compute.
-        halves: compute the two halves of a micro-batch alternately, so that tensor parallel ranks communicate one half
-            while they compute the other. It doubles the launches: set `cuda_graph` too, or the host is too slow.
+        halves: compute the two halves of a micro-batch alternately, so that tensor parallel ranks communicate for one
+            half while they compute the other. It doubles the launches: set `cuda_graph` too, or the host is too slow.
         sum_once: with a sharded model, sum gradients once a step instead of after each micro-batch. Each rank then
             holds the gradients of all parameters it computes with, 4 bytes each.
         pipeline_schedule: order in which pipeline ranks compute micro-batches, a name of
@@ -222,7 +224,7 @@ class GptTraining:
             stages = self.config.layers // (layout.pp * layers)
         micro_batches = self.global_batch // (self.micro_batch * layout.dp)
         schedule = schedule_of(name or ("1f1b" if layers is None else "interleaved"), layout.pp, micro_batches, stages)
-        layers_of_stages(self.config, schedule.placement, self.length)  # there are enough
+        layers_of_stages(self.config, schedule.placement, self.length)  # raises if layers are too few
         return schedule
 
     @property
@@ -239,7 +241,7 @@ class GptTraining:
         return Batches(tokens, self.length, self.global_batch, self.seed)
 
     def check(self, layout: Layout, world_size: int, device: str, *, fully_shard: bool = False) -> None:
-        """Refuse a layout that cannot do this training, without communication.
+        """Check without communication that a layout can do this training.
 
         Args:
             layout: of the ranks.
@@ -342,7 +344,7 @@ class GptTraining:
         return choose_transport(Exchange(*sizes, windows=self._has_windows)).transport
 
     def _heads_in(self, layout: Layout) -> tuple[int, int]:
-        """Number of query heads, and of key and value heads, of a tensor parallel rank."""
+        """Numbers of query heads and of key and value heads of a tensor parallel rank."""
         return self.config.heads // layout.tp, max(1, self.config.kv_heads // layout.tp)
 
     @property

@@ -1,1 +1,1 @@
-"""AdamW in few launches, and the wide weights that it steps."""
+"""AdamW in few launches, and the float32 weights that it steps."""

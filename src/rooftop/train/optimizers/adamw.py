@@ -1,10 +1,10 @@
 """AdamW in one pass over memory.
 
 Take float32 weights of a bfloat16 model. Operator by operator, a step converts gradients to float32 (6 bytes a weight),
-clips them (8), runs AdamW (28), and converts the weights to bfloat16 (6). It is bound by memory: one kernel does all of
-it with 30 bytes per weight. It reads gradients in the dtype of backward, scales them for clipping on the way, and
-writes the model's weights together with the float32 ones. Two of the bytes compare both, to find weights that somebody
-has loaded. `adamw_launches.py` decides which weights share a kernel.
+clips them (8), runs AdamW (28), and converts the weights to bfloat16 (6). The step is bound by memory, and one kernel
+needs only 30 bytes per weight. The kernel reads gradients in the dtype of backward, scales them for clipping, and
+writes the model's weights together with the float32 ones. Two of the bytes are a read of the model's weights, to find
+values that somebody has loaded. `adamw_launches.py` decides which weights share a kernel.
 
 The number of the step and the learning rate are on the GPU too, so the host never waits, and a CUDA graph can hold the
 step.
@@ -36,18 +36,18 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 class AdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` with the same numbers up to rounding, and the same state and `state_dict`.
 
-    On a GPU one kernel makes the step, as the module describes; on a CPU PyTorch makes it.
+    On a GPU one kernel makes the step, as described at the top of the file; on a CPU PyTorch makes it.
 
     Args:
         params, lr, betas, eps, weight_decay: see `torch.optim.AdamW`; `lr` may be a tensor.
         weights: the float32 weights to step. The step takes their gradients in any dtype, and writes the result to the
-            model. Values written to the model before the step are stepped. So neither `weights.publish()` nor a
-            `zero_grad` of the model is needed.
+            model. If values were written to the model before the step, the step starts from them. So neither
+            `weights.publish()` nor a `zero_grad` of the model is needed.
 
     Raises:
         TypeError: a parameter is not floating point.
-        ValueError: see `torch.optim.AdamW`; also a parameter does not fill its memory (such as a slice) or is not in
-            `weights.named`, or `amsgrad` or `maximize` is set.
+        ValueError: see `torch.optim.AdamW`; also if a parameter does not fill its memory (such as a slice) or is not in
+            `weights.named`, or if `amsgrad` or `maximize` is set.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class AdamW(torch.optim.AdamW):
         Args:
             closure: computes the loss and its gradients again; see PyTorch's optimizers.
             scale: () on the device of the parameters. The step multiplies gradients with it
-                (`ModelGradients.scale_for`), but need not change them in memory.
+                (`ModelGradients.scale_for`), so they need not change in memory.
 
         Returns:
             The loss of `closure`.

@@ -10,8 +10,7 @@ import triton.language as tl
 def adamw_numbers(
     steps,  # (count,) float32, including this step; with COUNTING int64, addresses of such tensors
     constants,  # (8,) float64: rate, 1 - rate * decay, beta1, 1 - beta1, beta2, 1 - beta2, and the logarithms of both
-    numbers,  # (count, 8) float64: the rate by the first bias correction, the root of the second, and the second to the
-    # sixth of the constants
+    numbers,  # (count, 8) float64: rate / first bias correction, root of the second correction, constants 2 to 6
     count, COUNTING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The numbers that the step of each weight needs besides its elements."""
@@ -36,17 +35,18 @@ def adamw_numbers(
 @triton.jit
 def adamw_steps(
     rows,  # (weights, 8) int64, a row: addresses of weight, gradient, average, square, narrow; elements; the first
-    # program; the row of `numbers`. Each has its elements one after another; narrow is another weight, or none
+    # program; the row of `numbers`. The elements of each are contiguous; narrow is the model's weight, or 0
     row_of,  # (programs,) int32
     numbers,  # (any, 8) float64, of `adamw_numbers`
-    scale,  # () what gradients are multiplied with, or none
+    scale,  # (), the factor of the gradients, or None
     WEIGHT: tl.constexpr, GRADIENT: tl.constexpr, AVERAGE: tl.constexpr, SQUARE: tl.constexpr,
-    MODEL: tl.constexpr,  # the dtypes of what the addresses lead to
+    MODEL: tl.constexpr,  # the dtypes at the addresses
     ALIGNED: tl.constexpr,  # whether all addresses are divisible by 16
     eps: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Step BLOCK elements of one of many weights. Weight, moments and the narrow weight, which may have been loaded,
-    are read and written once each."""
+    """Step BLOCK elements of one of many weights. The kernel reads and writes weight, moments and narrow weight once
+    each; the narrow weight may hold loaded values.
+    """
     program = tl.program_id(0)
     row = rows + tl.load(row_of + program).to(tl.int64) * 8
     start = (program - tl.load(row + 6)) * BLOCK
@@ -67,7 +67,7 @@ def adamw_step(
     scale, elements,
     eps: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The same for one weight, whose addresses are arguments of the launch."""
+    """Step BLOCK elements of one weight, whose addresses are arguments of the launch."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     step_from(
         weight + start, gradient + start, average + start, square + start, narrow + start, numbers, scale,
@@ -89,7 +89,7 @@ def step_from(
     weight, gradient, average, square, narrow, numbers, scale, left,
     eps: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Step BLOCK elements from the pointers on, of which `left` exist."""
+    """Step BLOCK elements from the pointers on; only `left` of them exist."""
     rate = tl.load(numbers).to(WIDE)
     root = tl.load(numbers + 1).to(WIDE)
     decay = tl.load(numbers + 2).to(WIDE)
@@ -98,7 +98,7 @@ def step_from(
     beta2 = tl.load(numbers + 5).to(WIDE)
     rest2 = tl.load(numbers + 6).to(WIDE)
     factor = tl.load(scale).to(WIDE) if SCALED else 1.0
-    if left >= BLOCK:  # no mask: the widest loads, whatever number divides the elements
+    if left >= BLOCK:  # without a mask the loads are the widest, for any number of elements
         step_of_block(
             weight, gradient, average, square, narrow, left,
             rate, root, decay, factor, beta1, rest1, beta2, rest2, eps, WIDE, NARROW, SCALED, BLOCK, True,
@@ -116,7 +116,7 @@ def step_of_block(
     eps: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, SCALED: tl.constexpr,
     BLOCK: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """The same, with or without a mask."""
+    """Step the elements, with or without a mask."""
     lane = tl.arange(0, BLOCK)
     inside = lane >= 0 if FULL else lane < left
     w = tl.load(weight + lane, mask=inside).to(WIDE)
@@ -133,7 +133,7 @@ def step_of_block(
     if tl.float64 == WIDE:
         size = tl.sqrt(v) / root + eps
         w = w * decay - rate * m / size
-    else:  # rounded correctly: what is approximate by default is not for weights that are kept
+    else:  # rounded correctly: the approximate default is too inexact for the weights
         size = tl.div_rn(tl.sqrt_rn(v), root + tl.zeros_like(v)) + eps
         w = w * decay - tl.div_rn(rate * m, size)
     tl.store(weight + lane, w.to(weight.dtype.element_ty), mask=inside)

@@ -1,6 +1,6 @@
 """Launches of AdamW: one kernel for all weights of the same dtypes, which finds them in a table of addresses.
 
-A launch takes the host longer than the GPU needs to step a million elements, and Python code for each weight takes as
+A launch takes the host longer than the GPU takes to step a million elements, and Python code for each weight takes as
 long again. So the plan of a step is kept for the next one, and everything that may have changed is compared for all
 weights at once. Usually none has changed: gradients keep the previous step's addresses, and the table on the GPU stays
 valid.
@@ -28,9 +28,9 @@ from rooftop.parallel.sharded_data import local_of
 from rooftop.parallel.uploads import uploaded
 from rooftop.train.optimizers.main_weights import adopt_into
 
-# The fastest on an H200 of `benchmarks/adamw.py --variants`: a thread has eight elements, 16 bytes of bfloat16.
+# The fastest of `benchmarks/adamw.py --variants` on an H200: a thread has eight elements, 16 bytes of bfloat16.
 BLOCK, WARPS = 1024, 4
-WEIGHTS = 128  # of a program of `adamw_numbers`
+WEIGHTS = 128  # weights of a program of `adamw_numbers`
 
 _dtype = attrgetter("dtype")
 _kept = [methodcaller("get", name) for name in ("step", "exp_avg", "exp_avg_sq")]  # in the state of a parameter
@@ -91,8 +91,8 @@ class AdamWPlan:
         self.steps, averages, squares = self._kept
         self.averages, self.squares = [*map(local_of, averages)], [*map(local_of, squares)]
         self._models = [own for own in models if own is not None]
-        self.narrow: list[Tensor | None] = []  # the model's weight, if its elements have the same layout
-        self._apart: list[tuple[Tensor, Tensor]] = []  # if not, together with the tensor that is stepped
+        self.narrow: list[Tensor | None] = []  # the model's weight, if it has the same memory layout
+        self._apart: list[tuple[Tensor, Tensor]] = []  # otherwise the model's weight, with the tensor that is stepped
         for own, weight in zip(models, self.weights, strict=True):
             alike = own is not None and own.stride() == weight.stride()
             self.narrow.append(own.detach() if own is not None and alike else None)
@@ -139,7 +139,7 @@ class AdamWPlan:
         if self._shared:
             gradients = [*map(local_of, gradients)]
         if any(map(Tensor.is_neg, gradients)) or any(map(Tensor._is_zerotensor, gradients)):
-            gradients = [*map(_written_out, gradients)]  # memory holds the values in another form
+            gradients = [*map(_written_out, gradients)]  # the kernel reads plain memory
         if [*map(Tensor.stride, gradients)] != self._strides:
             gradients = [*map(_alike, gradients, self.weights)]
         for own, weight in self._apart:
@@ -186,7 +186,7 @@ class AdamWPlan:
             each(self._numbers, self._numbers if scale is None else scale)
 
     def _move_to(self, stream: int) -> None:
-        """Make the tables on the GPU again for another stream: the allocator ties memory to a stream."""
+        """Make the tables on the GPU again for another stream, because the allocator ties memory to a stream."""
         self._stream, self._options, self._seen = stream, None, ()
         self._tables.clear()
         from rooftop.train.optimizers.adamw_kernels import adamw_numbers
@@ -223,7 +223,7 @@ class AdamWPlan:
 
 
 class _Table:
-    """The table of weights that share a launch, all of the same dtypes."""
+    """The table of weights that share a launch; all have the same dtypes."""
 
     def __init__(
         self, weight: torch.dtype, gradient: torch.dtype, average: torch.dtype, square: torch.dtype,
@@ -235,7 +235,7 @@ class _Table:
         self._elements: list[int] = []
 
     def take(self, rows: Sequence[tuple[int, ...]], device: torch.device) -> None:
-        """Add rows for `adamw_steps`, without the first program."""
+        """Add rows for `adamw_steps`, without the column of the first program."""
         elements = [row[-2] for row in rows]
         if elements != self._elements:
             from rooftop.train.optimizers.adamw_kernels import adamw_steps

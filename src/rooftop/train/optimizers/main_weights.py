@@ -1,8 +1,9 @@
-"""The weights that an optimizer steps: those of the model, or float32 copies if it computes in a narrow dtype.
+"""The weights that an optimizer steps: those of the model, or float32 copies if the model computes in a narrow
+dtype.
 
 A bfloat16 weight has 8 bits of precision: it would lose a step of less than 1/256 of its value, and a sum over
-micro-batches would lose small gradients. So both are kept in float32, and the model gets the rounded result of the
-step.
+micro-batches would lose small gradients. So weights and gradients are kept in float32, and the model gets the rounded
+result of the step.
 
 Values written to the model in any way are trained from then on: if a weight of the model is not its rounded float32
 copy, the copy takes it over before the next step (`adopt`).
@@ -22,7 +23,7 @@ from rooftop.parallel import ModelGradients
 from rooftop.parallel.weight_places import WeightPlaces
 
 Held = list[tuple[Tensor | None, Tensor | None]]
-"""Of each weight the gradient in `.grad`, and the narrow one."""
+"""For each weight: the gradient in `.grad`, and the narrow gradient."""
 
 
 class MainWeights:
@@ -31,13 +32,14 @@ class MainWeights:
     Args:
         model: converted to `dtype`, with the same parameter objects.
         dtype: bfloat16, or the dtype of the model, which needs no copies.
-        keep_narrow: keep a gradient in `dtype`, as backward made it, until another is added or `widen` asks for
-            float32. That costs no precision, and `rooftop.train.AdamW` takes such gradients. Code that reads `.grad`,
-            such as `clip_grad_norm_` and `GradScaler`, needs `widen` first.
+        keep_narrow: keep a gradient in the `dtype` of backward until another is added or `widen` is called. This loses
+            no precision, and `rooftop.train.AdamW` takes such gradients. Code that reads `.grad`, such as
+            `clip_grad_norm_` and `GradScaler`, needs `widen` first.
 
     Attributes:
-        named: the weights that the optimizer steps, by the model's names; tied ones once. Without `keep_narrow` their
-            gradients are complete after each backward; with copies, the model's own gradients are released by then.
+        named: the weights that the optimizer steps, by the model's names; tied weights appear once. Without
+            `keep_narrow` their gradients are complete after each backward. With copies, the model's own gradients have
+            been released by then.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, *, keep_narrow: bool = False) -> None:
@@ -101,7 +103,7 @@ class MainWeights:
         for own, found in self._places.take_back("MainWeights.adopt").items():
             main = self._main_of.get(own) if self.narrow else None
             if main is not None:
-                main.copy_(found)  # it may be wider than the model
+                main.copy_(found)  # the new tensor may be wider than the model
         if not self.narrow:
             return
         for main, own in self._model_has.items():
@@ -129,7 +131,7 @@ class MainWeights:
             self._gradients.saw(self._model_has.items())
 
     def step_adopts(self) -> None:
-        """Record that an optimizer calls `before_step`, so that backward need not look for written values."""
+        """Record that an optimizer calls `before_step`, so backward need not check for written values."""
         self._gradients.step_adopts = True
 
     def model_has(self, main: Tensor) -> nn.Parameter | None:
@@ -174,7 +176,7 @@ class MainWeights:
         return [(main.grad, narrow.get(main)) for main in self.named.values()]
 
     def hold(self, held: Held) -> None:
-        """Use these gradients again instead of any others, after a CUDA graph has rewritten them."""
+        """Use these gradients again, and drop any others, after a CUDA graph has rewritten them."""
         narrow = self._gradients.narrow
         for main, (wide, of_model) in zip(self.named.values(), held, strict=True):
             main.grad = wide
@@ -189,17 +191,18 @@ class MainWeights:
 
 
 class _Gradients:
-    """The narrow gradients of main weights; wide ones are in `.grad`. It holds no reference to the model, because hooks
-    of the parameters hold it, and Python cannot collect such a cycle."""
+    """The narrow gradients of main weights; wide ones are in `.grad`. This object holds no reference to the model,
+    because hooks of the parameters refer to it, and Python cannot collect such a cycle.
+    """
 
     def __init__(self, keep_narrow: bool) -> None:
         self.keep_narrow = keep_narrow
         self.narrow: dict[Tensor, Tensor] = {}
         self.step_adopts = False
-        self._versions: dict[Tensor, tuple[int, int]] = {}  # versions of a main weight and of the model's
+        self._versions: dict[Tensor, tuple[int, int]] = {}  # versions of a main weight and of the model's weight
 
     def saw(self, pairs: Iterable[tuple[Tensor, Tensor]], only_main: bool = False) -> None:
-        """Record the state of both weights; later writes count as new."""
+        """Record the versions of both weights; later writes count as new."""
         for main, own in pairs:
             self._versions[main] = (main._version, self._versions[main][1] if only_main else own._version)
 
@@ -209,7 +212,7 @@ class _Gradients:
         return self._versions[main][0] != main._version
 
     def model_was_written(self, main: Tensor, own: Tensor) -> bool:
-        """The same for the model's weight."""
+        """Whether the model's weight was written to since `saw`."""
         return self._versions[main][1] != own._version
 
     def adopt(self, main: Tensor, own: Tensor) -> None:
@@ -252,7 +255,9 @@ class _Moved:
 
 
 def adopt_into(main: Tensor, own: Tensor) -> None:
-    """Set a copy to the model's values wherever these are not the rounded copy. The host does not wait for the GPU."""
+    """Take the model's values over into a copy where they differ from the rounded copy. The host does not wait for the
+    GPU.
+    """
     same = main.to(own.dtype) == own
     if main.device.type == "cpu" and bool(same.all()):
         return

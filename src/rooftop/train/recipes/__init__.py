@@ -1,4 +1,4 @@
-"""Recipes of trainings as data, and their implementation: optimizers, schedules, means of weights, mixed batches."""
+"""Recipes of trainings as data, and their implementation: optimizers, schedules, mean weights, mixed batches."""
 
 from rooftop.train.recipes.checks import check_recipe
 from rooftop.train.recipes.freezing import freeze

@@ -1,4 +1,4 @@
-"""Checks whether a recipe fits a task before the first step, so that no training time is lost."""
+"""Checks before the first step whether a recipe fits a task, so that no training time is lost."""
 
 from __future__ import annotations
 

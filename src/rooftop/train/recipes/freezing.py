@@ -68,5 +68,5 @@ def _freeze_module(module: nn.Module) -> None:
 
 
 def _stay(norm: nn.Module, mode: bool = True) -> nn.Module:
-    """Replacement for `train` of a frozen norm, which does nothing. It survives copying and pickling."""
+    """Replacement for `train` of a frozen norm. It does nothing, and survives copying and pickling."""
     return norm

@@ -2,14 +2,14 @@
 
 Layers are found from the structure of modules: a chain is an `nn.Sequential` or `nn.ModuleList` of blocks. Everything
 before the first block is one layer (the stem), each block is one, and everything after the last is one (the head with
-the norm before it). A module between two chains, such as a patch merging of Swin, belongs to the block before it.
+the norm before it). A module between two chains, such as a patch merging of Swin, belongs to the preceding block.
 
 | model | layers |
 |---|---|
 | ResNet-50 | conv1 and bn1, 16 blocks, fc |
 | Swin-T | patches, 12 blocks (and 3 mergings), norm and head |
 | ViT | embeddings, blocks, norm and head |
-| `nn.Sequential(Linear, ReLU, Linear)` | each of its members that has parameters; a norm belongs to the one before it |
+| `nn.Sequential(Linear, ReLU, Linear)` | each member that has parameters; a norm belongs to the preceding member |
 
 This counting follows Bao et al. 2021, "BEiT" (arXiv:2106.08254), and Xie et al. 2022, "SimMIM" (arXiv:2111.09886), for
 Swin.
@@ -27,7 +27,9 @@ from rooftop.train.recipes.parameter_kinds import is_norm
 
 CHAINS = (nn.Sequential, nn.ModuleList)
 REPEATED = ("blocks", "layer", "layers", "stages")
-"""Names of chains within a member of a chain, e.g. the blocks of a stage; others are parts of a block."""
+"""Names of chains inside a member of a chain, e.g. the blocks of a stage. Chains with other names are parts of a
+block.
+"""
 
 
 _Test = Callable[[nn.Module], bool]
@@ -38,11 +40,11 @@ class _Unit:
     """A module without a layer boundary inside, or the direct parameters of a divided module.
 
     Attributes:
-        names: of its parameters.
+        names: names of its parameters.
         chained: whether it is a member of a chain.
         between: whether it is a member of a chain and precedes another chain inside the same chain.
         leaf: whether it has no modules of its own.
-        norm, own: whether it is a norm, or parameters of a divided module.
+        norm, own: whether it is a norm, and whether it consists of the direct parameters of a divided module.
     """
 
     names: list[str]
@@ -57,7 +59,7 @@ def layers_of(model: nn.Module) -> list[list[str]]:
     """Names of the parameters of each layer, first layer first.
 
     Raises:
-        InputError: the model has no chain of layers, or has several in parts whose order is unknown.
+        InputError: the model has no chain of layers, or has chains in several parts whose order is unknown.
     """
     for divides in (_is_chain, _is_sequence):
         parents = {path.rpartition(".")[0] for path in _outermost_chains(model, "", divides)}
@@ -83,7 +85,7 @@ def _is_sequence(module: nn.Module) -> bool:
 
 
 def _is_chain(module: nn.Module) -> bool:
-    """Whether it has members with parts of their own."""
+    """Whether a module has members that have parts themselves."""
     return _is_sequence(module) and any(_has_parts(child) for child in module.children())
 
 
@@ -140,7 +142,7 @@ def _merged(units: list[_Unit]) -> list[list[str]]:
     stem = [name for unit in units[:first] for name in unit.names]
     layers = [stem] if stem else []
     after_leaf = True
-    waiting: list[str] = []  # norms between two blocks, which belong to the second one
+    waiting: list[str] = []  # norms before a block, which belong to that block
     for unit in units[first:end]:
         if layers and (not unit.chained or unit.between or (unit.norm and after_leaf)):
             layers[-1] += unit.names

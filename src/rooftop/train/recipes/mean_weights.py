@@ -7,12 +7,12 @@
 
     mean <- d * mean + (1 - d) * weights, with d = min(decay, (1 + n) / (10 + n)) at update n
 
-Polyak and Juditsky 1992; Tarvainen and Valpola 2017, "Mean teachers" (arXiv:1703.01780). The rising d follows
-TensorFlow's ExponentialMovingAverage with `num_updates`, which forgets the initial weights soon, even in a short run.
+Polyak and Juditsky 1992; Tarvainen and Valpola 2017, "Mean teachers" (arXiv:1703.01780). As in TensorFlow's
+ExponentialMovingAverage with `num_updates`, d rises, so the mean forgets the initial weights soon, even in a short run.
 
 Means are kept in float32 at least: in bfloat16, a change of 1 - decay would be rounded away. Integer buffers are
-copied. `torch.optim.swa_utils.AveragedModel` makes a second module, in the model's dtype; the arithmetic here is its
-`torch._foreach_lerp_`.
+copied. The arithmetic is `torch._foreach_lerp_`, as in `torch.optim.swa_utils.AveragedModel`, which however makes a
+second module in the model's dtype.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class MeanWeights:
     """The mean of all tensors in the model's state dict.
 
     Args:
-        model: on its device; its tensors must stay the same objects, as they do in training.
+        model: a model on its final device. Its tensors must stay the same objects, as training leaves them.
         decay: the highest d.
         every: steps between two updates.
 
@@ -45,7 +45,7 @@ class MeanWeights:
                 f"ema.decay is {decay:g}: the mean would never follow the weights; expected a number below 1"
             )
         self.decay, self.every = decay, every
-        kept = {id(tensor): (name, tensor) for name, tensor in _tensors(model).items()}  # shared ones once
+        kept = {id(tensor): (name, tensor) for name, tensor in _tensors(model).items()}  # each shared tensor once
         self._live = {name: tensor for name, tensor in kept.values() if tensor.is_floating_point()}
         self._copied = {name: tensor for name, tensor in kept.values() if not tensor.is_floating_point()}
         self._mean = {name: _wide(tensor) for name, tensor in self._live.items()}
@@ -76,7 +76,7 @@ class MeanWeights:
             self._give(own)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The mean by the model's names; later updates change these tensors."""
+        """The mean weights by the model's names; later updates change these tensors."""
         return {**self._mean, **self._copies}
 
     @torch.no_grad()

@@ -3,8 +3,8 @@
     alter = mixer(recipe.mix, classes=10)        # for Task.alter; None if both are off
     images, targets = alter((images, labels), places, generator_of)
 
-Mixup (Zhang et al. 2018, arXiv:1710.09412): the mean of two images with the weights lam and 1 - lam, and the same of
-their targets, lam from Beta(alpha, alpha). Cutmix (Yun et al. 2019, arXiv:1905.04899): a box of the second image is put
+Mixup (Zhang et al. 2018, arXiv:1710.09412): the mean of two images and of their targets, with weights lam and 1 - lam,
+where lam is drawn from Beta(alpha, alpha). Cutmix (Yun et al. 2019, arXiv:1905.04899): a box of the second image is put
 into the first, and lam is the remaining part of the first. With both, each pair uses one of them with equal
 probability.
 
@@ -37,8 +37,8 @@ def mixer(mix: Mix, classes: int) -> Alter | None:
     stays unchanged.
 
     Raises:
-        InputError: fewer than two classes; by the result, images that are not floating point, or have no height and
-            width for cutmix.
+        InputError: there are fewer than two classes. The returned function raises it for images that are not floating
+            point, or have no height and width for cutmix.
     """
     if not mix.mixup and not mix.cutmix:
         return None
@@ -58,7 +58,7 @@ def mixer(mix: Mix, classes: int) -> Alter | None:
         index = torch.tensor(partners, dtype=torch.int64).to(device, non_blocking=True)
         other = images[index]
         if mix.mixup:
-            # A pair that cutmix takes has the weight 1 here, which leaves it as it is, bit for bit.
+            # A pair for cutmix has the weight 1 here, which leaves it unchanged, bit for bit.
             pixels = [weight if box is None else 1.0 for weight, box in zip(own, boxes, strict=True)]
             mixed = torch.lerp(other, images, _column(pixels, images))
         else:
@@ -107,7 +107,9 @@ def _draws(
 
 
 def _box(weight: float, size: tuple[int, int], generator: np.random.Generator) -> tuple[int, int, int, int]:
-    """Top, bottom, left, right of a box with the part 1 - weight of the area, cut off at the borders."""
+    """Top, bottom, left and right of a box that covers the part 1 - weight of the area; borders of the image cut it
+    off.
+    """
     edges = []
     for length in size:
         half = math.sqrt(1 - weight) * length / 2

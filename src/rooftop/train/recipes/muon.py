@@ -1,10 +1,10 @@
 """Muon for the matrices of hidden layers and AdamW for all other parameters, as one optimizer.
 
 Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks" (https://kellerjordan.github.io/posts/muon):
-the momentum of a matrix is made nearly orthogonal before it is added. The weight of a convolution is the matrix of its
-output channels by everything else. AdamW updates embeddings, the last layer, norms and biases, as the authors advise.
-An update of Muon is scaled to the mean square of AdamW's (Liu et al. 2025, "Muon is Scalable for LLM Training", section
-2.2, arXiv:2502.16982), so one learning rate and one weight decay serve both.
+the momentum of a matrix is made nearly orthogonal before it is added. The weight of a convolution counts as a matrix:
+output channels by all other dimensions. AdamW updates embeddings, the last layer, norms and biases, as the authors
+advise. An update of Muon is scaled to the mean square of AdamW's (Liu et al. 2025, "Muon is Scalable for LLM Training",
+section 2.2, arXiv:2502.16982), so one learning rate and one weight decay serve both.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     Args:
         model: the model whose hidden matrices Muon updates.
-        groups: result of `parameter_groups`; they are divided further.
-        given: momentum and nesterov are Muon's, betas and eps AdamW's.
+        groups: the result of `parameter_groups`; Muon divides these groups further.
+        given: options of a recipe: momentum and nesterov for Muon, betas and eps for AdamW.
         how: `fused` or `foreach` for AdamW.
 
     Raises:
@@ -60,7 +60,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step of both."""
+        """One step of Muon and AdamW."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -101,7 +101,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         return {"params": flat, "lr": group["lr"], "weight_decay": group["weight_decay"]}
 
     def _follow(self, parameter: Tensor, flat: nn.Parameter) -> None:
-        """Make the matrix a view of the parameter's memory, which may have moved, and of its gradient."""
+        """Make the matrix and its gradient views of the parameter's and its gradient's memory, which may have moved."""
         order = _order(parameter)
         flat.data = _flattened(parameter.detach(), order)
         if order != self._orders[parameter]:
@@ -126,7 +126,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def hidden_matrices(model: nn.Module) -> set[Tensor]:
-    """Weights with rows and columns, except embeddings and the last one of the model."""
+    """Weights with rows and columns, except embeddings and the model's last weight."""
     kinds = kinds_of(model)
     embeddings = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)}
     found = [
@@ -143,11 +143,11 @@ def _sides(parameter: Tensor) -> tuple[int, int]:
 
 
 def _order(parameter: Tensor) -> tuple[int, ...]:
-    """Its dimensions in memory order, rows first; the order of columns does not matter to Muon."""
+    """The dimensions of a parameter in memory order, rows first. The order of columns does not matter to Muon."""
     columns = sorted(range(1, parameter.dim()), key=lambda axis: -parameter.stride()[axis])
     return (0, *columns)
 
 
 def _flattened(parameter: Tensor, order: tuple[int, ...]) -> Tensor:
-    """A matrix in the same memory."""
+    """The parameter as a matrix in the same memory."""
     return parameter.permute(order).view(parameter.shape[0], -1)

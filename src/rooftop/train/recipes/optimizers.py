@@ -20,7 +20,7 @@ FUSED_ON = ("cuda", "cpu")
 
 
 def optimizer_of(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
-    """Create the optimizer of the parameters that are not frozen, with its groups.
+    """Create the optimizer, with its groups, of all parameters that are not frozen.
 
     Raises:
         InputError: nothing is left to train, or the recipe does not fit the model.
@@ -41,10 +41,10 @@ def optimizer_of(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
 
 
 def check_momentum(given: Optimizer) -> None:
-    """Check that Nesterov's momentum has a momentum.
+    """Check that the momentum is above 0 if Nesterov's momentum is on.
 
     Raises:
-        InputError: it has none.
+        InputError: the momentum is 0.
     """
     if given.nesterov and not given.momentum:
         raise InputError(
@@ -53,6 +53,6 @@ def check_momentum(given: Optimizer) -> None:
 
 
 def _implementation(parameters: list[torch.Tensor]) -> dict[str, Any]:
-    """`fused` where PyTorch has it for all these parameters, otherwise `foreach`."""
+    """`fused` if PyTorch supports it for all these parameters, otherwise `foreach`."""
     fits = all(each.is_floating_point() and each.device.type in FUSED_ON for each in parameters)
     return {"fused": True} if fits else {"foreach": True}

@@ -43,7 +43,7 @@ def parameter_groups(model: nn.Module, optimizer: Optimizer) -> list[dict[str, A
 
 
 def _factors(model: nn.Module, decay: float) -> tuple[dict[str, float], dict[str, int]]:
-    """Factor of the rate, and number of the layer, by the parameter's name; nothing if the decay is off."""
+    """Factor of the learning rate and number of the layer, by the parameter's name; empty if the layer decay is off."""
     if decay == 1:
         return {}, {}
     layers = layers_of(model)

@@ -20,7 +20,7 @@ NORMS = (
     nn.CrossMapLRN2d,
 )
 NORM_NAME = re.compile(r"Norm(\d[dD])?$")
-"""What the class of a norm that is not PyTorch's is called, e.g. LlamaRMSNorm, FrozenBatchNorm2d."""
+"""Names of the classes of other libraries' norms, e.g. LlamaRMSNorm, FrozenBatchNorm2d."""
 
 BIAS_NAME = re.compile(
     r"(^|_)bias(_|$)"  # in_proj_bias, bias_hh_l0, relative_position_bias_table
@@ -31,12 +31,12 @@ BIAS_NAME = re.compile(
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm, PyTorch's or another library's."""
+    """Whether a module is a norm, of PyTorch or of another library."""
     return isinstance(module, NORMS) or NORM_NAME.search(type(module).__name__) is not None
 
 
 def kinds_of(model: nn.Module) -> dict[str, str]:
-    """Name of each parameter -> "weight", "norm" or "bias"; a shared one has the kind of its first name."""
+    """Name of each parameter -> "weight", "norm" or "bias"; a shared parameter has the kind of its first name."""
     kinds = {}
     modules = dict(model.named_modules())
     for name, parameter in model.named_parameters():

@@ -11,10 +11,10 @@ from rooftop.train.tasks.task import Task
 
 
 def prepare_model(task: Task, recipe: Recipe, *, ranks: int = 1, begins: bool = True) -> list[str]:
-    """Check the recipe, then load weights to start from, switch on dropout and stochastic depth, and freeze parts.
+    """Check the recipe. Then load initial weights, switch on dropout and stochastic depth, and freeze parts.
 
     Args:
-        task: its model is changed. Its metadata have the model's name and number of classes.
+        task: its model is changed. Its metadata contain the model's name and number of classes.
         begins: whether this is the first run; a resumed run has its weights in a checkpoint.
 
     Returns:

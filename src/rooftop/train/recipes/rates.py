@@ -1,4 +1,4 @@
-"""The learning rate of each step, as a factor of the highest.
+"""The learning rate of each step, as a fraction of the highest rate.
 
     set_rates(optimizer, rate_factor(recipe.schedule, step, steps))  # before step `step` of `steps`, from 1
 
@@ -26,7 +26,7 @@ def rate_factor(schedule: Schedule, step: int, steps: int) -> float:
     """Factor of the highest rate.
 
     Args:
-        schedule: its fractions of the run are rounded to whole steps.
+        schedule: the section of the recipe; its fractions of the run are rounded to whole steps.
         step: from 1 to `steps`.
         steps: of the whole run.
 
@@ -55,7 +55,7 @@ def check_parts(schedule: Schedule) -> None:
     """Check that the parts of a schedule fit into the run.
 
     Raises:
-        InputError: they do not.
+        InputError: the parts do not fit.
     """
     if schedule.name == "wsd" and schedule.warmup + schedule.decay > 1:
         raise InputError(

@@ -27,7 +27,7 @@ class Run:
 
     Attributes:
         epochs: passes over the training data.
-        steps: optimizer steps; if above 0, it replaces epochs.
+        steps: optimizer steps; if above 0, this number replaces epochs.
         batch: samples of an optimizer step, over all ranks.
         accumulate: forward and backward passes of a step; each takes batch / (ranks x accumulate) samples.
         seed: seed of initial values, order and augmentation.
@@ -146,7 +146,7 @@ class Augment:
         decode: where JPEGs of the training images are decoded and cropped: "cpu", "gpu", or "auto": the faster one,
             which rooftop train measures at the start. A GPU gives slightly different pixels.
         size: side of the training images in pixels; 0: the task's.
-        test_size: side of the validation images; 0: as in training. A larger one is often better.
+        test_size: side of the validation images; 0: as in training. A larger size is often better.
             Source: Touvron et al. 2019, "FixRes", arXiv:1906.06423.
     """
 
@@ -169,8 +169,8 @@ class Model:
     """The model and its options.
 
     Attributes:
-        name: which model of the task; "": the task's default.
-        weights: a file of weights or a published name to start from; "": random ones.
+        name: name of a model of the task; "": the task's default.
+        weights: a file of initial weights, or the name of published ones; "": random weights.
         num_classes: classes of the model; 0: the number in the data.
         frozen: modules whose parameters are frozen and whose norms stay in evaluation mode; shell patterns.
         dropout: probability, in the model's own dropout layers, or else before its last layer. Source: Srivastava et
@@ -240,7 +240,7 @@ class Loading:
     Attributes:
         how: "here" (in the loop), "threads", "processes", or "auto": the fastest of these, measured at the start.
         workers: threads or processes of a rank; 0: from the number of CPUs.
-        ahead: batches that are made in advance.
+        ahead: number of batches that are made in advance.
     """
 
     how: str = "auto"
@@ -250,7 +250,7 @@ class Loading:
 
 @dataclass(frozen=True)
 class Recipe:
-    """All switches of a training."""
+    """All sections of a recipe."""
 
     run: Run = Run()
     model: Model = field(default_factory=Model)
@@ -290,7 +290,7 @@ class Recipe:
         return (before or cls()).updated(values, str(path))
 
     def updated(self, values: Mapping[str, Any], source: str = "recipe") -> Recipe:
-        """This recipe with other values, by section and name.
+        """This recipe with the given values in place of its own, by section and name.
 
         Raises:
             InputError: as in `of`.
@@ -313,7 +313,7 @@ class Recipe:
         return recipe
 
     def with_values(self, texts: Iterable[str]) -> Recipe:
-        """This recipe with values given as `section.name=value`; a value is TOML, or a text without quotes.
+        """This recipe with values given as `section.name=value`; a value is TOML, or text without quotes.
 
         Raises:
             InputError: as in `of`, or a text of another form.
@@ -429,7 +429,7 @@ def _published(name: Path) -> Path:
     """The file of a published recipe.
 
     Raises:
-        InputError: there is none of that name.
+        InputError: there is no recipe with that name.
     """
     named = published_recipes()
     if str(name) not in named:
@@ -449,7 +449,7 @@ def _expected(given: str, of: Any) -> str:
 
 
 def _value(value: Any, hint: Any, where: str) -> Any:
-    """A value of the type that a field has; numbers widen, lists become tuples."""
+    """Convert a value to the type of a field: an integer becomes a float, a list becomes a tuple."""
     if get_origin(hint) is tuple:
         kinds = get_args(hint)
         if not isinstance(value, list | tuple) or (kinds[-1] is not ... and len(value) != len(kinds)):

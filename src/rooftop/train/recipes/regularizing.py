@@ -19,17 +19,17 @@ from rooftop.models.vision.swin import stochastic_depth
 from rooftop.train.recipes.recipe import Model
 
 DROPPING = {"StochasticDepth": "p", "DropPath": "drop_prob"}
-"""Modules that leave out a branch, ours, torchvision's and timm's: the attribute that is the probability."""
+"""Modules of this library, torchvision and timm that skip a branch: the attribute that holds the probability."""
 
 
 def regularize(model: nn.Module, section: Model) -> list[str]:
-    """Switch on everything that the section sets above 0. A second call has no further effect.
+    """Switch on dropout and stochastic depth if the section sets them above 0. A second call has no further effect.
 
     Returns:
-        What was set, in words.
+        Descriptions of the changes.
 
     Raises:
-        InputError: the model has no place for it.
+        InputError: the model has no layer for dropout, or no residual block.
     """
     said = []
     if section.dropout:
@@ -62,7 +62,7 @@ class BranchDropout:
 
 
 def _set_dropout(model: nn.Module, p: float) -> str:
-    """Returns where, in words."""
+    """Set all dropout layers, or drop the input of the last linear layer; return the place in words."""
     count = 0
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -86,8 +86,8 @@ def _set_dropout(model: nn.Module, p: float) -> str:
 
 
 def _set_stochastic_depth(model: nn.Module, highest: float) -> int:
-    """Returns the number of blocks."""
-    blocks: list[list[nn.Module]] = []  # of each block, what leaves its branches out
+    """Set the probability of each residual block; return the number of blocks."""
+    blocks: list[list[nn.Module]] = []  # for each block, the modules that skip its branches
     for module in model.modules():
         own = [child for child in module.children() if type(child).__name__ in DROPPING]
         if isinstance(module, Block):

@@ -1,10 +1,10 @@
-"""Fine-tuning: a training that starts from existing weights.
+"""Fine-tuning: start a training from existing weights.
 
     started = start_from(model, "resnet50.pth", num_classes=7)
     print(started)  # ... 318 of the model's 320 keys are loaded; new for 7 classes: fc.weight, fc.bias
 
-The file may have the keys of any library that `rooftop.models.loading` knows. Everything must fit except the head: if
-the file has another number of classes, or no head, the model keeps its new one.
+The file may have the keys of any library that `rooftop.models.loading` knows. All weights except those of the head must
+fit: if the file has another number of classes, or no head, the model keeps its new head.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rooftop.models.weights.load_reports import LoadReport
 
 @dataclass(frozen=True)
 class Started:
-    """The weights that a training started from.
+    """A record of the weights from which a training starts.
 
     Attributes:
         report: the assignment of keys.
@@ -48,7 +48,7 @@ class Started:
 
 
 def start_from(model: nn.Module, weights: str | Path, num_classes: int, *, name: str = "") -> Started:
-    """Load weights into a built model, except a head for another number of classes.
+    """Load weights into a model, except those of a head for another number of classes.
 
     Args:
         model: on any device, in any dtype.
@@ -92,5 +92,5 @@ def _is_of_classes(found: tuple[int, ...], expected: tuple[int, ...], num_classe
 
 
 def _last(model: nn.Module) -> str:
-    """Path of the last module with parameters, which a backbone file lacks."""
+    """Path of the last module with parameters. A file with only a backbone lacks this module."""
     return [name for name, _ in model.named_parameters()][-1].rpartition(".")[0]

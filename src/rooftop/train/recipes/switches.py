@@ -1,4 +1,4 @@
-"""All switches of a recipe with default, meaning and source, from the docstrings of `recipe.py`.
+"""List all switches of a recipe with default, meaning and source, from the docstrings of `recipe.py`.
 
 print(switches_table())  # the table of docs/train-recipes.md
 """
@@ -23,7 +23,7 @@ class Switch:
     Attributes:
         path: section.name.
         default: the default value.
-        meaning: what it does.
+        meaning: the description of its effect.
         source: the publication; "": none.
     """
 

@@ -1,1 +1,3 @@
-"""Reports of a training in the terminal, in TensorBoard and as a page, and the effect of each switch of a recipe."""
+"""Reports of a training in the terminal, in TensorBoard and as a page; ablations, which measure the effect of each
+switch.
+"""

@@ -1,10 +1,11 @@
-"""The effect of each switch of a recipe: the recipe is trained with and without it, once for each seed.
+"""Measure the effect of each switch of a recipe: train the recipe with and without the switch, once for each seed.
 
-Each seed trains the whole recipe once, and once for each switch with that switch off: at its default in `Recipe`, or at
-a given value. The worth of a switch is the mean over seeds of (metric with it) - (metric without it), negated if less
-is better, so that a positive worth always helps. Both runs of a difference have the same seed, so initial values, order
-and augmentation are the same unless the switch changes them. The standard error is that of the mean of these
-differences. A worth whose 95% interval (Student's t) contains 0 is within noise.
+For each seed, the whole recipe is trained once, and once more for each switch with that switch off: at its default in
+`Recipe`, or at a given value. The worth of a switch is the mean over seeds of the metric with the switch minus the
+metric without it. It is negated if less is better, so a positive worth means that the switch helps. Both runs of a
+difference have the same seed, so initial values, order and augmentation are the same unless the switch changes them.
+The standard error is that of the mean of these differences. A worth whose 95% interval (Student's t) contains 0 is
+within noise.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from rooftop.train.fitting.records import Fitted
 from rooftop.train.recipes.recipe import Recipe
 
 RESULT = "result.json"
-"""In the folder of each finished run."""
+"""The file with the result in the folder of each finished run."""
 STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-"""97.5% quantiles of Student's t with 1, 2, ... degrees of freedom; above, the last is used, which is a little wide."""
+"""97.5% quantiles of Student's t with 1, 2, ... degrees of freedom; for more, the last one is used, which makes
+intervals slightly too wide.
+"""
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class Worth:
     """The effect of one switch.
 
     Attributes:
-        with_it, without_it: the metric of each seed with both runs finished.
+        with_it, without_it: the metrics of the seeds for which both runs have finished.
         differences: with - without, positive if the switch helps.
     """
 
@@ -120,9 +123,9 @@ class Ablation:
 
     Attributes:
         metric: used to compare runs. maximize: whether more is better.
-        values: metric of the whole recipe by seed, as far as finished.
+        values: metric of the whole recipe by seed, for finished runs.
         worths: of the switches with at least one finished pair.
-        finished, runs: number of finished runs, and of all.
+        finished, runs: number of finished runs, and of all runs.
     """
 
     recipe: Recipe
@@ -134,7 +137,7 @@ class Ablation:
     runs: int
 
     def plain(self) -> dict[str, Any]:
-        """As JSON."""
+        """The ablation as JSON values."""
         return {
             "metric": self.metric,
             "maximize": self.maximize,
@@ -177,7 +180,7 @@ class Ablation:
 
 
 def switches_of(recipe: Recipe, texts: Sequence[str]) -> list[Switch]:
-    """The switches given as "section.name", or as "section.name=value" with the value used as "off".
+    """The switches given as "section.name", or as "section.name=value" where the value stands for "off".
 
     Raises:
         InputError: a switch does not exist, is given twice, is the seed, or is already off in the recipe.
@@ -252,13 +255,13 @@ def ablate(
     told: Callable[[Run, float, Ablation], None],
     write: bool = True,
 ) -> Ablation:
-    """Make the unfinished runs, and report after each one.
+    """Train the unfinished runs, and report after each one.
 
     Args:
-        recipe: the whole one.
-        runs: from `runs_of`.
-        results: from `results_of`; with several ranks, read before any of them has trained.
-        train: trains one run. It may resume one that was interrupted.
+        recipe: the whole recipe.
+        runs: the result of `runs_of`. results: the result of `results_of`; with several ranks, read before any rank
+            trains.
+        train: trains one run. It may resume an interrupted run.
         metric: of the last evaluation; maximize: whether more is better.
         told: called after each run with the run, its metric, and the ablation so far.
         write: whether this process writes results; with several ranks, the first one.
@@ -288,7 +291,7 @@ def ablate(
 
 
 def compared(recipe: Recipe, runs: Sequence[Run], results: dict[Path, float], metric: str, maximize: bool) -> Ablation:
-    """The worth of each switch, from the runs that are finished."""
+    """The worth of each switch, from the finished runs."""
     whole = {run.seed: results[run.folder] for run in runs if run.switch is None and run.folder in results}
     worths = []
     for switch in dict.fromkeys(run.switch.name for run in runs if run.switch is not None):
@@ -309,7 +312,7 @@ def write_ablation(ablation: Ablation, folder: Path) -> None:
 
 
 def _number(value: float | None) -> float | None:
-    """A number for JSON, which only has finite numbers."""
+    """A number for JSON, or None if it is not finite, since JSON has only finite numbers."""
     return value if value is not None and math.isfinite(value) else None
 
 

@@ -10,10 +10,10 @@ from typing import Any
 from rooftop.train.fitting.records import EvaluationRecord, StepRecord
 from rooftop.train.reports.histories import History
 
-MOST_POINTS = 1000  # of a curve: more are as many as pixels, and make the page slow
+MOST_POINTS = 1000  # points of a curve, about one per pixel; more points would make the page slow
 
 WIDE = 50
-"""A loss whose largest value is so many times its smallest one is drawn on a logarithmic axis."""
+"""A loss is drawn on a logarithmic axis if its largest value is at least this many times its smallest one."""
 
 
 def curves(history: History) -> list[dict[str, Any]]:
@@ -68,7 +68,7 @@ def _of_evaluations(name: str, evaluations: Sequence[EvaluationRecord], key: str
 
 
 def _series(name: str, points: Sequence[tuple[float, float]], mode: str, colour: int) -> dict[str, Any]:
-    finite = [(x, y) for x, y in points if math.isfinite(y)]  # JSON knows no other numbers
+    finite = [(x, y) for x, y in points if math.isfinite(y)]  # JSON has only finite numbers
     return {
         "name": name,
         "x": [float(f"{x:.6g}") for x, _ in finite],
@@ -79,7 +79,9 @@ def _series(name: str, points: Sequence[tuple[float, float]], mode: str, colour:
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:
-    """At most this many points: each is the mean of the same number of neighbours, the last one of fewer."""
+    """At most this many points. Each is the mean of the same number of neighbours; the last one may be the mean of
+    fewer.
+    """
     each = -(-len(points) // most)
     if each <= 1:
         return list(points)

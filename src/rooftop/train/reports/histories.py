@@ -1,4 +1,4 @@
-"""Everything that a training has reported so far, for the page and the summary."""
+"""All reports of a training so far, for the page and the summary."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class History:
         batch: samples of a step, from the recipe.
         facts, task: known from the beginning.
         steps, evaluations, notes: so far, including those of an earlier run in the same folder.
-        earlier: how many of `steps` belong to an earlier run.
+        earlier: the number of `steps` that belong to an earlier run.
         peak_bytes: of rank 0 so far.
         fitted: None while the training runs.
-        began_s: when it began, on the clock of `time.monotonic`.
+        began_s: the start of the training, on the clock of `time.monotonic`.
     """
 
     batch: int
@@ -52,11 +52,11 @@ class History:
 
     @property
     def seconds(self) -> float:
-        """Of this run so far."""
+        """Seconds of this run so far."""
         return self.fitted.seconds if self.fitted is not None else time.monotonic() - self.began_s
 
     def spans(self) -> Spans:
-        """How the time of this run was spent."""
+        """The seconds of this run by activity."""
         batch = self.batch if self.facts is None else min(self.batch, self.facts.samples)
         return spans_of(self.steps[self.earlier :], batch, self.seconds)
 
@@ -79,7 +79,7 @@ class Spans:
 
 
 def spans_of(steps: list[StepRecord], batch: int, seconds: float) -> Spans:
-    """Divide the seconds of a run. A step took its samples over its samples per second."""
+    """Divide the seconds of a run. The duration of a step is its number of samples over its samples per second."""
     took = [batch / record.samples_per_s if record.samples_per_s > 0 else 0.0 for record in steps]
     waited = sum(second * record.waiting for second, record in zip(took, steps, strict=True))
     stepped = sum(took)
@@ -88,7 +88,7 @@ def spans_of(steps: list[StepRecord], batch: int, seconds: float) -> Spans:
 
 @dataclass(frozen=True)
 class Pace:
-    """The mean of some steps: loss, samples per second, share of the time spent waiting for data, highest rate."""
+    """The mean of several steps: loss, samples per second, share of the time spent waiting for data, highest rate."""
 
     loss: float
     samples_per_s: float
@@ -102,7 +102,7 @@ def pace_of(steps: list[StepRecord]) -> Pace | None:
     if not counted:
         return None
     timed = [record for record in counted if record.samples_per_s > 0]
-    seconds = sum(1 / record.samples_per_s for record in timed)  # of one sample of each step
+    seconds = sum(1 / record.samples_per_s for record in timed)  # seconds for one sample of each step
     return Pace(
         loss=sum(record.loss for record in counted) / len(counted),
         samples_per_s=len(timed) / seconds if seconds else 0.0,

@@ -28,7 +28,7 @@ from rooftop.train.reports.roofs import TaskRoof, task_roof
 from rooftop.train.reports.terminal import number_text, seconds_text, value_text
 
 REFRESH_S = 10
-"""Seconds between two looks of a browser at the page of a training that runs."""
+"""Seconds after which a browser reloads the page of a running training."""
 
 
 class Page:
@@ -36,9 +36,8 @@ class Page:
 
     Args:
         path: of the page.
-        name: of the training, for the title.
-        recipe: of the training.
-        earlier: returns the steps and evaluations of an earlier run in the same folder, up to a step.
+        name: name of the training, for the title. recipe: its recipe.
+        earlier: returns the steps and evaluations of an earlier run in the same folder, up to a given step.
 
     Raises:
         MissingExtraError: plotly is not installed.
@@ -83,7 +82,7 @@ class Page:
         assert self.history.facts is not None
         try:
             self._roof = task_roof(self.history.task, model, self._recipe, self.history.facts)
-        except Exception as error:  # the user's code may fail on tensors without data; the page then shows the reason
+        except Exception as error:  # the task's code may fail on tensors without data; the page then shows the reason
             self._roof = str(error)
         self.write()
 
@@ -145,7 +144,7 @@ class Page:
 
 
 def page_of(template: str, plotly: str, charts: list[dict[str, Any]], **values: Any) -> str:
-    """A page of training from its template, with everything inside."""
+    """The page of a training from its template, with all its data in the file."""
     files = resources.files("rooftop.train.reports") / "page_files"
     shared = resources.files("rooftop.analysis") / "page_files" / "page.css"
     style = shared.read_text(encoding="utf-8") + (files / "page.css").read_text(encoding="utf-8")
@@ -153,7 +152,11 @@ def page_of(template: str, plotly: str, charts: list[dict[str, Any]], **values: 
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     data = json.dumps(charts, allow_nan=False, separators=(",", ":"))
-    for character, escaped in (("&", "\\u0026"), ("<", "\\u003c"), (">", "\\u003e")):  # it cannot end its own element
+    for character, escaped in (
+        ("&", "\\u0026"),
+        ("<", "\\u003c"),
+        (">", "\\u003e"),
+    ):  # so that the JSON cannot end its own element
         data = data.replace(character, escaped)
     return environment.from_string((files / template).read_text(encoding="utf-8")).render(
         charts=charts,
@@ -166,7 +169,7 @@ def page_of(template: str, plotly: str, charts: list[dict[str, Any]], **values: 
 
 
 def recipe_rows(recipe: Recipe) -> dict[str, list[tuple[str, str, bool]]]:
-    """By section: name, value, and whether it differs from the default."""
+    """For each section, the switches: name, value, and whether the value differs from the default."""
     default = Recipe().plain()
     return {
         section: [(name, json.dumps(value), value != default[section][name]) for name, value in values.items()]

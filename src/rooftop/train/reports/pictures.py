@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 LARGEST_SIDE = 480  # pixels on a page
-SMALLEST_SIDE = 96  # a digit of 8 x 8 pixels is enlarged to this
+SMALLEST_SIDE = 96  # pixels; digits of 8 x 8 are enlarged to this
 
 
 def example_pictures(task: Any, model: Any) -> list[tuple[str, Image.Image]]:

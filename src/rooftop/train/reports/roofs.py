@@ -28,14 +28,14 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters),
-    "muon": lambda parameters: torch.optim.AdamW(parameters),  # its products are small beside those of the model
+    "muon": lambda parameters: torch.optim.AdamW(parameters),  # its products are small compared with those of the model
 }
-"""By the recipe's name, with the state that each one reads and writes."""
+"""The optimizers by their names in a recipe, with the state that each one reads and writes."""
 
 
 @dataclass(frozen=True)
 class TaskRoof:
-    """The best this machine could do in one step of a rank.
+    """The limits of this machine for one step of a rank.
 
     Attributes:
         fused_ms: with everything fused. op_ms: every operator at its own roof.

@@ -1,4 +1,4 @@
-"""Protects a training from failing reports: a failed report is noted once, and left out from then on."""
+"""Protects a training from failing reports: a failing report is noted once, and left out from then on."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from rooftop.train.fitting.records import EvaluationRecord, Facts, Fitted, Obser
 
 
 class Shielded:
-    """An observer around another one. If that fails, such as on a full disk or in a task's example pictures, the
-    training continues with a note.
+    """An observer around another one. If the inner observer fails, such as on a full disk or in a task's example
+    pictures, the training continues with a note.
 
     Args:
         observer: the observer that may fail.
-        name: of it, for the note, e.g. "the page".
+        name: the observer's name for the note, e.g. "the page".
         warn: prints a note.
     """
 

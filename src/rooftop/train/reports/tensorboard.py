@@ -29,7 +29,7 @@ STEP_TAGS = {
     "speed/samples_per_s": "samples_per_s",
     "speed/waiting": "waiting",
 }
-"""Tag to field of a StepRecord."""
+"""The field of a StepRecord for each tag."""
 
 
 class TensorBoard:
@@ -37,7 +37,7 @@ class TensorBoard:
 
     Args:
         folder: for the event files. Those of an earlier run stay; repeated steps replace the earlier ones.
-        recipe: of the training.
+        recipe: the recipe of the training.
 
     Raises:
         MissingExtraError: tensorboard is not installed.

@@ -30,8 +30,8 @@ class Terminal:
     ) -> None:
         self.history = History(recipe.run.batch)
         self._say, self._warn, self._progress = say, warn, progress
-        self._told = 0  # steps that a line has told of
-        self._epoch = 0.0  # of the last line
+        self._told = 0  # steps that lines have reported
+        self._epoch = 0.0  # the epoch of the last line
 
     def began(self, facts: Facts, task: Any) -> None:
         self.history.began(facts, task)
@@ -136,7 +136,7 @@ def value_text(value: float) -> str:
 
 
 def decimals_of(scale: float) -> int:
-    """Decimals that show four significant digits of numbers up to this."""
+    """The number of decimals that shows four significant digits of numbers up to this size."""
     return max(0, 3 - math.floor(math.log10(scale))) if scale > 0 and math.isfinite(scale) else 4
 
 

@@ -6,8 +6,8 @@
     a folder     with train/ and val/, each with one subfolder of images per class
     a folder     with one subfolder of images per class; a tenth of each class is held out
 
-Images of at most `SMALL` pixels are taken as they are, by a model with a stem for small images; others are cropped to
-224 x 224.
+Images of at most `SMALL` pixels keep their size, and the model has a stem for small images. Larger images are cropped
+to 224 x 224.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from rooftop.train.tasks.generated.digits import SCIKIT_LEARN, TRAINED_ON, digit
 from rooftop.train.tasks.task import Task
 
 DIGITS = "digits"
-SMALL = 64  # pixels of the shorter side, up to which images are taken as they are
+SMALL = 64  # images with a shorter side of at most this many pixels keep their size
 USUAL_SIZE = 224
 DIGIT_SIZE = 8
-HELD_OUT = 10  # one image in so many, where a folder has no val/
-SHOWN = 12  # examples on the page
-SHOWN_SIDE = 192  # pixels of such a picture, at least
+HELD_OUT = 10  # one image in this many is held out if a folder has no val/
+SHOWN = 12  # number of examples on the page
+SHOWN_SIDE = 192  # least number of pixels of such a picture
 TOP = 5
 
 GPU = {"run": {"precision": "bf16", "channels_last": True}}
-"""What a GPU wants of any network of images."""
+"""Values for any network of images on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class Family:
     """Models that a task trains.
 
     Attributes:
-        usual: name of the model for photographs. small: for small images.
-        small_options: what the builder is told for images of so many pixels, at most `SMALL`.
-        off: options of the builder whose defaults would switch on what the recipe leaves off.
+        usual: name of the model for photographs. small: name of the model for small images.
+        small_options: returns the builder's options for small images, from their number of pixels.
+        off: options of the builder that switch off what its defaults would switch on without the recipe.
     """
 
     usual: str
@@ -90,7 +90,7 @@ def classification(data: str | None, recipe: Recipe, family: Family) -> Task:
 
     Raises:
         InputError: the folder does not exist, there is only one class, or the recipe does not fit the model.
-        TargetError: no such model.
+        TargetError: there is no such model.
         MissingExtraError: the data are digits, but scikit-learn is not installed.
     """
     found = _digits(recipe) if data in (None, DIGITS) else _folder(Path(str(data)), recipe)
@@ -149,7 +149,7 @@ class _Images:
     """Images in two parts.
 
     Attributes:
-        classes: names. size: side of a training image in pixels.
+        classes: names of the classes. size: side of a training image in pixels.
         preprocessing: converts a photograph to the model's validation input.
         arrive: decodes the training images on a GPU; None: the CPU does. decoding: of the task.
     """
@@ -168,7 +168,7 @@ class DigitImages:
 
     Args:
         numbers: indices of scikit-learn's digits.
-        transform: of an image, uint8 (3, 8, 8).
+        transform: applied to an image, uint8 (3, 8, 8).
     """
 
     def __init__(self, numbers: slice, transform: ImageTransform) -> None:
@@ -194,8 +194,8 @@ class DigitImages:
 def held_out(labels: Sequence[int]) -> tuple[list[int], list[int]]:
     """Indices of the training samples and of the held-out ones: a tenth of each class, at least one.
 
-    They do not depend on the recipe's seed. So runs with other seeds are evaluated on the same images, and a model that
-    is trained further has never seen them.
+    They do not depend on the recipe's seed. So runs with other seeds are evaluated on the same images, and a later
+    training never uses them.
     """
     order = np.random.default_rng(0).permutation(len(labels)).tolist()
     of_class: dict[int, list[int]] = {}
@@ -243,13 +243,13 @@ def _folder(folder: Path, recipe: Recipe) -> _Images:
 
 
 def _usual_size(images: ImageFolder) -> int:
-    """The side of small images, from the first one; 224 for others."""
+    """The side of the images if the first one is small; otherwise 224."""
     shorter = min(read_image(images.paths[0]).size)
     return shorter if shorter <= SMALL else USUAL_SIZE
 
 
 def _transforms(recipe: Recipe, usual: int) -> tuple[ImageTransform, ImageTransform]:
-    """For training and for validation."""
+    """The transforms for training and for validation."""
     size = recipe.augment.size or usual
     return (
         ImageTransform(size, recipe.augment, train=True, normalize=False),
@@ -258,7 +258,7 @@ def _transforms(recipe: Recipe, usual: int) -> tuple[ImageTransform, ImageTransf
 
 
 def _preprocessing(transform: ImageTransform) -> Preprocessing:
-    """The preprocessing of `rooftop classify`, which treats photographs as in validation."""
+    """The preprocessing of `rooftop classify`, which prepares photographs as in validation."""
     margin = MARGIN if transform.augment.crop < 1 else 1.0
     return Preprocessing(round(transform.size * margin), transform.size)
 
@@ -311,7 +311,7 @@ def _examples(found: _Images, model: nn.Module, device: torch.device) -> list[tu
 
 
 def _picture(image: Tensor) -> Image.Image:
-    """(3, H, W), normalized, as a picture that is large enough to look at."""
+    """A normalized image (3, H, W) as a picture that is large enough to look at."""
     mean, std = (torch.tensor(each)[:, None, None] for each in (MEAN, STD))
     pixels = ((image * std + mean).clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
     picture = Image.fromarray(pixels)

@@ -1,4 +1,4 @@
-"""The task `conv_lstm`: the next frame of a video, predicted from all before it by a ConvLSTM.
+"""The task `conv_lstm`: a ConvLSTM predicts the next frame of a video from all earlier frames.
 
 --data is one of
 
@@ -61,7 +61,7 @@ OF_DIGITS_ON_GPU: Values = {
     "augment": {"size": LARGE_SIDE},
     "loading": {"how": "auto"},
 }
-"""The whole network of Keras's example."""
+"""Options for the whole network of Keras's example."""
 OF_VIDEOS: Values = {
     "run": {"steps": 300, "batch": 4},
     "model": {"options": {"filters": 8}},
@@ -123,14 +123,18 @@ def build(data: str | None, recipe: Recipe) -> Task:
 
 
 class TrainedNetwork(NextFrameNetwork):
-    """A next-frame network whose forward returns logits for training, each from its time step and earlier ones."""
+    """A next-frame network whose forward returns the logits of each frame from its time step and earlier ones, for
+    training.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return self.logits(x, ahead=False)
 
 
 def next_frame_loss(model: nn.Module, videos: Tensor) -> Tensor:
-    """The loss of videos (N, T, H, W, C): binary cross entropy of all frames, or mean absolute error of the last."""
+    """The loss of videos (N, T, H, W, C): binary cross entropy of all frames, or mean absolute error of the last
+    frame.
+    """
     logits = model(videos[:, :-1]).float()
     if logits.dim() == videos.dim():
         return F.binary_cross_entropy_with_logits(logits, videos[:, 1:])
@@ -147,7 +151,9 @@ def errors(model: nn.Module, videos: Tensor) -> dict[str, Tensor]:
     expected, copied = (videos[:, 1:], videos[:, :-1]) if every else (videos[:, -1], videos[:, -2])
     if every:
         entropy = {"BCE": F.binary_cross_entropy_with_logits(logits, expected, reduction="none")}
-        squeezed = copied.clamp(LEAST, MOST).logit()  # autocast has no binary cross entropy of probabilities
+        squeezed = copied.clamp(
+            LEAST, MOST
+        ).logit()  # autocast does not support the binary cross entropy of probabilities
         copying = F.binary_cross_entropy_with_logits(squeezed, expected, reduction="none")
     else:
         copying, entropy = (copied - expected).abs(), {}
@@ -182,7 +188,7 @@ def settle_norms(samples: Samples, batch: int, model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _Sequences:
-    """Videos (T, H, W, C) in 0..1 to train on, and held-out ones."""
+    """Videos (T, H, W, C) in 0..1 for training, and held-out ones."""
 
     train: Samples
     valid: Samples
@@ -193,9 +199,8 @@ class MovingDigits:
 
     Args:
         numbers: indices of the scikit-learn digits that move.
-        count, frames, side, together: as of `moving_digits`.
-        first_seed: of the first video.
-        drawn: whether a training sees new videos in each epoch.
+        count, frames, side, together: as for `moving_digits`. first_seed: seed of the first video. drawn: whether a
+            training sees new videos in each epoch.
     """
 
     def __init__(
@@ -231,7 +236,7 @@ class Clips:
         return self.clips[self.numbers[index]].pixels.permute(0, 2, 3, 1).contiguous()
 
     def name(self, index: int) -> str:
-        """The file, and the position in it."""
+        """The file of a clip, and the clip's number in it."""
         file, first = self.clips.place(self.numbers[index])
         return f"{self.clips.readers[file].source.name}, frame {first}"
 

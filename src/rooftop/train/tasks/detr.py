@@ -2,10 +2,10 @@
 
 --data is one of
 
-    shapes       eight pictures of coloured shapes to memorize: tests that network, losses and boxes fit together
-    new-shapes   new pictures of shapes at each step, evaluated on others; for a GPU
-    a folder in COCO's format: annotations/instances_train*.json and instances_val*.json beside the folders of
-    photographs with these names; or instances.json beside its photographs, of which a tenth is held out
+    shapes       eight pictures of coloured shapes to memorize: a test that network, losses and boxes fit together
+    new-shapes   new pictures of shapes at each step, and others for evaluation; for a GPU a folder in COCO's format:
+    annotations/instances_train*.json and instances_val*.json beside folders of photographs with the same names; or
+    instances.json beside photographs, and a tenth of these is held out
 
 For shapes, the model is a small network with random initial weights; for a folder, a DETR on a ResNet-50. `judge`
 returns COCO's figures; the best checkpoint has the highest "AP".
@@ -49,8 +49,8 @@ JUDGED = 256  # new pictures that are held out
 FIRST_SEED = 1 << 32  # of the held-out ones; those of training have lower ones
 SIDE = 64  # pixels of a picture of shapes
 SHORTER, LONGER = 800, 1333  # pixels of photographs
-HELD_OUT = 10  # one photograph in so many, where a folder has no instances_val
-SHOWN, SHOWN_SIDE, SURE = 8, 256, 0.5  # examples: how many, pixels, score from which boxes are drawn
+HELD_OUT = 10  # one photograph in this many is held out if a folder has no instances_val
+SHOWN, SHOWN_SIDE, SURE = 8, 256, 0.5  # examples: their number, pixels, least score of drawn boxes
 
 BUILDERS = {build.__name__: build for build in (detr_small, detr_resnet50, detr_resnet101)}
 
@@ -70,7 +70,7 @@ FOLDERS: Values = {
     "augment": {"flip": 0.5},
     "evaluation": {"every": 5},
 }
-"""Carion et al. 2020, whose rate falls to a tenth for the last third."""
+"""As in Carion et al. 2020, except that their rate falls to a tenth for the last third."""
 GPU: Values = {"run": {"precision": "bf16"}}
 FOLDERS_ON_GPU: Values = {"run": {"batch": 16}}
 
@@ -91,7 +91,7 @@ def needs(data: str | None) -> list[Extra]:
 
 
 def build(data: str | None, recipe: Recipe) -> Task:
-    """The task.
+    """Build the task.
 
     Raises:
         InputError: the folder does not exist, the annotations have another format, or the recipe does not fit.
@@ -134,8 +134,8 @@ class DetectionLoss:
     def __call__(self, model: nn.Module, batch: tuple[Sequence[Tensor], Sequence[Target]]) -> Tensor:
         images, targets = batch
         device = images[0].device
-        criterion = self.criterion.to(device).train(model.training)  # in validation ranks may have unequal batches
-        criterion.matcher = Matcher(batched=device.type == "cuda")  # which does not wait for the GPU
+        criterion = self.criterion.to(device).train(model.training)  # ranks may have unequal batches in validation
+        criterion.matcher = Matcher(batched=device.type == "cuda")  # does not wait for the GPU
         one_size = all(image.shape == images[0].shape for image in images)
         predictions = model(torch.stack(list(images)) if one_size else list(images))
         return criterion.total(criterion(predictions, targets))
@@ -149,8 +149,8 @@ class _Pictures:
     """Pictures with boxes.
 
     Attributes:
-        valid: images and targets as of a `CocoDataset`.
-        names: of the labels. sides: pixels of the shorter side, and at most of the longer one.
+        valid: images and targets, as in a `CocoDataset`. names: names of the labels. sides: pixels of the shorter side,
+            and largest number of pixels of the longer side.
     """
 
     train: Samples
@@ -160,7 +160,7 @@ class _Pictures:
 
 
 class NewShapes:
-    """Pictures of shapes, new ones in each epoch: (image, target) like a `CocoDataset`."""
+    """Pictures of shapes as (image, target), like a `CocoDataset`; new ones in each epoch."""
 
     def __init__(self, count: int, side: int) -> None:
         self.count, self.side = count, side
@@ -185,7 +185,7 @@ class DrawnShapes(CocoDataset):
     """A number of pictures of shapes, in memory.
 
     Args:
-        seed: of the first picture's batch; the same seed gives the same pictures.
+        seed: seed of the first batch; the same seed gives the same pictures.
     """
 
     def __init__(self, count: int, side: int, seed: int) -> None:
@@ -199,8 +199,7 @@ class DrawnShapes(CocoDataset):
 
 
 class MirroredPictures:
-    """A `CocoDataset` to train on, with images as bytes or normalized. With this probability a picture is mirrored,
-    left to right."""
+    """A `CocoDataset` for training, which mirrors a picture left to right with this probability."""
 
     def __init__(self, pictures: CocoDataset, probability: float) -> None:
         self.pictures, self.probability = pictures, probability
@@ -256,14 +255,14 @@ def _folder(folder: Path, recipe: Recipe) -> _Pictures:
 
 
 def _photographs(folder: Path, annotations: Path) -> Path:
-    """instances_train2017.json is of the photographs in train2017/."""
+    """The folder of photographs for a file of annotations: train2017/ for instances_train2017.json."""
     name = annotations.stem.removeprefix("instances_")
     places = [folder / name, folder / "images" / name, folder]
     return next(place for place in places if place.is_dir())
 
 
 def _parted(whole: CocoDataset) -> tuple[CocoDataset, CocoDataset]:
-    """The photographs to train on, and a tenth that is held out: the same for all seeds of a recipe."""
+    """The photographs for training, and a held-out tenth, which is the same for all seeds of a recipe."""
     if len(whole) < 2:
         raise InputError(f"{whole.folder} has {len(whole)} photographs: expected at least 2, as one is held out")
     order = np.random.default_rng(0).permutation(len(whole)).tolist()
@@ -302,7 +301,7 @@ def _model(recipe: Recipe, found: _Pictures, generated: bool) -> tuple[Detr, dic
 
 
 def judged(found: _Pictures, batch: int, model: nn.Module, device: torch.device) -> dict[str, float]:
-    """COCO's figures on the held-out pictures; those for sizes without objects are left out."""
+    """COCO's figures on the held-out pictures; figures for sizes without objects are left out."""
     figures = average_precision(found.valid, find(model, found.valid, range(len(found.valid)), batch, device))
     return {name: value for name, value in figures.items() if value >= 0 or name == "AP"}
 
@@ -333,7 +332,7 @@ def _examples(found: _Pictures, model: nn.Module, device: torch.device) -> list[
 
 
 def side_by_side(pictures: CocoDataset, number: int, found: Detections, names: Sequence[str]) -> Image.Image:
-    """A picture twice: left with its true boxes, right with those found with a score of at least `SURE`."""
+    """A picture twice: left with its true boxes, right with the detected boxes whose score is at least `SURE`."""
     photo, target = pictures.picture(number), pictures[number][1]
     edges = torch.tensor([photo.width, photo.height] * 2)
     true = Detections(torch.ones(len(target["labels"])), target["labels"], corners(target["boxes"]) * edges)

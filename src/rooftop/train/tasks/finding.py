@@ -45,9 +45,10 @@ def find_task(name: str, data: str | None = None, device: str = "cpu") -> tuple[
         device: "cpu" or "cuda", the device of the training.
 
     Raises:
-        TargetError: the task, module or function does not exist, or the defaults have another form. When `build` is
-        called, it also raises TargetError if it returns something other than a `Task`.
-        ModelRunError: the user's module raised while it was imported; or, when it is called, `build` did.
+        TargetError: the task, module or function does not exist, or the defaults have another form. The returned
+            `build` also raises TargetError if the user's function returns something other than a `Task`.
+        ModelRunError: the user's module raised while it was imported; the returned `build` raises this if the user's
+            function raised.
     """
     cuda = device.startswith("cuda")
     if ":" in name:
@@ -101,7 +102,7 @@ def _values(name: str, where: str, values: Any) -> Values:
 
 
 def _checked(name: str, build: Build) -> Build:
-    """The user's function, whose errors and result are checked."""
+    """The user's function with checks of its errors and result."""
 
     @wraps(build)
     def checked(data: str | None, recipe: Any) -> Task:

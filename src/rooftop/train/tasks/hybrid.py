@@ -31,7 +31,7 @@ DIGITS: Values = {
 
 
 def defaults(data: str | None, cuda: bool) -> Values:
-    """Defaults of the recipe; for folders those of a Swin transformer, because of the attention layers."""
+    """Defaults of the recipe. For folders they are those of a Swin transformer, because of the attention layers."""
     return defaults_by_data(data, cuda, of_digits=DIGITS, of_folders=FOLDERS, of_folders_on_gpu=FOLDERS_ON_GPU)
 
 

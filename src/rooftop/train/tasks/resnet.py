@@ -29,7 +29,7 @@ FOLDERS: Values = {
     "mix": {"label_smoothing": 0.1},
     "augment": {"crop": 0.25, "flip": 0.5},
 }
-"""Goyal et al. 2017 with a cosine; the rate is theirs, 0.1 for 256 images."""
+"""As in Goyal et al. 2017, but with a cosine schedule; their rate is 0.1 for 256 images."""
 FOLDERS_ON_GPU: Values = {"run": {"batch": 256}, "optimizer": {"lr": 0.1}}
 
 

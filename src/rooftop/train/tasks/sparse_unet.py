@@ -1,4 +1,4 @@
-"""The task `sparse_unet`: labelling the points of a cloud by a U-Net of sparse convolutions.
+"""The task `sparse_unet`: a U-Net of sparse convolutions labels the points of a cloud.
 
 --data is one of
 
@@ -7,8 +7,8 @@
 
 Points are put into cubes, and the network labels each cube that has points. Each training scan is randomly turned,
 mirrored and scaled each time. One in five has no intensities, so that the network can also label clouds without them.
-Other scenes are held out. "accuracy" is the share of correctly labelled voxels, a mean over scans. `judge` returns the
-intersection over union of each class over all points, and its mean "mIoU", which selects the best checkpoint.
+Other scenes are held out. "accuracy" is the share of correctly labelled voxels, averaged over scans. `judge` returns
+the intersection over union of each class over all points, and its mean "mIoU", which selects the best checkpoint.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def build(data: str | None, recipe: Recipe) -> Task:
     """Build the task. model.options are those of `Options`.
 
     Raises:
-        InputError: other data, or options that are not known.
+        InputError: the data or an option are unknown.
     """
     kind, _, named = (data or SCANS).partition(":")
     name = named or "street"
@@ -117,11 +117,11 @@ class Options:
     """The settings in model.options.
 
     Attributes:
-        beams, turn: of the scanner, and its steps of a turn.
-        scans, held_out: number of scans to train on, and of held-out scans.
+        beams, turn: beams of the scanner, and its steps in a turn.
+        scans, held_out: numbers of training scans and of held-out scans.
         planes: channels of a `SparseUNet`; none: a MinkUNet18.
         voxel_m: edge of a cube; 0: the default of the setting.
-        fine: whether this default is a small one.
+        fine: whether that default is the small edge of the setting.
     """
 
     beams: int = 32
@@ -148,10 +148,9 @@ class Rows(NamedTuple):
     """Points of B clouds, ready for `voxels_of`.
 
     Attributes:
-        points: float32 (N, 3 + 1 + FEATURES + 1): place in voxels, number of the cloud, features, and the label + 1, or
-        0 if unknown.
-        sizes: of the grid, in voxels.
-        clouds: B.
+        points: float32 (N, 3 + 1 + FEATURES + 1): place in voxels, number of the cloud, features, and the label + 1 (0
+            if unknown).
+        sizes: sizes of the grid, in voxels. clouds: B.
     """
 
     points: Tensor
@@ -164,7 +163,7 @@ class Voxels(NamedTuple):
 
     Attributes:
         sites: V voxels with FEATURES channels.
-        labels: int64 (V,), the most frequent label of its points; -1 if unknown.
+        labels: int64 (V,), the most frequent label of the voxel's points; -1 if unknown.
         of_point: int64 (N,), the voxel of each point, cloud after cloud.
     """
 
@@ -174,13 +173,15 @@ class Voxels(NamedTuple):
 
 
 def heights(xyz: Tensor) -> Tensor:
-    """(N,) float32, in metres above the ground, which is the height that 1% of the points are below."""
+    """The heights of points above the ground in metres, (N,) float32. 1% of the points are below the ground."""
     z = xyz[:, 2]
     return (z - z.kthvalue(1 + len(z) // 100).values).float()
 
 
 def rows_of(cloud: Cloud, voxel_m: float) -> Tensor:
-    """A cloud that is not empty, as `Rows.points` of number 0, where it is."""
+    """The points of a cloud that is not empty, in the form of `Rows.points` with cloud number 0, on the cloud's
+    device.
+    """
     place = ((cloud.xyz - cloud.xyz.amin(0)) / voxel_m).float()  # (n, 3), in voxels
     blank = torch.zeros_like(place[:, 0])
     columns = [
@@ -196,7 +197,7 @@ def rows_of(cloud: Cloud, voxel_m: float) -> Tensor:
 
 
 def joined(clouds: Sequence[Tensor]) -> Rows:
-    """Clouds from `rows_of` as one batch; on a GPU it waits for the sizes."""
+    """Join clouds from `rows_of` into one batch; on a GPU the host waits for the sizes."""
     points = torch.cat(list(clouds))
     numbers = torch.arange(len(clouds)).repeat_interleave(torch.tensor([len(cloud) for cloud in clouds]))
     points[:, 3] = numbers.to(points)
@@ -205,13 +206,13 @@ def joined(clouds: Sequence[Tensor]) -> Rows:
 
 
 def voxels_of(rows: Rows) -> Voxels:
-    """Points in cubes, on their device."""
+    """Put points into voxels, on their device."""
     points, sizes, count = rows
-    # The cloud is one more dimension, so that the voxels of all of them are found at once.
+    # The number of the cloud is one more dimension, so one call finds the voxels of all clouds.
     cells = PointToVoxel([1] * 4, [0] * 4 + [*sizes, count], points.shape[1], len(points), SLOTS, points.device)
     slots, indices, counts, of_point = cells.generate_voxel_with_id(points)  # (V, SLOTS, 5 + FEATURES), (V, 4)
     features = slots[..., 4 : 4 + FEATURES].sum(1) / counts[:, None]
-    votes = F.one_hot(slots[..., -1].long()).sum(1)  # (V, 1 + classes), of empty slots and unknown labels at first
+    votes = F.one_hot(slots[..., -1].long()).sum(1)  # (V, 1 + classes), column 0 counts empty slots and unknown labels
     votes[:, 0] = 0
     most, label = votes.max(1)
     labels = label.where(most > 0, 0) - 1
@@ -226,7 +227,7 @@ class Scans:
 
     Args:
         setting: the kind of scene and scanner.
-        first_seed, count: of the scans.
+        first_seed, count: first seed, and number of scans.
         voxel_m: edge of a cube.
         changing: whether a training varies each scan at random.
     """
@@ -246,14 +247,14 @@ class Scans:
         return rows_of(varied(cloud, generator) if self.changing else cloud, self.voxel_m)
 
     def class_weights(self) -> Tensor:
-        """(classes,): rare classes count more, but not in full inverse proportion."""
+        """The weights of the classes, (classes,): rare classes count more, but less than in inverse proportion."""
         classes = len(self.setting.classes)
         counts = torch.stack([torch.bincount(scan.labels, minlength=classes) for scan in self.scans]).sum(0)
         return (counts / counts.sum()).clamp(min=1e-4).rsqrt()
 
 
 def varied(cloud: Cloud, generator: np.random.Generator) -> Cloud:
-    """Turned, mirrored and scaled at random; sometimes without its intensities."""
+    """Turn, mirror and scale a cloud at random, and sometimes drop its intensities."""
     angle, scale = generator.uniform(-math.pi, math.pi), generator.uniform(0.95, 1.05)
     mirror, without = generator.choice((-1, 1)), generator.random() < WITHOUT_INTENSITY
     c, s = scale * math.cos(angle), scale * math.sin(angle)
@@ -265,13 +266,13 @@ def varied(cloud: Cloud, generator: np.random.Generator) -> Cloud:
 
 
 def network(classes: int, planes: Sequence[int]) -> SparseUNet | MinkUNet:
-    """A network with these planes; without planes, a MinkUNet18."""
+    """A `SparseUNet` with these planes; without planes, a MinkUNet18."""
     return SparseUNet(FEATURES, classes, tuple(planes)) if planes else minkunet18(FEATURES, classes)
 
 
 @dataclass(frozen=True)
 class SiteLoss:
-    """Cross entropy of voxels, by the weights of their classes."""
+    """Cross entropy of voxels, weighted by class."""
 
     weights: Tensor
 
@@ -296,7 +297,9 @@ def accuracies(model: nn.Module, rows: Rows) -> dict[str, Tensor]:
 
 @torch.inference_mode()
 def labelled(model: nn.Module, cloud: Cloud, voxel_m: float, device: torch.device | None = None) -> Tensor:
-    """The label of each point, int64 (N,), by a model in evaluation mode; on the device of the cloud, or this one."""
+    """The label of each point, int64 (N,), by a model in evaluation mode; on the given device, or on that of the
+    cloud.
+    """
     rows = joined([rows_of(cloud, voxel_m)])
     voxels = voxels_of(rows._replace(points=rows.points.to(device or rows.points.device)))
     with torch.autocast(voxels.labels.device.type, torch.bfloat16, enabled=voxels.labels.is_cuda):
@@ -316,7 +319,7 @@ def overlaps(counts: Tensor) -> Tensor:
 
 
 def judged(scans: Scans, model: nn.Module, device: torch.device) -> dict[str, float]:
-    """The mean intersection over union over the points of all scans, and that of each class."""
+    """The intersection over union of each class over the points of all scans, and its mean."""
     names = list(scans.setting.classes)
     counts = torch.zeros(len(names), len(names), dtype=torch.int64)
     for scan in scans.scans:
@@ -353,5 +356,5 @@ def drawn(cloud: Cloud, said: Tensor, setting: Setting) -> Image.Image:
         share = wrong.double().mean().item()
         errors = torch.tensor([RIGHT, WRONG], dtype=torch.uint8)[wrong.long()]
         panels.append((f"errors: {100 * share:.1f}% of points", lit(errors, None)))
-    shown |= ~shown.any()  # nothing but a lid
+    shown |= ~shown.any()  # a scan that has only points of the lid
     return sheet(xyz[shown], [(name, colours[shown]) for name, colours in panels], legend)

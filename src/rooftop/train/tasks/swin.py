@@ -35,10 +35,10 @@ FOLDERS: Values = {
     "mix": {"label_smoothing": 0.1, "mixup": 0.8, "cutmix": 1.0},
     "augment": {"crop": 0.08, "flip": 0.5, "rand_augment": 2, "erase": 0.25},
 }
-"""Of the paper; the rate is theirs, 0.001 for 1024 images."""
+"""As in the paper, whose rate is 0.001 for 1024 images."""
 FOLDERS_ON_GPU: Values = {"run": {"batch": 256}, "optimizer": {"lr": 2.5e-4}}
 GPU: Values = {"run": {"precision": "bf16"}}
-"""Its maps are channels last anyway."""
+"""Without channels_last, since a Swin transformer's maps are channels last anyway."""
 
 
 def defaults(data: str | None, cuda: bool) -> Values:

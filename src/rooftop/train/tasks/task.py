@@ -44,7 +44,7 @@ class Task:
         valid: samples for evaluation; None: no evaluation.
         metrics: for a batch on the device, in evaluation mode: a dict from name to values of samples, (N,); the loop
         computes the mean over all samples.
-        judge: metrics of the whole validation data that are not means, e.g. COCO's; called on rank 0.
+        judge: metrics of the whole validation data that are not means over samples, e.g. COCO's; called on rank 0.
         best: the metric that selects the best checkpoint; "loss" is the validation loss. maximize: whether more is
             better.
         collate: samples to a batch.
@@ -82,4 +82,4 @@ class Task:
 
 
 Build = Callable[[str | None, Any], Task]
-"""What a task's module has: `build(data, recipe)`; `data` is the value of --data."""
+"""The type of `build(data, recipe)` in a task's module; `data` is the value of --data."""

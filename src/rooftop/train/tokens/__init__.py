@@ -1,1 +1,1 @@
-"""Token files of every kind, mixed and cut into batches."""
+"""Read token files of every kind, mix them, and cut them into batches."""

@@ -1,8 +1,8 @@
-"""Chooses the sequences of a step, as a function of only the seed, the step and the place in the batch.
+"""Chooses the sequences of a step from only the seed, the step and the place in the batch.
 
 So every layout and every micro-batch size sees the same sequences, and a resumed training sees the same ones as without
-the interruption. The tokens are cut into sequences of one length. A pass takes each sequence once, in its own order. In
-a mixture, each row makes as many passes as its share needs.
+the interruption. The tokens are cut into sequences of one length. A pass takes each sequence once; each pass has
+another order. In a mixture, each row makes as many passes as its share needs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rooftop.train.tokens.mixtures import Mixture
 from rooftop.train.tokens.proportions import Proportions
 from rooftop.train.tokens.tokens import Tokens
 
-ROUNDS = 6  # of the shuffling network; four make it look random
+ROUNDS = 6  # rounds of the shuffling network; four are enough to look random
 
 
 class Batches:
@@ -29,14 +29,14 @@ class Batches:
         tokens: the data.
         length: length of a sequence; one more token is read, as the target of the last one.
         batch: sequences per step, of all ranks.
-        seed: of the order.
+        seed: seed of the order.
 
     Attributes:
-        sequences: number of sequences; without a mixture, a pass has each once.
-        parts: for each row of a mixture, its number of sequences and its share of those that are read.
+        sequences: number of sequences; without a mixture, a pass contains each one once.
+        parts: for each row of a mixture, its number of sequences, and its share of the sequences that are read.
 
     Raises:
-        InputError: the tokens, or those of a row, are too few for one sequence.
+        InputError: the tokens, or the tokens of a row, are too few for one sequence.
     """
 
     def __init__(self, tokens: Tokens | Mixture, length: int, batch: int, seed: int) -> None:
@@ -70,8 +70,8 @@ class Batches:
 def shuffled(place: int, count: int, key: str) -> int:
     """Return the number at a place in a permutation of 0 to count - 1 that the key determines.
 
-    No list is created: a Feistel network permutes the smallest power of four that has room, and is applied until the
-    number is in range. Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains".
+    No list is created: a Feistel network permutes the smallest power of four that is large enough, and is applied until
+        the number is in range. Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains".
     """
     half = max(1, -(-(count - 1).bit_length() // 2))
     mask = (1 << half) - 1

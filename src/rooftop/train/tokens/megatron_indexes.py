@@ -36,7 +36,7 @@ def index_beside(path: Path) -> Path | None:
 
 
 def indexed_dtype(index: Path, data: Path) -> np.dtype:
-    """Return the dtype of the tokens in a `.bin`, and check that they lie one after another, by its index.
+    """Return the dtype of the tokens in a `.bin` from its index, and check that the sequences fill the file.
 
     Raises:
         InputError: the index has another format, is cut off, or belongs to another file; or the tokens are not

@@ -4,7 +4,7 @@
     mixture = open_mixture(["books/", "code.bin"])                  # weighted by their numbers of sequences
 
 The weights alone determine which sequence comes from which row (`proportions`): after any number of sequences, the
-count of each row is within one sequence of its share. A row that is used up early starts again, in another order.
+count of each row is within one sequence of its share. A row whose sequences are used up starts again, in another order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Mixture:
     """Rows of tokens and their weights.
 
     Args:
-        rows: at least one; all text, or all tokens of one vocabulary.
+        rows: at least one. Either all are text, or all have tokens of one vocabulary.
         weights: weights of the rows, 0 or more, in any unit; None: the number of sequences of each row, so that a pass
             has every sequence once.
 
@@ -141,7 +141,7 @@ def checked_weights(weights: Sequence[float | Fraction]) -> list[Fraction]:
 
 
 def _number(word: str) -> float | Fraction:
-    """The exact number that was written; a float if it is not finite."""
+    """The exact number in a text; a float if it is not finite."""
     try:
         return Fraction(word)
     except ValueError:

@@ -1,8 +1,8 @@
 """Detects the integer type of a file of tokens without a header, from a sample of its numbers.
 
-If 32-bit tokens are read as 16 bits, every second number is the upper half of a token: 0, or a small number for
-vocabularies above 65,536. At the right width, every place is like its neighbours. So the means of even and odd places
-decide:
+If 32-bit tokens are read as 16-bit numbers, every second number is the upper half of a token: 0, or a small number for
+vocabularies above 65,536. At the right width, numbers at even and odd places are alike. So the means of even and odd
+places decide:
 
 | of each pair of halves | mean of the upper by that of the lower |
 |---|---|
@@ -31,8 +31,12 @@ KINDS: dict[str, np.dtype[Any]] = {
 }
 PLACES, LOOKED_AT = 64, 8192  # places in a file; bytes read at each, a multiple of the widest number
 UPPER_HALF, NEIGHBOUR = 1 / 64, 1 / 4  # ratios of means, as described above
-TEXT_BYTES = 64  # that many bytes of 16-bit tokens nearly always contain a zero or are not UTF-8
-BYTE_PAIRS, BYTE_VALUES, SAME = 1 << 11, 224, 0.1  # enough to compare two distributions; of bytes of text; how close
+TEXT_BYTES = 64  # this many bytes of 16-bit tokens nearly always contain a zero or are not UTF-8
+BYTE_PAIRS, BYTE_VALUES, SAME = (
+    1 << 11,
+    224,
+    0.1,
+)  # pairs to compare two distributions; values of bytes in text; largest distance
 
 
 def found_kind(path: Path) -> str:
@@ -68,7 +72,7 @@ def _sample(path: Path, size: int) -> NDArray[np.uint8]:
 
 
 def _mean_ratio(halves: NDArray[Any], path: Path, candidates: str) -> float:
-    """Ratio of the means of odd and even places; below `NEIGHBOUR` they are halves of one number.
+    """Ratio of the means of odd and even places; below `NEIGHBOUR` the two places are halves of one number.
 
     Raises:
         InputError: the ratio is neither near 0 nor near 1.
@@ -93,13 +97,14 @@ def _is_text(sample: NDArray[np.uint8]) -> bool:
     try:
         start.decode("utf-8")
     except UnicodeDecodeError as error:
-        return error.reason == "unexpected end of data"  # cut within a letter
+        return error.reason == "unexpected end of data"  # the sample ends within a letter
     return True
 
 
 def _check_bytes(sample: NDArray[np.uint8], path: Path) -> None:
-    """Refuse 8-bit numbers, whose neighbours are distributed alike, and big-endian numbers, whose first byte is the
-    upper one."""
+    """Refuse 8-bit numbers, whose even and odd bytes have the same distribution, and big-endian numbers, whose first
+    byte is the upper one.
+    """
     lower, upper = sample[::2], sample[1::2]
     if upper.any() and not lower.any():
         raise InputError(

@@ -1,11 +1,11 @@
 """Draws from several sources in exact proportions: after any number of draws, each source has its share to within one.
 
-Source i of weight w_i (they sum to 1) has c_i draws of the first n with |c_i - w_i n| <= 1 - 1 / (2k - 2), k sources:
-the best that holds for all weights. Each draw considers the sources that stay within the bound, and takes the one that
-would fall behind it soonest. Source: Tijdeman 1980, "The chairman assignment problem".
+Let the k sources have weights w_i that sum to 1. Of the first n draws, source i gets c_i, with |c_i - w_i n| <= 1 - 1 /
+(2k - 2). No smaller bound holds for all weights. Each draw considers the sources that stay within the bound if drawn,
+and takes the one that would otherwise be the first to fall below the bound. Source: Tijdeman 1980, "The chairman
+assignment problem".
 
-Integer arithmetic avoids accumulated rounding. The draws repeat with the common denominator of the weights as their
-period.
+Integer arithmetic avoids accumulated rounding. The period of the draws is the common denominator of the weights.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from rooftop.launch.numba_loops import numba_works
 
-FINEST = 1 << 50  # the finest share of the sum that a weight can be: differences below 1e-15 are ignored
-KEPT = 1 << 16  # draws from one kept state to the next
-COMPILED = 1 << 20  # draws for which it is worth a second of compilation
+FINEST = 1 << 50  # weights are multiples of 1 / FINEST of their sum: differences below 1e-15 are ignored
+KEPT = 1 << 16  # draws between two kept states
+COMPILED = 1 << 20  # from this many draws on, a second of compilation pays off
 
 Ints = NDArray[np.int64]
 
@@ -50,7 +50,9 @@ class Proportions:
         self._last = (0, none, none)
 
     def between(self, start: int, stop: int) -> tuple[Ints, Ints]:
-        """Draws `start` to before `stop`: their sources, and the number of each draw within its source, from 0."""
+        """The sources of the draws from `start` to before `stop`, and the number of each draw within its source, from
+        0.
+        """
         sources, numbers = np.empty(stop - start, np.int64), np.empty(stop - start, np.int64)
         at = start
         while at < stop:
@@ -88,7 +90,9 @@ class Proportions:
     def _draw(
         self, behind: list[int], drawn: list[int], count: int, all_of: int
     ) -> tuple[list[int], list[int], Ints, Ints]:
-        """The state after `count` draws, and their sources and numbers; `all_of` draws are made in total."""
+        """The state after `count` more draws, with their sources and numbers; `all_of` is the number of draws in all
+        calls.
+        """
         which, numbers = np.empty(count, np.int64), np.empty(count, np.int64)
         if all_of >= COMPILED and numba_works():
             state = np.array([behind, drawn])
@@ -100,7 +104,7 @@ class Proportions:
 
 
 def _whole(weights: Sequence[Fraction]) -> list[int]:
-    """Weights as integers without a common factor; their sum is at most little above `FINEST`."""
+    """Weights as integers without a common factor; their sum is hardly above `FINEST`."""
     total = sum(weights)
     shares = [weight / total for weight in weights]
     common = math.lcm(*(share.denominator for share in shares))
@@ -112,16 +116,16 @@ def _whole(weights: Sequence[Fraction]) -> list[int]:
 
 
 def _draws(parts, behind, drawn, period, which, numbers):  # type: ignore[no-untyped-def]
-    """Fill `which` and `numbers`; `behind` is how much each source lacks of its share, in units of 1 / `period`."""
+    """Fill `which` and `numbers`; `behind` is the number of draws that each source lacks, in units of 1 / `period`."""
     sources = len(parts)
-    least = -(-period // (2 * sources - 2))  # behind by as much a source may be drawn
+    least = -(-period // (2 * sources - 2))  # a source that lacks this much may be drawn
     most = period - least
     for place in range(len(which)):
         found, soonest = -1, 0
         for source in range(sources):
             behind[source] += parts[source]
             if behind[source] >= least:
-                left = (most - behind[source]) // parts[source]  # draws that may go to others
+                left = (most - behind[source]) // parts[source]  # draws that may go to other sources before
                 if found < 0 or left < soonest:
                     found, soonest = source, left
         behind[found] -= period

@@ -1,11 +1,11 @@
 """Files of integers as tokens: their dtype comes from a file beside them, a header, or their numbers.
 
-| of a `.bin` | what says the dtype |
+| of a `.bin` | source of the dtype |
 |---|---|
 | `.idx` beside it | Megatron-LM's index (`megatron_indexes`) |
 | 256 int32 first: 20240520, 1, tokens | llm.c's header of GPT-2's tokens: uint16 follow |
-| 256 int32 first: 20240801, 7, tokens | that of Llama 3's: uint32 |
-| `meta.pkl` beside it | nanoGPT's characters: uint16, and how many there are |
+| 256 int32 first: 20240801, 7, tokens | llm.c's header of Llama 3's tokens: uint32 follow |
+| `meta.pkl` beside it | nanoGPT's characters: uint16, and the vocabulary size |
 | nothing | its numbers (`number_widths`) |
 
 Source: llm.c `dev/data/data_common.py`; nanoGPT `data/shakespeare_char/prepare.py`.
@@ -24,11 +24,11 @@ from rooftop.errors import InputError
 from rooftop.train.tokens.megatron_indexes import index_beside, indexed_dtype
 from rooftop.train.tokens.number_widths import KINDS, found_kind
 
-MAPPED_BYTES = 16 << 20  # smaller files are read at once: a process can map only some ten thousand
+MAPPED_BYTES = 16 << 20  # smaller files are read, because a process can map only some ten thousand files
 META = "meta.pkl"
 LLMC_HEADER_BYTES = 256 * 4
 LLMC_TOKENS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
-"""Of a header: the version, and what follows."""
+"""For the first number of a header: its version, and the dtype of the tokens after it."""
 LLMC_OTHERS = {
     20240326: "a model",
     20240327: "a model's state for tests",
@@ -41,7 +41,7 @@ CONTAINERS = {
     b"\x28\xb5\x2f\xfd": "compressed by zstd",
     b"\xfd7zXZ\0": "compressed by xz",
     b"BZh": "compressed by bzip2",
-    b"PK\x03\x04": "a zip archive (.npz, or what torch.save writes)",
+    b"PK\x03\x04": "a zip archive (.npz, or a file of torch.save)",
     b"\x93NUMPY": "a NumPy array: rename it to .npy",
     b"PAR1": "a table: rename it to .parquet",
     b"ARROW1": "a table: rename it to .arrow",
@@ -54,7 +54,7 @@ Integers = NDArray[np.integer[Any]]
 
 
 class Numbers(NamedTuple):
-    """What a file holds.
+    """The content of a file.
 
     Attributes:
         tokens: a 1-D array.
@@ -114,7 +114,7 @@ def array_numbers(path: Path, kind: str | None = None) -> Numbers:
 
 
 def mapped(path: Path, dtype: np.dtype[Any], offset: int = 0) -> Integers:
-    """Map the numbers of a file from a byte on; a large file stays on the disk until it is read."""
+    """Map the numbers of a file from a byte on. The numbers of a large file stay on the disk until they are read."""
     if path.stat().st_size < MAPPED_BYTES:
         return np.fromfile(path, dtype, offset=offset)
     return np.memmap(path, dtype, mode="r", offset=offset)
@@ -140,7 +140,7 @@ def _llmc_numbers(path: Path, kind: str | None) -> Numbers | None:
     size = path.stat().st_size
     header = np.fromfile(path, "<i4", min(size, LLMC_HEADER_BYTES) // 4)
     magic = int(header[0]) if len(header) else 0
-    # What is not 0 behind the count is not a header: the first token happens to be the number.
+    # After the count a header has only zeros. Otherwise the first token happens to be this number.
     if magic not in LLMC_TOKENS | LLMC_OTHERS or header[32:].any():
         return None
     if magic in LLMC_OTHERS:
@@ -162,7 +162,7 @@ def _llmc_numbers(path: Path, kind: str | None) -> Numbers | None:
 
 
 class _PlainValues(pickle.Unpickler):
-    """Unpickles only numbers, text and containers, nothing that could run code."""
+    """Unpickles only numbers, text and containers, which cannot run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"{module}.{name} is not a plain value")

@@ -23,8 +23,8 @@ from rooftop.errors import InputError, MissingExtraError
 
 SUFFIXES = (".parquet", ".arrow")
 TOKENS, TEXT = "input_ids", "text"
-SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"  # what save_to_disk writes, of one split and of several
-NUMBERED = re.compile(r"[-_.]?\d+(-of-\d+)?$")  # of train-00000-of-00002.parquet
+SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"  # files of save_to_disk, for one split and for several
+NUMBERED = re.compile(r"[-_.]?\d+(-of-\d+)?$")  # the end of train-00000-of-00002
 
 
 class Rows(NamedTuple):
@@ -45,7 +45,7 @@ def table_rows(path: Path) -> Rows:
     """Read the tokens of a data set.
 
     Raises:
-        InputError: it has several splits or other columns, or cannot be read.
+        InputError: the data set has several splits or other columns, or cannot be read.
         MissingExtraError: `datasets` is not installed.
     """
     splits = path / SAVED_SPLITS
@@ -64,7 +64,7 @@ def table_rows(path: Path) -> Rows:
         ) from error
     try:
         table = _table(path, files, datasets)
-    except Exception as error:  # any of the libraries below may raise
+    except Exception as error:  # any of the underlying libraries may raise
         raise InputError(f"{path} cannot be read by datasets ({type(error).__name__}: {error})") from error
     name = next((each for each in (TOKENS, TEXT) if each in table.column_names), None)
     if name is None:

@@ -2,9 +2,9 @@
 
 | path | tokens |
 |---|---|
-| `.bin` | integers, by Megatron-LM's index, llm.c's header, or detection (`token_files`) |
+| `.bin` | integers, whose dtype comes from Megatron-LM's index, llm.c's header, or detection (`token_files`) |
 | `.idx`, or a name without either | Megatron-LM's pair |
-| `.npy` | of NumPy: one dimension, integers |
+| `.npy` | a NumPy array of integers with one dimension |
 | `.parquet`, `.arrow`, a folder of these | a data set of Hugging Face (`token_tables`) |
 | another file | its bytes: text, 256 tokens |
 | another folder | the bytes of all text files in it, one file after another by their paths; hidden files are left out |
@@ -30,12 +30,12 @@ from rooftop.train.tokens.token_files import Integers, Numbers, array_numbers, b
 from rooftop.train.tokens.token_tables import is_table, table_rows
 
 BYTES = 256
-"""Tokens that text has."""
-PEEKED_BYTES = 8192  # text has no zero among its first bytes; git asks the same of as many
-SCANNED = 1 << 24  # tokens at a time
+"""Number of tokens of text."""
+PEEKED_BYTES = 8192  # text has no zero among its first bytes; git checks as many
+SCANNED = 1 << 24  # tokens that are checked at a time
 PLACES, LOOKED_AT = 256, 64  # places in a fingerprint; tokens read at each
 NUMBERS = (".bin", ".npy")
-EXPECTED = "expected a file of tokens (.bin, .npy, .parquet, .arrow), a text, or a folder"
+EXPECTED = "expected a file of tokens (.bin, .npy, .parquet, .arrow), text, or a folder"
 
 Progress = Callable[[str, float], None]
 
@@ -178,7 +178,7 @@ def _data_of_index(path: Path) -> Path:
 def _text_of_folder(folder: Path) -> Tokens:
     files = list(_files(folder))
     numbers = [path for path in files if path.suffix in (*NUMBERS, ".idx")]
-    if numbers:  # train.bin and val.bin may lie in one folder: together they are not one row to train on
+    if numbers:  # train.bin and val.bin may be in one folder, but must not be trained on together
         names = ", ".join(str(path.relative_to(folder)) for path in numbers[:4])
         raise InputError(f"the folder {folder} has files of tokens ({names}): list the files to train on")
     parts = [mapped(path, np.dtype(np.uint8)) for path in files if _is_text(path)]

@@ -1,6 +1,6 @@
 """scikit-learn's handwritten digits, and videos in which they move.
 
-No file is downloaded. The first `TRAINED_ON` digits are for training, the others are held out.
+No file is downloaded. The first `TRAINED_ON` digits are for training; the others are held out.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def moving_digits(images: Tensor, count: int, frames: int, side: int, together: 
     Args:
         images: (M, 8, 8) in 0..1, from which digits are drawn; the videos are on the same device.
         count, frames: N videos of T frames.
-        side: of the square frames in pixels; a digit is three eighths as large.
-        together: how many digits in each video.
+        side: side of the square frames in pixels; a digit is three eighths as large.
+        together: number of digits in each video.
         seed: the same seed gives the same videos.
 
     Returns:
@@ -55,7 +55,7 @@ def moving_digits(images: Tensor, count: int, frames: int, side: int, together: 
     room = side - size
     times = torch.arange(frames, device=device)[:, None, None]
     unfolded = start[:, None] * 2 * room + times * step[:, None]  # (N, T, together, 2)
-    corner = room - (unfolded % (2 * room) - room).abs()  # there and back
+    corner = room - (unfolded % (2 * room) - room).abs()  # reflected at the edges
     pixels = torch.arange(side, device=device) + 0.5
     grid = (pixels - corner[..., None]) / size * 2 - 1  # (N, T, together, 2, side): -1..1 across the digit
     row, column = (grid[..., 0, :, None], grid[..., 1, None, :])

@@ -1,12 +1,12 @@
 """Simulated LiDAR scans of streets and rooms, with a label for each point.
 
-A scene consists of boxes, cylinders and ellipsoids, generated for each seed by lidar_scenes.py. A scanner turns, and
-its vertically stacked beams measure at each step. `cast` finds the first hit of each ray, in plain PyTorch, on any
-device.
+A scene consists of boxes, cylinders and ellipsoids, generated for each seed by lidar_scenes.py. A scanner turns in
+steps, and its vertically stacked beams measure at each step. `cast` finds the first hit of each ray, in plain PyTorch,
+on any device.
 
 The difficulties of real scans are simulated too: ranges have noise, dark and slanted surfaces reflect too little light
-and are lost, rays enter foliage, a street is seen from only one place, and the scanner is rarely level. The same seed
-gives the same scene everywhere, and the same scan on the same kind of device.
+and are lost, rays enter foliage, a street is scanned from only one place, and the scanner is rarely level. The same
+seed gives the same scene everywhere, and the same scan on the same kind of device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rooftop.models.point_clouds.clouds import Cloud, Colour
 from rooftop.train.tasks.generated.lidar_scenes import BOX, CEILING, ELLIPSOID, ROOM, STREET, Place, Solid, room, street
 
 SECTORS = 32  # of a turn
-SLACK_RAD = 1e-3  # by which sectors overlap, more than float32's error in an angle of a few degrees
+SLACK_RAD = 1e-3  # overlap of sectors; float32's error in an angle of a few degrees is smaller
 
 
 # ---- casting rays ----------------------------------------------------------------------------------------------
@@ -34,7 +34,7 @@ class Solids(NamedTuple):
     """S solids as tensors, by kind.
 
     Attributes:
-        kinds: how many boxes, cylinders and ellipsoids, in this order.
+        kinds: numbers of boxes, cylinders and ellipsoids, in this order.
         center, half: float32 (S, 3).
         turn: float32 (S, 2), cosine and sine of the yaw.
         label: int64 (S,).
@@ -51,7 +51,7 @@ class Solids(NamedTuple):
 
 
 def as_tensors(solids: Sequence[Solid], chance: Random, device: torch.device) -> Solids:
-    """Solids with a reflectivity each, on the device."""
+    """Solids, each with its reflectivity, on the device."""
     ordered = sorted(solids, key=lambda solid: solid.kind)
     rows = [
         (
@@ -92,15 +92,15 @@ class Hits(NamedTuple):
 
 
 def cast(solids: Solids, origin: Tensor, directions: Tensor) -> Hits:
-    """Find the first hits of rays, unit vectors (R, 3), from one place, float32 (3,). Solids around the place are not
-    hit.
+    """Find the first hits of rays, unit vectors (R, 3), from one place, float32 (3,). Rays do not hit solids that
+    contain the place.
 
     In coordinates in which a solid is a cube of -1..1, or a cylinder or ball of radius 1, a ray is still a line with
     the same parameter. Each solid is an intersection of slabs, discs and balls, and the ray is inside each of these for
     one interval. The ray hits the solid where the last interval begins, if none has ended before.
 
     Rays are processed in sectors of equal size, with the solids that reach into each sector. So rays should be ordered
-    by heading. Waits for the device once, to find these solids.
+    by heading. The host waits for the device once, to find these solids.
     """
     parts = directions.chunk(SECTORS)
     reaching = torch.stack([_reaches(solids, origin, part) for part in parts]).cpu()
@@ -134,13 +134,13 @@ def _first(solids: Solids, those: Tensor, origin: Tensor, directions: Tensor) ->
     o, d = _unit_rays(solids, solid, origin, directions)
     at = o + torch.where(distance.isfinite(), distance, 0)[:, None] * d
     normal = _unit_normal(at, solid, solids) / solids.half[solid]
-    along = d * solids.half[solid]  # the ray in the solid's frame, in metres again
+    along = d * solids.half[solid]  # the ray in the solid's frame, in metres
     cosine = (normal * along).sum(1).abs() / normal.norm(dim=1).clamp(min=1e-20)
     return Hits(distance, solid, cosine.clamp(max=1))
 
 
 def _unit_rays(solids: Solids, those: Tensor, origin: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
-    """Rays in the frames of those solids, in which they reach from -1 to 1."""
+    """Rays in the frames of the solids, where each solid reaches from -1 to 1."""
     c, s = solids.turn[those].unbind(-1)
 
     def turned(v: Tensor) -> Tensor:
@@ -167,8 +167,8 @@ def _slabs(o: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ball(o: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for a ball in any number of dimensions. Computed from the point nearest to its centre, so it is exact
-    from afar.
+    """Start and end of each ray inside a unit ball in any number of dimensions. The result is computed from the point
+    nearest to the centre, so it is exact even for a distant scanner.
     """
     square = (d * d).sum(-1)
     middle = -(o * d).sum(-1) / square
@@ -179,7 +179,7 @@ def _ball(o: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _unit_normal(at: Tensor, solid: Tensor, solids: Solids) -> Tensor:
-    """Normals of the unit solids at points (R, 3) of their surfaces, of any length."""
+    """Normals, of any length, of the unit solids at points (R, 3) of their surfaces."""
     boxes, cylinders, _ = solids.kinds
     size = at.abs()
     cube = torch.where(size == size.amax(1, keepdim=True), at, 0)
@@ -195,7 +195,7 @@ def _unit_normal(at: Tensor, solid: Tensor, solids: Solids) -> Tensor:
 
 @dataclass(frozen=True)
 class Scanner:
-    """A head that turns about the upright.
+    """A scanner head that turns about its vertical axis.
 
     Attributes:
         beams: above each other, at equal angles.
@@ -203,7 +203,7 @@ class Scanner:
         lowest_deg, highest_deg: elevations of the beams.
         farthest_m: anything farther is not measured.
         noise_m: standard deviation of a range.
-        weakest: share of reflected light at which every second ray from half of `farthest_m` is lost.
+        weakest: share of reflected light at which half of the rays from half of `farthest_m` are lost.
         lost: share of rays that are lost at random.
     """
 
@@ -228,7 +228,7 @@ class Scan(NamedTuple):
     """A cloud of N points with known labels.
 
     Attributes:
-        xyz, intensity, labels: as of a `Cloud`; coordinates are float32.
+        xyz, intensity, labels: as in a `Cloud`; coordinates are float32.
     """
 
     xyz: Tensor
@@ -242,7 +242,7 @@ class Scan(NamedTuple):
 def scan(solids: Solids, scanner: Scanner, places: Tensor, seed: int) -> Scan:
     """Scan from each of the places (K, 3) into one frame, on the solids' device.
 
-    Waits for the device: the number of returned rays depends on the scene.
+    The host waits for the device, because the number of returned rays depends on the scene.
     """
     device = places.device
     chance = torch.Generator(device).manual_seed(seed)
@@ -257,7 +257,7 @@ def scan(solids: Solids, scanner: Scanner, places: Tensor, seed: int) -> Scan:
     deeper = -solids.depth_m[solid] * drawn().clamp(min=1e-6).log()
     noise = scanner.noise_m * torch.randn(len(distance), generator=chance, device=device)
     distance = distance + deeper + noise
-    # Light spreads: a share of it comes back as to the square of the distance. Into foliage no ray falls at an angle.
+    # The returned light falls with the square of the distance. Foliage has no surface, so its angle does not count.
     cosine = torch.where(solids.depth_m[solid] > 0.1, 0.7, cosine)
     intensity = (solids.reflectivity[solid] * cosine * (0.9 + 0.2 * drawn())).clamp(0, 1)
     signal = intensity * (scanner.farthest_m / (2 * distance)) ** 2
@@ -295,7 +295,7 @@ SETTINGS = {
 
 
 def simulate(setting: Setting, seed: int, device: torch.device | str = "cpu") -> Scan:
-    """Scan a scene generated from this seed, in a frame with random heading. Waits for the device."""
+    """Scan a scene generated from this seed, in a frame with random heading. The host waits for the device."""
     device, chance = torch.device(device), Random(seed)
     solids, places = setting.build(chance)
     found = scan(as_tensors(solids, chance, device), setting.scanner, torch.tensor(places).to(device), seed)
@@ -306,7 +306,7 @@ def simulate(setting: Setting, seed: int, device: torch.device | str = "cpu") ->
 
 
 def _about(axis: int, angle: float) -> Tensor:
-    """A rotation (3, 3)."""
+    """The matrix of a rotation, (3, 3)."""
     one, other = (axis + 1) % 3, (axis + 2) % 3
     turn = torch.eye(3)
     turn[one, one] = turn[other, other] = math.cos(angle)

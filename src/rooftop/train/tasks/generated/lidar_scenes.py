@@ -1,6 +1,6 @@
 """Generates streets and rooms from boxes, cylinders and ellipsoids, new ones for each seed.
 
-`street` and `room` return the solids of a scene, and the places of its scanner. An object (a car, a tree, a chair) is a
+`street` and `room` return the solids of a scene and the places of its scanner. An object (a car, a tree, a chair) is a
 list of solids around its own origin, and `placed` moves it to a place. The same seed gives the same scene everywhere.
 """
 
@@ -180,7 +180,7 @@ def pole(chance: Random) -> list[Solid]:
 
 
 def house(chance: Random, wide: float, deep: float) -> list[Solid]:
-    """Its front lies on y = 0 and faces -y."""
+    """A house, whose front lies on y = 0 and faces -y."""
     floors = chance.randint(1, 5)
     storey = chance.uniform(2.7, 3.3)
     tall = floors * storey + chance.uniform(0.2, 1)
@@ -255,7 +255,7 @@ def street(chance: Random) -> tuple[list[Solid], list[Place]]:
             if right - left > 20:
                 parts += placed(block(chance, left, right, half, walk), 0, 0, turn)
     x = chance.uniform(8, 20)
-    while x < 60:  # before and behind us, and coming towards us
+    while x < 60:  # cars ahead, behind, and oncoming
         for at, y, yaw in ((x, lane, 0.0), (-x - 2, lane, 0.0), (chance.uniform(-60, 60), -lane, math.pi)):
             if chance.random() < 0.5:
                 parts += placed(vehicle(chance), at, y, yaw)
@@ -378,7 +378,9 @@ def room(chance: Random) -> tuple[list[Solid], list[Place]]:
     sides = (((0, -b, 0.0), a), ((a, 0, math.pi / 2), b), ((0, b, math.pi), a), ((-a, 0, -math.pi / 2), b))
     free = _Floor(a, b, chance)
     doorway = chance.randrange(4)
-    for number, ((x, y, yaw), half) in enumerate(sides):  # the wall lies on y = 0 of its own frame, the room beyond it
+    for number, ((x, y, yaw), half) in enumerate(
+        sides
+    ):  # in its own frame the wall lies on y = 0, and the room is beyond it
         wall = [Solid(BOX, WALL, (0, -0.1, tall / 2), (half + 0.2, 0.1, tall / 2), WHITE_PAINT)]
         if number == doorway or chance.random() < 0.15:
             at = chance.uniform(-1, 1) * (half - 0.7)
@@ -417,7 +419,7 @@ def room(chance: Random) -> tuple[list[Solid], list[Place]]:
 
 
 def _moved(along: float, out: float, x: float, y: float, yaw: float) -> tuple[float, float]:
-    """A point of a wall's frame in that of the room."""
+    """Convert a point from a wall's frame to the frame of the room."""
     c, s = math.cos(yaw), math.sin(yaw)
     return x + c * along - s * out, y + s * along + c * out
 

@@ -1,9 +1,9 @@
 """Pictures of coloured shapes with their boxes, in COCO's format: a small data set for training a detector.
 
-Circles, squares and triangles, one to four in a picture, on a noisy background. `draw` makes a batch on any device and
-never waits for it: the number of shapes in a picture is drawn on the host, everything else on the device. The same seed
-gives the same pictures on the same kind of device. `write` puts a batch into a folder, as PNG files with instances.json
-beside them, which `rooftop.models.CocoDataset` reads.
+A picture has one to four circles, squares and triangles on a noisy background. `draw` makes a batch on any device and
+never waits for the device: the host draws the number of shapes in a picture, and the device everything else. The same
+seed gives the same pictures on the same kind of device. `write` puts a batch into a folder, as PNG files with
+instances.json beside them, which `rooftop.models.CocoDataset` reads.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 
 NAMES = ("circle", "square", "triangle")
 MOST = 4  # shapes in a picture
-RADII = (0.08, 0.2)  # of the side of a picture; a shape is as wide and as high as two of them
-TRIES = 64  # places that are tried for a shape: the one that hides least of the others is taken
+RADII = (0.08, 0.2)  # as fractions of the side of a picture
+TRIES = 64  # candidate places of a shape; the one that hides the least of other shapes is chosen
 NOISE = 0.1  # standard deviation of each pixel, where black is 0 and white 1
 
 
@@ -54,14 +54,14 @@ def draw(count: int, side: int, seed: int, device: torch.device | str = "cpu") -
 
     labels = torch.randint(len(NAMES), (count, MOST), generator=chance, device=device)
     radii = RADII[0] + (RADII[1] - RADII[0]) * uniform(count, MOST)
-    radii = radii.sort(descending=True).values  # what is placed first finds most room
+    radii = radii.sort(descending=True).values  # the largest shapes first, while there is room
     centers = _places(radii, uniform(count, MOST, TRIES, 2))  # (B, MOST, 2)
     background = uniform(count, 3, 1, 1)
     images = background.expand(-1, -1, side, side)
     there = counts.to(device, non_blocking=True)[:, None] > torch.arange(MOST, device=device)  # (B, MOST)
     cover = _cover(labels, centers * side, radii * side, side) * there[..., None, None]  # (B, MOST, side, side)
     for number in range(MOST):
-        # Half of the range away from the background, round the circle from white to black: always seen.
+        # The colour is about half of the range away from the background, modulo the range, so it is always visible.
         colour = (background + 0.35 + 0.3 * uniform(count, 3, 1, 1)) % 1
         images = torch.lerp(images, colour, cover[:, number, None])
     images = images + NOISE * torch.randn(images.shape, generator=chance, device=device)
@@ -85,22 +85,22 @@ def _places(radii: Tensor, tries: Tensor) -> Tensor:
 
 
 def _cover(labels: Tensor, centers: Tensor, radii: Tensor, side: int) -> Tensor:
-    """How much of each pixel (side, side) each shape covers, 0..1; centers and radii in pixels."""
+    """The share of each pixel (side, side) that each shape covers, 0..1; centers and radii are in pixels."""
     pixels = torch.arange(side, device=labels.device) + 0.5
     x = (pixels - centers[..., 0, None])[..., None, :]  # (B, MOST, 1, side)
     y = (pixels - centers[..., 1, None])[..., None]  # (B, MOST, side, 1)
     r = radii[..., None, None]
-    # How many pixels a place lies within the outline.
+    # The distance in pixels from the outline, positive inside.
     circle = r - torch.hypot(x, y)
     square = r - torch.maximum(x.abs(), y.abs())
-    triangle = torch.minimum(r - y, (y + r) / 2 - x.abs())  # its point is above
+    triangle = torch.minimum(r - y, (y + r) / 2 - x.abs())  # its tip is at the top
     kind = labels[..., None, None]
     within = torch.where(kind == 0, circle, torch.where(kind == 1, square, triangle))
     return (within + 0.5).clamp(0, 1)
 
 
 def write(shapes: Shapes, folder: Path) -> Path:
-    """Pictures as PNG files, and the JSON file in COCO's format; returns the latter's path."""
+    """Write pictures as PNG files, and instances.json in COCO's format; return the path of instances.json."""
     folder.mkdir(parents=True, exist_ok=True)
     content = coco_annotations(shapes)
     for image, described in zip(shapes.images, content["images"], strict=True):
