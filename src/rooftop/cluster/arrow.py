@@ -1,4 +1,4 @@
-"""Imports pyarrow, which reads and writes Parquet; no other file of this package does."""
+"""Imports pyarrow, which reads and writes Parquet. No other file of this package imports it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The job in a Dask worker: loaded once, at the first chunk; it does one chunk after another."""
+"""The job in a Dask worker. The job is loaded once, at the first chunk, and does one chunk after another."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ LOOK_S = 0.1
 
 
 class Carrier(WorkerPlugin):
-    """A job that travels to the workers, and runs in them.
+    """A job that is sent to the workers, and runs in them.
 
     Args:
-        token: of the run.
-        job: pickled.
+        token: token of the run. job: the pickled job.
         device: "cpu", "cuda" or "auto".
     """
 
@@ -29,7 +28,7 @@ class Carrier(WorkerPlugin):
         self.token, self.job, self.device = token, job, device
 
     def setup(self, worker: Any) -> None:
-        """Dask calls this in each worker, also in those that join later."""
+        """Dask calls this in each worker, including workers that join later."""
         self._lock = threading.Lock()
         self._shop: Workshop | None = None
         self._address, self._threads = worker.address, worker.state.nthreads
@@ -51,7 +50,7 @@ class Carrier(WorkerPlugin):
                 return shop.do(chunk, ahead, lambda chunk, first, count: nullcontext())
             late = _Watched(shop, chunk, ahead).run(shop.job.timeout_s)
             if not isinstance(late, Outcome):
-                self._shop = None  # the target is created again: its state is unknown
+                self._shop = None  # create the target again, because its state is unknown
             return late
 
     def _loaded(self) -> Workshop:
@@ -71,7 +70,7 @@ def _usual_device() -> str:
 
 
 class _Watched(AbstractContextManager[None]):
-    """A chunk that one thread does while another one watches it."""
+    """A chunk that one thread computes while another thread watches the time."""
 
     def __init__(self, shop: Workshop, chunk: Chunk, ahead: Ahead) -> None:
         self._shop, self._chunk, self._ahead = shop, chunk, ahead

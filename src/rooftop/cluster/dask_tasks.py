@@ -1,4 +1,4 @@
-"""The task in a worker of a Dask scheduler: it finds the worker's job and does one chunk of it."""
+"""The task in a worker of a Dask scheduler: it finds the worker's job, which does one chunk."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rooftop.cluster.working import Chunk, Outcome
 from rooftop.errors import ModelRunError
 
 CARRIERS: dict[str, Any] = {}
-"""Collects the results of the jobs that this process has, by token."""
+"""The jobs of this process, by token."""
 
 
 def do_chunk(token: str, chunk: Chunk) -> Outcome | tuple[int, int]:

@@ -1,9 +1,9 @@
 """The workers of a Dask scheduler.
 
 Each worker gets the job with its model once, as a plugin; new workers get it when they join. Chunks are tasks, two per
-worker. Dask itself repeats the tasks of a lost worker elsewhere. A task that has ended several workers comes back, and
-is then done item by item. If the scheduler goes away, its address is tried for a while: a new scheduler may start
-there, and gets everything again.
+worker. Dask itself repeats the tasks of a lost worker on another one. If a task has ended several workers, Dask returns
+it, and its chunk is done item by item. If the scheduler goes away, its address is tried for a while. A new scheduler
+may start there, and then gets job and chunks again.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rooftop.errors import MissingExtraError, ModelRunError, RooftopError, Sched
 CHUNKS_OF_A_WORKER = 2
 CONNECT_S = 10.0
 RECONNECT_S = 120.0
-LOOK_S = 1.0  # between two looks at the number of workers
-ALONE_S = 10.0  # that pass without a worker before this is reported
+LOOK_S = 1.0  # between two queries of the number of workers
+ALONE_S = 10.0  # seconds without a worker before this is reported
 
 
 def load_distributed() -> ModuleType:
@@ -94,7 +94,7 @@ class DaskWorkers:
     # ---- chunks ------------------------------------------------------------------------------------------------------
 
     def has_room(self, careful: bool = False) -> bool:
-        """Whether workers have fewer than two chunks on average; while a careful chunk runs, there is no room."""
+        """Whether workers have fewer than two chunks on average; a careful chunk runs alone."""
         if careful or any(chunk.careful for chunk, _ in self._flying.values()):
             return not self._flying and self._count() > 0
         return len(self._flying) < CHUNKS_OF_A_WORKER * self._count()
@@ -102,7 +102,7 @@ class DaskWorkers:
     def _count(self) -> int:
         now = time.monotonic()
         if now - self._looked > LOOK_S:
-            with suppress(OSError, RuntimeError, ValueError):  # what is wrong shows in `take`
+            with suppress(OSError, RuntimeError, ValueError):  # `take` reports the error
                 self._workers = len(self._client.nthreads())
             self._looked = now
             if self._workers:
@@ -119,7 +119,7 @@ class DaskWorkers:
         key = f"rooftop-{self._token}-{chunk.number}-{uuid.uuid4().hex[:8]}"
         try:
             future = self._client.submit(do_chunk, self._token, chunk, key=key, pure=False)
-        except (OSError, RuntimeError, ValueError):  # the scheduler has gone just now
+        except (OSError, RuntimeError, ValueError):  # the scheduler has just gone away
             self._flying[key] = (chunk, None)
             self._done.put(key)
             return
@@ -176,7 +176,7 @@ class DaskWorkers:
         return Finished(chunk, found) if isinstance(found, Outcome) else Hung(chunk, *found)
 
     def _after_reconnecting(self) -> list[Event]:
-        """All chunks are lost, but none caused it."""
+        """Report all chunks as lost; none of them is the cause."""
         self._say(f"the scheduler at {self._address} is gone; trying to reach it for {self._reconnect_s:.0f} s")
         with suppress(Exception):
             self._client.close(timeout=1)
@@ -199,7 +199,7 @@ class DaskWorkers:
         return lost
 
     def close(self, at_once: bool = False) -> None:
-        """Take the job from the workers, and leave the scheduler."""
+        """Remove the job from the workers, and disconnect from the scheduler."""
         with suppress(Exception):
             futures = [future for _, future in self._flying.values() if future is not None]
             if futures:
@@ -211,7 +211,7 @@ class DaskWorkers:
 
 
 def carrier_class() -> Any:
-    """Return the worker plugin that brings a job: a subclass of Dask's plugin, loaded only here."""
+    """Return the worker plugin with a job. It is a subclass of Dask's plugin, which is loaded only here."""
     from rooftop.cluster.dask_plugin import Carrier
 
     return Carrier

@@ -10,7 +10,7 @@ from rooftop.cluster.working import Chunk, Outcome
 
 @dataclass(frozen=True)
 class Finished:
-    """A chunk that is done."""
+    """A finished chunk."""
 
     chunk: Chunk
     outcome: Outcome
@@ -18,11 +18,11 @@ class Finished:
 
 @dataclass(frozen=True)
 class Lost:
-    """A chunk that no worker does any more.
+    """A chunk that was lost with its worker.
 
     Attributes:
         why: the reason why the chunk's worker ended; None: the chunk did not cause it.
-        deaths: number of workers that ended while doing it.
+        deaths: number of workers that ended while they had the chunk.
     """
 
     chunk: Chunk
@@ -32,7 +32,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Hung:
-    """A chunk that was given up, because the items [first, first + count) took too long."""
+    """A chunk that was abandoned because the items [first, first + count) took too long."""
 
     chunk: Chunk
     first: int
@@ -52,7 +52,7 @@ class Workers(Protocol):
     start: dict[str, float]
 
     def has_room(self, careful: bool = False) -> bool:
-        """Whether a chunk can be given now; a careful chunk needs a worker for itself."""
+        """Whether there is room for a chunk now; a careful chunk needs a worker for itself."""
 
     def give(self, chunk: Chunk) -> None:
         """Give a chunk; there must be room."""
@@ -61,4 +61,4 @@ class Workers(Protocol):
         """Return new events; after `patience_s` without any, return an empty list."""
 
     def close(self, at_once: bool = False) -> None:
-        """End the workers: after all chunks are done, or at once."""
+        """End the workers, after all chunks are done or at once."""

@@ -1,4 +1,4 @@
-"""The items of a run: found among the inputs, listed in order, decoded one by one.
+"""Find the items of a run among the inputs, list them in order, and decode them one by one.
 
 | kind | inputs | the target gets |
 |---|---|---|
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 KINDS = ("image", "clip", "cloud", "text", "row", "path")
 
 BY_SUFFIX = ("text", "row", "cloud", "image", "clip")
-"""Modules are ordered so that those without photographs and videos come first: torch is loaded only where it is
+"""Kinds whose files are found by suffix. Photographs and videos come last, so that torch is loaded only if it is
 needed.
 """
 
@@ -82,7 +82,7 @@ class Decoding:
 
 
 class Damage(NamedTuple):
-    """Stands for the content of an item that cannot be read: the reason."""
+    """The content of an item that cannot be read: the reason."""
 
     why: str
 
@@ -91,7 +91,8 @@ class Item(NamedTuple):
     """One item.
 
     Attributes:
-        input: its file, as given; `place`: its line, row or first frame in the file, from 0, or None for a whole file.
+        input: the item's file, as given; `place`: its line, row or first frame in the file, from 0, or None for a whole
+            file.
         source: the absolute path of the file.
         content: the line or the row, if the item is one; or `Damage`.
     """
@@ -279,7 +280,7 @@ DECODED = ("image", "clip", "cloud")
 """Kinds of items that take time to decode."""
 
 LOADED = {"image": ["rooftop.media.images"], "clip": ["rooftop.media"], "cloud": ["numpy", "torch"]}
-"""Modules that kinds need, loaded once beforehand: the time that this takes is not an item's."""
+"""Load the modules for a kind beforehand, so that no item is charged with the time."""
 
 
 def decoder(decoding: Decoding) -> Callable[[Item], Any]:
@@ -289,7 +290,7 @@ def decoder(decoding: Decoding) -> Callable[[Item], Any]:
     """
     for module in LOADED.get(decoding.kind, ()):
         importlib.import_module(module)
-    readers = threading.local()  # each thread keeps the video that it read last
+    readers = threading.local()  # each thread keeps its last video open
     decodes: dict[str, Callable[[Item], Any]] = {
         "image": lambda item: _image(item.source),
         "cloud": lambda item: _cloud(item.source, decoding.point_columns),

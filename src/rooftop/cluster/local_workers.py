@@ -101,7 +101,7 @@ def _gpus() -> int:
 
 
 class LocalWorkers:
-    """The processes.
+    """Worker processes on this machine.
 
     Args:
         job: the work.
@@ -164,7 +164,7 @@ class LocalWorkers:
 
     def _read(self, worker: _Worker) -> None:
         """Read all messages of a worker; if it has ended, collect its last ones."""
-        ended = not worker.process.is_alive()  # before its last words are read
+        ended = not worker.process.is_alive()  # before its last messages are read
         try:
             while worker.connection.poll():
                 what, content = worker.connection.recv()
@@ -210,7 +210,7 @@ class LocalWorkers:
         self._workers[self._workers.index(worker)] = _Worker(self.job, self.division, worker.number)
 
     def close(self, at_once: bool = False) -> None:
-        """End the processes: idle ones by themselves, or all at once."""
+        """End the processes: let idle ones end by themselves, or end all at once."""
         for worker in self._workers:
             if not at_once:
                 worker.say_end()
@@ -221,13 +221,13 @@ class LocalWorkers:
 
 
 class _Worker:
-    """A process as the parent sees it."""
+    """The parent's view of a process."""
 
     def __init__(self, job: Job, division: Division, number: int) -> None:
         context = multiprocessing.get_context("spawn")
         self.number, self.ready = number, False
         self.chunks: deque[Chunk] = deque()
-        self.status = context.RawArray("d", 4)  # chunk, first item, items, since when: see `_At`
+        self.status = context.RawArray("d", 4)  # chunk, first item, items, start time: see `_At`
         self.connection, other = context.Pipe()
         packed = bytes(ForkingPickler.dumps(job))
         self.process = context.Process(
@@ -255,7 +255,7 @@ class _Worker:
             self.connection.send(None)
 
     def stuck(self, timeout_s: float | None) -> tuple[int, int, int] | None:
-        """(chunk, first, count) of items that have taken too long."""
+        """(chunk, first, count) of items that have taken too long; None if there are none."""
         number, first, count, since = self.status
         late = timeout_s is not None and since > 0 and time.monotonic() - since > timeout_s
         return (int(number), int(first), int(count)) if late and self.status[3] == since else None
@@ -415,7 +415,7 @@ def _taken_from(to_decode: queue.SimpleQueue[list[Item]]) -> Callable[[], Sequen
 
 
 class _At:
-    """Writes to shared memory what the process works on: the time is written last and removed first."""
+    """Writes the current items of the process to shared memory. The time is written last and removed first."""
 
     def __init__(self, status: Any) -> None:
         self._status = status

@@ -1,13 +1,14 @@
-"""`map_items`: maps a target over many items, and writes results as Parquet while it runs.
+"""`map_items`: map a target over many items, and write results as Parquet during the run.
 
     from rooftop.cluster import map_items
 
     report = map_items("my.py:caption", ["photographs/"], "captions.parquet", timeout_s=60)
     print(report)
 
-One loop gives chunks of items to workers with room, takes their results, and writes. While it writes, workers continue
-with the little work they have, so memory is bounded even if the disk is slow. Lost chunks are repeated. A chunk that
-has ended two workers is done item by item; an item that ends a third one becomes a row with its error.
+One loop gives chunks of items to workers with room, takes their results, and writes these. While it writes, workers
+only finish the few chunks that they have, so memory is bounded even if the disk is slow. Lost chunks are repeated. If
+two workers have ended with a chunk, the chunk is done item by item. If a third worker ends with an item, the item
+becomes a row with an error.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from rooftop.cluster.targets import Target, callable_target
 from rooftop.cluster.working import Chunk, Job, Outcome
 from rooftop.errors import InputError
 
-CHUNK_S = 0.5  # of work in a chunk whose size can be chosen: longer than sending a message, yet short enough to repeat
-MOST_ITEMS = 4096  # of one chunk
-MOST_BYTES = 16 << 20  # of the rows of one chunk, approximately
-LEARNED_FROM = 256  # items that are done one chunk at a time, until each column has a type
-DEATHS = 3  # that an item can lose, alone or in its chunk, before it is given up
-LOOK_S = 0.2  # between two looks at what workers do
+CHUNK_S = 0.5  # work of a chunk if its size can be chosen: longer than sending a message, cheap to repeat
+MOST_ITEMS = 4096  # largest number of items in a chunk
+MOST_BYTES = 16 << 20  # approximate bytes of the rows of one chunk
+LEARNED_FROM = 256  # the first items, done one chunk at a time until each column has a type
+DEATHS = 3  # workers that may end with an item, alone or in its chunk, before it is given up
+LOOK_S = 0.2  # between two checks of the workers
 
 Progress = Callable[[str, float], None]
 
@@ -209,7 +210,7 @@ def map_items(
 
 
 def _inside(files: Sequence[Path], folder: Path) -> Path | None:
-    """The first of these files that lies in a folder; None if none does."""
+    """The first of these files that is in a folder; None if none is."""
     return next((path for path in files if path.resolve().is_relative_to(folder.resolve())), None)
 
 
@@ -241,7 +242,7 @@ def _chained(first: Item, others: Iterator[Item]) -> Iterator[Item]:
 
 
 def size_near_end(size: int, left: int, workers: int, batch: int) -> int:
-    """Size of a chunk if so many items are left, in whole batches and at most `size`.
+    """Size of a chunk when this many items are left: whole batches, and at most `size`.
 
     Each worker may get two more chunks of what is left. So all workers end at about the same time. One worker alone
     gets chunks of full size.
@@ -260,7 +261,7 @@ class _Run:
         self.items = self.errors = self.lost = 0
         self.decoded = self.called = 0
         self.decode_s = self.call_s = 0.0
-        self.workers: dict[str, int] = {}  # name to threads that decode
+        self.workers: dict[str, int] = {}  # threads that decode, by the name of the worker
         self.first_at = self.last_at = 0.0
         self.first_done_at, self.first_done = 0.0, 0  # the first finished chunk, and its number of items
         self.start: dict[str, float] = {}
@@ -270,7 +271,7 @@ class _Run:
         self._given = 0
         self._size = 1
         self._again: deque[Chunk] = deque()
-        self._unsettled: list[Any] = []  # batches, until each column has a type
+        self._unsettled: list[Any] = []  # finished chunks that wait until each column has a type
         self._learned = 0
         self._decoded_by = ("thread", "threads")
         self._decodes = False
@@ -318,7 +319,7 @@ class _Run:
                     self._handle(event, batch)
                 self.parts.write_if_due()
         finally:
-            self._settle()  # interrupted or finished: the results so far decide the types
+            self._settle()  # interrupted or finished: the results so far determine the types
 
     def _chunk(self, items: list[Item], deaths: int = 0, careful: bool = False) -> Chunk:
         self._number += 1
@@ -362,11 +363,11 @@ class _Run:
         took = max(outcome.call_s, outcome.decode_s / max(1, outcome.threads)) / len(chunk.items)
         wanted = MOST_ITEMS if took * MOST_ITEMS <= CHUNK_S else int(CHUNK_S / took)
         wanted = min(wanted, int(MOST_BYTES / size))
-        wanted = min(wanted, 2 * max(self._size, batch), MOST_ITEMS)  # one quick chunk says little
+        wanted = min(wanted, 2 * max(self._size, batch), MOST_ITEMS)  # one quick chunk is a poor estimate
         return max(batch, wanted // batch * batch)
 
     def _size_now(self, batch: int) -> int:
-        """Size of the next chunk: smaller ones at the end of the run, if its end is known."""
+        """Size of the next chunk. Chunks are smaller near the end of the run, if the end is known."""
         if self.files is None or not self._final:
             return self._size
         return size_near_end(self._size, self.files - self.parts.done.rows - self._given, len(self.workers), batch)
@@ -389,7 +390,7 @@ class _Run:
         self.show(what)
 
     def _settle(self) -> None:
-        """Fix columns and types as known, and add the results that waited for them."""
+        """Settle the columns and types that are known, and add the results that waited for them."""
         if self._final:
             return
         if self._unsettled:

@@ -34,7 +34,7 @@ CLASSIFIER_BATCH, DETECTOR_BATCH = 16, 4  # as in `rooftop classify` and `roofto
 
 @dataclass(frozen=True)
 class PackedModel:
-    """A model in two pieces: its pickled structure, and all weights in one tensor.
+    """A model in two parts: its pickled structure, and all weights in one tensor.
 
     Attributes:
         places: (first byte, dtype, shape) of each parameter and buffer, in the order of `_tensors`.
@@ -110,7 +110,7 @@ class ModelTarget:
         return call
 
     def sent(self) -> ModelTarget:
-        """Itself: pickled by another process's means, the shared weights are copied."""
+        """Return the target with a copy of the weights, because another machine cannot share this memory."""
         return replace(self, packed=replace(self.packed, weights=self.packed.weights.clone()))
 
 
@@ -156,7 +156,7 @@ def model_target(
         detector.auxiliary = False  # type: ignore[assignment]
         return _target(name, weights, seed, {"threshold": threshold}, batch or DETECTOR_BATCH, detector, dtype)
     if name not in model_names():
-        model_entry(name)  # says what is near, if there is none
+        model_entry(name)  # if there is no such model, this raises and names similar ones
         raise TargetError(f"{name} is not a classifier or detector of photographs: expected {', '.join(model_names())}")
     if seed is None:
         weights = weights or "DEFAULT"
@@ -200,7 +200,7 @@ def _target(
         columns = pa.schema(
             [*size, ("labels", numbers), ("names", names), ("scores", pa.list_(pa.float32())), ("boxes", boxes)]
         )
-    folded = Engine(model, dtype=torch.float32, constants=False).model  # on the CPU: norms folded, once for all workers
+    folded = Engine(model, dtype=torch.float32, constants=False).model  # on the CPU: fold norms, once for all workers
     return ModelTarget(name, made_of, batch, PackedModel.of(folded), dtype, prepare, answer, columns)
 
 
@@ -219,12 +219,12 @@ class _Resized:
 
 
 def _pixels(image: Image.Image) -> Tensor:
-    """(H, W, 3) uint8: a quarter of the bytes of what a model takes."""
+    """The pixels (H, W, 3) uint8, a quarter of the bytes of the model's input."""
     return torch.from_numpy(np.array(image))
 
 
 class _ByEngine(nn.Module):
-    """A network run by an engine, as a module: its parameters give the device and dtype of images."""
+    """A network that an engine runs, as a module. Its parameters give the device and dtype of images."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ class _ByEngine(nn.Module):
 
 
 class _DetrByEngine(Detr):
-    """The same for a DETR: the input of the engine depends only on the size of the padded batch."""
+    """A DETR that an engine runs. The input of the engine depends only on the size of the padded batch."""
 
     def __init__(self, engine: Engine) -> None:
         nn.Module.__init__(self)

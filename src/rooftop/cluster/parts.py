@@ -1,12 +1,12 @@
-"""A folder of Parquet parts, which grows during a run. Each part appears completely or not at all.
+"""A folder of Parquet parts, which grows during a run. Each part is written completely or not at all.
 
     out.parquet/
       part-00000.parquet     rows: input, place, error, and the columns of the results
       part-00001.parquet
-      _rooftop.json          what made them; readers of Parquet leave out names that begin with _ or .
-      .lock                  held by the run that writes
+      _rooftop.json          target and arguments; readers of Parquet ignore names that begin with _ or . .lock
+      held by the run that writes
 
-Only the parts record what is done: a run reads their columns `input` and `place`, and does the missing items.
+Only the parts record which items are done: a run reads their columns `input` and `place`, and does the missing items.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ from rooftop.hardware.ceilings import write_whole
 
 FORMAT = 1
 RECORD = "_rooftop.json"
-PART_BYTES = 64 << 20  # of a part in memory, at most
-FIRST_PART_S = 10.0  # an interrupted run loses at most the rows of this time, or of 2% of its time: so parts stay few
+PART_BYTES = 64 << 20  # largest part in memory
+FIRST_PART_S = (
+    10.0  # an interrupted run loses at most the rows of this time, or of 2% of its time; longer waits keep parts few
+)
 PART_SHARE = 0.02
 
 
 class Done:
-    """The set of items in the parts: a name for each file, a bit for each of its lines, rows or clips."""
+    """The set of items in the parts: the name of each file, and a bit for each of its lines, rows or clips."""
 
     def __init__(self) -> None:
         self._whole: set[str] = set()
@@ -66,11 +68,11 @@ class Parts:
             parts.settle(columns)
             parts.add(batch)
 
-    Added rows are written when they are many or old, and when the `with` block ends, even by an exception.
+    Added rows are written when there are many or they are old, and when the `with` block ends, even by an exception.
 
     Args:
-        folder: made if its parent exists.
-        target, arguments: what makes the results; they must be the same for all runs into the folder.
+        folder: created if its parent exists.
+        target, arguments: the target and arguments of the run, which must be the same for all runs into the folder.
         retry_errors: whether rows with an error are removed from the parts, so that their items are repeated.
 
     Attributes:
@@ -88,7 +90,7 @@ class Parts:
         self.done = Done()
         self._waiting: list[Any] = []
         self._waiting_bytes = 0
-        self._begun = self._since = time.monotonic()  # since when something waits
+        self._begun = self._since = time.monotonic()  # since when rows have been waiting
         self._lock: IO[str] = self._locked()
         try:
             self._check_record()
@@ -185,7 +187,7 @@ class Parts:
     # ---- writing -----------------------------------------------------------------------------------------------------
 
     def settle(self, columns: Any | None) -> None:
-        """Set the columns of the results (a pyarrow.Schema). Existing parts get them, too."""
+        """Set the columns of the results (a pyarrow.Schema), also in existing parts."""
         if self.columns is not None and columns == self.columns and (self.folder / RECORD).exists():
             return
         self.columns = columns
@@ -215,7 +217,7 @@ class Parts:
         self.write_if_due()
 
     def write_if_due(self) -> None:
-        """Write the waiting rows, if they are many or old."""
+        """Write the waiting rows if there are many or they are old."""
         now = time.monotonic()
         patience = max(FIRST_PART_S, PART_SHARE * (now - self._begun))
         if self._waiting and (self._waiting_bytes >= PART_BYTES or now - self._since >= patience):

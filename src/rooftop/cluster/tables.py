@@ -1,8 +1,8 @@
-"""Results as rows of a table: their columns, and results that do not fit.
+"""Convert results to rows of a table: find the columns, and mark results that do not fit.
 
-Every row has `input`, `place` and `error`; then come the columns of the result, null where there is an error. The first
-good result sets the columns and their types. Arrays and tensors have a type even if they are empty. Python's empty
-lists and None have none, so such a column takes its type from a later result.
+Every row has `input`, `place` and `error`, and then the columns of the result, which are null if there is an error. The
+first good result sets the columns and their types. Arrays and tensors have a type even if they are empty. Python's
+empty lists and None have no type, so their column takes its type from a later result.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ MOST_CHARACTERS = 500  # of an error
 
 @dataclass(frozen=True)
 class Failure:
-    """Stands for a missing result: one line that gives the reason."""
+    """The reason why a result is missing, in one line."""
 
     why: str
 
     @staticmethod
     def of(error: BaseException) -> Failure:
-        """Make one of an exception. Its type precedes the message, except for errors of Rooftop."""
+        """Make it from an exception, whose type precedes the message, except for errors of Rooftop."""
         said = " ".join(str(error).split())
         kind = type(error).__name__
         text = said if isinstance(error, InputError) and said else f"{kind}: {said}" if said else kind
@@ -48,7 +48,7 @@ def row_of(result: Any) -> Row:
 
 
 def _plain(value: Any) -> Any:
-    """Convert tensors to arrays, which know their dtype, also in lists and dicts."""
+    """Convert tensors to arrays, which have a dtype, also inside lists and dicts."""
     torch = sys.modules.get("torch")  # if torch is not loaded, no value is a tensor
     if torch is not None and isinstance(value, torch.Tensor):
         value = value.detach().cpu()
@@ -103,10 +103,11 @@ def _nested(value: Any) -> Any:
 
 
 def learned(columns: Any | None, row: Row) -> Any:
-    """The columns of a row (pyarrow.Schema), if none are known; else the known columns with missing types filled in.
+    """The columns of a row (pyarrow.Schema) if no columns are known; otherwise the known columns with missing types
+    filled in.
 
     Raises:
-        InputError: no column can hold a value, or a column has a name that every row already has.
+        InputError: no column can hold a value, or a column has the name of a fixed column.
     """
     pa = load_arrow()
     taken = [name for name in row if name in FIXED]
@@ -140,7 +141,7 @@ def to_batch(
     """Return a pyarrow.RecordBatch with one row per item, the number of errors, and the columns known afterwards.
 
     Args:
-        outcomes: of each item.
+        outcomes: the outcome of each item.
         columns: known before; None: only the fixed ones.
         learn: whether rows may set unknown columns and types.
 
@@ -168,21 +169,21 @@ def to_batch(
         values = [None if isinstance(each, Failure) else _nested(each[field.name]) for each in checked]
         try:
             arrays.append(_column(values, field.type))
-        except (pa.ArrowException, ValueError, TypeError):  # of some row: which?
+        except (pa.ArrowException, ValueError, TypeError):  # find the row
             for number, value in enumerate(values):
                 try:
                     _column([value], field.type)
                 except (pa.ArrowException, ValueError, TypeError) as error:
                     said = " ".join(str(error).split())[:200]
                     got = type(value).__name__
-                    why = f"{got} is no {field.type} as in the first result ({said})"
+                    why = f"{got} is not a {field.type} as in the first result ({said})"
                     if _untyped(field.type):
                         why = (
                             f"{got}, but the first results showed no type for it: return an array, which has a type "
                             "even when empty"
                         )
                     checked[number] = Failure(f"column {field.name!r}: {why}")
-            return to_batch(items, checked, columns)  # such a row is null in all columns
+            return to_batch(items, checked, columns)  # now these rows are null in all columns
     errors = [each.why if isinstance(each, Failure) else None for each in checked]
     fixed = [[item.input for item in items], [item.place for item in items], errors]
     whole = whole_schema(columns)
@@ -208,7 +209,7 @@ def _column(values: list[Any], kind: Any) -> Any:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two types are both numbers, both text, or nested alike; an unknown type is like any other."""
+    """Whether two types are both numbers, both text, or nested in the same way; an unknown type matches any other."""
     pa = load_arrow()
     if pa.types.is_null(one) or pa.types.is_null(other):
         return True

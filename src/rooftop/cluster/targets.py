@@ -1,7 +1,7 @@
-"""Targets: a callable of the user or a model of Rooftop, loaded once in each worker.
+"""Targets: a callable of the user, or a model of Rooftop. Each worker loads its target once.
 
-The process that starts the run makes a target and sends it to each worker once. The worker loads it into a function
-from a list of values to a list of as many results.
+The process that starts the run makes a target and sends it to each worker once. The worker turns it into a function
+that maps a list of values to a list of as many results.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 from rooftop.errors import InputError, ModelRunError, TargetError, did_you_mean
 
 Call = Callable[[list[Any]], Sequence[Any]]
-"""Values of as many items -> their results, in the same order."""
+"""From the values of several items to their results, in the same order."""
 
 
 @runtime_checkable
@@ -45,10 +45,10 @@ class PipelinedCall(Protocol):
 
 @runtime_checkable
 class Target(Protocol):
-    """What the workers get.
+    """A target in the form that workers receive.
 
     Attributes:
-        name: recorded with the results; `arguments`: other settings that change the results.
+        name: the name that is recorded with the results; `arguments`: other settings that change the results.
         batch: largest number of values per call; None: one.
         columns: a pyarrow.Schema of the results, or None: the first result sets it.
         prepare: for a target that takes photographs: what threads make of each Pillow image before the call.
@@ -73,17 +73,17 @@ class Target(Protocol):
         """Called once in a worker: return the function for batches, on "cpu" or "cuda"; it may be a `PipelinedCall`."""
 
     def sent(self) -> Target:
-        """Return a form for workers on other machines, which contains all that it needs."""
+        """Return a form for workers on other machines that contains all the data that it needs."""
 
 
 @dataclass(frozen=True)
 class CallableTarget:
-    """A function of one value (with `batch`: of a list), or a class that is instantiated once per worker.
+    """A function of one value (with `batch`, of a list of values), or a class that is instantiated once per worker.
 
     Attributes:
         name: "my.py:fn", "package.module:fn", or a description of an object.
-        place: where workers import it, (file or module, name); None: they unpickle `pickled`.
-        batch: None: called with one value.
+        place: (file or module, name), from which workers import the callable; None: they unpickle `pickled`.
+        batch: None: the function is called with one value.
     """
 
     name: str
@@ -152,7 +152,8 @@ def callable_target(given: str | Callable[..., Any], batch: int | None = None) -
     """Make a target of "my.py:fn", "package.module:fn", or of a function or class itself.
 
     Raises:
-        TargetError: no such file, module or name, it is not callable, or it cannot be sent to other processes.
+        TargetError: there is no such file, module or name, the object is not callable, or it cannot be sent to other
+            processes.
         ModelRunError: importing it raised.
         InputError: `batch` is below 1.
     """
@@ -174,7 +175,7 @@ def callable_target(given: str | Callable[..., Any], batch: int | None = None) -
 
 
 def pickled(target: Any, name: str) -> bytes:
-    """Pickle a callable with all that it needs.
+    """Pickle a callable with all the objects that it needs.
 
     Raises:
         TargetError: it cannot be pickled.
@@ -224,7 +225,7 @@ def _of_name(name: str) -> ModuleType:
 
 
 def _of_file(path: Path) -> ModuleType:
-    """Import a file as a module named after it; files in the same folder can be imported, too."""
+    """Import a file as a module with the file's name. The module can import other files in the same folder."""
     if not path.is_file():
         raise TargetError(f"{path}: no such file")
     known = sys.modules.get(path.stem)

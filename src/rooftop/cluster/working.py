@@ -1,6 +1,6 @@
 """The work on chunks of items in a worker: items are decoded ahead, the target gets batches, the result is a table.
 
-An item fails alone: it becomes a row with its error. If a batch fails, its items are tried one by one.
+If an item fails, only this item becomes a row with an error. If a batch fails, its items are tried one by one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROWS_AT_ONCE = 64  # that become a table, which takes 1 to 2 ms
 
 @dataclass(frozen=True)
 class Job:
-    """Everything a worker needs to know before its first chunk.
+    """The data that a worker needs before its first chunk.
 
     Attributes:
         threads: decoding threads of a worker, or its decoding processes.
@@ -57,12 +57,12 @@ class Job:
 
 @dataclass
 class Chunk:
-    """Items that a worker gets together.
+    """Items that a worker gets in one message.
 
     Attributes:
-        columns: known when it was sent; `learn`: whether its rows may set unknown ones.
-        deaths: number of workers that ended while they had it.
-        careful: whether it is a single item that may end workers; a worker gets it alone.
+        columns: the columns known when the chunk was sent; `learn`: whether its rows may set unknown ones.
+        deaths: number of workers that ended while they had the chunk.
+        careful: whether the chunk is a single item that may end workers; its worker then has no other chunk.
     """
 
     number: int
@@ -97,7 +97,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Decoded:
-    """The value of an item, or its `Failure`, and the seconds that it took."""
+    """The value of an item, or its error, and the thread's seconds for it."""
 
     value: Any
     seconds: float
@@ -130,7 +130,7 @@ class AheadByThreads:
     """Items decoded by threads in order, a few of them ahead.
 
     Args:
-        more: returns the next items, if there are any yet.
+        more: returns the next items, if any are available yet.
         ahead: largest number of items decoded ahead.
     """
 
@@ -307,7 +307,7 @@ class Workshop:
         except (Exception, SystemExit) as error:
             torch = sys.modules.get("torch")
             if torch is not None and isinstance(error, torch.AcceleratorError):
-                raise  # this process can use its GPU no more: another one goes on
+                raise  # this process cannot use its GPU any more; another process continues
             if len(values) == 1:
                 return [Failure.of(error)]
             return [self._alone(value) for value in values]
