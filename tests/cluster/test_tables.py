@@ -96,7 +96,7 @@ def test_other_types_are_an_error_of_that_row_alone() -> None:
     assert errors == 2
     assert [row["a"] for row in rows] == [1, None, None, 4]
     assert [row["b"] for row in rows] == ["x", None, None, "z"]
-    assert rows[1]["error"].startswith("column 'a': str is no int64 as in the first result")
+    assert rows[1]["error"].startswith("column 'a': str instead of int64 as in the first result")
 
 
 def test_a_column_that_never_had_a_type() -> None:

@@ -1,4 +1,4 @@
-"""`rooftop analyze`: how far a model is from what this machine can do, and why."""
+"""`rooftop analyze`: how far a model is from the limits of this machine, and why."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def run(
         try:
             show(run)
         finally:
-            if words.ends_process:  # the script itself decides what happens at its end
+            if words.ends_process:  # the script itself decides how it ends
                 run.resume()
         return run.status
     launches = _counted(words) if counters else []
@@ -134,7 +134,7 @@ def _show(
     rows: int,
     counted: list[KernelRow] | None = None,
 ) -> None:
-    """Write the files, print the table, and say what was written."""
+    """Write the files, print the table, and name the written files."""
     if html_path is not None:
         report.to_html(html_path)
     if json_path == STANDARD_OUTPUT:
@@ -152,7 +152,7 @@ def _show(
 
 
 def _show_script(run: ScriptRun, json_path: Path | None, html_path: Path | None, trace: Path | None, rows: int) -> None:
-    """Show the report of a script, after the traceback that Python itself would print.
+    """Show the report of a script. If the script failed, first print the traceback as Python would.
 
     Raises:
         InputError: the script succeeded, but it has nothing to report.
@@ -160,7 +160,7 @@ def _show_script(run: ScriptRun, json_path: Path | None, html_path: Path | None,
         KeyboardInterrupt: it was interrupted.
     """
     if isinstance(run.error, SystemExit) and not isinstance(run.error.code, (int, NoneType)):
-        with suppress(Exception):  # Python says nothing either where the value cannot be printed
+        with suppress(Exception):  # like Python, print nothing if the value cannot be printed
             click.echo(str(run.error.code), err=True)
     if run.traceback:
         click.echo(run.traceback, err=True, nl=False)
@@ -181,7 +181,7 @@ def _on_each_rank(work: Callable[[], Target]) -> Target:
     if not several_ranks():
         return work()
     here: list[Target] = []
-    on_all_ranks(lambda: here.append(work()))  # a target itself is not sent: it may be large, or not picklable
+    on_all_ranks(lambda: here.append(work()))  # no rank sends its target, which may be large or not picklable
     return here[0]
 
 
@@ -268,7 +268,9 @@ def _check_script_options(script: str, options: dict[str, Any]) -> None:
 
 
 def _callable_in(script: str) -> str:
-    """Name "src/train.py" as in "src.train:NAME", where NAME is a callable in it."""
+    """Convert a script's path to a target: "src/train.py" becomes "src.train:NAME", where NAME is a callable in the
+    script.
+    """
     return ".".join(Path(script).with_suffix("").parts) + ":NAME"
 
 
@@ -282,7 +284,7 @@ def _ceilings_of(machine: str) -> Ceilings:
 
 
 def _predicted(target: str, inputs: Sequence[str], train: bool, dtype: torch.dtype | None, machine: str) -> Report:
-    """Make the report of `--predict`, for which even a large model is built without weights."""
+    """Make the report of `--predict`. Even a large model needs no memory, because it is built without weights."""
     with fake_tensors():
         found = resolve_target(target, inputs, None, None)
         training: dict[str, Any] = {}
@@ -314,7 +316,7 @@ def _keywords(found: Target, function: Callable[..., Report]) -> Mapping[str, An
 
 
 LEARNING_RATE, MOMENTUM = 1e-4, 0.9
-"""Of the optimizer step of `--train`."""
+"""Options of the optimizer step of `--train`."""
 
 
 def _training(found: Target) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`rooftop ceilings`: what this machine can do, measured."""
+"""`rooftop ceilings`: measure the limits of this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rooftop.hardware.histories import History
 from rooftop.hardware.measuring import ceilings_history, forget_ceilings
 
 MOST_LOWER = 8
-"""Figures that came out lower are listed up to this many."""
+"""At most this many lower figures are listed."""
 
 
 def run(refresh: bool, forget: bool, device: str | None, json_path: Path | None, output: Path | None) -> None:
@@ -42,7 +42,9 @@ def run(refresh: bool, forget: bool, device: str | None, json_path: Path | None,
 
 
 def _remarks(ceilings: Ceilings, refreshed: History | None) -> list[str]:
-    """List what raised a ceiling, what a refresh measured lower, and what disturbed the measurement."""
+    """List the reasons for raised ceilings, the figures that a refresh measured lower, and disturbances of the
+    measurement.
+    """
     lines = [
         f"{in_words(each.figure)} raised by {each.by} on {each.at}: {_figure(each.figure, each.before)} -> "
         f"{_figure(each.figure, each.after)}"
@@ -111,7 +113,7 @@ def _rates(ceilings: Ceilings) -> Table:
 
 
 def _figure(name: str, value: float) -> str:
-    """With its unit."""
+    """A figure with its unit."""
     if name.endswith("_ms"):
         return f"{1e3 * value:.2f} us"
     if name.startswith(("flops", "sustained")):
@@ -120,5 +122,5 @@ def _figure(name: str, value: float) -> str:
 
 
 def _gigabytes(rate: float) -> str:
-    """GB/s with three digits or all of its integer ones: "4,380", "12.6", "0.41"."""
+    """GB/s with three significant digits, or with all digits before the point: "4,380", "12.6", "0.41"."""
     return f"{rate / 1e9:,.0f}" if rate >= 1e11 else f"{rate / 1e9:.3g}"

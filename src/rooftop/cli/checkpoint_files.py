@@ -78,7 +78,7 @@ def run_export(folder: Path, out: Path, dtype: str) -> None:
     click.echo(f"{saved.config.parameters:,} parameters of step {saved.step:,}, {dtype}: {out}")
 
 
-# ---- what is said --------------------------------------------------------------------------------------------------
+# ---- printed words --------------------------------------------------------------------------------------------------
 
 
 def _lines(record: TrainingRecord, saved: Readable, verified: bool) -> list[tuple[str, str]]:

@@ -101,7 +101,7 @@ def run(
                 )
                 for frame in shown:
                     clips[-1].frames.append(frame)
-            except DamagedVideoError as error:  # reported after what was found
+            except DamagedVideoError as error:  # reported after the results
                 clips[-1].damage = error
     if json_path is not None:
         plain = {"photographs": [_plain(photo) for photo in photographs], "videos": [clip.plain() for clip in clips]}
@@ -144,14 +144,14 @@ def _is_video(path: Path) -> bool:
         try:
             VideoReader(path).close()
         except (InputError, MissingExtraError):
-            return False  # the error is then reported as for a photograph
+            return False  # such an error is reported as for a photograph
         return True
     return False
 
 
 @dataclass
 class _Clip:
-    """The classes found in a video, and the damage that ended it too early."""
+    """The classes found in a video, and the damage that ended the video too early."""
 
     path: Path
     device: torch.device
@@ -173,11 +173,11 @@ class _Clip:
 
 
 class _ByEngine(nn.Module):
-    """A network run by an engine, as a module: (B, 3, crop, crop) -> logits (B, classes)."""
+    """A network that an engine runs, as a module: (B, 3, crop, crop) -> logits (B, classes)."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
-        self.model = engine.model  # its parameters say where images go, and in which dtype
+        self.model = engine.model  # its parameters determine the device and dtype of images
         self._engine = engine
 
     def forward(self, images: Tensor) -> Tensor:

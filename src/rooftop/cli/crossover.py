@@ -68,7 +68,7 @@ def _pick_gpu(text: str) -> torch.device:
     """Return the GPU that --device names.
 
     Raises: click.BadParameter: it is not a CUDA device.
-        MeasurementError: there is none on this machine.
+        MeasurementError: this machine has no GPU.
     """
     if text == "cpu":
         raise click.BadParameter("the GPU is compared with the CPU: expected cuda or cuda:N", param_hint="--device")

@@ -112,13 +112,13 @@ def run(
 
 
 class _ByEngine(Detr):
-    """A DETR run by an engine. Batches are padded first, so that the input shape depends only on the batch size."""
+    """A DETR that an engine runs. Batches are padded first, so the input shape depends only on the batch size."""
 
     def __init__(self, engine: Engine) -> None:
         nn.Module.__init__(self)
         head = engine.model.get_submodule("class_embed")
         assert isinstance(head, nn.Linear)
-        self.class_embed = head  # says how many classes there are, where images go, and in which dtype
+        self.class_embed = head  # gives the number of classes, and the device and dtype of images
         self._engine = engine
 
     def forward(self, images: Tensor | Sequence[Tensor], padding: Tensor | None = None) -> Predictions:

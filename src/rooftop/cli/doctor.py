@@ -1,4 +1,4 @@
-"""`rooftop doctor`: what works on this machine, and the command that fixes what does not."""
+"""`rooftop doctor`: the parts that work on this machine, and commands that fix the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rooftop generate`: text of a language model, and percent of roof."""
+"""`rooftop generate`: generate text with a language model, and report percent of roof."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def run(
         raise click.UsageError("--top-k and --top-p need sampling: expected --temperature as well, such as 1")
     try:
         sampling = Sampling(temperature, top_k, top_p, draws)
-    except ValueError as error:  # NaN or infinity, which option ranges let through
+    except ValueError as error:  # NaN and infinity, which ranges of options do not exclude
         raise click.UsageError(str(error)) from error
     rank = _rank(tensor_parallel_size, where)
     prompts = tuple(_unicode(number, prompt) for number, prompt in enumerate(prompts, 1))
@@ -215,7 +215,7 @@ def _layout(config: GptConfig, tensor: int) -> Layout:
     """The layout of this number of tensor parallel ranks.
 
     Raises:
-        InputError: they cannot split the model.
+        InputError: the ranks cannot split the model.
     """
     sizes = {
         "heads": config.heads,
@@ -228,7 +228,9 @@ def _layout(config: GptConfig, tensor: int) -> Layout:
         try:
             Layout(tp=ranks).check(ranks, **sizes, axes=("tp",))
         except ValueError as error:
-            return str(error).partition(". ")[0]  # without the other layouts of as many ranks: there are none
+            return str(error).partition(". ")[
+                0
+            ]  # without the suggested layouts, since there are none for this number of ranks
         return ""
 
     if wrong := misfit(tensor):
@@ -269,7 +271,7 @@ def _echo(text: str) -> None:
     """Write to standard output; "?" replaces characters outside its encoding."""
     try:
         click.echo(text, nl=False)
-    except UnicodeEncodeError as error:  # nothing was written
+    except UnicodeEncodeError as error:  # nothing has been written
         click.echo(text.encode(error.encoding, "replace").decode(error.encoding), nl=False)
 
 
@@ -280,7 +282,7 @@ def _told(
     tokens: Sequence[Sequence[int]],
     echo: Callable[[str], None],
 ) -> list[list[int]]:
-    """Collect the new tokens of each prompt, and print the text of the first unfinished one as it comes."""
+    """Collect the new tokens of each prompt, and print the text of the first unfinished prompt as its tokens arrive."""
     new: list[list[int]] = [[] for _ in prompts]
     held = ["" for _ in prompts]  # text of each prompt that waits until the texts before it are complete
     decoders = [Decoder(tokenizer, before) for before in tokens]
@@ -310,7 +312,7 @@ def _told(
             held[index] += decoders[index].rest()
         if index == current:
             current = go_on()
-    if current < len(prompts):  # no new token was asked for
+    if current < len(prompts):  # no new tokens were requested
         go_on()
     return new
 
@@ -325,8 +327,8 @@ def _text(tokenizer: Tokenizer, before: Sequence[int], after: Sequence[int]) -> 
 
 
 def _figures(generation: Generation, with_roof: bool) -> dict[str, Any]:
-    """Figures for JSON: times in ms, rates in tokens a second. An unknown roof is null, with the reason. With several
-    ranks, cache and roof are those of one rank."""
+    """Figures for JSON: times in ms, rates in tokens a second. An unknown roof is null; its reason is given. With
+    several ranks, cache and roof are those of one rank."""
     decoded, seconds = sum(rows for rows, _ in generation.steps), generation.decode_s
     figures: dict[str, Any] = {
         "device": str(generation.device),
@@ -349,7 +351,7 @@ def _figures(generation: Generation, with_roof: bool) -> dict[str, Any]:
         try:
             figures["roof_ms"] = generation.decode_roof_ms(ceilings)
             figures["percent_of_roof"] = 100 * figures["roof_ms"] / figures["decode_ms"]
-        except ValueError as error:  # no rate in this dtype
+        except ValueError as error:  # the rate in this dtype was not measured
             figures["without_roof"] = str(error)
     return figures
 

@@ -142,7 +142,7 @@ def _climbed(name: str, size: int | None, where: torch.device) -> Climb:
 
 
 def _interpreted(words: list[str]) -> int:
-    """Repeat the call in a process with Triton's interpreter, because Triton chooses it at import."""
+    """Repeat the call in a process with Triton's interpreter, because Triton chooses the interpreter at import."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     sys.stdout.flush()
     done = subprocess.run([sys.executable, "-m", "rooftop", *words], env=environment, check=False)

@@ -28,8 +28,7 @@ class LazyGroup(click.Group):
     """A group that knows the names and help lines of its commands, and imports a command when it is used.
 
     Args:
-        verbs: by name.
-        **attributes: as in `click.Group`.
+        verbs: the commands by name. **attributes: as in `click.Group`.
     """
 
     def __init__(self, *args: Any, verbs: Mapping[str, Verb], **attributes: Any) -> None:
@@ -49,7 +48,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click's.
+        """Find the command for a name, as click does.
 
         Raises:
             click.UsageError: no command has that name; the message suggests the nearest one.

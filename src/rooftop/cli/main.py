@@ -20,8 +20,8 @@ from rooftop.errors import FAILURE, InputError, RooftopError, TargetError, did_y
 
 # Verb -> its line in `rooftop --help`. The command itself is `rooftop.cli.commands.VERB:command`.
 VERBS = {
-    "analyze": "Show how far a model is from what this machine can do, and why.",
-    "ceilings": "Measure what this machine can do: bandwidths, matrix rates, launch costs.",
+    "analyze": "Show how far a model is from the limits of this machine, and why.",
+    "ceilings": "Measure the limits of this machine: bandwidths, matrix rates, launch costs.",
     "checkpoint": "Inspect, convert and export the checkpoints of a training.",
     "classify": "Classify photographs and videos with an image model.",
     "compare": "Compare two reports of `rooftop analyze`.",
@@ -61,10 +61,10 @@ WRONG_CALL = (click.UsageError, TargetError, InputError)
 @click.version_option(rooftop.__version__, prog_name="rooftop")
 @click.option("--debug", is_flag=True, help="Show the full traceback of an error.")
 def command(debug: bool) -> None:
-    """How far is your PyTorch model from what this machine can do?
+    """How far is your PyTorch model from the limits of this machine?
 
-    Rooftop measures the machine, counts the bytes and flops of each operator of the model, and shows
-    the distance: per operator, per module, and what closes it.
+    Rooftop measures the machine, counts the bytes and flops of each operator of the model, and shows the distance per
+    operator and per module, and how to close it.
     """
 
 
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _message(error: click.ClickException) -> str:
-    """Click's message. For an unknown name it adds the nearest known one."""
+    """Click's message. For an unknown name the nearest known name is added."""
     said = error.format_message()
     if isinstance(error, click.NoSuchOption):
         known = [name for option in (error.ctx.command.params if error.ctx else ()) for name in option.opts]
@@ -128,7 +128,7 @@ def _fail(message: str, status: int, debug: bool, error: BaseException | None = 
 
 
 def _failure_behind(error: BaseException | None) -> str | None:
-    """The first failure among the ranks, if this error ended them. All ranks have the same text."""
+    """The first failure among the ranks, if this error ended all ranks. The text is the same on all of them."""
     while error is not None:
         failure = getattr(error, FAILURE, None)
         if isinstance(failure, str):
@@ -138,7 +138,7 @@ def _failure_behind(error: BaseException | None) -> str | None:
 
 
 def _first_to_say(failure: str) -> bool:
-    """Whether no other rank has printed this failure yet. All ranks meet the same wrong option or failure."""
+    """Whether no other rank has printed this failure yet. All ranks report the same wrong option or failure."""
     from rooftop.analysis.ranks.lockstep import first_to_say
 
     return first_to_say(failure)

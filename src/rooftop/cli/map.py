@@ -1,4 +1,4 @@
-"""`rooftop map`: a model or a function of the user over many files."""
+"""`rooftop map`: call a model or a function of the user for many files."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from rooftop.media import NoVideoDecoderError, VideoReader
 
 @dataclass(frozen=True)
 class Rate:
-    """Frames per second of all streams, for one device and number of streams; or the reason why there are none."""
+    """Frames per second of all streams, for one device and number of streams; or the reason why there is no rate."""
 
     device: str
     streams: int

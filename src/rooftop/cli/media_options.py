@@ -1,4 +1,4 @@
-"""Times of a video, as the commands of `rooftop media` take them."""
+"""Times in a video, for the options of `rooftop media`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def end_of(reader: VideoReader) -> float:
 def first_position(reader: VideoReader, start: float | None) -> int:
     """Position of the first frame that begins at or after this time; the number of frames if there is none.
 
-    A frame up to 0.5 ms earlier counts too: 2 / 30 matches a file that says 0.0666.
+    A frame up to 0.5 ms earlier counts too, so that 2 / 30 matches a time of 0.0666 in a file.
     """
     if not start:
         return 0

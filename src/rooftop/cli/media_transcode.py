@@ -55,12 +55,12 @@ def run_transcode(
         raise InputError(f"no frame of {source} begins at {start} s or later: it ends at {end_of(reader):.3f} s")
     begin = float(reader.times[first]) if start else 0.0  # this time becomes 0, for the sound too
     rate, last_s = reader.constant_rate, float(reader.durations[-1])
-    held = rate is not None and abs(last_s - 1 / rate) > HELD_S  # the last frame is shown longer than the others
+    held = rate is not None and abs(last_s - 1 / rate) > HELD_S  # the last frame may be shown for longer than others
     if rate is None and out.suffix.lower() == ".avi":
         rate, held = (
             reader.index.grid(reader.time_base),
             True,
-        )  # AVI leaves some places of a grid empty, and has no others
+        )  # AVI has only the times of a grid, some of which stay empty
     writer = VideoWriter(
         out,
         fps or rate or reader.fps,
@@ -89,7 +89,7 @@ def _frames(
     fps: float | None,
     show: Callable[[str, float], None],
 ) -> Iterator[tuple[Tensor, float, float]]:
-    """Yield frames from `begin` on with their start and end times: those of the file, or of a constant rate."""
+    """Yield frames from `begin` on with their start and end times, which come from the file or from a constant rate."""
     until = end if end is not None else end_of(reader)
     given = 0
     for pixels, time, duration in reader.timed(first):
@@ -107,7 +107,7 @@ def _frames(
 
 
 def _pixel_format(info: VideoInfo, codec: str) -> str | None:
-    """The pixel format of the encoder that is closest to the source; None means its default."""
+    """The encoder's pixel format that is closest to the source; None: the encoder's default."""
     av: Any = load_av()
     if codec == "auto" or codec not in av.codecs_available:
         return None  # the writer's error names the codec

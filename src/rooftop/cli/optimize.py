@@ -1,4 +1,4 @@
-"""`rooftop optimize`: a model made faster, each change proven and measured."""
+"""`rooftop optimize`: make a model faster; prove and measure each change."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _show(found: Optimized, target: str) -> None:
 
 
 def _why_nothing(found: Optimized) -> str:
-    """Why no change was kept."""
+    """The reason why no change was kept."""
     if not found.changes:
         return "the plan has no changes"
     waiting = sum(change.verdict == "not tried" for change in found.changes)

@@ -1,4 +1,4 @@
-"""Output files of the verbs, checked before the work begins; and JSON."""
+"""Check the output files of the verbs before the work begins; write JSON."""
 
 from __future__ import annotations
 
@@ -55,14 +55,16 @@ def check_outputs(paths: Sequence[Path]) -> None:
 
 
 def _is_in(path: Path, source: Path) -> bool:
-    """Whether a file is this source, or lies in this folder."""
+    """Whether a file is this source, or is in this folder."""
     if source.is_dir():
         return path.resolve().is_relative_to(source.resolve())
     return source.exists() and path.samefile(source)
 
 
 def json_option(what: str) -> Any:
-    """--json [FILE], for `what` the verb finds: `json_path` is None, a file that can be written, or STANDARD_OUTPUT."""
+    """The option --json [FILE] of a verb that finds `what`. Its value `json_path` is None, a file that can be written,
+    or STANDARD_OUTPUT.
+    """
     return click.option(
         "--json",
         "json_path",
@@ -79,7 +81,7 @@ def _json_file(context: click.Context, option: click.Parameter, path: Path | Non
     """Check that the file can be written, and is not a photograph or video that happens to follow --json.
 
     Raises:
-        click.BadParameter: it cannot be written, or exists and is not JSON.
+        click.BadParameter: the file cannot be written, or exists and is not JSON.
     """
     if path is None or path == STANDARD_OUTPUT:
         return path
@@ -98,7 +100,7 @@ def write_json(path: Path | None, value: Any) -> bool:
     """Write a value as JSON to the path of --json, if there is one.
 
     Returns:
-        Whether it went to standard output, which replaces the other output of the verb.
+        Whether the value went to standard output; it then replaces the verb's other output.
     """
     if path is None:
         return False

@@ -94,7 +94,7 @@ def _read(
     """Read the frames around `after`.
 
     Raises:
-        InputError: no video, too few frames, or a time that is not in it.
+        InputError: the file is no video, has too few frames, or does not contain the time.
         DamagedVideoError: a frame that is needed cannot be decoded.
     """
     progress("reading", 0.0)
@@ -153,7 +153,7 @@ class _ByEngine(NextFrameNetwork):
 
     def __init__(self, network: NextFrameNetwork, where: torch.device, dtype: torch.dtype | None) -> None:
         nn.Module.__init__(self)
-        # Its 4-D tensors, the states (N, H, W, F), already have their channels last.
+        # The network's 4-D tensors, the states (N, H, W, F), already have their channels last.
         self._engine = engine_of(_Layers(network), "the network", where, dtype, channels_last=False)
         self.every_frame, self.data_format = network.every_frame, network.data_format
         self.layers, self.head = network.layers, network.head
@@ -164,7 +164,7 @@ class _ByEngine(NextFrameNetwork):
 
 
 class _Layers(nn.Module):
-    """Frames and the states before them to hidden states and the states after them."""
+    """From frames and the states before them to hidden states and the states after them."""
 
     def __init__(self, network: NextFrameNetwork) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ def _with_black(found: Continuation) -> Tensor:
 
 
 def _rgb(frames: Tensor) -> Tensor:
-    """(..., C, H, W) with one or three channels, as three."""
+    """Frames (..., C, H, W) with one or three channels, converted to three."""
     return frames.expand(*frames.shape[:-3], 3, *frames.shape[-2:])
 
 

@@ -1,4 +1,4 @@
-"""`rooftop report`: a JSON report as HTML, on any machine."""
+"""`rooftop report`: convert a JSON report to HTML, on any machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cameras of `rooftop scene render`: from points and angles, from a calibration, or from a file of them."""
+"""Cameras of `rooftop scene render`: from points and angles, from a calibration, or from a file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EITHER = {"width", "height", "near"}
 
 
 def numbers(*counts: int) -> Callable[[click.Context, click.Parameter, str | None], Numbers | None]:
-    """Callback of an option: finite numbers separated by commas, as many as one of `counts`."""
+    """Callback of an option: parse finite numbers separated by commas; `counts` has the allowed numbers of values."""
 
     def read(context: click.Context, option: click.Parameter, text: str | None) -> Numbers | None:
         return None if text is None else _numbers(text, counts, option)
@@ -37,7 +37,7 @@ def numbers(*counts: int) -> Callable[[click.Context, click.Parameter, str | Non
 
 
 def pixels(context: click.Context, option: click.Parameter, text: str | None) -> tuple[int, int] | None:
-    """Callback of an option: WIDTHxHEIGHT."""
+    """Callback of an option: parse WIDTHxHEIGHT."""
     if text is None:
         return None
     words = text.lower().split("x")
@@ -85,8 +85,8 @@ def chosen_cameras(choice: Choice, points: Floats) -> list[Camera]:
         points: (N, 3), the outline of the scene.
 
     Raises:
-        click.UsageError: options that exclude each other, or an option without the one it needs.
-        InputError: a file that cannot be read, or numbers that are no camera.
+        click.UsageError: options exclude each other, or an option lacks another one that it needs.
+        InputError: a file cannot be read, or numbers describe no camera.
     """
     _check_together(choice)
     width, height = choice.size or (1920, 1080)
@@ -109,7 +109,7 @@ def chosen_cameras(choice: Choice, points: Floats) -> list[Camera]:
 def turned(camera: Camera, degrees: float, center: Floats, up: Numbers) -> Camera:
     """Rotate a camera around an axis through `center`, counterclockwise as seen from above."""
     axis = np.asarray(up) / np.linalg.norm(up)
-    angle = math.radians(-degrees)  # the world goes the other way
+    angle = math.radians(-degrees)  # moving the camera one way moves the world the other way
     cross = np.array([[0, -axis[2], axis[1]], [axis[2], 0, -axis[0]], [-axis[1], axis[0], 0]])
     turn = np.eye(3) + math.sin(angle) * cross + (1 - math.cos(angle)) * cross @ cross
     world = np.eye(4)
@@ -133,14 +133,14 @@ def _check_together(choice: Choice) -> None:
     if given and given[0] in ("--camera", "--path", "--intrinsics"):
         rest = {**lens, "--target": choice.target, "--up": choice.up}
         if given[0] != "--camera":
-            del rest["--up"]  # the axis that --frames turns around, or of the ground under --instances
+            del rest["--up"]  # the axis of --frames, or the upward direction of the ground of --instances
         extra = [name for name, value in rest.items() if value is not None]
         if extra:
             raise click.UsageError(f"{extra[0]} does not go with {given[0]}, which already sets it: leave it out")
 
 
 def _looking(choice: Choice, points: Floats, bounds: Floats, width: int, height: int, near: float) -> Camera:
-    """The camera at --eye, or one around the scene, which by default has all of it in view."""
+    """The camera at --eye, or one on an orbit around the scene. By default the whole scene is in view."""
     target = np.asarray(bounds.mean(0) if choice.target is None else choice.target)
     up = choice.up or (0.0, 0.0, 1.0)
     fov = 60.0 if choice.fov_y_degrees is None else choice.fov_y_degrees
@@ -235,7 +235,7 @@ def _intrinsics(text: str) -> Any:
 
 
 def _matrix(path: Path, name: str) -> Any:
-    """A matrix as rows, alone or under its name in an object."""
+    """Read a matrix from a JSON file: a list of rows, alone or under its name in an object."""
     content = _json(path)
     if isinstance(content, Mapping):
         if name not in content:

@@ -153,7 +153,7 @@ def world_of(files: Sequence[Path], instances: int | None, up: Numbers) -> scene
     number = np.arange(instances)
     place = np.stack([number % side, number // side], 1) - (side - 1) / 2
     transforms = np.tile(np.eye(4), (instances, 1, 1))
-    # Meshes that stand next to each other in the world get the same place in their cells.
+    # Meshes that are next to each other in the world get the same place in their cells.
     middles = (boxes.mean(1) @ directions.T)[number % len(files)]
     transforms[:, :3, 3] = (place * step - middles) @ directions
     for mesh in range(len(files)):
@@ -162,7 +162,7 @@ def world_of(files: Sequence[Path], instances: int | None, up: Numbers) -> scene
 
 
 def _names(out: Path, shows: Sequence[str], frames: int) -> list[dict[str, Path]]:
-    """For each frame, the file of each --show."""
+    """The file of each --show, for each frame."""
     if out.suffix.lower() != ".png":
         raise click.BadParameter(f"{out}: expected a name that ends in .png", param_hint="--out")
     if frames > 1 and "{frame}" not in out.name:
@@ -300,7 +300,7 @@ def _plain(
 
 @contextmanager
 def wrong_call() -> Iterator[None]:
-    """Turn a ValueError of the library into a wrong call: the options caused it."""
+    """Turn a ValueError of the library into a UsageError, since the options caused it."""
     try:
         yield
     except RooftopError:

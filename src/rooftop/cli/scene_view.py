@@ -1,4 +1,4 @@
-"""`rooftop scene view`: the server of the viewer, until Ctrl-C."""
+"""`rooftop scene view`: run the server of the viewer until Ctrl-C."""
 
 from __future__ import annotations
 

@@ -32,9 +32,9 @@ DTYPES = {
     **{str(d).removeprefix("torch."): d for d in (torch.bfloat16, torch.float16, torch.float32, torch.float64)},
     **{str(d).removeprefix("torch."): d for d in (torch.int64, torch.int32, torch.uint8, torch.bool)},
 }
-"""Names of dtypes as --input takes them."""
+"""Names of dtypes for --input."""
 FLOATS = [name for name, dtype in DTYPES.items() if dtype.is_floating_point]
-"""Those that --dtype takes."""
+"""Names of dtypes for --dtype."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ def resolve_target(
 ) -> Target:
     """Build the model that `text` names and the tensors that `inputs` describe, on the device and in the dtype.
 
-    Without a device everything stays where it was built, which is enough for a prediction. `inputs` replace the inputs
-    of the target and keep the keyword arguments that it returns.
+    Without a device, model and inputs stay where they were built, which is enough for a prediction. `inputs` replace
+    the inputs of the target and keep the keyword arguments that it returns.
 
     Raises:
         TargetError: no such target exists.
@@ -130,7 +130,7 @@ def make_input(text: str, float_dtype: torch.dtype) -> Tensor:
 def _made(text: str, make: Callable[[], Tensor]) -> Tensor:
     try:
         return make()
-    except (RuntimeError, TypeError, ValueError) as error:  # more than memory holds, or a size beyond 64 bits
+    except (RuntimeError, TypeError, ValueError) as error:  # too large for the memory, or a size beyond 64 bits
         raise InputError(f"--input {text!r}: this tensor cannot be made here ({_first_line(error)})") from error
 
 
@@ -146,7 +146,9 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _find(text: str) -> tuple[Callable[..., Any], Inputs | None, tuple[int, ...] | None, bool]:
-    """(model, its inputs if the target returns them, else the shape of an example, whether the model classifies)."""
+    """(model, inputs, whether the model classifies). Without inputs from the target, the second value is the shape of
+    an example.
+    """
     if ":" in text:
         model, inputs = _imported(text)
         return model, inputs, None, False
@@ -155,7 +157,7 @@ def _find(text: str) -> tuple[Callable[..., Any], Inputs | None, tuple[int, ...]
 
 
 def _imported(text: str) -> tuple[Callable[..., Any], Inputs | None]:
-    """As `named_object` finds it; a callable is called."""
+    """Find an object by `named_object`, and call it if it is a callable."""
     found = named_object(text, "my_pkg.net:build")
     if isinstance(found, nn.Module):
         return found, None
@@ -175,7 +177,7 @@ def _taken_apart(text: str, built: Any) -> tuple[nn.Module, Inputs | None]:
     """Separate the module that a callable returned from its inputs.
 
     Raises:
-        TargetError: it returned another kind of object.
+        TargetError: the callable returned another kind of object.
     """
     if isinstance(built, nn.Module):
         return built, None
@@ -196,7 +198,7 @@ def _taken_apart(text: str, built: Any) -> tuple[nn.Module, Inputs | None]:
 
 
 def _described(value: Any) -> str:
-    """Its type; of a tuple the types of its elements."""
+    """The type of a value; for a tuple the types of its elements."""
     if isinstance(value, tuple) and len(value) <= 4:
         return f"({', '.join(type(each).__name__ for each in value)})"
     return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__

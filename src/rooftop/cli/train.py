@@ -53,7 +53,7 @@ from rooftop.train.tokens.mixtures import paths_of
 from rooftop.train.tokens.tokens import BYTES
 
 LAUNCHED_PERCENT = (
-    15  # of the roof; Llamas of 135 M to 7 B reach 4 where Python is too slow for them, and otherwise 34 to 73
+    15  # percent of roof; Llamas of 135 M to 7 B reach 4 if Python is too slow for them, and otherwise 34 to 73
 )
 
 
@@ -88,7 +88,8 @@ def train_gpt(
     **options: Any,
 ) -> int:
     """Do what `rooftop.cli.commands.train:gpt` says; return the exit status."""
-    # What is wrong at every rank is found before any rank communicates, and every rank reports it in the same words.
+    # Errors that concern every rank are found before any rank communicates, and every rank reports them in the same
+    # words.
     if save_interval is not None and save is None:
         raise click.UsageError("--save-interval needs a folder to save to: expected --save DIR")
     if keep_last is not None and save is None:
@@ -262,7 +263,7 @@ def opened(
 
 @contextmanager
 def as_input_errors() -> Iterator[None]:
-    """Turn a ValueError of sizes and layouts into a wrong call."""
+    """Turn a ValueError about sizes or layouts into a UsageError."""
     try:
         yield
     except RooftopError:
@@ -280,7 +281,7 @@ def check_folder(path: Path, option: str = "--save", *, make: bool = True) -> No
     """Check before the work that a folder can be written to. Make it if `make` is set.
 
     Raises:
-        click.BadParameter: it cannot be written to.
+        click.BadParameter: the folder cannot be written to.
     """
     if make:
         try:
@@ -296,7 +297,7 @@ def check_folder(path: Path, option: str = "--save", *, make: bool = True) -> No
 
 
 def layout_of(ranks: int, tensor: int, pipeline: int, context: int, sequence_parallel: bool) -> Layout:
-    """The layout of all ranks that the options give.
+    """The layout of all ranks according to the options.
 
     Raises:
         ValueError: no such layout exists, or it cannot train.
@@ -462,11 +463,11 @@ def roof_here(trainer: GptTrainer) -> StepRoof | None:
     return found
 
 
-# ---- what is said --------------------------------------------------------------------------------------------------
+# ---- printed words --------------------------------------------------------------------------------------------------
 
 
 def planned(training: GptTraining, layout: Layout) -> str:
-    """Describe the model and the ranks; draw the pipeline schedule and which rank holds which tokens."""
+    """Describe the model and the ranks; draw the pipeline schedule and the tokens of each rank."""
     lines = [f"{training.config.parameters:,} parameters on {counted(layout.world_size, 'rank')}: {layout}"]
     schedule = training.schedule_of(layout)
     if schedule is not None:
@@ -538,7 +539,7 @@ def tell(reports: list[StepReport], steps: int, file: TextIO | None) -> None:
 
 
 def advice(report: StepReport, trainer: GptTrainer) -> str | None:
-    """Advice on faster steps, once the first steps are over; None if there is none."""
+    """Advice on faster steps, after the first steps; None if there is no advice."""
     may_replay = trainer.device.type == "cuda" and not (trainer.training.cuda_graph or trainer.fully_shard)
     if (
         report.step == 1

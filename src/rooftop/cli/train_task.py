@@ -1,4 +1,4 @@
-"""`rooftop train NAME|my_pkg.task:build`: train a task, or measure what the switches of its recipe are worth."""
+"""`rooftop train NAME|my_pkg.task:build`: train a task, or measure the effect of the switches of its recipe."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from rooftop.train.tasks.task import Build, Task
 RUNS = Path("runs")
 RECIPE, CALL, PAGE, ABLATION_PAGE = "recipe.toml", "call.json", "page.html", "ablation.html"
 HOLDS = (METRICS, "checkpoints/step-*", f"*/seed-*/{METRICS}")
-"""A folder with any of these holds a run: a training, or one of an ablation, has made a step."""
+"""A folder with any of these files holds a run: a training, alone or in an ablation, has made a step."""
 REPEATS = 3
 SAFETENSORS = Extra("weights", "safetensors", "safetensors", "files of weights")
 PLOTLY = Extra("report", "plotly", "plotly", "the page")
@@ -60,11 +60,11 @@ EVENT_FILES = Extra("train", "tensorboard", "tensorboard", "event files")
 
 @dataclass(frozen=True)
 class Call:
-    """What was asked for, as far as the recipe does not say it; kept in the folder of the run for --resume.
+    """The arguments of the call that are not in the recipe, kept in the folder of the run for --resume.
 
     Attributes:
-        task: its name. data: of --data.
-        ablate: switches; none: one training. repeats: seeds of each.
+        task: the task's name. data: the value of --data.
+        ablate: the switches; empty: a single training. repeats: number of seeds for each recipe.
     """
 
     task: str
@@ -127,10 +127,10 @@ def train_task(
 
 
 def earlier_call(folder: Path, resume: bool) -> Call | None:
-    """The call whose run is in the folder; None if there is none.
+    """The call whose run is in the folder; None if the folder holds no run.
 
     Raises:
-        InputError: there is one, but it is not resumed; or it is damaged.
+        InputError: the folder holds a run that is not resumed, or its file is damaged.
     """
     found = [path for each in HOLDS for path in folder.glob(each)]
     if not any(path.is_dir() or path.stat().st_size for path in found):
@@ -146,10 +146,10 @@ def earlier_call(folder: Path, resume: bool) -> Call | None:
 
 
 def call_of(given: Call, before: Call | None, folder: Path, *, repeats_given: bool) -> Call:
-    """What to do: as given, and where that is silent as before.
+    """The call to make: the given arguments, and for the others those of the earlier run.
 
     Raises:
-        InputError: the folder holds a run of something else.
+        InputError: the folder holds a run of another task, or of other data.
     """
     if before is None:
         return given
@@ -188,22 +188,22 @@ def recipe_of(
     for section, each in short.items():
         given = {key: value for key, value in each.items() if value is not None}
         if "epochs" in given:
-            given["steps"] = 0  # which would be counted instead
+            given["steps"] = 0  # steps would take precedence over epochs
         recipe = recipe.updated({section: given}, "the options")
     return recipe
 
 
 def begin(folder: Path, call: Call, recipe: Recipe) -> None:
-    """Make the folder of the run, and write what --resume needs.
+    """Create the folder of the run, and write the files that --resume needs.
 
     Raises:
-        InputError: that is not possible.
+        InputError: the folder cannot be written.
     """
     kept = {"task": call.task, "data": call.data, "ablate": list(call.ablate), "repeats": call.repeats}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / CALL, json.dumps(kept, indent=1) + "\n")
-        if call.ablate:  # a training writes its own
+        if call.ablate:  # a single training writes its own recipe
             write_whole(folder / RECIPE, recipe.toml())
     except OSError as error:
         raise InputError(f"--out {folder} cannot be written: {error.strerror or error}") from error
@@ -214,7 +214,7 @@ def begin(folder: Path, call: Call, recipe: Recipe) -> None:
 
 @dataclass(frozen=True)
 class _Training:
-    """What the runs of one call share."""
+    """Data that the runs of one call share."""
 
     build: Build
     call: Call
@@ -223,7 +223,7 @@ class _Training:
     page: bool
 
     def trained(self, recipe: Recipe) -> int:
-        """Train once, and say how it went and what to do next."""
+        """Train once, and print the result and the next commands."""
         with progress_bar() if self._first else nullcontext(_silent) as progress:
             recipe, task = self._decided(recipe)
             observers = self._observers(recipe, progress) if self._first else []
@@ -276,7 +276,7 @@ class _Training:
         return self.world.rank == 0
 
     def _task(self, recipe: Recipe) -> Task:
-        with seeded(recipe.run.seed):  # initial values, the same on all ranks
+        with seeded(recipe.run.seed):  # same initial values on all ranks
             return self.build(self.call.data, recipe)
 
     def _decided(self, recipe: Recipe) -> tuple[Recipe, Task]:
@@ -302,7 +302,7 @@ class _Training:
         return fit(task, recipe, device=self.world.device.type, out=folder, resume=True, observers=observers)
 
     def _observers(self, recipe: Recipe, progress: Callable[[str, float], None]) -> list[Observer]:
-        """The terminal; TensorBoard and the page where their packages are installed."""
+        """Observers for the terminal and, if their packages are installed, for TensorBoard and the page."""
         observers: list[Observer] = [Terminal(recipe, click.echo, _warn, progress)]
         if not missing([EVENT_FILES]):
             observers.append(Shielded(TensorBoard(self.folder / "tensorboard", recipe), "TensorBoard", _warn))
@@ -351,7 +351,7 @@ def _warn(line: str) -> None:
 
 
 def told_at_the_end(fitted: Fitted, task: str, folder: Path, metadata: Mapping[str, Any]) -> list[str]:
-    """Where everything is, and what to do next."""
+    """Lines with the places of the results, and the next commands."""
     lines = [f"{what}: {path}" for what, path in (("page", folder / PAGE),) if path.is_file()]
     if (folder / "tensorboard").is_dir():
         lines.append(f"curves: tensorboard --logdir {folder.parent}")

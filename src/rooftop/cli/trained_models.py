@@ -1,4 +1,4 @@
-"""Shared by the verbs with a trained model: untrained models to try them, and the engine."""
+"""Code that the verbs with a trained model share: untrained models for trying a verb, and the engine."""
 
 from __future__ import annotations
 
@@ -44,10 +44,9 @@ def engine_of(model: nn.Module, name: str, where: torch.device, dtype: torch.dty
     """Make an engine of the model on a device.
 
     Args:
-        model: moved to the device itself.
-        name: shown in errors.
+        model: moved to the device, without a copy. name: shown in errors.
         dtype: compute dtype; None: the default of the engine.
-        options: of `Engine`.
+        options: options of `Engine`.
 
     Raises:
         ModelRunError: the model does not fit into the memory of the device.

@@ -176,7 +176,7 @@ def to_batch(
                 except (pa.ArrowException, ValueError, TypeError) as error:
                     said = " ".join(str(error).split())[:200]
                     got = type(value).__name__
-                    why = f"{got} is not a {field.type} as in the first result ({said})"
+                    why = f"{got} instead of {field.type} as in the first result ({said})"
                     if _untyped(field.type):
                         why = (
                             f"{got}, but the first results showed no type for it: return an array, which has a type "

@@ -1,1 +1,3 @@
-"""The verbs as the command line shows them: arguments, options and help. Their work is imported when they run."""
+"""The verbs of the command line: arguments, options and help. The code that does their work is imported when they
+run.
+"""

@@ -99,11 +99,11 @@ def _known_mode(context: click.Context, option: click.Parameter, mode: str | Non
 @click.pass_obj
 @done_by("rooftop.cli.analyze:run")
 def command() -> None:
-    """Show how far TARGET is from what this machine can do, and why.
+    """Show how far TARGET is from the limits of this machine, and why.
 
-    TARGET is a built-in model, a callable or a script. A built-in model: resnet50. A callable, package.module:callable:
-    it returns a module, (module, inputs), (module, {name: input}) or (module, arguments, {name: input}). A Python
-    script: it runs unchanged, with the words after -- as its arguments.
+    TARGET is a built-in model, a callable or a script. A built-in model has a name such as resnet50. A callable is
+    given as package.module:callable, and returns a module, (module, inputs), (module, {name: input}) or (module,
+    arguments, {name: input}). A Python script runs unchanged, with the words after -- as its arguments.
 
     Rooftop times every operator and compares it with its roof: the shortest time in which this machine could move its
     bytes and do its arithmetic. The distance from the wall time to the roof of the whole model is split into three

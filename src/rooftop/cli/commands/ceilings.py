@@ -1,4 +1,4 @@
-"""`rooftop ceilings`: measure what this machine can do."""
+"""`rooftop ceilings`: arguments, options and help."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Examples:
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Also write the ceilings to this file (JSON).")
 @done_by("rooftop.cli.ceilings:run")
 def command() -> None:
-    """Measure what this machine can do: bandwidth over the working set, matrix rates, launches, transfers.
+    """Measure the limits of this machine: bandwidth over the working set, matrix rates, launches, transfers.
 
     Each ceiling is the best of many patterns, shapes and short bursts, and of all measurements so far. `rooftop
     analyze` compares programs with these ceilings. Takes under 30 s. Leaves clocks and settings as they are.

@@ -53,9 +53,9 @@ Examples:
 def inspect_command() -> None:
     """Show the contents of a checkpoint (step, layout, model, data, tensors), and check that it is complete.
 
-    It always checks that all files exist with the right length. --verify also compares every 4 MiB block of all tensors
-    with its stored checksum, and names the first tensor that differs. The column of optimizer bytes counts the two
-    moments and the step count of each weight.
+    The command always checks that all files exist with the right length. --verify also compares every 4 MiB block of
+    all tensors with its stored checksum, and names the first tensor that differs. The column of optimizer bytes counts
+    the two moments and the step count of each weight.
     """
 
 
@@ -75,7 +75,7 @@ def convert_command() -> None:
     """Convert a checkpoint: into one file, into files for other ranks, or from an older format.
 
     Weights, moments, step, seed and data stay the same, bit for bit. Training resumes in another layout without
-    conversion. Everything read is compared with its checksums.
+    conversion. All data that are read are compared with their checksums.
     """
 
 

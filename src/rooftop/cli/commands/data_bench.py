@@ -22,7 +22,7 @@ How to read the table:
   bounds  the stage to improve first.
 
 \b
-What helps where:
+What to do if a stage is the slowest:
   disk     put the data on a local disk, or into tar shards, which replace thousands of small files. A second
            run reads from memory, so it does not measure the disk.
   decode   add CPUs, or store smaller photographs: a side of 1.15 times --size loses little quality.

@@ -1,4 +1,4 @@
-"""Commands that import their work when they run, so that help and wrong calls need no torch."""
+"""Commands that import the code for their work only when they run, so help and wrong calls need no torch."""
 
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ A function gets one item and returns a dict of columns, or one value. A class is
   def caption(image):                # (3, H, W) uint8
       return {"brightness": image.float().mean().item(), "width": image.shape[2]}
 
-The same command again computes only the missing items. To read the results: pandas.read_parquet("classes.parquet").
+If you repeat the command, it computes only the missing items. To read the results:
+pandas.read_parquet("classes.parquet").
 """
 
 

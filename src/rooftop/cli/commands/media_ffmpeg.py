@@ -28,7 +28,7 @@ Examples:
 def check_command() -> None:
     """Test FFmpeg's decoders, encoders and filters on this machine, on GPUs and in software.
 
-    Runs each one that FFmpeg lists, and compares its frames with those of the software codecs: "works" means correct
+    Runs all that FFmpeg lists, and compares their frames with those of the software codecs: "works" means correct
     frames. Takes 15 s or more. The exit status is 0 even without a GPU, and 1 without FFmpeg.
     """
 
@@ -62,7 +62,7 @@ def check_command() -> None:
 def build_command() -> None:
     """Build FFmpeg with cuvid, nvdec, nvenc and GPU filters, then test it.
 
-    First lists everything missing, with the command that installs it. An interrupted build continues where it stopped.
-    PREFIX is created or replaced only once the build is complete. The folder PREFIX.build keeps the objects and the
-    log.
+    First lists all missing packages, with the command that installs them. An interrupted build continues where it
+    stopped. PREFIX is created or replaced only once the build is complete. The folder PREFIX.build keeps the objects
+    and the log.
     """

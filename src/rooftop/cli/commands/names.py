@@ -1,4 +1,4 @@
-"""Values of options, listed here so that help loads nothing else. A test compares them with their sources."""
+"""Values of options, listed here so that help loads no other module. A test compares them with their sources."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ LADDERS = {
     "matmul": ("the product of two square matrices", "rows and columns"),
     "layer": ("y = sigmoid(x W^T + b), CPU against GPU", "rows and features"),
 }
-"""The task of each ladder of kernels, and what --size counts."""
+"""The task of each ladder of kernels, and the unit of --size."""
 OTHER_LADDERS = {
     "python": ("one function, from plain Python to the roof", "points"),
     "memory": ("rate and latency of each level of the memory, and Little's law", ""),
 }
-"""Ladders that are also measured on a CPU. The last has no size."""
+"""Ladders that are also measured on a CPU. The last one has no size."""
 SURFACES = (
     *("depth", "normal", "instance", "cluster", "triangle", "level", "uv", "velocity", "material", "coverage"),
     *("material_depth", "color", "base_color", "vertex_color", "overdraw", "shadow"),
@@ -37,7 +37,7 @@ ITEM_KINDS = ("image", "clip", "cloud", "text", "row", "path")
 """Values of --as."""
 TOKENS = ("uint8", "uint16", "uint32", "int32", "int64")
 WEIGHT = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|[-+]?(nan|inf|infinity)$"
-"""The weight of a path in a mixture."""
+"""A word that is the weight of a path in a mixture."""
 BYTE_TOKENS = 256
 """Vocabulary size of text."""
 DECAYS = ("constant", "linear", "cosine")

@@ -18,11 +18,11 @@ Examples:
   rooftop predict-video walk.mp4 --random-weights 0 --colour --size 32x32 --json -
 """
 
-USUAL_CONTEXT = 10  # frames: as many as Keras's example shows its network
+USUAL_CONTEXT = 10  # frames, as in Keras's example
 
-USUAL_SIDE = 64  # pixels of the shorter side: the size on which Keras's example is trained
+USUAL_SIDE = 64  # pixels of the shorter side, as in the training of Keras's example
 
-VIDEOS = (".mp4", ".mkv", ".mov")  # containers that take H.264
+VIDEOS = (".mp4", ".mkv", ".mov")  # containers that support H.264
 
 
 @click.command(epilog=EXAMPLES)
@@ -78,7 +78,7 @@ VIDEOS = (".mp4", ".mkv", ".mov")  # containers that take H.264
 @json_option("the figures")
 @done_by("rooftop.cli.predict_video:run")
 def command() -> None:
-    """Predict the next frames of a clip with a ConvLSTM, each frame from all frames before it.
+    """Predict the next frames of a clip with a ConvLSTM, each frame from all earlier frames.
 
     Writes a video, with the real frames left and the predicted ones right, and a picture, with the real frames above.
     Real frames beyond the end of the clip are black. Prints the error of the prediction, and of repeating the last

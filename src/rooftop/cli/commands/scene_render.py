@@ -90,8 +90,8 @@ centre of the first pixel at (0, 0).
 @click.option("--size", callback=pixels, metavar="WIDTHxHEIGHT", help="Picture size in pixels.  [default: 1920x1080]")
 @click.option(
     "--frames", type=click.IntRange(min=1), metavar="N",
-    help="Number of pictures in one turn around the target. Each frame culls what was hidden in the previous frame.  "
-        "[default: 1]",
+    help="Number of pictures in one turn around the target. Each frame culls the parts that were hidden in the "
+    "previous frame.  [default: 1]",
 )  # fmt: skip
 @instances_option
 @pixel_error_option
@@ -108,5 +108,6 @@ def render_command() -> None:
     """Render geometry files (.rtg, from `rooftop scene build`) into pictures.
 
     All FILEs form one scene in common coordinates. The first frame is rendered twice, on a GPU three times, and only
-    the last one is reported: by then the kernels are loaded, hidden parts are known, and the launches are in a graph.
+    the last rendering is reported: by then the kernels are loaded, hidden parts are known, and the launches are in a
+    graph.
     """

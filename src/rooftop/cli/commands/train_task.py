@@ -38,17 +38,19 @@ DATA = {
 """What --data takes, by task."""
 
 BETWEEN = re.compile(r",(?=\s*(?:\w+\.[a-z_]+\s*(?:[=,]|$)|,|$))")
-"""Commas between switches, not those in a list of values."""
+"""Matches commas between switches, but not commas in a list of values."""
 
 KNOWN = (*names.TASKS, *names.CLASSIFIERS)
-"""Tasks, and models that one of them trains: `train resnet50` is `train resnet --set model.name=resnet50`."""
+"""The names of tasks, and of models that a task trains: `train resnet50` is `train resnet --set
+model.name=resnet50`.
+"""
 
 SMALL = {"detr": "shapes", "sparse_unet": "scans"}
 """Data of the examples; digits for the other tasks."""
 
 
 def examples_of(name: str) -> str:
-    """Return the text below a task's options."""
+    """Return the text below the options in a task's help."""
     data = SMALL.get(task_of(name), "digits") if name in KNOWN else "FOLDER"
     switches = "\n".join(f"  {section:11} {values}" for section, values in names.SWITCHES.items())
     return f"""\b
@@ -70,7 +72,7 @@ In the folder of a run:
   checkpoints/         what --resume continues from
   best.safetensors     weights of the best evaluation; last.safetensors has those of the last step
 
-Recipe: each task has its own. --config replaces some of its values, and --set replaces values of either. --epochs,
+Recipe: each task has its own recipe. --config replaces some of its values, and --set replaces values of both. --epochs,
 --seed, --weights and --num-classes are short forms of --set. docs/train-recipes.md explains each switch.
 
 \b
@@ -94,7 +96,7 @@ def task_of(name: str) -> str:
 
 
 class Tasks(click.Group):
-    """A group of commands and tasks: a name that is not a command is a built-in task or the user's own."""
+    """A group of commands and tasks. A name that is not a command is a built-in task or a task of the user."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*self.commands, *names.TASKS]
@@ -107,7 +109,7 @@ class Tasks(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click's.
+        """Find the command for a name, as click does.
 
         Raises:
             click.UsageError: no task has that name; the message suggests the nearest ones.

@@ -28,7 +28,7 @@ photographs_argument = click.argument("paths", nargs=-1, required=True, metavar=
 seed_option = click.option(
     "--random-weights",
     "seed",
-    type=click.IntRange(0, 2**64 - 1),  # what torch.manual_seed takes
+    type=click.IntRange(0, 2**64 - 1),  # the range of torch.manual_seed
     metavar="SEED",
     help="Use an untrained model instead of --weights, to try a command. Its results mean nothing.",
 )

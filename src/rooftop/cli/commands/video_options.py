@@ -10,7 +10,7 @@ import click
 
 
 class SizeType(click.ParamType[tuple[int, int]]):
-    """WIDTHxHEIGHT in pixels, as (height, width)."""
+    """Parse WIDTHxHEIGHT in pixels; return (height, width)."""
 
     name = "WxH"
 
@@ -35,7 +35,7 @@ def resize_option(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def device_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """--device, which decodes."""
+    """--device, the device that decodes."""
     option = click.option(
         "--device",
         default="cpu",
