@@ -1,8 +1,8 @@
 """The instruments that watch a step. Each instrument is a context around one step and has its `result` afterwards.
 
-    Plain the profiler alone: the device's busy time, memory over time, waits, transfers Labelled every operator by
-    name, module and time (the counting mode and, on a GPU, the profiler) Compiled every operator of compiled code, from
-    the profiler alone
+    Plain      the profiler alone: the device's busy time, memory over time, waits, transfers
+    Labelled   every operator by name, module and time (the counting mode and, on a GPU, the profiler)
+    Compiled   every operator of compiled code, from the profiler alone
 
 On a GPU an operator's time is that of its kernels, joined through the profiler's correlation ids (see `kernel_join`),
 as they run in steps without labels (see `kernel_times`). On a CPU it is the host's clock around the operator.

@@ -3,8 +3,8 @@
 A recording enters a dispatch mode for a labelled step and removes it afterwards, possibly from below the program's own
 contexts. PyTorch expects contexts to exit in reverse order of their entry. Two of them would fail:
 
-    torch.inference_mode restores the set of asked modes from its beginning TorchDispatchMode removes whichever mode is
-    the last one, and restores earlier flags
+    torch.inference_mode   restores the set of queried modes from its beginning
+    TorchDispatchMode      removes the last mode, whichever that is, and restores earlier flags
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What this machine is and can do, and tools for its memory, streams and GPUs.
+"""Descriptions and limits of this machine, and tools for its memory, streams and GPUs.
 
     devices, measure_ceilings, ceilings_of    what a machine is, and what it can do: measured here, or kept in a file
     measure, compare                          how time is measured

@@ -1,8 +1,8 @@
 """Triton kernels that only move memory: read, write, copy, triad; and two kernels that do nothing.
 
 With torch alone, a read is only as fast as a reduction, and 16-byte accesses are not guaranteed. A ceiling is the
-better of torch's rate and that of these kernels. `copy` from one dtype to another is a cast, and within one tensor an
-update in place.
+better rate of torch and these kernels. `copy` from one dtype to another is a cast, and within one tensor an update in
+place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ class Blocks:
 
 
 LARGE = Blocks(4096, 8)  # 16 KiB of float32 a program: four 16-byte accesses in flight for each of 256 threads
-SMALL = Blocks(1024, 4)  # two for each of 128 threads: a working set of 1 MiB still has a program for each processor
+SMALL = Blocks(
+    1024, 4
+)  # two accesses for each of 128 threads, so a working set of 1 MiB has a program for each processor
 
 _ORDER = ["first", "step"]  # arguments that differ from launch to launch and do not affect compilation
 

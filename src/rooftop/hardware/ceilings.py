@@ -22,7 +22,7 @@ from rooftop.errors import CeilingsFileError, did_you_mean
 from rooftop.hardware.figures import PRECISIONS, Raise, memory_figure, part_in_words
 
 FORMAT = 2
-FORMATS = (1, 2)  # the first format had no casts, updates, sustained rates or causes of raised ceilings
+FORMATS = (1, 2)  # format 1 had no casts, updates, sustained rates or causes of raised ceilings
 Progress = Callable[[str, float], None]
 
 
@@ -31,8 +31,7 @@ class MemoryPoint:
     """Bandwidths at one working set, bytes/s (read plus written).
 
     The patterns are sum, fill, copy, a = b + s * c, and a cast between four and two bytes. `update` is a = s * a in
-    place, which reads and writes the same memory. The raised rates were reached by operators of programs. 0 means not
-    measured.
+    place, which reads and writes the same memory. Operators of programs reached the raised rates. 0 means not measured.
     """
 
     working_set_bytes: int
@@ -56,7 +55,7 @@ class MemoryPoint:
 
     @property
     def best_in_place(self) -> float:
-        """The best rate of work that overwrites its input: a cache serves each of its bytes twice."""
+        """The best rate of work that overwrites its input: a cache serves each of these bytes twice."""
         return max(self.best, self.update, self.raised_in_place)
 
 
@@ -128,8 +127,8 @@ class Ceilings:
 
     @cached_property
     def _rates(self) -> tuple[tuple[list[int], list[float]], tuple[list[int], list[float]]]:
-        """The measured working sets, and for each the best rate of any pattern there or at a larger one. Then the same
-        for work in place.
+        """The measured working sets. For each one, the best rate of any pattern at this or a larger working set; then
+        the same for work in place.
         """
         found = []
         for in_place in (False, True):
@@ -160,7 +159,7 @@ class Ceilings:
         return tuple(name for name in self.disturbed if part_in_words(name) in parts)
 
     def raised(self, precision: str, flops_per_s: float, by: str) -> Ceilings:
-        """Ceilings raised so that an operator with this matrix rate is not above its roof.
+        """Raise the ceilings so that an operator with this matrix rate is not above its roof.
 
         Args:
             by: the operator in words, for the history ("aten::mm (8192, 4096) x (4096, 1024) bf16").
@@ -173,7 +172,8 @@ class Ceilings:
         return self._with(f"flops {precision}", before, flops[precision], by, flops=flops)
 
     def raised_memory(self, working_set_bytes: int, rate: float, by: str, in_place: bool = False) -> Ceilings:
-        """Ceilings raised so that an operator with this working set and bandwidth, bytes/s, is not above its roof.
+        """Raise the ceilings so that an operator with this working set and bandwidth, bytes/s, is not above its
+        roof.
 
         Raises:
             ValueError: the rate is not a positive number.
@@ -190,7 +190,7 @@ class Ceilings:
         return self._with(memory_figure(working_set_bytes, pattern), before, rate, by, memory=memory, levels=levels)
 
     def lowered_floor(self, ms: float, by: str) -> Ceilings:
-        """Ceilings changed so that a kernel of this duration is not above its roof.
+        """Change the ceilings so that a kernel of this duration is not above its roof.
 
         Raises:
             ValueError: the duration is not a positive number.
@@ -231,7 +231,7 @@ class Ceilings:
             ValueError: the data are not ceilings, or have another format version.
         """
         if isinstance(plain, Mapping) and "ops" in plain and "ceilings" in plain:
-            raise ValueError("it holds a report; ceilings are what `rooftop ceilings -o FILE` writes")
+            raise ValueError("it holds a report; `rooftop ceilings -o FILE` writes ceilings")
         if not isinstance(plain, Mapping) or plain.get("format") not in FORMATS:
             found = plain.get("format") if isinstance(plain, Mapping) else type(plain).__name__
             raise ValueError(f"expected ceilings of format {' or '.join(map(str, FORMATS))}, got {found!r}")
@@ -273,8 +273,9 @@ class Ceilings:
 
 
 def levels_of(memory: Sequence[MemoryPoint], caches: Mapping[str, int]) -> tuple[MemoryLevel, ...]:
-    """For each cache, the fastest rate among the working sets that fit this cache but no smaller one. Also the fastest
-    rate among those beyond all caches."""
+    """For each cache, the fastest rate among the working sets that fit into this cache but into no smaller one; and the
+    fastest rate among working sets beyond all caches.
+    """
     levels, floor = [], 0
     for name, capacity in caches.items():
         inside = [point.best for point in memory if floor < point.working_set_bytes <= capacity and point.best > 0]

@@ -71,8 +71,8 @@ def collective_rates(
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], timeout_s: float) -> None:
-    """Wait until all processes are done. A process that fails leaves the others waiting for it, so the first failure
-    ends the measurement.
+    """Wait until all processes are done. If a process fails, the others wait for it in vain, so the first failure ends
+    the measurement.
     """
     deadline = time.monotonic() + timeout_s
     codes = [process.poll() for process in processes]
@@ -118,7 +118,7 @@ def _seconds(collective: Callable[[], object], device: torch.device, size: int) 
     """Seconds of one call, the fastest of some samples; every process makes the same number of calls."""
     calls = max(2, min(50, (64 << 20) // size)) if device.type == "cuda" else 5
     samples = []
-    for _ in range(1 + SAMPLES):  # the first one warms up
+    for _ in range(1 + SAMPLES):  # the first call warms up
         dist.barrier()
         _synchronize(device)
         began = time.perf_counter()
@@ -127,7 +127,7 @@ def _seconds(collective: Callable[[], object], device: torch.device, size: int) 
         _synchronize(device)
         samples.append((time.perf_counter() - began) / calls)
     fastest: Tensor = torch.tensor(min(samples[1:]), device=device)
-    dist.all_reduce(fastest, op=dist.ReduceOp.MAX)  # as slow as the slowest process
+    dist.all_reduce(fastest, op=dist.ReduceOp.MAX)  # a call is as slow as in the slowest process
     return float(fastest)
 
 

@@ -1,8 +1,10 @@
 """Conditions during a measurement: other processes, clocks, temperature, power.
 
-    others_cores, threads, cores cores that other programs kept busy, cores that the measurement used, cores in total
-    others_on_gpu_percent utilization of the GPU by other processes when the measurement began sm_clock_mhz,
-    max_sm_clock_mhz, temperature_c, power_w, power_limit_w of the GPU, at the end
+    others_cores             cores that other programs kept busy
+    threads, cores           cores that the measurement used; cores in total
+    others_on_gpu_percent    utilization of the GPU by other processes when the measurement began
+    sm_clock_mhz, max_sm_clock_mhz, temperature_c, power_w, power_limit_w
+                             values of the GPU at the end
 
 Values that the driver does not report are omitted.
 """
@@ -33,7 +35,7 @@ def busy(conditions: Conditions, kind: str) -> bool:
 
 
 def missing_cores(conditions: Conditions) -> float:
-    """The number of cores that other programs and the measurement needed beyond the existing ones."""
+    """The number of cores by which the needs of other programs and the measurement exceed the existing cores."""
     wanted = conditions.get("others_cores", 0.0) + conditions.get("threads", 1.0)
     return max(0.0, wanted - conditions.get("cores", wanted))
 

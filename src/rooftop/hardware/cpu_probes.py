@@ -25,7 +25,7 @@ SHAPES = (
     *((256, 256, 256), (512, 512, 512), (1024, 1024, 1024), (4096, 256, 1024), (512, 3072, 768), (512, 768, 3072)),
     *((2048, 2048, 512), (2048, 2048, 2048)),
 )
-"""m, n, k of matrix products, with rising work."""
+"""m, n, k of matrix products, in the order of their work."""
 LAYOUTS = ("nn", "nt", "tn")
 CONVOLUTIONS = ((4, 256, 14, 3), (8, 128, 28, 3), (4, 256, 28, 1))  # batch, channels in and out, side, kernel
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -34,13 +34,13 @@ PARTS = ("launches", "memory", *DTYPES)
 ROUNDS = 3
 BURST_S = 0.015  # seconds for each candidate in each round; there are about 150 candidates
 SAMPLE_S = 1e-3
-SLOW_S = 0.05  # a slower call has no fast path in its dtype: it runs once in a round, and larger shapes are skipped
+SLOW_S = 0.05  # a slower call has no fast path in its dtype; it runs once per round, and larger shapes are skipped
 
 Call = Callable[[], object]
 
 
 Candidate = tuple[str, float, Call]
-"""One way to reach a figure: its name, the bytes or flops of a call, the call."""
+"""A candidate for a figure: its name, the bytes or flops of a call, and the call."""
 
 
 def probe_cpu(parts: Collection[str], progress: Callable[[str, float], None]) -> tuple[Samples, dict[str, float]]:
@@ -92,8 +92,9 @@ def _bandwidths(samples: Samples) -> None:
 
 
 def _without_launch(seconds: float, launch_s: float) -> float:
-    """The time beyond that of the cheapest call, but at least half of the whole time, because a smaller difference is
-    noise."""
+    """The time in excess of the cheapest call, but at least half of the whole time, because a smaller difference is
+    noise.
+    """
     return max(seconds - launch_s, seconds / 2)
 
 
@@ -115,7 +116,7 @@ def _patterns(whole: Tensor) -> Iterator[Candidate]:
 
 
 def _race(samples: Samples, candidates: Iterator[Candidate]) -> None:
-    """Try the candidates of one figure, with rising work, up to the first slow one."""
+    """Try the candidates of one figure in the order of their work, up to the first slow one."""
     for figure, flops, call in candidates:
         times = _burst(call, BURST_S)
         samples.add(figure, (flops / seconds for seconds in times))
@@ -134,7 +135,7 @@ def _products(precision: str, dtype: torch.dtype) -> Iterator[Candidate]:
 
 
 def _convolutions(precision: str, dtype: torch.dtype) -> Iterator[Candidate]:
-    """Convolutions. They come from another library than products, and on some CPUs they are up to twice as fast."""
+    """Convolutions. Another library than that of products computes them, on some CPUs up to twice as fast."""
     for batch, channels, side, kernel in CONVOLUTIONS:
         x = torch.randn(batch, channels, side, side).to(dtype)
         weight = torch.randn(channels, channels, kernel, kernel).to(dtype)

@@ -1,6 +1,6 @@
 """Find the size from which on the GPU beats the CPU, for one operation, with and without transfers.
 
-It times three variants of the same eager call on the same random values, as they occur in programs:
+The measurement times three variants of the same eager call on the same random values, as they occur in programs:
 
 - CPU: operands in the host's memory.
 - GPU: operands are already on the device, the result stays there, and the host does not wait (a step in the middle of a
@@ -8,13 +8,13 @@ It times three variants of the same eager call on the same random values, as the
 - GPU with transfers: the inputs come from pinned host memory, the result goes back into it, and the host waits for it
   (one operation handed to the GPU). Parameters (the weights of linear and layer_norm) are already on the device.
 
-Operands are in the caches on both sides, as if the program had just written them. Each call allocates its result, as
-eager code does. torch keeps freed device and pinned memory for the next call. The CPU's memory goes back to the system
-if it is large (over 32 MiB with glibc), and the next call pays for fresh pages: a real jump in the CPU's time.
+Operands are in the caches on both sides, as if the program had just written them. Each call allocates its result, as in
+eager mode. torch keeps freed device and pinned memory for the next call. The CPU's memory goes back to the system if it
+is large (over 32 MiB with glibc), and the next call pays for fresh pages: a real jump in the CPU's time.
 
 The break-even size is where the times cross. Times are close to power laws of the size. So between two measured sizes,
-the logarithm of the ratio of the times is taken as linear in the logarithm of the size. It predicts nothing beyond the
-measured sizes.
+the logarithm of the ratio of the times is taken as linear in the logarithm of the size. No prediction is made beyond
+the measured sizes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from rooftop.hardware.timing import MEASURE_S, Timing, compare, measure
 
 FORMAT = 1
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-FEATURES = 1024  # width for linear and layer_norm: that of a small transformer
+FEATURES = 1024  # width for linear and layer_norm, as in a small transformer
 # default sizes end after the first CPU call that takes longer, because larger sizes take seconds per call
 LONG_MS = 100.0
 NEEDS_GPU = (
@@ -209,8 +209,8 @@ def measure_crossover(
         sizes: the sizes to measure; None takes the operation's own, up to the first slow CPU call.
         dtype: one of `DTYPES`.
         device: the GPU. "cpu" is also accepted: it compares the CPU with itself, as a test of this function.
-        progress: called with (what is being measured, fraction done).
-        seconds: about how long to time each variant at each size.
+        progress: called with (the current measurement, fraction done). seconds: about how long to time each variant at
+            each size.
 
     Raises:
         ValueError: the operation, dtype or device does not exist, or a size is not a positive integer.
@@ -274,7 +274,7 @@ def _point(op: Operation, size: int, dtype: torch.dtype, device: torch.device, s
         for shapes in (op.inputs, op.parameters)
     )
     on_host = measure(lambda: op.call(*inputs, *parameters), device="cpu", seconds=seconds)
-    # Device events also time the host's work between them: here the wait for the result.
+    # The time between device events includes the host's work between them, here the wait for the result.
     on_device = compare(
         {
             "alone": _resident(op, inputs, parameters, device),

@@ -38,7 +38,7 @@ _WAITING = {
 
 _library: ctypes.PyDLL | None = None
 stays_for = ""
-"""The thread that made the last `detach` leave CUPTI attached; "" if there was none."""
+"""The thread because of which the last `detach` left CUPTI attached; "" if there was none."""
 
 
 def detach() -> bool:
@@ -53,7 +53,7 @@ def detach() -> bool:
         path = _loaded("libcupti.so")
         if path is None:
             return False
-        _library = ctypes.PyDLL(path)  # which holds the GIL in its calls
+        _library = ctypes.PyDLL(path)  # PyDLL holds the GIL in its calls
     for device in range(torch.cuda.device_count()):
         if torch._C._cuda_hasPrimaryContext(device):  # type: ignore[attr-defined]
             torch.cuda.synchronize(device)

@@ -1,7 +1,7 @@
 """Reset torch to its own defaults during a measurement.
 
-A program may have set another default dtype or device, or may run inside a mode that sees every call. These settings
-must not change a measurement, and the program's modes must not see it.
+A program may have set another default dtype or device, or may run inside a mode that observes every call. These
+settings must not change a measurement, and the program's modes must not see it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What this machine is: its GPUs and its CPU, as the drivers and the operating system describe them.
+"""Describe the GPUs and the CPU of this machine, from the drivers and the operating system.
 
-A field that the driver does not report (in a container, a virtual machine, an old version) is None, never a guess.
+A field is None, never a guess, if the driver does not report it (in a container, a virtual machine, an old version).
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _links(nvml: Nvml, count: int) -> list[tuple[NvLink, ...] | None]:
 
 
 def _gpu(nvml: Nvml, index: int, links: list[tuple[NvLink, ...] | None]) -> Gpu:
-    """The description of one GPU, from the NVLink links of all."""
+    """The description of one GPU. `links`: the NVLink links of all GPUs."""
     p = torch.cuda.get_device_properties(index)
     uuid = gpu_uuid(index)
     ask = partial(nvml.gpu, uuid)
@@ -200,7 +200,7 @@ def _caches() -> dict[str, int]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the software that decides how fast things run."""
+    """Versions of the software on which the speed of programs depends."""
     found = {"python": platform.python_version(), "torch": torch.__version__, "system": platform.platform()}
     if torch.version.cuda is not None:
         found["cuda"] = torch.version.cuda

@@ -1,9 +1,11 @@
 """Figures of a machine by name: the results of a ceilings measurement, and which of two figures is better.
 
     memory 25165824 copy              bytes/s of a pattern at a working set in bytes
-    flops bf16, sustained bf16 flop/s: in a short burst at full clocks, and in continuous work transfers
-    device_to_host_pinned bytes/s between host and device links all_reduce_8_gpus bytes/s between GPUs pulse product how
-    fast a CPU is at the moment (see `pulse`), no ceiling of anything kernel_floor_ms, launch_eager_ms, launch_graph_ms
+    flops bf16, sustained bf16        flop/s in a short burst at full clocks, and in continuous work
+    transfers device_to_host_pinned   bytes/s between host and device
+    links all_reduce_8_gpus           bytes/s between GPUs
+    pulse product                     the present speed of a CPU (see `pulse`), which is no ceiling
+    kernel_floor_ms, launch_eager_ms, launch_graph_ms
 
 A figure is the best of its samples. It is reproduced if the second best is close.
 """
@@ -16,16 +18,16 @@ from dataclasses import dataclass
 
 MIB = 1 << 20
 DISTURBED_SPREAD = 0.10
-"""Two samples that differ by more than this share do not confirm each other."""
+"""Two samples that differ by more than this share of the larger one do not confirm each other."""
 
 PRECISIONS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8")
 LAUNCHES = ("kernel_floor_ms", "launch_eager_ms", "launch_graph_ms")
 PATTERNS = ("read", "write", "copy", "triad", "cast", "update", "raised", "raised_in_place")
-"""The access patterns of a working set; the raised ones were reached by operators of programs."""
+"""The access patterns of a working set; operators of programs reached the raised rates."""
 
 
 def better(name: str, one: float, other: float) -> float:
-    """The better of two figures with one name: the shorter time, the higher rate."""
+    """The better of two figures with one name: the shorter time or the higher rate."""
     return min(one, other) if name.endswith("_ms") else max(one, other)
 
 
@@ -72,7 +74,7 @@ def part_in_words(words: str) -> str:
 
 @dataclass(frozen=True)
 class Raise:
-    """A ceiling that an operator of a program exceeded, so that it was raised (a kernel floor: lowered).
+    """A record of a ceiling that was raised (a kernel floor: lowered), because an operator of a program exceeded it.
 
     Attributes:
         figure: its name. before, after: its values.
@@ -87,7 +89,7 @@ class Raise:
 
 
 class Samples:
-    """Collects samples of figures; knows the best of each, and how far the second best is from it."""
+    """Collects samples of figures, and keeps the best two of each."""
 
     def __init__(self) -> None:
         self._two: dict[str, list[float]] = {}

@@ -22,11 +22,11 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 SMALL_SETS = (256 * KIB, 1 * MIB, 2 * MIB, 4 * MIB, 8 * MIB)
 AROUND_L2 = (0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0)
-"""Working sets over the size of L2. Between half of it and four times it the rate falls by half."""
+"""Working sets as multiples of the size of L2. From half of L2 to four times L2 the rate falls by half."""
 LARGE_SETS = (512 * MIB, 1 * GIB, 4 * GIB)
 
 COLD_ABOVE = 8  # times L2; for a larger working set, the part that is in L2 makes no visible difference
-ALIGNED = 32  # elements: kernels use 16-byte accesses, also for two-byte elements
+ALIGNED = 32  # elements; kernels then use 16-byte accesses, even for two-byte elements
 REPEATS, REPEATS_COLD = 4, 3
 
 Work = Callable[[], object]
@@ -62,7 +62,7 @@ def measure_bandwidth(samples: Samples, device: torch.device, l2_bytes: int, pro
     whole = torch.randn(sizes[-1] // 4, device=device)
     sums = torch.empty(kernels.programs(whole, kernels.SMALL), device=device)
     smallest = whole[: sizes[0] // 4]
-    for pattern in _patterns(smallest, sums):  # compiled before the profiler starts
+    for pattern in _patterns(smallest, sums):  # compiles kernels before the profiler starts
         for work in (*pattern.ways, *_preparations(pattern.source, smallest, sums)):
             work()
     for number, size in enumerate(sizes):
@@ -87,14 +87,14 @@ def _measure_at(samples: Samples, device: torch.device, size: int, whole: Tensor
 def _preparations(source: Tensor | None, elsewhere: Tensor, sums: Tensor) -> Iterator[Work]:
     """States of the caches when the timed kernel begins.
 
-    They are: the state that the same call left; the input, unchanged; the input, just written; for patterns that only
-    write, other data that need not be written back.
+    The caches hold what the same call left; or the unchanged input; or the input, just written; or, for patterns that
+    only write, other data that need not be written back.
     """
     yield nothing
     if source is None:
         yield lambda: kernels.read(elsewhere, sums, kernels.SMALL, backwards=True)
         return
-    words = source.view(torch.float32)  # any bit pattern will do: one kernel serves all dtypes
+    words = source.view(torch.float32)  # any bits will do, so one kernel serves all dtypes
     yield lambda: kernels.read(words, sums, kernels.SMALL, backwards=True)
     yield lambda: kernels.write(words, 0.5, kernels.SMALL, backwards=True)
 

@@ -30,8 +30,10 @@ DTYPES = {
     "fp8": torch.float8_e4m3fn,
 }
 
-PILOT = 2048  # a product of this size shows roughly how fast a precision is; on an H100 it takes longer than its launch
-LONGEST_CALL_S = 8e-3  # shapes beyond this limit are no faster
+PILOT = (
+    2048  # a product of this size gives the approximate rate of a precision; on an H100 it takes longer than its launch
+)
+LONGEST_CALL_S = 8e-3  # slower shapes have no higher rate
 BURST_S, PAUSE_S = 1e-3, 1e-3  # for each candidate in the first round
 FINALISTS, FINAL_REPEATS, FINAL_PAUSE_S = 12, 8, 0.02
 SUSTAINED_S = 0.3
@@ -44,7 +46,7 @@ LAYERS = (
     *((4096, 4096), (4096, 12288), (4096, 11008), (11008, 4096), (8192, 8192)),
 )
 """(in, out) of linear layers of transformers."""
-TILES = ((128, 128), (128, 256), (256, 128))  # of the fast kernels on Ampere, Hopper and Blackwell
+TILES = ((128, 128), (128, 256), (256, 128))  # tiles of the fast kernels on Ampere, Hopper and Blackwell
 WAVES = (1, 2, 4)
 DEPTHS = (4096, 8192)  # k of products that fill all processors with whole tiles
 BATCHED = ((32, 1024, 1024, 1024), (64, 1024, 1024, 128), (128, 512, 512, 64), (16, 2048, 2048, 2048))  # b, m, n, k
@@ -107,7 +109,7 @@ def measure_matrices(samples: Samples, device: torch.device, precision: str) -> 
     best = _race(samples, device, precision, candidates, per_s)
     rates = sustained_rates(best.call, best.flops, device)
     samples.add(f"sustained {precision}", rates)
-    samples.add(f"flops {precision}", rates)  # an upper bound limits it too
+    samples.add(f"flops {precision}", rates)  # a ceiling must not be below the sustained rate
 
 
 def _race(
@@ -139,11 +141,11 @@ def _rates(variants: list[Variant], candidates: list[_Candidate], device: torch.
 
 
 def products_to_try(processors: int, precision: str) -> list[Product]:
-    """Shapes and layouts for a GPU with that many multiprocessors."""
+    """Shapes and layouts for a GPU with this many multiprocessors."""
     shapes = [(side, side, side) for side in SQUARES]
     shapes += [(tokens, n, k) for k, n in LAYERS for tokens in TOKENS]
     shapes += [(m, n, k) for m, n in _whole_waves(processors) for k in DEPTHS]
-    if precision == "fp8":  # their kernels take the second operand transposed
+    if precision == "fp8":  # their kernels need the second operand transposed
         return [Product(m, n, k, "nt") for m, n, k in shapes]
     products = [Product(m, n, k, layout) for m, n, k in shapes for layout in ("nt", "nn", "tn")]
     products += [Product(m, n, k, "nt", bias=True) for m, n, k in shapes]

@@ -65,8 +65,8 @@ def _launches(samples: Samples, device: torch.device) -> None:
     """Measure the time for each of many tiny kernels, launched eagerly and from a graph, and the shortest duration of
     any kernel.
 
-    The first two are times in a sequence, measured between events. The last is a kernel's own duration as the profiler
-    sees it, in an eager launch or in a graph.
+    The first two are times in a sequence, measured between events. The last is the duration of a kernel alone, as
+    measured by the profiler in an eager launch or in a graph.
     """
     from rooftop.hardware import bandwidth_kernels as kernels
 

@@ -12,7 +12,7 @@ import torch
 
 
 def captured(fn: Callable[[], object], stream: torch.cuda.Stream | None = None) -> Callable[[], object]:
-    """The call as a replay of a CUDA graph. Its inputs and outputs stay where they were at capture.
+    """The call as a replay of a CUDA graph. Inputs and outputs stay at the addresses of the capture.
 
     Args:
         stream: stream of the capture. autograd runs a backward on the stream of its forward: to capture a backward,
@@ -52,10 +52,12 @@ def captured_into(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: 
         except BaseException as error:
             if within is None or error is within:
                 raise
-        if within is not None:  # raised outside the block, because inside it the consequence's frames would hold it
+        if (
+            within is not None
+        ):  # raised outside the block, because otherwise frames of the consequence would hold the error
             raise within
     finally:
-        within = None  # the error refers to this frame; that cycle would keep the capture's memory
+        within = None  # otherwise error and frame refer to each other, and keep the capture's memory
 
 
 @contextmanager

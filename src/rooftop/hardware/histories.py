@@ -1,7 +1,7 @@
 """The history of a machine's ceilings: every measurement and every raise, dated, with its conditions.
 
 A ceiling is the best of its history. So a measurement under load lowers nothing. Two processes that measure at once
-lose nothing: histories merge as sets do, in any order.
+lose nothing: histories are merged like sets, in any order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rooftop.hardware.figures import (
 )
 
 MOST_MEASUREMENTS = 20
-"""The number of measurements that are kept for a machine, in addition to those that have the best of a figure."""
+"""The number of measurements that are kept for a machine, in addition to those with the best value of a figure."""
 
 KINDS = ("flops", "sustained", "pulse", "transfers", "links")  # parts whose figures have names of two words
 LOWER_BY = 0.03
@@ -38,7 +38,7 @@ LOWER_BY = 0.03
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine that was measured. `caches`: bytes by name, ascending."""
+    """The measured machine. `caches`: bytes by name, ascending."""
 
     device: str
     device_id: str
@@ -82,7 +82,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Lower:
-    """A figure that came out lower than an earlier one; the earlier one is kept."""
+    """A figure that is lower than an earlier one, which is kept."""
 
     figure: str
     new: float
@@ -92,7 +92,7 @@ class Lower:
 
 @dataclass(frozen=True)
 class History:
-    """All that is known of one machine."""
+    """All measurements and raises of one machine."""
 
     machine: Machine
     measurements: tuple[Measurement, ...]
@@ -143,7 +143,9 @@ class History:
             raises=tuple(
                 each
                 for each in self.raises
-                if figures[each.figure] == each.after != measured.get(each.figure)  # the raises that are in force
+                if figures[each.figure]
+                == each.after
+                != measured.get(each.figure)  # the raises that determine a present ceiling
             ),
         )
 
@@ -227,7 +229,7 @@ class History:
 def history_of(ceilings: Ceilings) -> History:
     """A history of one measurement, from ceilings without a history."""
     figures = figures_of(ceilings)
-    for each in reversed(ceilings.raises):  # back to the measured values
+    for each in reversed(ceilings.raises):  # undo the raises
         if part_of(each.figure) == "memory":
             figures.pop(each.figure, None)
         else:
@@ -270,7 +272,7 @@ def _memory(figures: Mapping[str, float]) -> tuple[MemoryPoint, ...]:
 
 
 def _by_working_set(figures: Mapping[str, float]) -> dict[int, list[str]]:
-    """The names of memory's figures by working set, rising."""
+    """The names of bandwidth figures for each working set, in ascending order."""
     found: dict[int, list[str]] = defaultdict(list)
     for name in figures:
         if part_of(name) == "memory":
@@ -279,14 +281,14 @@ def _by_working_set(figures: Mapping[str, float]) -> dict[int, list[str]]:
 
 
 def _deciding(names: list[str], figures: Mapping[str, float]) -> list[str]:
-    """Two of the figures of one working set: the best one that is not in place, and the best one that is."""
+    """Two figures of one working set: the best one of work that is not in place, and the best one of work in place."""
     in_place = [name for name in names if name.endswith(("update", "in_place"))]
     others = [name for name in names if name not in in_place]
     return [max(group, key=lambda name: figures[name]) for group in (others, in_place) if group]
 
 
 def _by_kind(figures: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Figures of two words, by the first and the second."""
+    """Figures with names of two words, by the first and the second word."""
     kinds: dict[str, dict[str, float]] = {kind: {} for kind in KINDS}
     for name, value in figures.items():
         kind, _, rest = name.partition(" ")
@@ -299,13 +301,13 @@ Entry = TypeVar("Entry", Measurement, Raise)
 
 
 def _union(some: Iterable[Entry], others: Iterable[Entry]) -> tuple[Entry, ...]:
-    """Each measurement once, in order of time."""
+    """The distinct measurements, in order of time."""
     by_text = {_text(each): each for entries in (some, others) for each in entries}
     return tuple(by_text[text] for text in sorted(by_text, key=lambda text: (by_text[text].at, text)))
 
 
 def _kept(measurements: tuple[Measurement, ...]) -> tuple[Measurement, ...]:
-    """The last measurements, and those with the best of a figure."""
+    """The last measurements, and those with the best value of a figure."""
     holders: dict[str, int] = {}
     for number, measurement in enumerate(measurements):
         for name, value in measurement.figures.items():

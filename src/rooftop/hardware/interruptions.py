@@ -1,7 +1,7 @@
 """Exceptions from a program's signal handlers while our code runs for the program.
 
-Code that must not end the program catches its own errors. A signal handler (a time limit by SIGALRM, a request to stop)
-may raise at any line, also in our code. Its exception belongs to the program.
+Code that must not end the program catches all its own errors. A signal handler (a time limit by SIGALRM, a request to
+stop) may raise at any line, also in our code. Its exception belongs to the program.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _handlers() -> set[CodeType]:
 
 
 def _code(handler: Any) -> CodeType | None:
-    """The code that runs first when the handler is called; None for handlers of the system and of Python itself."""
+    """The code object of a signal handler; None for handlers of the system and of Python itself."""
     while isinstance(handler, functools.partial):
         handler = handler.func
     function = handler if hasattr(handler, "__code__") else getattr(handler, "__func__", None)

@@ -1,9 +1,9 @@
-"""The durations of a call's kernels, as the profiler sees them. Operators are timed with the same instrument.
+"""The durations of a call's kernels, as measured by the profiler, which also times operators.
 
-Events around back-to-back launches measure something else: they include the gaps between kernels, and a chip that is
-busy for long lowers its clocks. Here each call runs alone between two markers, and the profiler returns the duration of
-each kernel. All calls run on one stream, where kernels run in launch order: the kernels between two markers belong to
-the call between them. So the host's and the device's events need no correlation.
+Events around back-to-back launches measure something else: the time includes the gaps between kernels, and a chip that
+is busy for long lowers its clocks. Here each call runs alone between two markers, and the profiler returns the duration
+of each kernel. All calls run on one stream, where kernels run in launch order: the kernels between two markers belong
+to the call between them. So the host's and the device's events need no correlation.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def kernel_times(variants: Sequence[Variant], device: torch.device) -> list[list
     """
     from rooftop.hardware.bandwidth_kernels import marker
 
-    marker()  # compile it before the trace
+    marker()  # compiles kernels before the trace
     torch.cuda.synchronize(device)
     with Trace(device, host=False) as trace:
         for variant in variants:
@@ -70,7 +70,7 @@ def kernel_times(variants: Sequence[Variant], device: torch.device) -> list[list
 
 
 def joined(events: Iterable[Any], repeats: Sequence[int]) -> list[list[Kernels]]:
-    """The profiler's events as durations in ms: variant, repetition, kernels.
+    """Durations in ms from the profiler's events, by variant, repetition and kernel.
 
     Raises:
         MeasurementError: a repetition does not have two markers, or no kernel lies between two markers.

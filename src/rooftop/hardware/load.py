@@ -12,7 +12,7 @@ import psutil
 
 DISTURBING_SHARE = 0.05
 """If other programs took more than this share of the cores that a measurement needed, they may have slowed it down."""
-LEAST_S = 0.2  # the kernel counts in ticks of 10 ms: a shorter time is too short for a figure
+LEAST_S = 0.2  # the kernel counts in ticks of 10 ms, so a shorter block gives no useful figure
 
 
 @dataclass

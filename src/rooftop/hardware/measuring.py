@@ -37,12 +37,11 @@ def measure_ceilings(
 
     Args:
         device: "cpu", "cuda", "cuda:1"; None is the GPU if there is one.
-        refresh: measure again (under 30 s on a GPU, under 20 s on a CPU). The best of all measurements stays.
-            `ceilings_history` has the figures that came out lower; `forget_ceilings` starts again.
-        progress: called with (what is being measured, fraction done).
-        precisions: the matrix rates that are needed ("bf16"); None for all. Precisions that the device lacks are
-            omitted.
-        transfers: whether rates between host and device are needed. links: whether those between GPUs are.
+        refresh: measure again (under 30 s on a GPU, under 20 s on a CPU). The best of all measurements is kept.
+            `ceilings_history` has the lower figures; `forget_ceilings` starts again.
+        progress: called with (the current measurement, fraction done). precisions: the matrix rates that are needed
+            ("bf16"); None for all. Precisions that the device lacks are omitted.
+        transfers: whether rates between host and device are needed. links: whether rates between GPUs are needed.
 
     Raises:
         ValueError: the device is not on this machine, or the precision is unknown.
@@ -186,7 +185,7 @@ def _locked(path: Path) -> Iterator[None]:
     ends."""
     with open(path.with_suffix(".lock"), "a", encoding="utf-8") as lock:
         try:
-            import fcntl  # not on Windows: there the last of two simultaneous writers wins
+            import fcntl  # not on Windows, where the last of two simultaneous writers wins
 
             fcntl.flock(lock, fcntl.LOCK_EX)
         except (ImportError, OSError):  # some network file systems have no locks

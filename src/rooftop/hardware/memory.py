@@ -27,12 +27,12 @@ class DeviceMemory:
 
     Attributes:
         device: "cuda:0", ..., or "cpu".
-        allocated_bytes: held by live tensors of this process.
+        allocated_bytes: bytes held by live tensors of this process.
         reserved_bytes: taken from the device by PyTorch's caching allocator. It keeps the part that no tensor holds for
             later.
         peak_bytes: most allocated since the start or the last reset (`track` resets it).
         free_bytes: free memory on the device.
-        total_bytes: of the device.
+        total_bytes: memory of the device.
         limit_bytes: the most that this process may reserve (`torch.cuda.set_per_process_memory_fraction`); None: no
             limit.
     """
@@ -89,7 +89,7 @@ def memory_summary() -> list[DeviceMemory]:
     with nvml_session() as nvml:
         found = []
         for index in range(torch.cuda.device_count()):
-            # The driver reports it without the context that torch.cuda.mem_get_info would create on each GPU.
+            # The driver reports free memory without a context; torch.cuda.mem_get_info would create one on each GPU.
             free = nvml.gpu(gpu_uuid(index), lambda nvml, h: nvml.nvmlDeviceGetMemoryInfo(h).free)
             found.append(gpu_memory(index, free))
     host = psutil.virtual_memory()
@@ -150,7 +150,7 @@ def track(device: torch.device | str | None = None) -> Iterator[TrackedMemory]:
 
 
 _open_blocks: list[TrackedMemory] = []
-"""The blocks on GPUs that have not ended. Each must get the value of the peak counter before a reset."""
+"""The running blocks on GPUs. Before a reset of the peak counter, each must get its value."""
 
 
 @contextmanager
@@ -183,7 +183,7 @@ def _tracked_cpu(device: torch.device) -> Iterator[TrackedMemory]:
 
 
 class _StorageCount(ObservingMode):
-    """Adds up new storages that operators return, until these are freed."""
+    """Counts the bytes of new storages that operators return, until these are freed."""
 
     def __init__(self, tracked: TrackedMemory) -> None:
         super().__init__()
@@ -193,7 +193,9 @@ class _StorageCount(ObservingMode):
         self._closed = False
 
     def observe(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is not torch.ops.aten.lift_fresh.default:  # its argument is the new tensor of torch.tensor(...)
+        if (
+            func is not torch.ops.aten.lift_fresh.default
+        ):  # the argument of lift_fresh is the new tensor of torch.tensor(...)
             for storage in self._storages((args, kwargs)):
                 if storage._cdata not in self._sizes:
                     self._watch(storage, None)

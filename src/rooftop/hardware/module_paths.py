@@ -1,8 +1,8 @@
 """The name of a module's call, which is the path from its caller to the module ("blocks.3.norm").
 
-A module with several parents runs under each of them, so its name depends on the call and not on the object. The name
-is that of the innermost running module that contains the module, plus the path from there. If no running module
-contains it, the name is the path under which the model contains it first.
+A module with several parents runs under each parent, so its name depends on the call and not on the object. The name is
+that of the innermost running module that contains the module, plus the path from there. If no running module contains
+it, the name is the path under which the model contains it first.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ OUTSIDE = None
 
 
 class ModulePaths:
-    """Scopes of modules, and the owners of parameters. Neither modules nor parameters are kept alive.
+    """Scopes of modules, and the owners of parameters. The tables keep neither modules nor parameters alive.
 
-    The first module called from outside any module is the root; later ones have their class name as a prefix.
+    The first module that is called from outside any module is the root; scopes of later ones begin with their class
+    name.
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,7 @@ class ModulePaths:
         self._owners = WeakIdKeyDictionary()  # parameter -> the first scope that owns it
 
     def adopt(self, root: nn.Module) -> str:
-        """Name a module called from outside any module, and everything below it. Returns its scope."""
+        """Name a module that is called from outside any module, and all modules below it. Return its scope."""
         prefix = "" if not self._taken else type(root).__name__
         while prefix in self._taken:
             prefix += "'"
@@ -95,7 +96,7 @@ def path_below(holder: nn.Module, module: nn.Module) -> str | None:
 
 
 def inner_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """A module and all modules below it, each once with its path, even if a subclass overrides `named_modules`."""
+    """A module and all modules below it, each once and with its path, even if a subclass overrides `named_modules`."""
     seen = set[int]()
     left = [("", module)]
     while left:
@@ -113,7 +114,7 @@ def own_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def joined(scope: str, path: str) -> str:
-    """Joins two paths with a dot; either may be empty."""
+    """Join two paths with a dot; either may be empty."""
     return f"{scope}.{path}" if scope and path else scope or path
 
 

@@ -1,4 +1,4 @@
-"""What the driver reports through NVML; every query may fail.
+"""Query the driver through NVML; every query may fail.
 
 In a container, in a virtual machine, with an old driver or an old `nvidia-ml-py`, a call may be missing, refused or not
 supported by the GPU. A missing answer is None; the caller never sees NVML's errors.
@@ -40,13 +40,13 @@ class Nvml:
             return None
         try:
             return question(self._module)
-        except (self._module.NVMLError, AttributeError):  # refused, or older than the call
+        except (self._module.NVMLError, AttributeError):  # the driver refuses the call, or is older than it
             return None
 
 
 @contextmanager
 def nvml_session() -> Iterator[Nvml]:
-    """A session with the driver; without a driver, one that answers nothing."""
+    """A session with the driver; without a driver, a session that answers nothing."""
     import pynvml
 
     try:

@@ -1,6 +1,6 @@
 """Dispatch modes that watch the operators of a program, without ending or changing the program.
 
-Under a dispatch mode PyTorch refuses to compile, and remembers that for good. A function would never be compiled
+Under a dispatch mode PyTorch refuses to compile, and remembers that for good. That function would never be compiled
 afterwards, and `torch.cond`, which must be compiled, would raise. So these modes disable compilation.
 
 Operators that take functions (`torch.cond`, `while_loop`, `map`, `scan`, `flex_attention`) rely on the compiler to turn
@@ -33,9 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class ObservingMode(TorchDispatchMode):
-    """A mode whose `observe` runs each operator and looks at it."""
+    """A mode whose `observe` runs each operator and observes it."""
 
-    supports_higher_order_operators = True  # without it PyTorch ends the program at the first of them
+    supports_higher_order_operators = True  # without this, PyTorch ends the program at the first higher order operator
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class ObservingMode(TorchDispatchMode):
 
 
 _COMPILER = "torch._dynamo.eval_frame"
-_lock = threading.RLock()  # for the two below: the changes affect the whole process
+_lock = threading.RLock()  # for the two context managers below, which change the whole process
 _users = 0
 _changed = ExitStack()
 
@@ -80,7 +80,8 @@ _changed = ExitStack()
 def uncompiled() -> Iterator[None]:
     """Disable compilation in the block, in all threads. A stance that the program sets in the meantime stays.
 
-    The compiler takes seconds to import. If the program has not imported it, this waits until the program does.
+    The compiler takes seconds to import. So if the program has not imported it, compilation is disabled when the
+    program does.
     """
     global _users
     with _lock:
@@ -89,7 +90,9 @@ def uncompiled() -> Iterator[None]:
             _run_control_flow(_changed)
             _differentiate_what_functions_run(_changed)
             if _COMPILER in sys.modules:
-                _take_eager_stance(_changed, import_module(_COMPILER))  # waits for a thread that is importing it
+                _take_eager_stance(
+                    _changed, import_module(_COMPILER)
+                )  # waits for a thread that is importing the compiler
             else:
                 _TakesItWhenLoaded(_changed)
     try:
@@ -145,7 +148,7 @@ def _take_eager_stance(stack: ExitStack, compiler: Any) -> None:
     def end() -> None:
         if compiler._stance is ours:
             compiler._set_stance(before)
-        else:  # the program has set one, and returns to ours afterwards
+        else:  # the program has set a stance, and returns to ours afterwards
             for field in fields(ours):
                 setattr(ours, field.name, getattr(before, field.name))
 
@@ -183,7 +186,7 @@ def _entry(place: str) -> types.CodeType:
 def run_control_flow(place: str, *arguments: Any, **options: Any) -> Any:
     """The replacement for a function while a program is watched."""
     meaning, itself = _running[place]
-    if torch.compiler.is_compiling():  # torch.export records it into its graph
+    if torch.compiler.is_compiling():  # torch.export records the operator into its graph
         return itself(*arguments, **options)
     return meaning(*arguments, **options)
 

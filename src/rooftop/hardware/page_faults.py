@@ -1,9 +1,9 @@
-"""Memory pages that a program requests from the system again and again.
+"""Memory pages that a program repeatedly requests from the system.
 
 The C library's `malloc` returns large pieces to the system when they are freed. A step on a CPU that allocates and
 frees its activations then requests the same pages each time, and the system first fills each page with zeros. This
 makes a convolutional network slower. Whether malloc returns memory depends on the rest of the heap. So a step is in one
-of two states, and the memory that an analysis uses can move it to the other state.
+of two states, and an analysis, which uses memory, can move it to the other state.
 """
 
 from __future__ import annotations

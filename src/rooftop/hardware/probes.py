@@ -1,7 +1,8 @@
 """The measurements behind the ceilings: the parts of a device, and one measurement of some parts.
 
-On a GPU every figure is the shortest duration of a kernel as the profiler sees it, the instrument that also times
-operators. On a CPU it is the fastest of several bursts. A ceiling is the best that the undisturbed machine can do.
+On a GPU every figure comes from the shortest duration of a kernel, as measured by the profiler, which also times
+operators. On a CPU it comes from the fastest of several bursts. A ceiling is the best result of the undisturbed
+machine.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rooftop.hardware.histories import History, Machine, Measurement
 
 
 def identity(device: torch.device) -> tuple[str, ...]:
-    """The identity that the figures depend on: the device, its driver, the versions, the threads."""
+    """The facts on which the figures depend: device, driver, versions, threads."""
     v = versions()
     if device.type == "cuda":
         name = gpu_uuid(device.index or 0) or torch.cuda.get_device_name(device)
@@ -72,7 +73,7 @@ def probe(device: torch.device, parts: Collection[str], progress: Progress) -> H
 
 @contextmanager
 def _full_precision() -> Iterator[None]:
-    """Products use the precision that they name; the user's switch is restored."""
+    """Within the block, products use their named precision; the user's switch is restored afterwards."""
     allowed = torch.backends.cuda.matmul.allow_tf32
     try:
         yield

@@ -2,8 +2,8 @@
 
 Other virtual machines on the same host slow a machine down unnoticed; a warm laptop lowers its clocks. All steps then
 take longer, and since their times agree, nothing looks wrong. So two fixed pieces of work are timed with the ceilings,
-and again with the steps that are compared with the ceilings. Each is timed for about as long as a step takes: a host
-may repeatedly take a core away for some milliseconds, and the shortest calls would miss that.
+and again with the steps that are compared with the ceilings. Each is timed for about as long as a step takes. A host
+may repeatedly take a core away for some milliseconds, which very short calls would miss.
 
     product    a matrix product of 1024 x 1024 x 1024 in float32, flop/s
     read       a sum over 64 MiB, bytes/s
@@ -47,8 +47,9 @@ class Pulse:
 
     @property
     def rates(self) -> dict[str, float]:
-        """By name, the median of the samples. (The best one may come from a moment without a step.) Empty before
-        `take`."""
+        """The median of the samples of each rate, by name; empty before `take`. (The best sample may come from a moment
+        without a step.)
+        """
         return {name: median(rates) for name, rates in self._taken.items()}
 
     @property

@@ -1,8 +1,9 @@
 """The running calls of modules and optimizers, as their hooks report them.
 
 PyTorch calls no hook if a module raises something other than an `Exception` (KeyboardInterrupt, SystemExit,
-asyncio.CancelledError), or if an optimizer raises anything. If the program catches it and continues, that call seems to
-run forever and would give its name to all later calls. So each call is identified by the frame that runs it.
+asyncio.CancelledError), or if an optimizer raises anything. If the program catches the exception and continues, that
+call seems to run forever and would give its name to all later calls. So each call is identified by the frame that runs
+it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from types import CodeType, FrameType
 class _Call:
     name: str
     thread: int
-    frame: int  # its id: the frame itself would keep the tensors of the call alive
+    frame: int  # id of the frame; the frame itself would keep the tensors of the call alive
     code: CodeType
     within: object
 
@@ -33,7 +34,7 @@ class RunningCalls:
 
     @property
     def names(self) -> list[str]:
-        """Names of the calls whose end no hook has reported. `settle` removes those that have ended."""
+        """Names of the calls whose end no hook has reported. `settle` removes calls that have ended."""
         return [call.name for call in self._calls]
 
     @property
@@ -46,8 +47,8 @@ class RunningCalls:
         return self._calls[-1].within if self._calls else None
 
     def settle(self, frame: FrameType | None) -> bool:
-        """Forget the calls of this thread that neither this frame nor any of its callers runs; return whether there
-        were any.
+        """Forget the calls of this thread that belong neither to this frame nor to any of its callers; return whether
+        there were any.
 
         Calls that began in another thread stay, because they wait for this one: autograd runs backward passes in its
         own threads.
@@ -69,7 +70,7 @@ class RunningCalls:
         return True
 
     def enter(self, name: str, frame: FrameType, within: object = None) -> None:
-        """Record the beginning of a call that this frame runs. Calls above its caller must be settled.
+        """Record the beginning of a call that this frame runs. Call `settle` first.
 
         Args:
             within: another object that the call is part of, such as a node of autograd's graph.

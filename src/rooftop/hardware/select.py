@@ -42,14 +42,14 @@ def select_devices(
     min_capability: tuple[int, int] | None = None,
     near: torch.device | str | int | None = None,
 ) -> list[torch.device]:
-    """GPUs that qualify, those with the most free memory first.
+    """Choose qualifying GPUs, those with the most free memory first.
 
     Args:
         count: the number of GPUs.
         min_free_bytes: free bytes on each. The driver counts memory that torch caches in this process as used.
         min_capability: least compute capability, e.g. (9, 0).
-        near: a GPU that the others will work with; it is not chosen itself. GPUs connected to it by NVLink come first,
-            then those whose memory it can access directly, then the rest; each group by free memory.
+        near: a GPU with which the chosen GPUs will work; it is not chosen itself. GPUs connected to it by NVLink come
+            first, then those whose memory it can access directly, then the rest; each group by free memory.
 
     Raises:
         DeviceSelectionError: fewer than `count` GPUs qualify.
@@ -166,7 +166,7 @@ def on_each(
             while waiting:
                 try:
                     number, job = waiting.popleft()
-                except IndexError:  # another device took the last one
+                except IndexError:  # another device took the last job
                     return
                 with noted(f"job {number} on {device}"):
                     results[number] = job(device)
@@ -179,7 +179,9 @@ def on_each(
         run_together(threads, calls, cancel=waiting.clear)
     ordered = [results[number] for number in range(len(jobs))]
     for tensor in tree_leaves(ordered):
-        if isinstance(tensor, Tensor) and tensor.is_cuda:  # its memory belongs to the stream on which it was allocated
+        if (
+            isinstance(tensor, Tensor) and tensor.is_cuda
+        ):  # the memory of a result belongs to the stream on which it was allocated
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return ordered
 
@@ -192,7 +194,7 @@ class Ensemble(nn.Module):
 
     Args:
         modules: the models; they are moved to their devices, in place. They may not share parameters across devices.
-        devices: one for each. Default: those of `select_devices`, or the CPU if there are no GPUs.
+        devices: one for each model. Default: those of `select_devices`, or the CPU if there are no GPUs.
         combine: makes one result from the list of outputs, all of them on the first device. Default: `torch.stack`.
 
     Raises:
@@ -257,19 +259,20 @@ class Ensemble(nn.Module):
         return self.combine(gathered)
 
     def _running_threads(self) -> ThreadPoolExecutor:
-        """Kept between calls: starting a thread takes longer than giving it a call."""
+        """The threads are kept between calls, because starting a thread takes longer than giving it a call."""
         if self._threads is None or self._process != os.getpid():  # threads do not survive a fork
             self._threads = ThreadPoolExecutor(len(self.devices), "rooftop-ensemble")
             self._process = os.getpid()
         return self._threads
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for copies and pickles: everything but the threads."""
+        """The state for copies and pickles, without the threads."""
         return {**self.__dict__, "_threads": None}
 
     def _check_places(self) -> None:
-        """Check that each parameter and buffer is on its model's device: a parameter that two models share has moved
-        with the last of them."""
+        """Check that each parameter and buffer is on its model's device. If two models share a parameter, it has moved
+        with the last one.
+        """
         for number, (model, device) in enumerate(zip(self.models, self.devices, strict=True)):
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
                 if tensor.device != device:
@@ -304,5 +307,5 @@ def _copied(values: Any, device: torch.device, from_gpu: bool | None) -> Any:
 
 @cache
 def _own_stream(device: torch.device, worker: int) -> torch.cuda.Stream | None:
-    """A stream of the device, cached because libraries keep a workspace for every stream that they have seen."""
+    """A stream of the device. It is cached, because libraries keep a workspace for every stream that they have seen."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -29,11 +29,12 @@ import torch
 from rooftop.hardware.page_faults import NO_FAULTS, PageFaults, page_faults
 
 LEAD_STEPS, LEAD_S = 2, 0.15
-"""Uncounted first steps: at least this many, and for at least this time. An idle H100 then runs matrix products for
-some 50 ms above the clocks that its power limit sustains. A CPU needs one."""
+"""Uncounted first steps: at least this many, and for at least this time. After a pause, an H100 runs matrix products
+for some 50 ms at clocks above those that its power limit sustains. A CPU needs one step.
+"""
 REST_S = 0.1
 """Pause of a GPU before the latency of single steps is measured."""
-LEAST_STEPS, MOST_STEPS = 3, 2000  # of a block
+LEAST_STEPS, MOST_STEPS = 3, 2000  # steps of a block
 WINDOW_STEPS, LEAST_WINDOWS = 10, 10
 LOWER_TENTH = 0.1
 
@@ -44,7 +45,7 @@ class StepTime:
 
     Attributes:
         ms: the time. low_ms, high_ms: the interval: the fastest window, and the median of all.
-        steps, blocks: how many steps were timed, in how many blocks.
+        steps, blocks: numbers of timed steps, and of their blocks.
         mean: whether the time is the mean of all steps.
         drift_ms: the difference between the medians of the blocks.
     """
@@ -64,8 +65,9 @@ class StepTime:
 
     @classmethod
     def of(cls, blocks: Sequence[Sequence[float]]) -> StepTime:
-        """The time of a step that always does the same, from the ms of each step of each block (at least one in
-        total)."""
+        """The time of a step that always does the same work, from the ms of each step of each block (at least one in
+        total).
+        """
         windows, steps = _windows(blocks)
         ms = windows[int(LOWER_TENTH * (len(windows) - 1))]
         medians = [statistics.median(block) for block in blocks]
@@ -74,8 +76,9 @@ class StepTime:
 
     @classmethod
     def of_loop(cls, durations_ms: Sequence[float]) -> StepTime:
-        """The time of the steps of a program's own loop, which differ. It is the mean, because work in only every tenth
-        step (a printed value) counts for all steps. The interval holds the middle half of the windows."""
+        """The time of the steps of a program's own loop, which differ. The time is the mean, because work that occurs
+        in only some steps (a printed value) counts for all steps. The interval holds the middle half of the windows.
+        """
         windows, steps = _windows([durations_ms])
         mean, quarter = statistics.fmean(durations_ms), len(windows) // 4
         low_ms, high_ms = windows[quarter], windows[len(windows) - 1 - quarter]
@@ -83,7 +86,7 @@ class StepTime:
 
 
 def _windows(blocks: Sequence[Sequence[float]]) -> tuple[list[float], int]:
-    """Means over successive steps of a block, ascending; and the number of steps.
+    """Means over windows of successive steps of a block, ascending; and the number of steps.
 
     Steps left over at the end of a block join its last window.
     """
@@ -161,7 +164,7 @@ class StepClock:
 
     @property
     def launching_ms(self) -> float | None:
-        """The shortest time from the call of a single step until it returned; None on a CPU.
+        """The shortest time from the call of a single step until its return; None on a CPU.
 
         Other work of the host only adds to this time, so the shortest of several is the program's own.
         """

@@ -4,7 +4,7 @@
     with on_stream(side, x):     # side waits for the current stream, and x lives until side is done with it
         y = f(x)
     g()                          # runs at the same time as f
-    join(side, y)                # the current stream waits for side, and y lives until it is done with it
+    join(side, y)                # the current stream waits for side, and y lives until that stream is done with it
 
 A kernel on one stream does not wait for those on another. Without the wait, it reads data that are not yet written. And
 the caching allocator reuses freed memory at once for the stream that allocated it. Without `record_stream`, it does so

@@ -26,7 +26,7 @@ def places_of(named: Sequence[torch.device | str] | None) -> list[torch.device]:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """The device as tensors name it: a GPU with its index, the CPU without."""
+    """The device as tensors name it: a GPU with its index, the CPU without one."""
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu") if device.type == "cpu" else device
@@ -43,7 +43,7 @@ class Modes:
 
     @classmethod
     def of_this_thread(cls) -> Modes:
-        """The modes that are on now."""
+        """The present modes."""
         kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
         return cls(
             torch.is_grad_enabled(),
@@ -54,9 +54,11 @@ class Modes:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Turn these modes on in this thread."""
+        """Set these modes in this thread."""
         with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(self.inference))  # sets the grad mode too: the next line corrects
+            stack.enter_context(
+                torch.inference_mode(self.inference)
+            )  # this sets the grad mode too, which the next line corrects
             stack.enter_context(torch.set_grad_enabled(self.grad))
             for kind, dtype in self.autocasts:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache))
@@ -81,7 +83,7 @@ def current(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 @contextmanager
 def noted(note: str) -> Iterator[None]:
-    """Add a note to an exception raised inside, which says where it came from."""
+    """Add a note with the origin to an exception that is raised inside."""
     try:
         yield
     except BaseException as error:
@@ -92,7 +94,7 @@ def noted(note: str) -> Iterator[None]:
 def run_together(
     threads: ThreadPoolExecutor, calls: Sequence[Callable[[], None]], cancel: Callable[[], None] = lambda: None
 ) -> None:
-    """Run each call in a thread; when all have ended, raise the first exception (in time).
+    """Run each call in a thread. When all have ended, raise the exception that came first.
 
     Args:
         threads: at least one per call.
@@ -118,4 +120,4 @@ def run_together(
         if failures:
             raise failures[0]
     finally:
-        failures.clear()  # exceptions hold this frame, and it would hold them: a cycle
+        failures.clear()  # exceptions hold this frame, and the frame would hold them: a cycle

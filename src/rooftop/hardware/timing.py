@@ -31,7 +31,7 @@ LEAST_SAMPLES = 5
 MOST_SAMPLES = 200
 SLOW_SAMPLES = 2
 SURE_ROUNDS = 3
-LEAST_SAMPLE_S = 1e-3  # a CUDA event resolves about 0.5 us: 0.05% of this
+LEAST_SAMPLE_S = 1e-3  # a CUDA event has a resolution of about 0.5 us, 0.05% of this
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def compare(
 
 
 def compare_slow(variants: Mapping[str, Callable[[], object]], samples: int = SLOW_SAMPLES) -> dict[str, Timing]:
-    """Time callables on the CPU that take tenths of a second: single calls, interleaved as in `compare`.
+    """Time callables on the CPU that take tenths of a second, by single calls, interleaved as in `compare`.
 
     There is no warm-up: call each variant once before.
     """
@@ -125,7 +125,7 @@ def compare_slow(variants: Mapping[str, Callable[[], object]], samples: int = SL
 def balanced_orders(count: int) -> list[list[int]]:
     """Orders of `count` items in which each item directly follows each other one equally often.
 
-    A Latin square for an even count, two for an odd one: Williams 1949, "Experimental designs balanced for the
+    One Latin square for an even count, two for an odd count: Williams 1949, "Experimental designs balanced for the
     estimation of residual effects of treatments".
     """
     zigzag = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(count)]  # 0, 1, -1, 2, -2, ...
@@ -140,7 +140,7 @@ def rotated(fn: Callable[..., object], argument_sets: Sequence[Sequence[Tensor]]
 
 
 def rotated_copies(tensors: Sequence[Tensor], cache_bytes: int) -> list[list[Tensor]]:
-    """The tensors and copies of them, which together are at least twice the size of the cache."""
+    """The tensors, and enough copies that all together are at least twice the size of the cache."""
     size = max(1, sum(t.numel() * t.element_size() for t in tensors))
     count = max(1, math.ceil(2 * cache_bytes / size))
     return [list(tensors)] + [

@@ -1,7 +1,7 @@
 """How the GPUs of this machine are connected: their NVLink links, and the path from each GPU to each other.
 
-The kinds of path, best first: NVLink directly to the other GPU; NVLink to a switch that the other GPU is also on;
-otherwise the nearest point on PCIe that both share, in the terms of `nvidia-smi topo -m` (in brackets).
+The kinds of path, best first: NVLink directly to the other GPU; NVLink to a switch to which the other GPU is also
+connected; otherwise the nearest common point on PCIe (in brackets the term of `nvidia-smi topo -m`).
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ class NvLink:
     Attributes:
         number: number of the link on its GPU.
         version: of NVLink, e.g. "4.0".
-        rate: bytes/s each way, as the driver states it.
-        remote: the other end: "gpu", "switch" or "other".
-        remote_pci: its PCI address.
+        rate: bytes/s in each direction, as the driver reports it.
+        remote: the kind of the other end: "gpu", "switch" or "other". remote_pci: the other end's PCI address.
     """
 
     number: int
@@ -54,7 +53,7 @@ class Peer:
     Attributes:
         path: "NVLink", "NVLink switch", or the point on PCIe where the two meet; None if the driver does not tell.
         links: NVLink links that serve the path.
-        peer_access: whether it can read and write the other's memory without the host.
+        peer_access: whether the GPU can read and write the other GPU's memory without the host.
     """
 
     path: str | None
@@ -73,7 +72,7 @@ def nv_links(nvml: Nvml, uuid: str | None) -> tuple[NvLink, ...] | None:
 
 
 def _links_up(module: Any, handle: Any) -> list[int]:
-    """Numbers of the active links. For a link that this GPU does not have, NVML raises a separate kind of error."""
+    """Numbers of the active links. For a link that this GPU does not have, NVML raises an error of a separate kind."""
     up = []
     for number in range(module.NVML_NVLINK_MAX_LINKS):
         try:
@@ -122,11 +121,11 @@ def peers(
     links: Sequence[tuple[NvLink, ...] | None],
     access: Mapping[int, bool],
 ) -> dict[str, Peer]:
-    """The paths from GPU `index` to each other one.
+    """The paths from GPU `index` to each other GPU.
 
     Args:
         uuids, links: of all GPUs, by index.
-        access: for each other index, whether this GPU can access its memory directly.
+        access: for each other GPU's index, whether this GPU can access that GPU's memory directly.
     """
     found = {}
     for other in range(len(uuids)):
@@ -155,7 +154,7 @@ def _path(
 
 
 def _to_switches(here: tuple[NvLink, ...], there: tuple[NvLink, ...]) -> int:
-    """Links of `here` to switches that `there` is also connected to. A virtual machine may hide which switches these
+    """Links from `here` to switches to which `there` is also connected. A virtual machine may hide which switches these
     are."""
     known = {link.remote_pci for link in there if link.remote == "switch"}
     mine = [link.remote_pci for link in here if link.remote == "switch"]

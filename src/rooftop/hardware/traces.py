@@ -1,4 +1,4 @@
-"""PyTorch's profiler: its raw events, without its own processing.
+"""The raw events of PyTorch's profiler, without its own processing.
 
 - At the end of its `with` block PyTorch's profiler turns its events into a tree of Python objects. That tree is not
   used here, and takes 3 s for 15,000 operators.
@@ -28,15 +28,15 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def let_profiler_say_its_word() -> None:
-    """Suppress, once in this process, a message of PyTorch's profiler. PyTorch prints it when the first memory block is
-    released that was not allocated under the profiler, and then at each thousandth such block.
+    """Suppress, once in this process, a message of PyTorch's profiler. PyTorch prints it when a memory block is
+    released that was not allocated under the profiler: for the first such block, and then for each thousandth.
 
     Call this before a watched program begins, because output to stderr during this call (0.1 ms) is lost.
     """
     block = torch.empty(1, device="cpu")
     try:
         heard = os.dup(2)
-    except OSError:  # nobody reads the output
+    except OSError:  # nothing reads the output
         return
     silence = os.open(os.devnull, os.O_WRONLY)
     try:
@@ -83,7 +83,7 @@ class Trace:
     Attributes:
         events: all events, of host and device, in no order; after the block.
         found: what `read` returned.
-        beginning: whether a profiler is starting now, which is then this one.
+        beginning: whether a profiler of this class is starting now.
         switching: returns a context around each start and each end of a profiler.
     """
 

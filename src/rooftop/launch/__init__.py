@@ -1,4 +1,4 @@
-"""Launching kernels."""
+"""Launch kernels and operators."""
 
 from rooftop.launch.triton_launch import INTERPRETED, count_launches, launch
 

@@ -1,9 +1,9 @@
-"""Launches of Triton kernels that were launched before with such arguments: addresses and numbers go directly to the
-compiled kernel.
+"""Launch Triton kernels again with arguments of the same kind: addresses and numbers go directly to the compiled
+kernel.
 
 Triton inspects all arguments at each launch, builds a key as a string and looks the compiled kernel up, which takes the
-host longer than the rest of a call. Here the key has only what Triton compiles for: dtypes, divisibility by 16, the
-width of integers, constants. Triton itself compiles, and it launches whatever this file does not know.
+host longer than the rest of a call. Here the key has only the facts for which Triton compiles: dtypes, divisibility by
+16, the width of integers, constants. Triton itself compiles, and launches all kernels that this file does not know.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ MOST_COMPILED = 16384
 _compiled: dict[tuple[Any, ...], Compiled] = {}
 """Compiled kernels by kernel, device, facts of the arguments, and constants."""
 
-_NUMBERS = frozenset((float, bool))  # Triton does not compile for their values
-_SMALL = 1 << 31  # integers below have 32 bits in a kernel
+_NUMBERS = frozenset((float, bool))  # Triton does not specialize on values of these types
+_SMALL = 1 << 31  # smaller integers have 32 bits in a kernel
 _runtime: Any = None  # Triton's settings, once it is imported
 
 
@@ -51,7 +51,9 @@ class Compiled:
         self.stream_of = driver.active.get_current_stream
 
     def launch(self, grid: tuple[int, ...], given: Sequence[Any]) -> None:
-        """Launch it with these addresses and numbers on the current stream of its device, which is the current one."""
+        """Launch the kernel with these addresses and numbers on the current stream of its device, which must be the
+        current device.
+        """
         x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
         stream = self.stream_of(self.device)
         self.run(x, y, z, stream, self.function, self.metadata, None, None, None, *given, *self.constants)
@@ -69,7 +71,7 @@ def start(
         args, parameters: positional arguments; constants and launch parameters.
 
     Returns:
-        The compiled kernel, if it launches any arguments of the same dtypes and alignment.
+        The compiled kernel, if it can be launched with any arguments of the same dtypes and alignment.
     """
     seen = facts_of(args, index)
     if seen is None or is_watched():
@@ -85,8 +87,8 @@ def start(
 
 
 def facts_of(args: Sequence[Any], index: int) -> tuple[list[Any], list[Any]] | None:
-    """(what Triton compiles for, what its launcher takes: addresses and numbers). None for arguments that Triton has to
-    inspect: tensors elsewhere, tensor descriptors, and other kinds.
+    """(facts for which Triton compiles, addresses and numbers for its launcher). None for arguments that Triton has to
+    inspect: tensors on other devices, tensor descriptors, and other kinds.
 
     Args:
         args: positional arguments of a launch.
@@ -101,7 +103,7 @@ def facts_of(args: Sequence[Any], index: int) -> tuple[list[Any], list[Any]] | N
                 return None
             given[place] = address = each.data_ptr()
             facts += (each.dtype, not address & 15)
-        elif kind is int:  # whether it is 1, a multiple of 16, and of how many bits
+        elif kind is int:  # facts: whether it is 1, a multiple of 16, and its bits
             if each == 1:
                 facts.append(1)
             elif -_SMALL <= each < _SMALL:
@@ -149,7 +151,7 @@ def _keep(key: tuple[Any, ...], kernel: Any, compiled: Any, count: int, paramete
 
 
 def is_watched() -> bool:
-    """Whether hooks of Triton's profilers, or its debugging, have to see launches."""
+    """Whether hooks of Triton's profilers or Triton's debugging have to see launches."""
     global _runtime
     if _runtime is None:
         from triton import knobs

@@ -41,9 +41,9 @@ Size = int | tuple[int, ...]
 GRID_LIMITS = (2**31 - 1, 65535, 65535)
 BLOCK_LIMITS = (1024, 1024, 64)
 PORTABLE_CLUSTER_LIMIT = 8  # blocks
-CLUSTER_LIMIT = 16  # on sm_90, if the kernel opts in
-DEFAULT_SHARED_BYTES = 48 * 1024  # of a block; a kernel must opt in to more
-CONFIGURATIONS_KEPT = 1024  # of one kernel
+CLUSTER_LIMIT = 16  # blocks, on sm_90, if the kernel opts in
+DEFAULT_SHARED_BYTES = 48 * 1024  # for a block; a kernel must opt in to more
+CONFIGURATIONS_KEPT = 1024  # configurations of one kernel
 
 _kernels: dict[tuple[Any, ...], Kernel] = {}
 _streams: dict[tuple[int, int], Any] = {}
@@ -63,8 +63,8 @@ def compile(
 ) -> Kernel:
     """Compile one kernel of a CUDA C++ source.
 
-    The first call compiles. Later calls cost a look-up, or reading a file in another process. So the caller may compile
-    before each launch.
+    The first call compiles. Later calls cost a look-up, or in another process the reading of a file. So the caller may
+    call `compile` before each launch.
 
     Args:
         source: the whole source. CUDA's headers are found; those of the C++ library are not available.
@@ -79,8 +79,8 @@ def compile(
 
     Raises:
         CompilationError: the compiler failed; the message has its log and the line of the source.
-        MissingExtraError: NVRTC, `cuda.core` or a CUDA header is not installed: the message says how.
-        TypeError: no Python value can be passed for a kernel parameter, or source or name is not a str.
+        MissingExtraError: NVRTC, `cuda.core` or a CUDA header is not installed: the message has the command. TypeError:
+            no Python value can be passed for a kernel parameter, or source or name is not a str.
         ValueError: there is no GPU to compile for, or NVRTC does not know the architecture.
     """
     for what, text in (("source", source), ("name", name)):
@@ -271,7 +271,9 @@ class Kernel:
 
     @cached_property
     def _loaded(self) -> Any:
-        """The loaded kernel, for every context that launches it. Loading during a capture must not end the capture."""
+        """The loaded kernel, for every context that launches it. A capture does not end if the kernel is loaded during
+        it.
+        """
         core = nvrtc.require_cuda_core()
         from cuda.bindings import driver
 
@@ -289,7 +291,7 @@ class Kernel:
     def _configure(
         self, grid: Size, block: Size, shared_bytes: int, cluster: Size | None, cooperative: bool, device: int
     ) -> Any:
-        """The configuration as `cuda.core` takes it, cached for the next launch."""
+        """The configuration in the form of `cuda.core`, cached for the next launch."""
         core = nvrtc.require_cuda_core()
         if _arch_of(device) != self.arch.rstrip("af"):
             raise ValueError(
@@ -384,14 +386,14 @@ def _is_of_the_driver(error: Exception) -> bool:
 
 
 def _launch(*arguments: Any) -> None:
-    """Replaces itself by `cuda.core.launch` at the first call."""
+    """Replaces itself with `cuda.core.launch` at the first call."""
     global _launch
     _launch = nvrtc.require_cuda_core().launch
     _launch(*arguments)
 
 
 def _current_stream(device: int) -> Any:
-    """PyTorch's current stream as `cuda.core`'s; PyTorch takes its streams from a pool that lives forever."""
+    """PyTorch's current stream as a stream of `cuda.core`. PyTorch takes its streams from a pool that lives forever."""
     key = (device, torch._C._cuda_getCurrentRawStream(device))
     stream = _streams.get(key)
     if stream is None:
@@ -400,15 +402,14 @@ def _current_stream(device: int) -> Any:
 
 
 def _bind_context(device: int) -> None:
-    """A thread has no context until it calls CUDA's runtime; a launch through the driver does not do that."""
+    """Give this thread a CUDA context. Calls of CUDA's runtime do so, but launches through the driver do not."""
     if not getattr(_thread, "bound", False):
         nvrtc.require_cuda_core().Device(device).set_current()
         _thread.bound = True
 
 
 def _threads_with(registers: int | None, capability: tuple[int, int]) -> int:
-    """The number of threads that a block can have if each uses that many registers: whole warps in each
-    sub-partition."""
+    """The largest number of threads of a block if each uses this many registers: whole warps in each sub-partition."""
     unit = MULTIPROCESSORS.get(capability)
     if unit is None or not registers:
         return BLOCK_LIMITS[0]

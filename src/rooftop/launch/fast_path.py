@@ -1,8 +1,8 @@
-"""Operator calls that skip PyTorch's dispatcher and go directly to the implementation.
+"""Calls of operators that skip PyTorch's dispatcher and go directly to the implementation.
 
 For an operator written in Python, a call through the dispatcher costs the host more time than the launch of a small
-kernel. A call that nothing watches or transforms does not need it. Whatever must see the operator still sees it:
-torch.compile, modes (FakeTensor, counting), transforms, the profiler.
+kernel. If nothing watches or transforms a call, it does not need the dispatcher. All that must see an operator still
+see it: torch.compile, modes (FakeTensor, counting), transforms, the profiler.
 
 `benchmarks/calls.py` measures the time saved. If the row "dispatcher" of its table costs less than a tenth of a call,
 this file can be removed.
@@ -21,14 +21,16 @@ from torch.autograd import forward_ad
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _LISTS = (list, tuple)
-_NO_TENSORS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))  # most other arguments
-# Looked up once, since every call asks them.
+_NO_TENSORS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))  # types of most other arguments
+# These functions are looked up once, since every call uses them.
 _include_set = torch._C._dispatch_tls_local_include_set
 _is_included = torch._C._dispatch_tls_is_dispatch_key_included
-_VMAP_MODE: Any = torch._C._parse_dispatch_key("VmapMode")  # of `is_grads_batched`; `torch.func` has another
+_VMAP_MODE: Any = torch._C._parse_dispatch_key(
+    "VmapMode"
+)  # the key of `is_grads_batched`; `torch.func` has another one
 _function_modes = torch._C._len_torch_function_stack
 _profiler_enabled = torch._C._autograd._profiler_enabled
-# a new thread has no modes, transforms or inference mode, unlike perhaps this thread
+# A new thread has no modes, transforms or inference mode; this thread may have some.
 with ThreadPoolExecutor(1) as _thread:
     _UNWATCHED = _thread.submit(_include_set).result()
     _INFERRING = _thread.submit(torch.inference_mode()(_include_set)).result()
@@ -42,7 +44,7 @@ def is_plain(arguments: Sequence[Any]) -> bool:
 
 
 def only_infers(arguments: Sequence[Any]) -> bool:
-    """Whether a call is in inference mode, in which autograd records nothing, and nothing else has to see it."""
+    """Whether nothing has to see a call, not even autograd, because it is in inference mode."""
     return torch.is_inference_mode_enabled() and _include_set() == _INFERRING and _unseen(arguments)
 
 
@@ -106,8 +108,9 @@ def unwatched(*arguments: Any) -> bool:
 
 
 def computed_on_cpu(*tensors: Any) -> bool:
-    """Whether PyTorch's own functions can compute this, which saves the host an operator call: the tensors are dense
-    and on the CPU, nothing notices which operators compute on them, and no gradient is needed."""
+    """Whether PyTorch's own functions can compute on these tensors, which saves the host an operator call. This holds
+    if the tensors are dense and on the CPU, nothing notices which operators compute on them, and no gradient is needed.
+    """
     recorded = torch.is_grad_enabled()
     for t in tensors:
         if t is None:
@@ -125,8 +128,8 @@ def recording(name: str, forward: Callable[..., Any], backward: Callable[..., An
 
     Args:
         name: of the operator.
-        forward: (ctx, *arguments) to the results.
-        backward: (ctx, wanted, *slopes) to gradients of the arguments; `wanted` says which need one.
+        forward: computes the results from (ctx, *arguments). backward: computes gradients of the arguments from (ctx,
+            wanted, *slopes); `wanted` says which need one.
     """
 
     def backward_of(ctx: Any, *slopes: Any) -> Any:
@@ -134,7 +137,7 @@ def recording(name: str, forward: Callable[..., Any], backward: Callable[..., An
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward_of)}
     made: Any = type(f"GeneratedBackwardFor_rooftop_{name}_default", (torch.autograd.Function,), methods)
-    # What Function.apply does before this call only matters for transforms, and those go through the dispatcher.
+    # The work of Function.apply before this call matters only for transforms, which go through the dispatcher.
     return super(torch.autograd.Function, made).apply  # type: ignore[no-any-return]
 
 
@@ -153,7 +156,7 @@ def recording_lists(
         rest = iter(wanted[1:])
         of_arguments = [next(rest) if n is None else list(islice(rest, n)) for n in ctx.counts]
         found = backward(ctx, of_arguments, list(slopes)) if gives_list else backward(ctx, of_arguments, *slopes)
-        flat: list[Tensor | None] = [None]  # of `counts`
+        flat: list[Tensor | None] = [None]  # length of `counts`
         for count, gradient in zip(ctx.counts, found, strict=True):
             flat += [gradient] if count is None else [None] * count if gradient is None else gradient
         return tuple(flat)

@@ -1,10 +1,9 @@
-"""The parameters of a CUDA C++ kernel, from its mangled name, and Python values checked against them.
+"""Read the parameters of a CUDA C++ kernel from its mangled name, and check Python values against them.
 
-    pointers    a tensor of the dtype pointed to, on the device of the launch; None is a null pointer
-    integers    an int within the type's range
-    floats      a float or an int that does not overflow
+    pointers    a tensor with the pointer's dtype, on the device of the launch; None is a null pointer integers    an
+    int within the type's range floats      a float or an int that does not overflow
 
-A kernel does not know strides: pass the ones that it needs as integers.
+A kernel does not know strides: pass the strides that it needs as integers.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 Converter = Callable[[Any, int], Any]
-"""From (value, index of the device) to the argument for `cuda.core.launch`."""
+"""A function from (value, index of the device) to the argument for `cuda.core.launch`."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class Signature:
     converters: tuple[Converter, ...]
 
     def values(self, arguments: tuple[Any, ...], device: int) -> list[Any]:
-        """Arguments as `cuda.core.launch` takes them.
+        """Convert arguments for `cuda.core.launch`.
 
         Args:
             device: index of the device that the tensors must be on.
@@ -107,7 +106,7 @@ def signature(kernel: str, types: tuple[str, ...]) -> Signature:
     """The signature of a kernel whose parameters have these C++ types.
 
     Raises:
-        TypeError: a type for which no Python value can be passed (a struct by value, a pointer to a pointer).
+        TypeError: no Python value can be passed for a type (a struct by value, a pointer to a pointer).
     """
     converters = tuple(_converter(kernel, index, type_) for index, type_ in enumerate(types, 1))
     return Signature(kernel, types, converters)

@@ -1,14 +1,14 @@
-"""Operator calls whose shapes, strides and dtypes are known: what they allocate and launch is made again, and nothing
-is decided again.
+"""Repeat operator calls whose shapes, strides and dtypes are known: the same allocations and launches, without new
+decisions.
 
-All decisions of an operator (views, grids, constants, which kernels) depend on facts of its arguments: shapes, strides,
-dtypes, device, alignment, and values that are not tensors. The second call with the same facts is observed. If it only
-allocates memory, takes views, and launches Triton kernels, every later call is a list of allocations and launches whose
-pointers are arguments or allocations plus constant offsets. Other calls (copies, PyTorch's own operators, CUDA C++) run
-as always.
+All decisions of an operator (views, grids, constants, choice of kernels) depend on facts of its arguments: shapes,
+strides, dtypes, device, alignment, and values that are not tensors. The second call with the same facts is observed. If
+that call only allocates memory, takes views, and launches Triton kernels, every later call is a list of allocations and
+launches. Their pointers are arguments or allocations plus constant offsets. Other calls (copies, PyTorch's own
+operators, CUDA C++) run as always.
 
-An operator takes part with `declare(..., known=...)`. Its `run` must not depend on anything but those facts: not on the
-memory behind its arguments, and on no setting that `known` does not give.
+An operator takes part with `declare(..., known=...)`. Its `run` may depend only on these facts, and on settings that
+`known` returns. It may not depend on the contents of memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from rooftop.launch.compiled_kernels import Compiled, is_descriptor, is_watched
 from rooftop.launch.counters import counters_now
 
 MOST_KNOWN = 4096
-"""Of an operator. A model has tens of shapes; where every call has another, few are kept for long."""
+"""Known calls of an operator. A model has tens of shapes; if every call has another shape, few calls are kept for
+long.
+"""
 
 _empty, _empty_like = torch.empty_strided, torch.empty_like
 aten = torch.ops.aten
@@ -41,7 +43,7 @@ ON_CPU = triton_launch.INTERPRETED
 _VALUES = frozenset((type(None), bool, int, str, torch.dtype, torch.device))
 _LISTS = frozenset((bool, int))
 _SEEN = "seen once"  # not yet observed
-_OTHER = "other"  # more than allocations, views and launches
+_OTHER = "other"  # the call does more than allocate, take views and launch
 _forgets: list[Callable[[], None]] = []
 
 
@@ -57,7 +59,7 @@ def facts_of(arguments: Sequence[Any]) -> tuple[Any, ...] | None:
         elif kind in _VALUES:
             facts += (kind, each)
         elif kind is float:
-            facts += (kind, each or repr(each))  # 0.0 equals -0.0
+            facts += (kind, each or repr(each))  # distinguishes 0.0 and -0.0, which are equal
         elif kind is list and _LISTS.issuperset(map(type, each)):
             facts += (kind, *each, None)
         else:
@@ -66,11 +68,11 @@ def facts_of(arguments: Sequence[Any]) -> tuple[Any, ...] | None:
 
 
 def remembering(run: Callable[..., Any], settings: Callable[[Sequence[Any]], Any] | None = None) -> Callable[..., Any]:
-    """The same function of an operator's arguments, which decides once for each set of facts.
+    """A function of an operator's arguments that makes its decisions once for each set of facts.
 
     Args:
         run: the function.
-        settings: from the arguments to what else decisions depend on.
+        settings: a function from the arguments to other values on which decisions depend.
     """
     known: dict[tuple[Any, ...] | None, Any] = {}
     _forgets.append(known.clear)
@@ -113,25 +115,25 @@ def became_known() -> None:
 
 
 def also_forget(clear: Callable[[], None]) -> None:
-    """Call this, too, to forget."""
+    """Register a function that `forget` calls, too."""
     _forgets.append(clear)
 
 
 def forget() -> None:
-    """Drop all that is known. Call this after a change of the tables of launch parameters."""
+    """Drop all known calls. Call this after a change of the tables of launch parameters."""
     for each in _forgets:
         each()
 
 
-# ---- what a known call does ------------------------------------------------------------------------------------------
+# ---- steps of a known call ------------------------------------------------------------------------------------------
 
 
 class Memory(NamedTuple):
     """An allocation.
 
     Attributes:
-        like: the argument of the operator that has such contiguous memory; None: no argument has. PyTorch allocates
-            something like a tensor in half the time.
+        like: an argument of the operator with contiguous memory of the same shape and dtype; None: there is none.
+            PyTorch allocates memory like that of a tensor in half the time.
     """
 
     shape: tuple[int, ...]
@@ -178,7 +180,7 @@ class Described(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One launch; `compiled` is None where kernels are interpreted."""
+    """One launch; `compiled` is None for interpreted kernels."""
 
     kernel: Any
     compiled: Compiled | None
@@ -189,12 +191,12 @@ class Step(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """What a known call allocates, launches and returns.
+    """The allocations, launches and results of a known call.
 
     Attributes:
-        tensors: which of the operator's arguments are tensors.
+        tensors: indices of the operator's arguments that are tensors.
         memory: the allocations; the launches use them, or they are results.
-        results: for each result its allocation; None for a result that is None.
+        results: the allocation of each result; None for a result that is None.
         kind: tuple, list, or Tensor for a single result.
     """
 
@@ -206,7 +208,7 @@ class Steps(NamedTuple):
     kind: type
 
     def run(self, arguments: Sequence[Any]) -> Any:
-        """The results for arguments with the same facts; NotImplemented where counters are missing."""
+        """The results for arguments with the same facts; NotImplemented if counters are missing."""
         device = self.device
         made: list[Any] = []
         for each in self.memory:
@@ -345,7 +347,7 @@ class Observer(TorchDispatchMode):
         self, start: Callable[..., Any], kernel: Any, grid: tuple[int, ...], device: torch.device, args: Sequence[Any],
         parameters: dict[str, Any],
     ) -> None:  # fmt: skip
-        """Launch a kernel by `start`, and note it if this is the observed thread."""
+        """Launch a kernel by `start`, and record the launch if this is the observed thread."""
         if get_ident() != self.thread:
             start(kernel, grid, device, args, parameters)
             return
@@ -409,7 +411,7 @@ class Observer(TorchDispatchMode):
             self._is_other("a launch that is not Triton's")
 
     def steps(self, places: tuple[int, ...], result: Any) -> Steps | None:
-        """What was observed; None if it was anything else."""
+        """The observed steps; None if the call did anything else."""
         count = len(places)
         kind = Tensor if isinstance(result, Tensor) else type(result)
         if self.why or kind not in (Tensor, tuple, list):

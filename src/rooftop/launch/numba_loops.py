@@ -42,24 +42,26 @@ def numba_works() -> bool:
             stacklevel=2,
         )
         return False
-    # If a process forks while a thread compiles, the child would get a lock that no thread releases.
+    # If a process forked while a thread compiles, the child would get a lock that no thread releases.
     os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
     return True
 
 
 def worth_a_loop(elements: int) -> bool:
-    """Whether Numba is installed and a compiled loop pays for that many elements: starting it costs less than computing
-    them without it."""
+    """Whether Numba is installed and a compiled loop pays for this many elements: starting the loop costs less than
+    computing without it.
+    """
     return elements >= LEAST_ELEMENTS and numba_is_installed()
 
 
 def compiled_loop(source: str, name: str, constants: Mapping[str, Any]) -> Callable[..., None]:
     """Compile the function of that name in a source text, at its first call.
 
-    Floating point follows IEEE 754, also for division, and no product is fused with a sum. It runs without the GIL.
+    Floating point follows IEEE 754, also for division, and no product is fused with a sum. The function runs without
+    the GIL.
 
     Args:
-        source: Python that Numba understands.
+        source: Python code that Numba can compile.
         constants: the values of its global names.
     """
     import numba
@@ -96,13 +98,13 @@ def run_part(loop: Callable[..., None], given: Sequence[Any]) -> Callable[[int, 
 
 
 def in_threads(work: Callable[[int, int], None], count: int, most: int) -> None:
-    """Call work(first, last) for consecutive parts of range(count), in as many threads as torch would use.
+    """Call work(first, last) for consecutive parts of range(count), in the number of threads that torch would use.
 
     Args:
         most: the maximum number of threads.
 
     Raises:
-        BaseException: a thread raised it; the first such exception, after all threads have ended.
+        BaseException: the first exception of a thread, raised after all threads have ended.
     """
     threads = max(1, min(torch.get_num_threads(), most, count))
     bounds = [count * n // threads for n in range(threads + 1)]

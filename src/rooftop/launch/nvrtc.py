@@ -1,7 +1,7 @@
-"""Compile CUDA C++ to machine code through NVRTC (`cuda.core`), even without a GPU, and once for each source.
+"""Compile CUDA C++ to machine code by NVRTC (`cuda.core`), even without a GPU, and once for each source.
 
 Binaries are stored under `$ROOFTOP_CACHE/kernels` (in the user's cache if that is not set). A binary's name is the
-SHA-256 of everything that it depends on: source, name, options, architecture, the versions of NVRTC and of the CUDA
+SHA-256 of all that it depends on: source, name, options, architecture, and the versions of NVRTC and of the CUDA
 headers.
 """
 
@@ -23,9 +23,9 @@ from typing import Any
 from rooftop.errors import CompilationError, MissingExtraError
 from rooftop.launch.kernel_arguments import parameter_types
 
-FORMAT = 1  # of the files
+FORMAT = 1  # version of the files' format
 
-# Its mangled name contains the types of the kernel's parameters, even for a kernel that is extern "C".
+# The mangled name of this function contains the types of the kernel's parameters, even for a kernel that is extern "C".
 SIGNATURE = "\ntemplate <class Kernel> __global__ void rooftop_signature() {}\n"
 
 
@@ -55,10 +55,10 @@ class Binary:
     Attributes:
         name: as requested, `scale<float>`.
         arch: sm_90, ...
-        symbol: its name in the cubin.
+        symbol: the kernel's name in the cubin.
         types: C++ types of its parameters.
         registers: registers of a thread. This and the next three are None if this NVRTC does not report them.
-        static_shared_bytes: bytes of a block, besides those that a launch requests.
+        static_shared_bytes: shared bytes of a block, in addition to those that a launch requests.
         stack_bytes, spill_bytes: local memory of a thread in bytes, and the part of it that holds spilled registers.
         log: the compiler's messages: warnings, resources.
         cubin: the machine code.
@@ -141,7 +141,7 @@ def version() -> tuple[int, int]:
 def _compile(source: str, name: str, options: Options) -> Binary:
     of_signature = f"rooftop_signature<decltype(&{name})>"
     compiled, log = _run(source + SIGNATURE, name, options, (name, of_signature))
-    # without compile times, the same source gives the same log
+    # without compile times, so that the same source gives the same log
     log = re.sub(r"ptxas info *: Compile time.*\n", "", log)
     symbols = {key: _text(symbol) for key, symbol in compiled.symbol_mapping.items()}
     types = parameter_types(_demangled(symbols[of_signature]))
@@ -242,7 +242,7 @@ def _architectures() -> tuple[int, ...]:
     return tuple(_nvrtc("nvrtcGetSupportedArchs")[0])
 
 
-# ---- what must be installed --------------------------------------------------------------------------------------
+# ---- required packages --------------------------------------------------------------------------------------
 
 
 def require_cuda_core() -> Any:
@@ -350,7 +350,7 @@ def _save(binary: Binary, path: Path) -> None:
     about = asdict(binary)
     cubin = about.pop("cubin")
     about["sha256"] = hashlib.sha256(cubin).hexdigest()
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")  # two processes may compile the same
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")  # two processes may compile the same kernel
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(json.dumps(about).encode() + b"\n" + cubin)

@@ -1,7 +1,7 @@
 """Operators of the `rooftop::` namespace of `torch.library`, each declared once.
 
-The signature of an operator is a class, a `typing.NamedTuple` of its arguments. Methods of that class give PyTorch and
-Rooftop the rest:
+The signature of an operator is a class, a `typing.NamedTuple` of its arguments. Methods of that class describe the
+rest:
 
     class Swiglu(NamedTuple):
         gate: Tensor
@@ -13,8 +13,8 @@ Rooftop the rest:
 
     swiglu = declare("swiglu", Swiglu)  # torch.ops.rooftop.swiglu; called as a function of (gate, up)
 
-`torch.library.custom_op` does the same with more checks at every call (of aliasing, mutation, versions), which cost the
-host more time than launching the kernel. So does the dispatcher: see fast_path.py.
+`torch.library.custom_op` does the same with more checks at every call (of aliasing, mutation, versions), which take the
+host longer than launching the kernel. The dispatcher takes longer than that, too (see fast_path.py).
 """
 
 from __future__ import annotations
@@ -48,11 +48,13 @@ class _Declared(NamedTuple):
 
     signature: Any
     run: Function
-    recorded: Function | None  # recorded by autograd without the dispatcher; None for an operator without a derivative
+    recorded: (
+        Function | None
+    )  # the function that autograd records without the dispatcher; None for an operator without a derivative
     call: Function
 
 
-_declared: dict[str, _Declared] = {}  # by name; without operators that change arguments
+_declared: dict[str, _Declared] = {}  # operators by name, except those that change arguments
 
 # ---- declaration --------------------------------------------------------------------------------------------------
 
@@ -78,8 +80,8 @@ class Signature(Protocol[Result_co]):
             Without this method, all arguments are kept.
         gradients(kept, wanted, *slopes): a static method that computes the gradients of the arguments, in order, from
             `slopes`, the gradients of the results. With several results, some slopes may be None. The returned tuple
-            may omit trailing gradients that are None. `wanted` says which arguments need one. An operator with lists of
-            tensors takes and gives lists of gradients.
+            may omit trailing gradients that are None. `wanted` says which arguments need a gradient. For an operator
+            with lists of tensors, slopes and gradients are lists, too.
     """
 
     def run(self) -> Result_co: ...
@@ -110,7 +112,10 @@ def declare(
     made: Any = signature
     schema = torch.library.infer_schema(_prototype(made), mutates_args=mutates)
     _library.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
-    fields, new = len(made._fields), partial(tuple.__new__, made)  # faster than NamedTuple's own, in Python
+    fields, new = (
+        len(made._fields),
+        partial(tuple.__new__, made),
+    )  # faster than NamedTuple's own constructor, which is in Python
 
     def run(*arguments: Any) -> Any:
         return (new(arguments) if len(arguments) == fields else made(*arguments)).run()
@@ -162,7 +167,7 @@ def _prototype(signature: Any) -> Function:
 
 
 def _arguments_of(signature: Any) -> list[str]:
-    """Names of the arguments, in the order of the fields."""
+    """The names of the arguments, in the order of the fields."""
     return [field.removesuffix("_") for field in signature._fields]
 
 
@@ -209,7 +214,7 @@ def _call(run: Function, overload: Any, formula: Function | None, recorded: Func
 
 Kept = tuple[Any, ...]
 Gradients = Callable[..., Sequence[Any]]
-"""From (kept, wanted, *slopes) to gradients of the first arguments: see `Signature.gradients`."""
+"""A function from (kept, wanted, *slopes) to gradients of the first arguments (see `Signature.gradients`)."""
 
 
 def _differentiate(
@@ -222,7 +227,7 @@ def _differentiate(
 ) -> Function:
     """Register the derivative of an operator with the dispatcher; return the function that autograd records without it.
 
-    Every call runs the inner functions, so they do as little as possible. keep: None keeps the arguments.
+    Every call runs the inner functions, so these do as little as possible. keep: None keeps the arguments.
     """
     results = [str(each.type) for each in overload._schema.returns]
     lists = "List[Tensor]" in (*results, *(str(each.type) for each in overload._schema.arguments))
@@ -451,7 +456,7 @@ def no_tangents(name: str, *tensors: Tensor | None, instead: str | None = None) 
 def _decompose(overload: torch._ops.OpOverload, function: Callable[..., Any]) -> None:
     _decompositions[overload] = function
     torch._decomp.decomposition_table[overload] = function
-    torch._decomp.meta_table[overload] = function  # FakeTensor then takes the operator's fake with its strides
+    torch._decomp.meta_table[overload] = function  # FakeTensor then takes the strides from the operator's own `fake`
 
 
 def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:

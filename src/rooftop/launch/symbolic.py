@@ -1,9 +1,9 @@
 """Calls that `torch.fx` records as one node.
 
 `torch.fx.symbolic_trace` runs a model with proxies, which have neither shapes nor dtypes. So a function that reads
-either cannot be traced. PyTorch's own functions become one node each; so do functions with `recorded_whole`, and
-modules with `module_recorded_whole` inside a model. When the traced program runs, they are called with tensors and
-check their arguments. Functions that cannot be traced raise an error (`refuse_proxies`).
+shapes or dtypes cannot be traced. Each of PyTorch's own functions becomes one node, and so does each function with
+`recorded_whole`, and inside a model each module with `module_recorded_whole`. The traced program calls these functions
+with tensors, and they check their arguments. Functions that cannot be traced raise an error (`refuse_proxies`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def refuse_proxies(module: object, *arguments: object) -> None:
     """Raise an error with the alternative if torch.fx traces a forward that cannot be traced.
 
     Raises:
-        NotImplementedError: a proxy among the arguments.
+        NotImplementedError: an argument is a proxy.
     """
     if proxy_in(arguments) is not None:
         raise _refusal(module)
@@ -81,5 +81,5 @@ def _given(arguments: tuple[Any, ...], options: dict[str, Any]) -> fx.Proxy | No
 
 
 def proxy_in(values: Iterable[Any]) -> fx.Proxy | None:
-    """The first proxy among them."""
+    """The first proxy among the arguments."""
     return next((each for each in values if isinstance(each, fx.Proxy)), None)

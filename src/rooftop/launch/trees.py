@@ -1,4 +1,4 @@
-"""Expression trees, whose nodes may have several users, traversed without recursion."""
+"""Traverse expression trees, whose nodes may have several users, without recursion."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ Node = TypeVar("Node")
 
 
 def topological(roots: Iterable[Node], operands_of: Callable[[Node], Sequence[Node]]) -> list[Node]:
-    """All nodes below these, operands before the nodes that use them, each once. Nodes are compared by identity."""
+    """The given nodes and all nodes below them, each once, operands before the nodes that use them. Nodes are compared
+    by identity.
+    """
     order: list[Node] = []
     done: set[int] = set()
     stack = list(roots)[::-1]

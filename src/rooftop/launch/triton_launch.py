@@ -1,4 +1,4 @@
-"""Launch Triton kernels: on the tensor's device, counted, and with a clear error without Triton.
+"""Launch Triton kernels on the tensor's device, count launches, and raise a clear error without Triton.
 
 Under TRITON_INTERPRET=1 kernels run on the CPU, one program after another. The tests run each operator this way, and
 `count_launches` proves that the kernel ran rather than the reference.
@@ -23,7 +23,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton's kernels run on the CPU. Triton decides this when a kernel is defined, so it is fixed at import."""
 
 _counters: list[Counter[str]] = []
-_observer: Any = None  # of a call (known_calls.py)
+_observer: Any = None  # observer of a call (known_calls.py)
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
 def _launch(
     kernel: Any, grid: tuple[int, ...], device: torch.device, args: Sequence[Any], parameters: dict[str, Any]
 ) -> Any:
-    """The compiled kernel; None if it is not known (`start`)."""
+    """Launch the kernel; return the compiled kernel, or None if it is not known (`start`)."""
     if INTERPRETED:
         kernel.run(*args, grid=grid, warmup=False, **parameters)
         return None
@@ -72,9 +72,9 @@ def _launch(
 
 
 class Repeated:
-    """A kernel that is launched repeatedly, with different pointers and otherwise the same arguments.
+    """A kernel that is launched repeatedly with different pointers, and otherwise the same arguments.
 
-    At each launch Triton inspects all arguments to find the compiled kernel; here it does so only at the first launch.
+    Triton inspects all arguments at each launch to find the compiled kernel; here it does so only at the first launch.
 
     Args:
         kernel: a `triton.jit` function.
@@ -91,10 +91,12 @@ class Repeated:
     ) -> None:  # fmt: skip
         self.kernel, self.grid, self.device, self.parameters = kernel, grid, device, parameters
         self.arguments, self.places = list(arguments), tuple(places)
-        self._compiled: dict[tuple[bool, ...], Any] = {}  # by which pointers are divisible by 16 bytes
+        self._compiled: dict[
+            tuple[bool, ...], Any
+        ] = {}  # compiled kernels by the pointers that are divisible by 16 bytes
 
     def __call__(self, *pointers: Any) -> None:
-        """Launch it on the device's current stream.
+        """Launch the kernel on the device's current stream.
 
         Args:
             *pointers: tensors, or objects with a tensor's `data_ptr` and `dtype`; the same dtypes at each launch.
@@ -113,7 +115,7 @@ class Repeated:
         """Launch with addresses alone, if an earlier launch had pointers of the same divisibility by 16 bytes.
 
         Returns:
-            Whether it was launched; always False for interpreted kernels.
+            Whether the kernel was launched; always False for interpreted kernels.
         """
         found = self._compiled.get(_aligned(addresses))
         if found is None:
@@ -141,7 +143,7 @@ def _aligned(addresses: Iterable[int]) -> tuple[bool, ...]:
 
 
 def record_launch(name: str) -> None:
-    """Count one more launch of that kernel, which `launch` did not launch, in all active counts."""
+    """Count one launch of a kernel that was not launched by `launch`, in all active counts."""
     if _observer is not None:
         _observer.foreign()
     _count(name)
@@ -153,7 +155,7 @@ def _count(name: str) -> None:
 
 
 @cache
-def _is_cuda(device: torch.device) -> bool:  # remembered: asking a device for its type creates a string
+def _is_cuda(device: torch.device) -> bool:  # cached, because `device.type` creates a string at each call
     return device.type == "cuda"
 
 

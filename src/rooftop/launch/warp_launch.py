@@ -1,7 +1,7 @@
-"""Launch Warp kernels: on PyTorch's tensors, device and stream, loaded once, and counted.
+"""Launch Warp kernels on PyTorch's tensors, device and stream; load them once, and count launches.
 
-`launch_warp` packs all arguments at each launch. `Launches` packs them once, for kernels that are launched again and
-again with the same structs.
+`launch_warp` packs all arguments at each launch. `Launches` packs them once, for kernels that are launched repeatedly
+with the same structs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from rooftop.errors import MissingExtraError
 from rooftop.launch.triton_launch import record_launch
 
-_LOADING = Lock()  # two threads must not start Warp, or load kernels by a first launch, at the same time
+_LOADING = Lock()  # two threads must not start Warp, or load kernels in a first launch, at the same time
 _LOADED: set[tuple[torch.device, str]] = set()
 
 
@@ -71,12 +71,12 @@ def launch_warp(kernel: Any, threads: tuple[int, ...], *arguments: Any, device: 
 class Launches:
     """Launches of Warp kernels with arguments that are packed once: on the same device, on any stream.
 
-    A kernel reads structs as they are at each launch, so setting their fields changes what it gets. A launch with
-    another struct, array or vector packs the arguments again. At most one launch is kept for each kernel, number of
-    threads and numbers among the arguments.
+    A kernel reads the present fields of structs at each launch, so a changed field takes effect. A launch with another
+    struct, array or vector packs the arguments again. At most one launch is kept for each kernel, number of threads and
+    numbers among the arguments.
 
     Args:
-        device: of all launches.
+        device: the device of all launches.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -87,7 +87,7 @@ class Launches:
         """Launch a kernel on PyTorch's current stream; with no threads, do nothing.
 
         Args:
-            threads: their number.
+            threads: the number of threads.
             arguments: whole numbers, and Warp's own values.
         """
         if threads == 0:
@@ -109,7 +109,7 @@ class Launches:
         import warp
 
         loaded = (self.device, kernel.module.name)
-        warp.init()  # device_from_torch does not do it
+        warp.init()  # device_from_torch does not start Warp
         device = warp.device_from_torch(self.device)
         with nullcontext() if loaded in _LOADED else _LOADING:
             packed = warp.launch(kernel, threads, arguments, device=device, record_tape=False, record_cmd=True)

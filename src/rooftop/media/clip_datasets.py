@@ -1,7 +1,7 @@
 """Clips of many videos for training, decoded ahead of the step that needs them.
 
     ClipDataset    all clips of some files, by number
-    ClipLoader batches of them, in an order drawn from a seed; each decoding thread has its own stream
+    ClipLoader     batches of clips, in an order drawn from a seed; each decoding thread has its own stream
 
 A thread of the loader has its own decoder and CUDA stream. Each clip comes with an event. The stream that takes a batch
 waits for these events on the GPU, and the host only waits for the decoding itself.

@@ -1,7 +1,8 @@
 """Bytes and flops of a compiled graph's kernel, from the graph's nodes that were fused into it.
 
-    read each value from outside the kernel, once: the part that its operators use write each value that is used outside
-    the kernel, once flops of every operator in the kernel, even if another kernel computes that operator again
+    read    each value from outside the kernel, once: the part that its operators use
+    write   each value that is used outside the kernel, once
+    flops   those of every operator in the kernel, even if another kernel computes that operator again
 
 Inductor splits large reductions into two kernels with the same nodes. The second kernel only finishes the first one's
 partial results, which are not necessary work. So only its writes count.

@@ -1,8 +1,8 @@
 """The formula that most operators share: they read and write their tensors once.
 
-    read = distinct bytes of the input tensors, except those whose shape is all that the definition needs write =
-    distinct bytes of the output tensors flops = constant × elements (of the output, or of a named argument) + constant
-    × elements of the output
+    read  = distinct bytes of the input tensors, except those of which the definition needs only the shape
+    write = distinct bytes of the output tensors
+    flops = constant × elements of the output or of a named argument + constant × elements of the output
 
 For sparse tensors, elements are the stored ones, and `sparse_operands` counts the bytes.
 
