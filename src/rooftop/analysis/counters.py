@@ -89,7 +89,7 @@ class KernelCounters:
         tensor_percent: time in which the tensor cores worked, as a share of the duration.
         occupancy_percent: resident warps of an active multiprocessor, as a share of the most that it can hold.
         registers: registers of each thread. shared_bytes: shared memory of each block. grid, block: (x, y, z), in
-        blocks and in threads.
+            blocks and in threads.
     """
 
     name: str

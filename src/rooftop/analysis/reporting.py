@@ -49,7 +49,7 @@ def report_of(
 
     Args:
         profile: the measurements. ceilings: ceilings to compare with. target, mode, inputs: descriptions for the
-        report.
+            report.
         samples: number of samples of a step, if known. batched: see `Findings`.
         root_type: the class of the outermost module.
         notes: notes in addition to the profile's own.

@@ -63,8 +63,10 @@ class Call:
     """The arguments of the call that are not in the recipe, kept in the folder of the run for --resume.
 
     Attributes:
-        task: the task's name. data: the value of --data.
-        ablate: the switches; empty: a single training. repeats: number of seeds for each recipe.
+        task: the task's name.
+        data: the value of --data.
+        ablate: the switches; empty: a single training.
+        repeats: number of seeds for each recipe.
     """
 
     task: str

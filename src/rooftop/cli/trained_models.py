@@ -44,7 +44,8 @@ def engine_of(model: nn.Module, name: str, where: torch.device, dtype: torch.dty
     """Make an engine of the model on a device.
 
     Args:
-        model: moved to the device, without a copy. name: shown in errors.
+        model: moved to the device, without a copy.
+        name: shown in errors.
         dtype: compute dtype; None: the default of the engine.
         options: options of `Engine`.
 

@@ -20,7 +20,8 @@ class Carrier(WorkerPlugin):
     """A job that is sent to the workers, and runs in them.
 
     Args:
-        token: token of the run. job: the pickled job.
+        token: token of the run.
+        job: the pickled job.
         device: "cpu", "cuda" or "auto".
     """
 

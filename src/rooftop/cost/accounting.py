@@ -1,13 +1,13 @@
 """The cost of one call of an operator: the bytes that must move and the flops that must be done.
 
-A `Cost` does not depend on the kernel. It is the least that *any* implementation must do:
+A `Cost` does not depend on the kernel. It is the least work of *any* implementation:
 
-- each distinct element of each input read once, each element of each output written once;
+- each distinct element of each input is read once, and each element of each output is written once;
 - elements that a view repeats (`expand`, stride 0) count once; elements that it skips do not count;
 - two arguments that are the same memory count once;
 - flops count a multiplication and an addition separately, transcendental functions as one.
 
-Formulas receive a `Call` (one execution seen by the dispatcher, arguments by their schema's names) and return a `Cost`.
+A formula receives a `Call` (one execution, with the arguments by their names in the schema) and returns a `Cost`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Cost:
         read_bytes: distinct bytes that must be read.
         write_bytes: distinct bytes that must be written.
         flops: operations by precision (a key of `PRECISIONS`).
-        shared_bytes: memory that is both read and written (in place), and so counts once in the working set.
+        shared_bytes: memory that is both read and written (in place), so it counts once in the working set.
     """
 
     read_bytes: int = 0
@@ -50,7 +50,7 @@ class Cost:
 
     @property
     def working_set_bytes(self) -> int:
-        """Bytes of memory touched: a cache must hold these to serve the work."""
+        """The distinct bytes that the work touches, all of which a cache must hold to serve the work."""
         return self.bytes - self.shared_bytes
 
     @property
@@ -73,7 +73,7 @@ FREE = Cost()
 
 @dataclass(frozen=True)
 class Call:
-    """One execution of an operator, as the dispatcher saw it.
+    """One execution of an operator, as seen by the dispatcher.
 
     `call["weight"]` is the argument with that name in the operator's schema, or its default if the caller omitted it.
     """
@@ -131,7 +131,7 @@ class Call:
 
     @cached_property
     def written_tensors(self) -> list[Tensor]:
-        """Output tensors, each once: those that are returned, and those that are only changed in place."""
+        """Output tensors, each once: returned tensors, and tensors that are only changed in place."""
         changed = [self.arguments[name] for name in _signature(self.func).written]
         return list({id(tensor): tensor for tensor in tensors_in([self.out, changed])}.values())
 
@@ -168,8 +168,7 @@ _WITHOUT_TENSORS = frozenset({int, float, bool, str, complex, type(None), torch.
 
 
 def _collect(value: Any, found: list[Tensor], inside: tuple[int, ...]) -> None:
-    """This is not a generator, and it is fast for values other than tensors: it runs several times for each counted
-    operator."""
+    """For speed this is not a generator, because it runs several times for each counted operator."""
     kind = type(value)
     if kind in _WITHOUT_TENSORS:
         return
@@ -203,7 +202,7 @@ def parts(tensor: Tensor) -> list[Tensor]:
     """The strided tensors that hold a tensor's data: for a sparse tensor its indices and, last, its values; else the
     tensor itself.
 
-    Inside `torch.func` (vmap, grad) a tensor wraps the batched tensor that is in memory. The batched tensor counts.
+    Inside `torch.func` (vmap, grad) a tensor wraps the batched tensor in memory; then the batched tensor counts.
     """
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
@@ -233,7 +232,7 @@ def distinct_elements(tensor: Tensor) -> int:
     """Elements of memory that a tensor covers. Repeated elements (stride 0) count once, and overlapping windows count
     at most their span.
 
-    For a sparse tensor, those of its values.
+    For a sparse tensor, these are the elements of its values.
     """
     if is_sparse(tensor):
         return distinct_elements(parts(tensor)[-1])
@@ -299,7 +298,9 @@ def _span(tensor: Tensor) -> int:
 
 
 def precision_of(dtype: torch.dtype) -> str:
-    """The precision whose peak bounds *elementwise* arithmetic on this dtype: half types are computed in fp32."""
+    """The precision whose peak bounds *elementwise* arithmetic on this dtype: arithmetic on half types is done in
+    fp32.
+    """
     return "fp64" if dtype in (torch.float64, torch.complex128) else "fp32"
 
 
@@ -318,7 +319,7 @@ _COUNTED_FOR: ContextVar[str | None] = ContextVar("counted_for", default=None)
 
 @contextmanager
 def counted_for(device_type: str) -> Iterator[None]:
-    """Count costs inside the block as on a device of this type ("cuda"), wherever the tensors are."""
+    """Inside the block, count costs as on a device of this type ("cuda"), on whatever device the tensors are."""
     token = _COUNTED_FOR.set(device_type)
     try:
         yield
@@ -334,8 +335,8 @@ def counted_device_type() -> str | None:
 def matrix_precision(tensor: Tensor, *, convolution: bool = False) -> str:
     """The precision whose peak bounds a matrix product or convolution on this tensor.
 
-    fp32 on a GPU counts as tf32 where PyTorch's own switches let the back end use it
-    (by default for convolutions, on request for matrix products).
+    fp32 on a GPU counts as tf32 if PyTorch's own switches let the back end use tf32 (by default for convolutions, on
+    request for matrix products).
     """
     device_type = counted_device_type() or tensor.device.type
     if tensor.dtype in (torch.float32, torch.complex64) and device_type == "cuda":

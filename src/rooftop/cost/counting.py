@@ -1,4 +1,4 @@
-"""The counting mode: every operator that a program executes, with its cost.
+"""The counting mode records every operator that a program executes, with its cost.
 
     with CountingMode() as counted:
         model(x)
@@ -40,8 +40,9 @@ class TensorSpec:
 
     Attributes:
         channels_last: whether it is a batch of images, or convolution weights, in channels last format.
-        memory: a number for its memory. Views of one tensor share it, and so does a new tensor in the memory of a
-            released one. 0 if the tensor has no memory of its own. Ignored when two specs are compared.
+        memory: a number for the tensor's memory. Views of one tensor have the same number, and so does a new tensor in
+            the memory of a released one. 0 if the tensor has no memory of its own. Comparisons of specs ignore this
+            number.
     """
 
     shape: Shape
@@ -84,18 +85,17 @@ class Record:
 
     Attributes:
         name: schema name, e.g. "aten::convolution".
-        shapes: shape of each input tensor, in order; () for a nested tensor, which has none.
+        shapes: shape of each input tensor, in order; () for a nested tensor, which has no shape.
         dtype: dtype of the first floating-point input (else of the first input or output), e.g. "bfloat16".
-        device: where it ran, e.g. "cuda:0".
-        scope: the module it belongs to (see `rooftop.analysis`), "" outside any.
+        device: the device on which it ran, e.g. "cuda:0".
+        scope: the module to which it belongs (see `rooftop.analysis`); "" outside all modules.
         phase: "forward", "backward" or "optimizer".
-        cost: None if the operator is uncovered.
-        uncovered: why there is no cost, "" if there is one.
+        cost: None if the operator is uncovered. uncovered: the reason if there is no cost, otherwise "".
         place: the line of the program ("train.py:12"), for operators that make the host wait for a GPU, or a GPU wait
             for the host's memory. "" for other operators, and if no line of the program is running (backward).
-        spec: how to repeat the call, for PyTorch's own operators. inputs, outputs: its tensors, in order; empty in the
-            optimizer and if only the profiler saw the operator.
-        title: name in reports if the schema name is ambiguous: see `title_of`.
+        spec: the call in repeatable form, for PyTorch's own operators.
+        inputs, outputs: its tensors, in order; empty in the optimizer and if only the profiler saw the operator.
+        title: name in reports if the schema name is ambiguous (see `title_of`).
     """
 
     name: str
@@ -140,7 +140,7 @@ class CountingMode(ObservingMode):
     ) -> None:
         super().__init__()
         self._records: list[Record] = []
-        self._later: dict[int, Callable[[], Cost]] = {}  # by the record's index
+        self._later: dict[int, Callable[[], Cost]] = {}  # keyed by the record's index
         self._locate = locate
         self._around = around
         self._limit = limit
@@ -160,15 +160,15 @@ class CountingMode(ObservingMode):
 
     def observe(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            # A wrapper (DTensor, a nested tensor) handles the call first and calls operators on the tensors inside it:
-            # those operators count.
+            # A wrapper (DTensor, a nested tensor) handles the call first and calls operators on the tensors inside it.
+            # Those operators count.
             return NotImplemented
         if func.namespace in _NO_PART_OF_THE_PROGRAM or _is_traced():
             return func(*args, **kwargs)
         if (
             _has_decomposition(func)
             and not _has_kernel(func, counted_device_type() or _device_type((args, kwargs)))
-            and not any(tensor.is_nested for tensor in tensors_in((args, kwargs)))  # these have kernels of their own
+            and not any(tensor.is_nested for tensor in tensors_in((args, kwargs)))  # these have their own kernels
         ):
             # Under inference_mode composite operators (linear, conv2d) arrive undecomposed: decompose them as autograd
             # does.
@@ -194,19 +194,20 @@ class CountingMode(ObservingMode):
 
 
 _NO_PART_OF_THE_PROGRAM = {"prim", "profiler"}
-"""Operators that are never recorded: fake tensors get their device by one, and profiler labels are operators."""
+"""Operators that are never recorded: one gives fake tensors their device, others are the profiler's labels."""
 
 
 def _is_traced() -> bool:
-    """Whether operators are being recorded into a graph. torch.jit.trace would record our reading of a size; `make_fx`,
-    which differentiates control flow, computes nothing of the step."""
+    """Whether operators are being recorded into a graph. Then nothing is counted: torch.jit.trace would record our
+    reading of a size, and `make_fx`, which differentiates control flow, computes no part of the step.
+    """
     return torch._C._get_tracing_state() is not None or proxy_tensor._CURRENT_MAKE_FX_TRACER is not None
 
 
 @cache
 def _has_decomposition(func: Any) -> bool:
-    """Whether PyTorch defines the operator by other operators. PyTorch has no such information for TorchScript's
-    operators (prim::device).
+    """Whether PyTorch defines the operator by other operators. For TorchScript's operators (prim::device) PyTorch does
+    not say.
     """
     if isinstance(func, HigherOrderOperator) or not torch._C._dispatch_has_kernel(func.name()):
         return False
@@ -280,8 +281,9 @@ def _spec(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: dict[
 
 
 def _without_data(value: Any, specs: dict[int, TensorSpec]) -> Any:
-    """Copy nested values, with a spec in place of each tensor and a tuple in place of each list. The copy holds no
-    tensor memory."""
+    """Copy nested values, with a spec in the place of each tensor and a tuple in the place of each list. The copy holds
+    no memory of tensors.
+    """
     if isinstance(value, Tensor):
         return _tensor_spec(value, specs)
     if isinstance(value, (torch.UntypedStorage, torch.TypedStorage, torch.ScriptObject)):
@@ -333,7 +335,7 @@ def counted(call: Call) -> tuple[Cost | None, str]:
         cost = formula(call)
         _require_figures(cost)
         return (_in_place(cost, call) if call.func._schema.is_mutable else cost), ""
-    except Exception as error:  # must never end the user's program; the report lists it as uncovered
+    except Exception as error:  # an error must not end the user's program; the report lists the operator as uncovered
         pass_on(error)
         return None, _failed(error)
 
@@ -343,7 +345,8 @@ def _failed(error: Exception) -> str:
 
 
 def _require_figures(cost: Cost) -> None:
-    """A custom operator's formula may return anything; one wrong figure would spoil the whole report.
+    """Check a cost, because a custom operator's formula may return anything, and one wrong figure would spoil the whole
+    report.
 
     Raises:
         ValueError: bytes or flops are not integers, or a precision is unknown.

@@ -6,7 +6,7 @@
 Operators are named as in their schema, without the overload: one formula serves `add.Tensor`, `add.Scalar` and
 `add.out`. An in-place operator (`add_`) uses the formula of the plain operator unless it has its own. Custom operators
 register the same way, in the file of their kernels.
-An operator without a formula is *uncovered*: its time is listed, and no roof is invented for it.
+An operator without a formula is *uncovered*: reports list its time, but no roof.
 """
 
 from __future__ import annotations

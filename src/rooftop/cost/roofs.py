@@ -1,11 +1,11 @@
-"""The roof of a piece of work: the shortest time in which this machine could do it.
+"""The roof of a piece of work: the shortest time in which this machine could do the work.
 
     roof = max(bytes / rate, flops / peak, kernel_floor)
 
-`rate` is the fastest rate measured for a working set of this size, including runs right after a kernel wrote the input:
-so the rate for small tensors is that of the cache that holds them. Memory that is both read and written has a rate of
-its own. `peak` is the fastest matrix rate measured for the precision, `kernel_floor` the duration of the shortest
-kernel. An operator that is faster than its roof raises the figure that set the roof.
+`rate` is the fastest rate measured for a working set of this size. Some measurements begin right after a kernel wrote
+the input, so the rate for small tensors is the rate of the cache that holds them. Memory that is both read and written
+has a rate of its own. `peak` is the fastest matrix rate measured for the precision, `kernel_floor` the duration of the
+shortest kernel. An operator that is faster than its roof raises the figure that set the roof.
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ that far off."""
 def raise_ceilings(ceilings: Ceilings, cost: Cost, ms: float, by: str) -> Ceilings:
     """Ceilings under which work that took `ms` is not above its roof.
 
-    Some figures alone give a roof longer than `ms`. Each of these is raised to the rate that was reached; the others
+    Each figure that alone would give a roof longer than `ms` is raised to the rate that was reached. The other figures
     stay unchanged.
 
     Args:
         cost: cost of one operator.
-        ms: its time: the best of several runs in which it ran alone.
+        ms: the operator's time: the best of several runs in which it ran alone.
         by: the operator in words, for the history ("aten::mm (8192, 4096) x (4096, 1024) bf16").
 
     Raises:
-        ValueError: it exceeds its roof by more than ceilings can be wrong.
+        ValueError: the operator exceeds its roof by more than ceilings can be wrong.
     """
     before = roof(cost, ceilings)
     if before.ms > MOST_RAISE * ms:

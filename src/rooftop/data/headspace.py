@@ -86,7 +86,7 @@ def headspace(
 
     Args:
         samples: the data set. The disk, decode and augment of a data set without separate steps are one stage,
-        "sample".
+            "sample".
         batch: samples of a batch.
         step: a step of the model with a batch on the device; None: no model is measured.
         device: of the batches.

@@ -30,9 +30,9 @@ class ImageFolder:
 
     Args:
         root: has one folder per class; photographs are in these or in folders below. Names that begin with a dot are
-        ignored.
+            ignored.
         transform: (RGB image, generator or None) -> image, e.g. an `ImageTransform`, which lets JPEGs be decoded no
-        larger than needed; None: (3, H, W) uint8.
+            larger than needed; None: (3, H, W) uint8.
 
     Attributes:
         classes: names of the folders, sorted; a class's number is its place.
@@ -40,7 +40,7 @@ class ImageFolder:
 
     Raises:
         InputError: the folder does not exist, has no folders, or has a class without photographs. From `data[i]`: a
-        file is not a photograph, or is damaged.
+            file is not a photograph, or is damaged.
     """
 
     def __init__(self, root: str | os.PathLike[str], transform: Transform | None = None) -> None:

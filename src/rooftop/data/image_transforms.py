@@ -78,7 +78,7 @@ class ImageTransform:
             (strength of colour jitter), hue (largest change, as a fraction of the circle), rand_augment (number of
             operations), magnitude (0 to 10), erase (probability). None: no changes.
         train: whether images are augmented. Validation uses the central square. If training uses crops, the shorter
-        side is first resized to 256/224 of `size`, as for ImageNet.
+            side is first resized to 256/224 of `size`, as for ImageNet.
         mean, std: of the red, green and blue values in 0..1.
         normalize: whether images are normalized here; otherwise they are `Pixels`, which a `Normalizer` normalizes on
             the device.

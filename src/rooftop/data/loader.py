@@ -64,8 +64,8 @@ class Loader:
         workers: threads or processes; 0: from the number of CPUs, divided equally among the ranks of a machine.
         ahead: batches that are made in advance.
         collate: makes a batch from a list of samples. The work of PyTorch's `default_collate` is divided among the
-        workers. With another function, one worker makes a whole batch, and at least one batch per worker is made in
-        advance.
+            workers. With another function, one worker makes a whole batch, and at least one batch per worker is made in
+            advance.
         drop_last: whether to leave out the last samples if they do not fill a batch.
         repeats: copies of a sample in a batch, each drawn in its own way ("repeated augmentation"). Needs drop_last. An
         epoch has as many batches as without, so it has fewer different samples.
@@ -145,7 +145,7 @@ class Loader:
 
         Raises:
             InputError: immediately, if start is not from 0 to `len(self)`; at its place, for a damaged sample that is
-            not skipped; at the end, if all samples were damaged.
+                not skipped; at the end, if all samples were damaged.
             LoadingError: a process of the loader was killed.
             Exception: any other error of the data set.
         """

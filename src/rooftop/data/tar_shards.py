@@ -60,14 +60,14 @@ class TarShards:
             of them.
         transform: of photographs, as in `ImageFolder`.
         fields: the files of a sample, by suffix, as a tuple; "image" stands for the photograph. None: all of them as a
-        dict, with "__key__".
+            dict, with "__key__".
 
     Files are decoded by suffix: photographs; cls as an integer, txt as text, json, npy as a tensor; the rest are
     bytes.
 
     Raises:
         InputError: there are no shards, or one is not a tar file or has no samples. From `data[i]`: a sample lacks a
-        field, is damaged, or is incomplete because its shard is cut off.
+            field, is damaged, or is incomplete because its shard is cut off.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ class LiveTensor:
         name: name of a parameter, gradient, buffer or optimizer state: "encoder.layers.3.linear1.weight".
         module: path of the module that was running; None: none was, or the allocation was not recorded.
         line: line of the user's program; None: not recorded, or made by autograd's own thread. shape, dtype: None if no
-        Python object holds the tensor (autograd saved it).
+            Python object holds the tensor (autograd saved it).
     """
 
     size_bytes: int

@@ -77,18 +77,20 @@ class Ceilings:
         threads: CPU threads that were used, 1 on a GPU.
         versions: versions of all software that could change the figures.
         measured_at: UTC, ISO 8601.
-        memory: bandwidths over the working set, rising. levels: their summary.
+        memory: bandwidths over the working set, rising.
+        levels: their summary.
         flops: best matrix rate for each precision, flop/s. Only measured parts are present.
         kernel_floor_ms: duration of the shortest kernel; on a CPU, of the cheapest operator.
         launch_eager_ms, launch_graph_ms: time for each of many tiny kernels, launched eagerly and from a graph.
-        transfers: bytes/s between host and device, pageable and pinned. links: between GPUs, copies and the bus
-            bandwidth of collectives. Empty until they are requested.
-        spread: by figure, the relative distance of the best two samples. disturbed: in words, the figures whose best
-            was not reproduced within 10%, or that were measured while other programs used the machine.
+        transfers: bytes/s between host and device, pageable and pinned.
+        links: between GPUs, copies and the bus bandwidth of collectives. Empty until they are requested.
+        spread: by figure, the relative distance of the best two samples.
+        disturbed: in words, the figures whose best was not reproduced within 10%, or that were measured while other
+            programs used the machine.
         sustained: for each precision, the matrix rate of a product that runs continuously, under the power limit.
         pulse: for a CPU, its speed over time (see `pulse`).
-        conditions: conditions of the last measurement (see `conditions`). raises: figures that a program's operators
-            raised.
+        conditions: conditions of the last measurement (see `conditions`).
+        raises: figures that a program's operators raised.
     """
 
     device: str

@@ -57,8 +57,8 @@ class Operation:
     Attributes:
         unit: the unit of n.
         sizes: the default sizes, ascending.
-        inputs: shapes of the tensors that are transferred at each call. parameters: shapes of those that are already on
-            the device.
+        inputs: shapes of the tensors that are transferred at each call.
+        parameters: shapes of those that are already on the device.
         call: takes inputs and parameters, returns one tensor.
     """
 
@@ -130,9 +130,12 @@ class Crossover:
     """CPU against GPU over sizes.
 
     Attributes:
-        operation, dtype: "matmul", "float32". unit: the unit of a size.
-        host, threads: name of the CPU, threads that torch used on it. device: name of the GPU.
-        versions: versions of all software that could change the figures. measured_at: UTC, ISO 8601.
+        operation, dtype: "matmul", "float32".
+        unit: the unit of a size.
+        host, threads: name of the CPU, threads that torch used on it.
+        device: name of the GPU.
+        versions: versions of all software that could change the figures.
+        measured_at: UTC, ISO 8601.
         points: rising in size.
     """
 
@@ -209,8 +212,8 @@ def measure_crossover(
         sizes: the sizes to measure; None takes the operation's own, up to the first slow CPU call.
         dtype: one of `DTYPES`.
         device: the GPU. "cpu" is also accepted: it compares the CPU with itself, as a test of this function.
-        progress: called with (the current measurement, fraction done). seconds: about how long to time each variant at
-            each size.
+        progress: called with (the current measurement, fraction done).
+        seconds: about how long to time each variant at each size.
 
     Raises:
         ValueError: the operation, dtype or device does not exist, or a size is not a positive integer.

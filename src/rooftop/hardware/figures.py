@@ -77,8 +77,10 @@ class Raise:
     """A record of a ceiling that was raised (a kernel floor: lowered), because an operator of a program exceeded it.
 
     Attributes:
-        figure: its name. before, after: its values.
-        by: the operator, in words. at: the time, UTC, ISO 8601.
+        figure: its name.
+        before, after: its values.
+        by: the operator, in words.
+        at: the time, UTC, ISO 8601.
     """
 
     figure: str

@@ -37,7 +37,8 @@ class _Pattern:
     """An access pattern on a working set.
 
     Attributes:
-        name: name of the figure. moved_bytes: bytes read plus bytes written by one call.
+        name: name of the figure.
+        moved_bytes: bytes read plus bytes written by one call.
         source: the tensor that is read; None for a pattern that only writes.
         ways: kernels for this pattern.
     """

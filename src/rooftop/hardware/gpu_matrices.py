@@ -64,7 +64,9 @@ class Product:
     """A matrix product to try: (m, k) times (k, n).
 
     Attributes:
-        layout: "nn", "nt", "tn": which operand is a transposed view. bias: added by the same call. batch: of `bmm`.
+        layout: "nn", "nt", "tn": which operand is a transposed view.
+        bias: added by the same call.
+        batch: of `bmm`.
     """
 
     m: int

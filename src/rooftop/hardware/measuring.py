@@ -39,9 +39,11 @@ def measure_ceilings(
         device: "cpu", "cuda", "cuda:1"; None is the GPU if there is one.
         refresh: measure again (under 30 s on a GPU, under 20 s on a CPU). The best of all measurements is kept.
             `ceilings_history` has the lower figures; `forget_ceilings` starts again.
-        progress: called with (the current measurement, fraction done). precisions: the matrix rates that are needed
-            ("bf16"); None for all. Precisions that the device lacks are omitted.
-        transfers: whether rates between host and device are needed. links: whether rates between GPUs are needed.
+        progress: called with (the current measurement, fraction done).
+        precisions: the matrix rates that are needed ("bf16"); None for all. Precisions that the device lacks are
+            omitted.
+        transfers: whether rates between host and device are needed.
+        links: whether rates between GPUs are needed.
 
     Raises:
         ValueError: the device is not on this machine, or the precision is unknown.

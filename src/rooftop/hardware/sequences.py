@@ -44,7 +44,8 @@ class StepTime:
     """Time of a step in ms, with an interval around it.
 
     Attributes:
-        ms: the time. low_ms, high_ms: the interval: the fastest window, and the median of all.
+        ms: the time.
+        low_ms, high_ms: the interval: the fastest window, and the median of all.
         steps, blocks: numbers of timed steps, and of their blocks.
         mean: whether the time is the mean of all steps.
         drift_ms: the difference between the medians of the blocks.

@@ -36,7 +36,8 @@ class NvLink:
         number: number of the link on its GPU.
         version: of NVLink, e.g. "4.0".
         rate: bytes/s in each direction, as the driver reports it.
-        remote: the kind of the other end: "gpu", "switch" or "other". remote_pci: the other end's PCI address.
+        remote: the kind of the other end: "gpu", "switch" or "other".
+        remote_pci: the other end's PCI address.
     """
 
     number: int

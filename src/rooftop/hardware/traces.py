@@ -75,7 +75,8 @@ class Trace:
     """The profiler around a `with` block.
 
     Args:
-        device: if a GPU, its work is recorded. host: records operators, labels and calls of the CUDA runtime, too.
+        device: if a GPU, its work is recorded.
+        host: records operators, labels and calls of the CUDA runtime, too.
         save_to: a file for the events in Chrome's format, which Perfetto opens.
         read: called with the native result at the end of the block; the result does not outlive it.
         options: options of `torch.profiler.profile` (`profile_memory`, `record_shapes`).

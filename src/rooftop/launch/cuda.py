@@ -119,7 +119,8 @@ class Kernel:
     """A compiled kernel. It is loaded at its first launch.
 
     Attributes:
-        binary: machine code and its properties: registers, shared memory, the compiler's log. name, arch: as compiled.
+        binary: machine code and its properties: registers, shared memory, the compiler's log.
+        name, arch: as compiled.
         max_threads_per_block: the limit that its registers set; `__launch_bounds__` may set a lower one.
     """
 

@@ -128,8 +128,8 @@ def recording(name: str, forward: Callable[..., Any], backward: Callable[..., An
 
     Args:
         name: of the operator.
-        forward: computes the results from (ctx, *arguments). backward: computes gradients of the arguments from (ctx,
-            wanted, *slopes); `wanted` says which need one.
+        forward: computes the results from (ctx, *arguments).
+        backward: computes gradients of the arguments from (ctx, wanted, *slopes); `wanted` says which need one.
     """
 
     def backward_of(ctx: Any, *slopes: Any) -> Any:

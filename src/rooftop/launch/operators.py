@@ -70,7 +70,8 @@ class Signature(Protocol[Result_co]):
         run(): computes the results. They share memory neither with the arguments nor with each other. `run` changes no
             argument except those in `mutates` of `declare`. It may return None: no result.
         fake(): results with the same shapes, strides and dtypes but without values, as in
-        `torch.library.register_fake`. cost(made): the least cost of the call; `made` are its results.
+            `torch.library.register_fake`.
+        cost(made): the least cost of the call; `made` are its results.
         in_pytorch(): the results by PyTorch's own operators, on any device: the decomposition for `torch.onnx.export`
             and `ExportedProgram.run_decompositions`.
         formula(): like `in_pytorch`, for transforms of `torch.func` and forward-mode differentiation. Results without a

@@ -55,7 +55,8 @@ class Blocks:
         """(out, log-sum-exp) of causal blocks that contain each query once.
 
         Args:
-            query: (B, H, S, D). key, value: (B, H_k, T, D), where H_k divides H.
+            query: (B, H, S, D).
+            key, value: (B, H_k, T, D), where H_k divides H.
             scale: factor of the scores.
             dtype: dtype of the result, which has the layout of `empty_like_rows`. The log-sum-exp (B, H, S) has that of
                 `wide_dtype`.
@@ -84,7 +85,8 @@ class Blocks:
         The blocks must be causal, and contain each query and each key once.
 
         Args:
-            given: gradients and results of the queries. key, value: as in `attended`.
+            given: gradients and results of the queries.
+            key, value: as in `attended`.
             dtype: of the gradients.
         """
         if self._only is not None and self._only.block.queries == self._all_queries:

@@ -48,7 +48,8 @@ class Pipeline:
     Args:
         schedule: a schedule for the group's number of ranks.
         group: the ranks of the pipeline; None: only this one.
-        shape: shape of the tensors between stages, on this rank. dtype, device: of these tensors.
+        shape: shape of the tensors between stages, on this rank.
+        dtype, device: of these tensors.
         deferral: deferral of the model's layers; a schedule that splits backwards needs it.
 
     Attributes:

@@ -244,7 +244,8 @@ def attend_with_dropout(query: Tensor, key: Tensor, value: Tensor, seen: Tensor,
     """Attend in plain PyTorch, where the weights are a tensor (B, H, S, T); `dropout` drops its elements.
 
     Args:
-        query: (B, H, S, D). key, value: (B, H_k, T, D), where H_k divides H.
+        query: (B, H, S, D).
+        key, value: (B, H_k, T, D), where H_k divides H.
         seen: True where a query attends to a key; broadcastable to (B, H, S, T). Each query attends to at least one.
     """
     groups = query.shape[1] // key.shape[1]

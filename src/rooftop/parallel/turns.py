@@ -65,7 +65,8 @@ class OnItsWay:
     """A communication that runs during other computation, as does the communication of its gradient.
 
     Args:
-        x: tensor to exchange. there, back: start its exchange, and that of the result's gradient.
+        x: tensor to exchange.
+        there, back: start its exchange, and that of the result's gradient.
     """
 
     def __init__(self, x: Tensor, there: Start, back: Start) -> None:

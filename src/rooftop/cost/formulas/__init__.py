@@ -1,4 +1,4 @@
-"""Formulas for the operators of aten, a file for each family; importing this package registers them all.
+"""Formulas for the operators of aten, a file for each family. Importing this package registers all of them.
 
 Each formula follows the operator's definition, not an implementation; tests compare them with counts by hand.
 """

@@ -1,13 +1,13 @@
-"""Scaled dot-product attention: its matrix products, and the softmax of its scores; scores are never written to memory.
+"""Scaled dot-product attention: matrix products, and the softmax of scores, which are never written to memory.
 
 With B sequences, H query heads and P pairs of a query and a visible key, in dimensions D (keys) and V (values):
 
     forward    2 B H P (D + V)          scores, weighted values
     backward   2 B H P (3 D + 2 V)      scores again; gradients of weights and values (V), of queries and keys (D)
 
-P is S_q · S_k, or under a causal mask only the part below the diagonal: S (S + 1) / 2 for a square one (tools that
-count whole squares report about twice that). A mask given as a tensor is read and added; which pairs it hides depends
-on its values, so every pair counts. Fewer key heads than query heads (grouped queries) save bytes and no flops.
+P is S_q · S_k. Under a causal mask it is only the part up to the diagonal: S (S + 1) / 2 for a square (tools that count
+whole squares report about twice that). A mask that is a tensor is read and added. Since the pairs that it hides depend
+on its values, every pair counts. Fewer key heads than query heads (grouped queries) save bytes and no flops.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from rooftop.cost.registry import cost_of
 
 
 def visible_pairs(queries: int, keys: int, causal: bool) -> int:
-    """Pairs (i, j) of a query and a key: those with j ≤ i under a causal mask (aligned at the first query), else
-    all."""
+    """Pairs (i, j) of a query and a key: under a causal mask (aligned at the first query) those with j ≤ i, otherwise
+    all.
+    """
     if not causal:
         return queries * keys
     square = min(queries, keys)
@@ -54,7 +55,7 @@ def attention(call: Call) -> Cost:
     *aten("_scaled_dot_product_fused_attention_overrideable_backward"),
 )
 def attention_backward(call: Call) -> Cost:
-    """The scores again, then each requested gradient with its products."""
+    """Computes the scores again, then each requested gradient with its products."""
     query, key, value, bias = call["query"], call["key"], call["value"], _bias(call)
     gradient = call["grad_out"] if "grad_out" in call else call["grad_out_"]
     mask = call.get("grad_input_mask", (True, True, True, bias is not None))
@@ -108,7 +109,7 @@ def transformer_encoder_layer(call: Call) -> Cost:
     """The inference path of `nn.TransformerEncoderLayer`: a whole layer in one operator."""
     source: Tensor = _dense(call["src"])  # (B, S, E)
     width, hidden = source.shape[-1], call["ffn_weight_1"].shape[0]
-    # Two norms of 7 flops, two residual additions; the activation, relu or gelu, on the hidden layer.
+    # Two norms of 7 flops, two residual additions; the activation, relu or gelu, of the hidden layer.
     pointwise = (2 * 7 + 2) * source.numel()
     pointwise += (5 if call["use_gelu"] else 1) * source.numel() // width * hidden
     flops = merged(

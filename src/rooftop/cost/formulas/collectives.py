@@ -38,8 +38,9 @@ def all_reduce(call: Call) -> Cost:
 
 @cost_of("c10d::send", "c10d::reduce_")
 def given(call: Call) -> Cost:
-    """Each tensor is read. One rank also writes the sum; this is not counted, because the formula does not know which
-    rank."""
+    """Each tensor is read. One rank also writes the sum. That is not counted, because the formula does not know that
+    rank.
+    """
     return Cost(distinct_bytes(tensors_in(call["tensors"])))
 
 

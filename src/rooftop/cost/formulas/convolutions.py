@@ -1,6 +1,6 @@
 """Convolutions: 2 · N · C_out · prod(out) · C_in / groups · prod(kernel) flops.
 
-By the published convention, positions where the kernel extends into the padding count like any other. A transposed
+By the published convention, positions at which the kernel extends into the padding count like all others. A transposed
 convolution does as many flops for each *input* position. Each gradient costs as much as the forward pass.
 """
 

@@ -1,5 +1,5 @@
-"""Operators of torchvision for detection: boxes, regions and deformable convolutions. They are registered by name
-alone.
+"""Operators of torchvision for detection: boxes, regions and deformable convolutions. Registration by name needs no
+torchvision.
 
 A bilinear sample is 8 flops: four neighbours, each weighted and added.
 """
@@ -18,18 +18,21 @@ from rooftop.cost.formulas.streaming import arithmetic, streaming
 from rooftop.cost.registry import cost_of
 
 AREA = 3
-"""Of a box (x1, y1, x2, y2): width, height, their product."""
+"""Flops for a box (x1, y1, x2, y2): width, height, their product."""
 
 OVERLAP = 13
-"""Of two boxes with known areas: four bounds, two clamped differences, intersection, union (2), ratio, comparison."""
+"""Flops for two boxes with known areas: four bounds, two clamped differences, intersection, union (2), ratio,
+comparison.
+"""
 
 SAMPLE = 8
 
 
 @cost_of("torchvision::nms")
 def nms(call: Call) -> Cost:
-    """Sorts the scores, then compares boxes. The number of pairs depends on their values. At the least, each kept box
-    was compared with all other kept boxes, and each removed box once."""
+    """Sorts the scores, then compares boxes. The number of compared pairs depends on values. At the least, each kept
+    box was compared with all other kept boxes, and each removed box once.
+    """
     boxes, kept = call["dets"].shape[0], call.out.shape[0]
     pairs = kept * (kept - 1) // 2 + boxes - kept
     flops = boxes * (comparison_depth(boxes) + AREA) + pairs * OVERLAP
@@ -66,7 +69,9 @@ cost_of("torchvision::_roi_pool_backward", "torchvision::_ps_roi_pool_backward")
 
 @cost_of("torchvision::deform_conv2d")
 def deformable_convolution(call: Call) -> Cost:
-    """A convolution of samples: one for each tap, input channel and position, scaled by a mask if there is one."""
+    """A convolution of samples: one sample for each tap, input channel and position, scaled by a mask if there is
+    one.
+    """
     source, weight, masked = call["input"], call["weight"], call["use_mask"]
     out: Tensor = call.out  # (N, filters, h, w)
     positions = out.numel() // weight.shape[0]

@@ -1,4 +1,5 @@
-"""Elementwise operators, activations and their gradients: each distinct input read once, each output written once.
+"""Elementwise operators, activations and their gradients: each distinct input is read once, each output is written
+once.
 
 Broadcast operands count their own elements, not the repeated ones.
 """
@@ -34,7 +35,7 @@ def _is_complex(call: Call) -> bool:
 
 
 def _bounds(call: Call) -> int:
-    """Comparisons of `clamp`: one for each given bound."""
+    """Comparisons of `clamp`: one for each bound that is given."""
     return (call["min"] is not None) + (call["max"] is not None)
 
 

@@ -3,8 +3,8 @@
     forward    2 P (D + V)          scores, weighted values
     backward   2 P (3 D + 2 V)      see `attentions`
 
-for P pairs of a query and a key in the blocks that the mask keeps. A partly kept block counts as a whole: only the
-mask's function knows its hidden pairs. The work of the score function is not counted.
+for P pairs of a query and a key in the blocks that the mask keeps. A partly kept block counts as a whole, because only
+the mask's function knows its hidden pairs. The work of the score function is not counted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def forward(args: tuple[Any, ...], out: Any) -> Callable[[], Cost]:
 
 
 def backward(args: tuple[Any, ...], out: Any) -> Callable[[], Cost]:
-    """The same for `flex_attention_backward`."""
+    """A function that computes the cost of `flex_attention_backward` later."""
     query, key, value, output, log_sum_exp, gradient, _, _, _, block_mask, *_ = args
     read = distinct_bytes([query, key, value, output, log_sum_exp, gradient, *_buffers(args[12:])])
     written = distinct_bytes(tensors_in(out))
@@ -66,8 +66,8 @@ def _visible_pairs(query: Tensor, key: Tensor, block_mask: tuple[Any, ...]) -> C
 
     Args:
         query, key: (B, H, S_q, D) and (B, H', S_k, D).
-        block_mask: the two lengths; then for each row of blocks the number of partly kept ones, their indices, the
-            number of fully kept ones, their indices, ...; last the height and width of a block, and the mask's
+        block_mask: the two lengths; then for each row of blocks the number of partly kept blocks, their indices, the
+            number of fully kept blocks, their indices, ...; last the height and width of a block, and the mask's
             function.
     """
     batch, heads, queries, _ = query.shape
@@ -88,6 +88,7 @@ def _visible_pairs(query: Tensor, key: Tensor, block_mask: tuple[Any, ...]) -> C
         columns = (keys - width * numbers).clamp(0, width)
         columns = columns * (torch.arange(numbers.shape[-1]) < count.unsqueeze(-1))
         in_mask = int((columns.sum(-1) * rows).sum())
-        return in_mask * (batch // count.shape[0]) * (heads // count.shape[1])  # one mask may serve all of them
+        # one mask may serve all sequences or heads
+        return in_mask * (batch // count.shape[0]) * (heads // count.shape[1])
 
     return pairs

@@ -1,8 +1,9 @@
 """Reads and writes at computed positions: embedding, gather, scatter, index, masks.
 
 The number of *different* positions depends on values, which a cost must not read. By convention, all indices count as
-different, up to the size of the indexed dimension, and masks count as true everywhere. Repeated indices (a small
-vocabulary in a large batch) may therefore be faster than this floor, by the bytes that repetition saves.
+different, up to the size of the indexed dimension, and masks count as true everywhere. An operator with repeated
+indices (a small vocabulary in a large batch) may therefore be faster than this floor, by the bytes that repetition
+saves.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ cost_of("aten::embedding_dense_backward")(streaming(1, per="grad_output"))
 
 @cost_of(*aten("_embedding_bag _embedding_bag_forward_only"))
 def embedding_bag(call: Call) -> Cost:
-    """Sums the rows of each bag: rows and indices read once, one addition for each element of each row."""
+    """Sums the rows of each bag: rows and indices are read once, with one addition for each element of each row."""
     table, indices = call["weight"], call["indices"]
     rows = min(indices.numel() * table.shape[1] * table.element_size(), tensor_bytes(table))
     flops = indices.numel() * table.shape[1] * (1 if call["per_sample_weights"] is None else 2)
@@ -47,8 +48,8 @@ def embedding_bag(call: Call) -> Cost:
 def embedding_bag_backward(call: Call) -> Cost:
     """Adds the gradient of its bag to the row of each index; the whole table of gradients is written.
 
-    Several arguments say to which bag an index belongs (`offset2bag`, `offsets`, `bag_size`). This information is read
-    once.
+    Several arguments say to which bag an index belongs (`offset2bag`, `offsets`, `bag_size`). Only one of them is
+    counted as read.
     """
     gradient, indices = call["grad"], call["indices"]  # (bags, E), (indices,)
     read = [gradient, indices, _bags(call), call["per_sample_weights"]]
@@ -74,7 +75,7 @@ def embedding_bag_weights_backward(call: Call) -> Cost:
 
 @cost_of("aten::embedding_renorm")
 def embedding_renorm(call: Call) -> Cost:
-    """The norm of each indexed row (2 flops for each element), and the row's scaling."""
+    """The norm of each indexed row (2 flops for each element), and the scaling of the row."""
     table, indices = call["self"], call["indices"]
     count = indices.numel() * table.shape[1]
     rows = addressed_bytes(table, count)
@@ -104,8 +105,8 @@ def scattering(addressed: Callable[[Call], int], flops: int = 0, *, accumulates:
     Args:
         addressed: the number of elements that the indices address.
         flops: per element, if it accumulates.
-        accumulates: whether the old value is needed. A name stands for an argument that decides this: needed if it is
-            given and true.
+        accumulates: whether the old value is needed. A str names an argument; the old value is needed if that argument
+            is given and true.
     """
 
     def formula(call: Call) -> Cost:
@@ -136,8 +137,8 @@ def _rows_of_index(call: Call) -> int:
 def _indexed_elements(call: Call) -> int:
     """Elements that `self[indices]` addresses: the broadcast indices, times the dimensions without an index.
 
-    A mask addresses as many elements as it has true values. Its shape does not give that number, so all values of the
-    mask count.
+    A mask addresses as many elements as it has true values. The shape of the mask does not give that number, so all its
+    values count as true.
     """
     target, indices = call["self"], [index for index in call["indices"] if index is not None]
     if any(index.dtype in (torch.bool, torch.uint8) for index in indices):

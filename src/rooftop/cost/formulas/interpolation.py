@@ -1,7 +1,7 @@
 """Resizing and sampling on grids: each result is a weighted sum of `taps` neighbours along each dimension.
 
 2 flops for each neighbour (a multiplication and an addition); nearest neighbours only move.
-Shrinking without anti-aliasing skips input: along a dimension, each result reads at most `taps` positions.
+Shrinking without anti-aliasing skips parts of the input: along a dimension, each result reads at most `taps` positions.
 """
 
 from __future__ import annotations

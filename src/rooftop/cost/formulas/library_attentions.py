@@ -1,10 +1,10 @@
-"""The kernels below `scaled_dot_product_attention`, as libraries and nested tensors call them: their heads come after
+"""The kernels below `scaled_dot_product_attention`, as libraries and nested tensors call them: heads come after
 positions.
 
 Queries are (B, S, H, D), or with `cum_seq` (1, T, H, D) or (T, H, D): sequences of different lengths end to end. Their
 lengths are values, and a cost depends only on shapes. Sequences that attend to themselves need at least as many pairs
-as B equal ones of T / B positions (the sum of squares is least for equal lengths). So the formulas count that many
-pairs.
+as B equal sequences of T / B positions, since the sum of squares is least for equal lengths. So the formulas count that
+number of pairs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def attention_kernel(call: Call) -> Cost:
     "torch_attn::_varlen_attn_backward",
 )
 def attention_kernel_backward(call: Call) -> Cost:
-    """The scores again, and the gradients of queries, keys and values (and of the bias, a sum)."""
+    """Computes the scores again, and the gradients of queries, keys and values (and of the bias, a sum)."""
     query, key, value, bias = call["query"], call["key"], call["value"], _bias(call)
     gradient = call["grad_out"] if "grad_out" in call else call["grad_out_"]
     pairs = _pairs(call)
@@ -67,7 +67,7 @@ def _lengths(call: Call) -> list[Tensor | None]:
 
 
 _STARTS = ("cum_seq_q", "cu_seqlens_q", "cu_seq_q")
-"""Where each sequence of queries begins, and where the last one ends."""
+"""Names of the argument with the start of each sequence of queries, and the end of the last one."""
 
 
 def _pairs(call: Call) -> int:
@@ -75,7 +75,7 @@ def _pairs(call: Call) -> int:
     query, key = call["query"], call["key"]
     starts: Tensor | None = next((call[name] for name in _STARTS if name in call), None)
     heads = query.shape[-2]
-    # No mask; positions up to the query's own (counted from the first or from the last query).
+    # Not causal: no mask. Causal: positions up to the query's own, counted from the first or from the last query.
     causal = call["is_causal"] if "is_causal" in call else call["custom_mask_type"] != 0
     left, right = _window(call, causal)
     if starts is None or starts.numel() == 0:
@@ -89,12 +89,12 @@ def _pairs(call: Call) -> int:
 
 
 def _window(call: Call, causal: bool) -> tuple[int | None, int | None]:
-    """How many positions a query sees before and after its own position; None: all."""
+    """The numbers of positions that a query sees before and after its own position; None: all."""
     left, right = call.get("window_size_left"), call.get("window_size_right")
     window = call.get("window_size")
     if isinstance(window, (list, tuple)):
         left, right = window
-    elif window:  # window of the memory-efficient kernel: that many positions up to the query's own
+    elif window:  # the memory-efficient kernel's window: this many positions, up to and including the query's own
         left = window - 1
     left = None if left is None or left < 0 else left
     right = None if right is None or right < 0 else right
@@ -103,7 +103,7 @@ def _window(call: Call, causal: bool) -> tuple[int | None, int | None]:
 
 @lru_cache(maxsize=1024)
 def windowed_pairs(queries: int, keys: int, left: int | None, right: int | None) -> int:
-    """Pairs (i, j) with i - left ≤ j ≤ i + right; None is not a limit."""
+    """Pairs (i, j) with i - left ≤ j ≤ i + right; None: no limit."""
     if left is None and right is None:
         return queries * keys
     total = 0

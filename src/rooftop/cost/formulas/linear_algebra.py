@@ -1,4 +1,5 @@
-"""Factorizations, solvers and spectra of dense matrices: the flops of the textbook algorithm, each matrix moved once.
+"""Factorizations, solvers and spectra of dense matrices: the flops of the textbook algorithm; each matrix is moved
+once.
 
 Counts are the leading terms of Golub & Van Loan, Matrix Computations, 4th edition (chapter 3 for LU, 4 for Cholesky,
 5 for QR, 7 and 8 for eigenvalues and singular values), for each (m, n) matrix of a batch with k right-hand sides:
@@ -12,8 +13,8 @@ Counts are the leading terms of Golub & Van Loan, Matrix Computations, 4th editi
     eigenvalues, nonsymmetric      10 n³                  with vectors 25 n³
     singular values, m ≥ n         the lesser of the Golub-Reinsch and R-SVD algorithms (figure 8.6.1)
 
-They run on vector units as much as on matrix units, and in the precision of the matrix, never in tf32.
-A complex flop is four real ones.
+These algorithms run on vector units as much as on matrix units, and in the precision of the matrix, never in tf32. A
+complex flop is four real ones.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def _of_matrix(count: Count, *, unread: tuple[str, ...] = ()) -> Formula:
 
 
 def _cost(call: Call, matrix: Tensor, flops: float, read: list[Tensor], written: list[Tensor]) -> Cost:
-    """That many flops for each matrix of the batch."""
+    """The cost with this many flops for each matrix of the batch."""
     batch = matrix.numel() // max(matrix.shape[-2] * matrix.shape[-1], 1)
     total = round(batch * flops) * (4 if matrix.is_complex() else 1)
     return Cost(distinct_bytes(read), distinct_bytes(written), arithmetic(total, [matrix]))
@@ -117,7 +118,7 @@ def householder_product(call: Call) -> Cost:
 
 @cost_of("aten::ormqr")
 def apply_reflectors(call: Call) -> Cost:
-    """k reflectors of length m applied to n columns: 4 m n k - 2 n k² (rows from the right alike)."""
+    """k reflectors of length m, applied to n columns: 4 m n k - 2 n k² (the same for rows, from the right)."""
     other: Tensor = call["input3"]
     m, n = other.shape[-2:] if call["left"] else reversed(other.shape[-2:])
     k = call["input2"].shape[-1]
@@ -165,13 +166,13 @@ def solve_triangular(call: Call) -> Cost:
 
 @cost_of("aten::triangular_solve")
 def triangular_solve(call: Call) -> Cost:
-    """The older form, which also returns a copy of the matrix."""
+    """The older triangular solve, which also returns a copy of the matrix."""
     return _triangular(call, call["A"], call["self"], unit=call["unitriangular"])
 
 
 def _triangular(call: Call, matrix: Tensor, right: Tensor, *, unit: bool) -> Cost:
     solution: Tensor = call.results[0]
-    copied = distinct_bytes([matrix]) if len(call.results) > 1 else 0  # then all of it is read
+    copied = distinct_bytes([matrix]) if len(call.results) > 1 else 0  # then the whole matrix is read
     read = copied or _triangle_bytes(matrix, diagonal=not unit)
     flops = elements(solution) * matrix.shape[-1] * (4 if solution.is_complex() else 1)
     return Cost(read + distinct_bytes([right]), distinct_bytes([solution]) + copied, arithmetic(flops, [solution]))
@@ -192,7 +193,7 @@ def solve_factored(call: Call) -> Cost:
 
 
 def _order(call: Call) -> int:
-    """n of the (n, n) factors."""
+    """The size n of the (n, n) factors."""
     factor: Tensor = next(call[name] for name in ("LU", "LD", "A", "input2") if name in call)
     return factor.shape[-1]
 

@@ -1,4 +1,4 @@
-"""Losses: prediction and target read once; if the loss is reduced, one more addition for each element."""
+"""Losses: prediction and target are read once; if the loss is reduced, there is one more addition for each element."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GRADIENTS: dict[str, Flops] = {
 
 
 def _pointwise(flops: Flops) -> Formula:
-    """That many flops for each element, one more to reduce, one for a weight, two for a `pos_weight`."""
+    """A formula with this many flops for each element, one more to reduce, one for a weight, two for a `pos_weight`."""
 
     def total(call: Call) -> int:
         reduced = call["reduction"] != 0
@@ -45,7 +45,7 @@ cover(POINTWISE, _pointwise)
 # For each class: subtract from the target's score, add the margin, clamp, add up.
 cost_of("aten::multi_margin_loss")(streaming(4, per="self"))
 cost_of("aten::multi_margin_loss_backward")(streaming(4, per="self"))
-# The same for each target; the number of targets depends on values, so one is counted.
+# The same work for each target. The number of targets depends on values, so one target is counted.
 cost_of("aten::multilabel_margin_loss_forward")(streaming(4, per="self"))
 cost_of("aten::multilabel_margin_loss_backward")(streaming(4, per="self"))
 cover(GRADIENTS)

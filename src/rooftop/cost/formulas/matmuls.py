@@ -1,4 +1,4 @@
-"""Matrix products: 2 m n k flops, every operand moved once.
+"""Matrix products: 2 m n k flops; every operand is moved once.
 
 A sparse factor counts by its stored elements: 2 nnz n flops with a dense (k, n), and only the addressed rows of the
 dense factor are read.
@@ -19,7 +19,7 @@ from rooftop.cost.registry import cost_of
 
 
 def matrix_flops(left: Tensor, products: int) -> dict[str, int]:
-    """Flops of that many multiply-adds in the precision of `left`; a complex multiply-add counts as four real ones."""
+    """Flops of this many multiply-adds in the precision of `left`; a complex multiply-add counts as four real ones."""
     return {matrix_precision(left): (8 if left.is_complex() else 2) * products} if products else {}
 
 
@@ -90,8 +90,9 @@ def products(call: Call) -> Cost:
 
 @cost_of("aten::_trilinear")
 def trilinear(call: Call) -> Cost:
-    """Sums of products of three tensors (`nn.Bilinear`): one multiply-add for each combination of their dimensions; the
-    third factor is multiplied in after the longest sum."""
+    """Sums of products of three tensors (`nn.Bilinear`): one multiply-add for each combination of their dimensions. The
+    multiplication with the third factor comes after the longest sum.
+    """
     first, second, third = call["i1"], call["i2"], call["i3"]
     sizes = torch.broadcast_shapes(
         *(

@@ -1,6 +1,6 @@
 """Operators that touch no element: views, allocations, queries about a tensor.
 
-They are listed by name, so that an unlisted operator counts as uncovered and never as free.
+These operators are listed by name, so an unlisted operator counts as uncovered and never as free.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from rooftop.cost.formulas.sparse_operands import addressed_bytes, index_bytes, 
 from rooftop.cost.formulas.streaming import aten, elements, streaming
 from rooftop.cost.registry import Formula, cost_of
 
-# These only write: the tensor that gives the shape (`zeros_like`, `fill_`) is not read.
+# These operators only write: the tensor that gives the shape (`zeros_like`, `fill_`) is not read.
 FILLS = """
     arange eye fft_fftfreq fft_rfftfreq fill full full_like linspace logspace new_full new_ones new_zeros ones
     ones_like range scalar_tensor tril_indices triu_indices zero zeros zeros_like
@@ -40,7 +40,7 @@ cost_of(*aten(FILLS))(streaming(unread=["self"]))
 cost_of(*aten(COPIES))(streaming())
 cost_of(*aten(VIEW_GRADIENTS))(streaming())
 cost_of(*aten("copy"))(streaming(unread=["self"]))  # `self` only gives the positions
-# It only reads the mask, to check whether its ones are on the left.
+# The operator reads only the mask, to check whether its ones are on the left.
 cost_of("aten::_nested_tensor_from_mask_left_aligned")(streaming(1, per="mask", unread=["t"]))
 # The weights, one after another in cuDNN's layout.
 cost_of("aten::_cudnn_rnn_flatten_weight")(streaming())

@@ -2,9 +2,9 @@
 implementations use numerically better formulas), centring 1, scaling by 1/σ 1, weight 1, bias 1.
 The constants of a channel in batch norm combine to one multiplication and one addition.
 
-The few operations on each row's statistics are not counted. A backward pass recomputes x̂ = (x - mean)/σ from x (2
-flops), adds 2 for the gradient of the weight (multiply, add), 1 for the bias, and for the input, with g = gradient ·
-weight,
+The few operations on each row's statistics are not counted. A backward pass recomputes x̂ = (x - mean)/σ from x with 2
+flops. The gradient of the weight takes 2 more (multiply, add), that of the bias 1, and that of the input, with g =
+gradient · weight,
 
     dx = (g - mean(g) - x̂ mean(g x̂)) / σ        8 with a weight: 1 + 1 + 2 + 4
 """
@@ -87,7 +87,7 @@ def row_norm_backward(call: Call) -> Cost:
 
 @cost_of("aten::_fused_rms_norm_backward")
 def rms_norm_backward(call: Call) -> Cost:
-    """As above without the mean: x̂ is one product, dx = (g - x̂ mean(g x̂)) / σ."""
+    """As for layer norm, but without the mean: x̂ is one product, dx = (g - x̂ mean(g x̂)) / σ."""
     to_input, to_weight = call["output_mask"]
     return _norm_backward(call, call["grad_out"], None, call["rstd"], (to_input, to_weight, False))
 
@@ -138,6 +138,6 @@ cost_of(*aten("batch_norm_gather_stats batch_norm_gather_stats_with_counts"))(
 cost_of("aten::batch_norm_backward_reduce")(streaming(6, per="input", unread=["weight"]))
 cost_of("aten::batch_norm_backward_elemt")(streaming(6, per="input"))
 
-# w = v · g / ‖v‖: square, add, scale; backward twice that and the projection.
+# w = v · g / ‖v‖: square, add, scale. Backward: twice that, and the projection.
 cost_of("aten::_weight_norm_interface")(streaming(3, per="v"))
 cost_of("aten::_weight_norm_interface_backward")(streaming(6, per="saved_v"))

@@ -35,7 +35,7 @@ class FusedStep:
     """One fused optimizer.
 
     Attributes:
-        states: lists that are read and written besides the parameters.
+        states: lists, besides the parameters, that are read and written.
         flops: for each element of the parameters.
     """
 

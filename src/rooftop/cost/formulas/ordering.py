@@ -10,7 +10,7 @@ from rooftop.cost.registry import cost_of
 
 
 def comparison_depth(count: int) -> int:
-    """Comparisons of a binary search among `count` values: log₂, rounded up."""
+    """Comparisons of a binary search among `count` values: log₂ of `count`, rounded up."""
     return max(count - 1, 0).bit_length()
 
 
@@ -58,7 +58,7 @@ def histogram(call: Call) -> Cost:
     return Cost(distinct_bytes(read), distinct_bytes(call.written_tensors), arithmetic(flops, read))
 
 
-# Selection needs at least one comparison for each element; `unique` must also compare each of them.
+# Selection, and also `unique`, needs at least one comparison for each element.
 cost_of(
     *aten("kthvalue median mode nanmedian topk _unique _unique2 unique_consecutive unique_dim unique_dim_consecutive")
 )(streaming(1, per="self"))

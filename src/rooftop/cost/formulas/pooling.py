@@ -1,6 +1,7 @@
 """Pooling: the input under the windows is read once, and each position in each window is one flop.
 
-Maximum: one comparison each; average: one addition each, with the division in place of the last.
+A maximum takes one comparison for each position, an average one addition, with the division in the place of the last
+addition.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def average_pool_backward(call: Call) -> Cost:
 
 
 def _kernel(call: Call) -> list[int]:
-    """Window size along each spatial dimension; the operator's name gives their number ("avg_pool2d")."""
+    """Window size along each spatial dimension; the operator's name gives the number of dimensions ("avg_pool2d")."""
     name = call.func._schema.name
     return per_dimension(call["kernel_size"], next(d for d in (1, 2, 3) if f"pool{d}d" in name))
 

@@ -4,8 +4,8 @@
     dequantize   (q - zero) * scale                              2 flops
 
 A quantized operator dequantizes its inputs, computes, and quantizes its outputs. Products of integers count in `fp32`,
-as all integer arithmetic does: their own peak is not measured. Weights packed in an object are read once, with one byte
-each (or the format's size). Their biases and scales are hidden in the object and are not counted.
+like all integer arithmetic, because the peak of integers is not measured. Weights packed in an object are read once,
+with one byte each (or the format's size). Their biases and scales are hidden in the object and are not counted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ cost_of("aten::quantize_per_tensor_dynamic")(streaming(QUANTIZE + 2))  # after c
 cost_of("aten::dequantize")(streaming(DEQUANTIZE))
 cost_of(*aten("_make_per_channel_quantized_tensor _make_per_tensor_quantized_tensor int_repr"))(streaming())
 
-# Quantized and dequantized at once; a second result says which elements were within the bounds.
+# Quantized and dequantized in one operator; a second result says which elements were within the bounds.
 FAKE = QUANTIZE + DEQUANTIZE
 cost_of(
     *aten("_fake_quantize_per_tensor_affine_cachemask_tensor_qparams fake_quantize_per_channel_affine_cachemask"),
@@ -132,7 +132,7 @@ def max_pool(call: Call) -> Cost:
 
 @cost_of(*_quantized("embedding_bag_byte_rowwise_offsets embedding_bag_4bit_rowwise_offsets"))
 def embedding_bag(call: Call) -> Cost:
-    """Rows of bytes (or half bytes) and their scale: each element is dequantized, and added to its bag."""
+    """Rows of bytes (or half bytes), each with its scale: each element is dequantized, and added to its bag."""
     table, indices = call["weight"], call["indices"]  # (rows, bytes of a row)
     width = call.out.shape[-1]
     weights = call["per_sample_weights"]
@@ -187,7 +187,7 @@ def _fused(call: Call, source: Tensor, products: int) -> Cost:
 
 @cost_of("mkl::_mkl_linear")
 def packed_linear(call: Call) -> Cost:
-    """A float32 linear layer; the same weights are passed packed and plain, and are read once."""
+    """A float32 linear layer. Its weights are passed in packed and in plain form, and count as read once."""
     source, weight, bias = call["X"], call["ORI_W"], call["B"]
     flops = merged(
         matrix_flops(source, call.out.numel() * source.shape[-1]),

@@ -1,7 +1,7 @@
 """Recurrent networks: single LSTM and GRU cells, and whole layers in one operator.
 
 An LSTM cell, per hidden unit: sums of its four gates, three sigmoids and two tanh, and c' = f c + i g, h = o tanh(c').
-A layer reads its weights once for all time steps; sums and activations count as two flops for each gate and product.
+A layer reads its weights once for all time steps. Sums and activations count as two flops for each gate and product.
 """
 
 from __future__ import annotations

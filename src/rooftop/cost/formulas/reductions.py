@@ -1,4 +1,4 @@
-"""Reductions, scans and distances: the input read once; flops per input element, and a few per result.
+"""Reductions, scans and distances: the input is read once, with flops per input element, and a few per result.
 
 A sum of n elements counts n additions. A variance counts the mean (1) and the squared deviations (3).
 """
@@ -83,7 +83,7 @@ def assertion(call: Call) -> Cost:
 
 @cost_of("aten::trace")
 def trace(call: Call) -> Cost:
-    """Adds the diagonal, and reads only the diagonal."""
+    """Reads and adds only the diagonal."""
     diagonal = min(call["self"].shape)
     return Cost(diagonal * call["self"].element_size(), tensor_bytes(call.out), arithmetic(diagonal, [call.out]))
 

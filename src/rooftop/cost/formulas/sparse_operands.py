@@ -16,7 +16,7 @@ from rooftop.cost.accounting import Call, distinct_bytes, is_sparse, parts, stor
 
 
 def addressed_bytes(dense: Tensor, count: int) -> int:
-    """Bytes of `count` elements of a tensor, at most of all its elements."""
+    """Bytes of `count` elements of a tensor, but at most of all its elements."""
     return min(count * dense.element_size(), tensor_bytes(dense))
 
 
@@ -31,14 +31,15 @@ def index_bytes(sparse: Tensor) -> int:
 
 
 def new_bytes(written: Sequence[Tensor], read: Sequence[Tensor]) -> int:
-    """Bytes of results in new memory: a conversion may reuse the memory of the values."""
+    """Bytes of results in new memory; a conversion may reuse the memory of the values."""
     return distinct_bytes([*read, *written]) - distinct_bytes(read)
 
 
 def multiply_adds(left: Tensor, right: Tensor, out: Tensor) -> int:
     """Products in `left @ right`, (..., m, k) @ (..., k, n) or (..., m, k) @ (k,).
 
-    For two sparse operands the count depends on the positions of the elements; each stored result needs at least one.
+    For two sparse operands the count depends on the positions of the elements, but each stored result needs at least
+    one product.
     """
     if is_sparse(left) and is_sparse(right):
         return stored_elements(out)
@@ -78,7 +79,7 @@ def elementwise_bytes(call: Call, read: Sequence[Tensor], written: Sequence[Tens
 
     A sparse result needs only the elements of a dense operand at its own positions. An in-place operator changes a
     dense tensor only at the positions of the sparse operand. The earlier content of a sparse tensor that was changed in
-    place is not available: its size is assumed to equal the present one.
+    place is not available, so its earlier size is assumed to equal the present one.
     """
     target = written[0]
     sparse = [tensor for tensor in read if is_sparse(tensor)]
@@ -90,7 +91,7 @@ def elementwise_bytes(call: Call, read: Sequence[Tensor], written: Sequence[Tens
     if not is_sparse(target):
         places = sum(map(stored_elements, sparse))
         return distinct_bytes(sparse) + sum(addressed_bytes(t, places) for t in dense), addressed_bytes(target, places)
-    if any(tensor is not target for tensor in sparse):  # its elements were in one operand, the other, or both
+    if any(tensor is not target for tensor in sparse):  # each element was in one operand, in the other, or in both
         overwritten = all(tensor is not target for tensor in sparse)
         return distinct_bytes(sparse if overwritten else [target]), tensor_bytes(target)
     # The pattern stays: a number is applied to the values directly, and a dense operand is read at the indices.

@@ -2,7 +2,7 @@
 
 The formulas of ordinary operators (`mm`, `add`, `relu`) count their sparse operands with the help of `sparse_operands`.
 This file covers the operators that exist only for sparse tensors. Wrapping indices and values in a tensor moves nothing
-(`metadata`). A conversion moves everything that the result does not share with the operand.
+(`metadata`). A conversion moves all data that the result does not share with the operand.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def coalesce(call: Call) -> Cost:
 
 @cost_of(*aten("_to_sparse _to_sparse_bsc _to_sparse_bsr _to_sparse_csc _to_sparse_csr"))
 def to_sparse(call: Call) -> Cost:
-    """From a dense tensor, each element is compared with zero; between sparse layouts, shared parts stay.
+    """In a conversion from a dense tensor, each element is compared with zero; between sparse layouts, shared parts
+    stay.
 
     Coordinates become compressed rows by counting the entries of each row; columns and values may stay where they are
     in memory.
@@ -78,7 +79,7 @@ def sum_backward(call: Call) -> Cost:
     return Cost(read, new_bytes([call.out], [gradient]))
 
 
-# Absent elements count as minus infinity: a softmax of the stored ones.
+# Absent elements count as minus infinity, so this is a softmax of the stored ones.
 cost_of(*aten("_sparse_log_softmax _sparse_softmax"))(streaming(SOFTMAX_FLOPS))
 cost_of(*aten("_sparse_log_softmax_backward_data _sparse_softmax_backward_data"))(
     streaming(SOFTMAX_BACKWARD_FLOPS, unread=["self"])
@@ -123,7 +124,8 @@ def product_reduced_backward(call: Call) -> Cost:
 @cost_of(*aten("_sparse_semi_structured_mm _sparse_semi_structured_addmm"))
 def semi_structured_product(call: Call) -> Cost:
     """Two of every four elements in each row of (m, k) are kept, as (m, k / 2) with their positions. This halves the
-    products."""
+    number of multiplications.
+    """
     kept = call["mat1"]
     epilogue = (call["beta"] != 0) + (call["beta"] not in (0, 1)) + (call["alpha"] != 1) if "beta" in call else 0
     flops = merged(
@@ -146,7 +148,7 @@ def semi_structured_linear(call: Call) -> Cost:
 
 @cost_of("aten::_cslt_sparse_mm")
 def compressed_product(call: Call) -> Cost:
-    """The same, with the kept elements and their positions in one buffer, whose size does not give k."""
+    """The same product, with the kept elements and their positions in one buffer, whose size does not determine k."""
     depth = call["dense_B"].shape[0]  # (k, n)
     epilogue = (call["bias"] is not None) + (call["alpha"] is not None)
     flops = merged(

@@ -1,10 +1,10 @@
-"""The formula that most operators share: they read and write their tensors once.
+"""The formula of most operators, which read and write their tensors once.
 
     read  = distinct bytes of the input tensors, except those of which the definition needs only the shape
     write = distinct bytes of the output tensors
     flops = constant × elements of the output or of a named argument + constant × elements of the output
 
-For sparse tensors, elements are the stored ones, and `sparse_operands` counts the bytes.
+For sparse tensors, only stored elements count, and `sparse_operands` counts the bytes.
 
 A family is then a table: operator, flops per element. Conventions for the constants: addition, multiplication,
 comparison and each transcendental function (also sigmoid and erf) are 1; moving, selecting (`where`) and converting are

@@ -1,4 +1,4 @@
-"""Fourier transforms: the data read once and written once, and the operations of the split-radix algorithm.
+"""Fourier transforms: the data are read once and written once, with the operations of the split-radix algorithm.
 
 A complex transform of n elements takes 4 n log₂ n - 6 n + 8 real operations (Yavne 1968), a real one half as many.
 Several dimensions are transformed one after another. The scale of a norm is folded into the last factors.
@@ -23,7 +23,7 @@ def complex_transform(call: Call) -> Cost:
 
 @cost_of("aten::_fft_r2c", "aten::_fft_c2r")
 def real_transform(call: Call) -> Cost:
-    """Real to complex and back: half the work on the real side's elements."""
+    """Real to complex and back: half the work, counted on the real side's elements."""
     signal = call.out if call["self"].is_complex() else call["self"]
     return _cost(call, signal, 0.5)
 

@@ -1,6 +1,6 @@
-"""How much of its input a sliding window touches: all, unless the stride is longer than the window.
+"""The part of its input that a sliding window touches: all of it, unless the stride is longer than the window.
 
-A 1x1 convolution of stride 2 needs a quarter of its input, and its floor must not charge for the rest.
+A 1x1 convolution of stride 2 needs a quarter of its input, and its floor must not count the rest.
 """
 
 from __future__ import annotations
@@ -41,6 +41,6 @@ def per_dimension(values: int | Sequence[int], dimensions: int) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def _touched(size: int, windows: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
-    """The number of positions, of `size` along one dimension, that are under a window."""
+    """The number of positions under a window, among the `size` positions along one dimension."""
     places = (w * stride - padding + k * dilation for w in range(windows) for k in range(kernel))
     return len({place for place in places if 0 <= place < size})

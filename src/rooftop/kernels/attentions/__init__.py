@@ -1,1 +1,3 @@
-"""Attention by the fastest back end, over pages of keys and values, and in windows; rotary embeddings."""
+"""Attention by the fastest back end, attention over pages of keys and values, attention in windows, and rotary
+embeddings.
+"""

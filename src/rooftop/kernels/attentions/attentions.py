@@ -1,18 +1,18 @@
 """Scaled dot-product attention by the fastest of PyTorch's back ends, with the log-sum-exp of its rows.
 
 softmax(Q K^T scale + mask) V, and L = log(sum(exp(...))) of each row. The back ends are flash (Dao 2023,
-"FlashAttention-2"), cuDNN's fused kernels and the memory-efficient ones (Rabe and Staats 2021). Bound by flops from a
-few hundred positions on. `attention_plan` says which back end computes a call, and why.
+"FlashAttention-2"), cuDNN's fused kernels and the memory-efficient ones (Rabe and Staats 2021). Attention is bound by
+flops from a few hundred positions on. `attention_plan` names the back end of a call and the reason.
 
-The gradient with respect to L: with P the probabilities, dS = P (dO V^T - delta + dL), delta = rowsum(dO O). The back
-ends compute delta from dO and O, and use O for nothing else. So the call passes them an O' with rowsum(dO O') = delta -
+The gradient with respect to L: dS = P (dO V^T - delta + dL), where P are the probabilities and delta = rowsum(dO O).
+The back ends compute delta from dO and O, and use O for nothing else. So they get an O' with rowsum(dO O') = delta -
 dL:
 
     O' = O - dL dO / |dO|^2
 
-If dO is negligible next to dL (or 0), one of its elements becomes dL / 2^40 and that element of O' becomes -2^40: only
-their product matters. Both values need the range of bfloat16 or float32, so in float16 the gradient with respect to L
-raises.
+If dO is negligible next to dL (or 0), one element of dO becomes dL / 2^40 and the same element of O' becomes -2^40,
+since only their product matters. Both values need the range of bfloat16 or float32, so in float16 the gradient with
+respect to L raises.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def attention_backward_reference(
 def scores_of(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(scores (B, H, S_q, S_k), keys and values for each head of the queries)."""
+    """(scores (B, H, S_q, S_k), keys, values), with keys and values for each head of the queries."""
     inside = accumulator_dtype(query.dtype)
     keys, values = (_for_heads(t.to(inside), query.shape[1]) for t in (key, value))
     scores = query.to(inside) @ keys.mT * scale
@@ -109,7 +109,7 @@ def kv_of_groups(gradient: Tensor, like: Tensor) -> Tensor:
 # ---- implementations -------------------------------------------------------------------------------------------
 
 aten = torch.ops.aten
-ALIGNMENT = 16  # bytes of a back end's load; the back ends need rows of whole loads
+ALIGNMENT = 16  # bytes of a load; the back ends need rows of whole loads
 
 
 def _aligned_rows(x: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def _at_aligned_address(x: Tensor) -> Tensor:
 def _forward(
     backend: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(out, L) by a back end; works on fake tensors, too."""
+    """(out, L) by a back end, also for fake tensors."""
     if backend == "reference":
         return attention_reference(query, key, value, mask, is_causal, scale)
     query, key, value = (_aligned_rows(t) for t in (query, key, value))
@@ -142,8 +142,8 @@ def _forward(
     bias = _bias(mask, query, key)
     keys, values = (_for_heads(t, query.shape[1]) for t in (key, value))
     found = aten._scaled_dot_product_efficient_attention(query, keys, values, bias, True, 0.0, is_causal, scale=scale)
-    lse = found[1].narrow(-1, 0, query.shape[2])  # it pads rows to a multiple of 32
-    if mask is not None:  # for a row that attends to nothing it is +inf or 0, depending on PyTorch's version
+    lse = found[1].narrow(-1, 0, query.shape[2])  # this back end pads rows to a multiple of 32
+    if mask is not None:  # for a row that attends to nothing, PyTorch returns +inf or 0, depending on its version
         sees = (mask if mask.dtype == torch.bool else mask != -math.inf).any(-1)
         lse = lse.masked_fill(~sees, -math.inf)
     return found[0], lse.contiguous()
@@ -173,13 +173,13 @@ def _backward(
             dout, query, key, value, out, lse, *lengths, 0.0, is_causal, seed, seed, scale=scale
         ), None
     if backend == "cudnn":
-        # PyTorch caches its plans by the strides of the inputs alone, so out and dout must have the strides of its own
-        # forward.
+        # PyTorch caches cuDNN's plans by the strides of the inputs alone, so out and dout must have the strides of
+        # PyTorch's own forward.
         dout, out = (_in_order_of(t, query) for t in (dout, out))
         return *aten._scaled_dot_product_cudnn_attention_backward(
             dout, query, key, value, out, lse.unsqueeze(-1), seed, seed, None, *lengths, 0.0, is_causal, scale=scale
         ), None
-    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # its kernel does not look at these strides
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel ignores these strides
     bias = _bias(mask, query, key)
     keys, values = (_for_heads(t, query.shape[1]) for t in (key, value))
     rows = -(-query.shape[2] // 32) * 32 - query.shape[2]
@@ -233,7 +233,7 @@ LIMIT = 2.0**40
 
 
 class Kept(NamedTuple):
-    """What backward needs."""
+    """The values that backward needs."""
 
     query: Tensor
     key: Tensor
@@ -328,7 +328,7 @@ class AttentionBackward(NamedTuple):
         return like_rows(query), like_rows(self.key), like_rows(self.value), dmask
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Flops: the scores again, gradients of queries and keys, of values and weights; 6 for a pair's softmax."""
+        """Flops: scores again, gradients of queries, keys, values and weights; 6 for a pair's softmax."""
         flops = _flops(self, 3 * self.query.shape[3] + 2 * self.value.shape[3], 6)
         written = made if self.mask is not None and self.mask_gradient else made[:3]
         return Cost(distinct_bytes(self[:8]), distinct_bytes(written), flops)
@@ -444,15 +444,14 @@ def attention(
         is_causal: a query attends to the keys up to its own position, counted from the first.
         scale: factor of the scores; 1 / sqrt(D) if not given.
         enable_gqa: each head of the keys serves a group of heads of the queries.
-        return_lse: also return the log-sum-exp of each row's scores, which `merge_attention_states` takes. Gradients
-            pass through it, too (not in float16 on a GPU).
+        return_lse: also return the log-sum-exp of each row's scores, for `merge_attention_states`. It is
+            differentiable, too (not in float16 on a GPU).
 
     Returns:
         (B, H, S_q, D_v), or with `return_lse` also (B, H, S_q) in float32 (float64 for float64). For rows that may
-        attend to nothing, these are 0 and -inf. Under autocast the result has autocast's dtype, as in PyTorch. The bits
-        of gradients may differ from
-        run to run, unless `torch.use_deterministic_algorithms(True)`: the back ends add up gradients of queries or keys
-        atomically.
+        attend to nothing, the values are 0 and -inf. Under autocast the result has autocast's dtype, as in PyTorch. The
+        bits of gradients may differ from run to run, unless `torch.use_deterministic_algorithms(True)`: the back ends
+        add up gradients of queries or keys atomically.
 
     Raises:
         TypeError: a tensor is not dense, or its dtype does not match.
@@ -484,7 +483,8 @@ def attention_plan(
     enable_gqa: bool = False,
     direction: Direction = "forward",
 ) -> AttentionPlan:
-    """Say which back end `attention` uses for the same arguments, and why; `direction` is "forward" or "backward".
+    """Return the back end that `attention` uses for the same arguments, and the reason; `direction` is "forward" or
+    "backward".
 
     Raises:
         TypeError, ValueError: as in `attention`, or if the direction is unknown.

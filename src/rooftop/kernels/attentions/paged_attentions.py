@@ -1,13 +1,13 @@
 """Attention of one new position of each sequence to paged keys and values.
 
 softmax(q K^T scale) V over the positions that a page table lists for each sequence: Kwon et al. 2023, "Efficient Memory
-Management for Large Language Model Serving with PagedAttention". Bound by memory: all query heads that share a key head
-read each page once (Ainslie et al. 2023, "GQA"). One sequence has too few heads to fill a GPU. So programs share its
-positions, and merge their results by log-sum-exps in float32 (Dao et al. 2023, "Flash-Decoding for long-context
-inference").
+Management for Large Language Model Serving with PagedAttention". It is bound by memory: query heads that share a key
+head read each page once for all of them (Ainslie et al. 2023, "GQA"). One sequence has too few heads to fill a GPU. So
+several programs share its positions, and merge their results by log-sum-exps in float32 (Dao et al. 2023,
+"Flash-Decoding for long-context inference").
 
-For inference: it has no gradient. The number of positions is in a tensor, and the launch does not depend on it: a CUDA
-graph can be replayed while sequences grow.
+It is for inference and has no gradient. The number of positions is in a tensor, and the launch does not depend on that
+number. So a CUDA graph can be replayed while sequences grow.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ def _attend_one_by_one(
     window: int | None,
     out: Tensor,
 ) -> None:
-    """Compute what the reference computes, with checked pages and lengths that are also given as numbers. Each sequence
-    reads only its own positions."""
+    """Compute the same as the reference, from checked pages and lengths as numbers. Each sequence reads only its own
+    positions.
+    """
     _, kv_heads, page, width = keys.shape
     for row, length in enumerate(lengths):
         if length == 0:
@@ -95,7 +96,9 @@ def _attend_one_by_one(
 
 
 def _side_by_side(stored: Tensor, own: Sequence[int]) -> Tensor:
-    """The positions (H_k, T, D) in the pages `own` of (N, H_k, P, D); in a new cache they are contiguous."""
+    """The positions (H_k, T, D) in the pages `own` of a cache (N, H_k, P, D). In a new cache these positions are
+    contiguous.
+    """
     if len(own) == 1:
         return stored[own[0]]
     in_a_row = own == list(range(own[0], own[0] + len(own)))
@@ -116,7 +119,7 @@ def splits_of(programs: int, room: int, tile: int, multiprocessors: int) -> int:
         programs: number of programs without splitting.
         room: the maximum number of positions of a sequence.
         tile: positions that a program reads in one step.
-        multiprocessors: of the GPU.
+        multiprocessors: the GPU's number of multiprocessors.
     """
     wanted = -(-PROGRAMS_PER_PROCESSOR * multiprocessors // max(1, programs))
     return max(1, min(wanted, -(-room // tile), MOST_SPLITS))
@@ -140,7 +143,7 @@ def _attend(
         return
     batch, heads, width = query.shape
     count, kv_heads, page = keys.shape[:3]
-    if 0 in (count, page, pages.shape[1]):  # there are no positions at all
+    if 0 in (count, page, pages.shape[1]):  # there are no positions
         out.copy_(torch.where(lengths == 0, 0.0, torch.nan)[:, None, None].expand_as(out))
         return
     if numbers is not None and query.dtype != torch.float64:

@@ -1,9 +1,10 @@
-"""Attention to a part of the keys, for results that are merged; and its gradients from the merged results of all keys.
+"""Attention to a part of the keys, whose results are merged later, and its gradients from the merged results of all
+keys.
 
-Forward returns a part's result and log-sum-exp, which `merge_attention_states` merges. Backward takes the merged ones:
-with L over all keys, exp(S - L) are the probabilities of the whole row, and rowsum(dO O) is the sum of the whole row.
-So backward does not need the results of single parts. Liu et al. 2023, "Ring Attention with Blockwise Transformers"
-(arXiv:2310.01889).
+Forward returns a part's result and log-sum-exp, which `merge_attention_states` merges. Backward takes the merged
+results: with L over all keys, exp(S - L) are the probabilities of the whole row, and rowsum(dO O) is the sum of the
+whole row. So backward does not need the results of single parts. Liu et al. 2023, "Ring Attention with Blockwise
+Transformers" (arXiv:2310.01889).
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ def attention_part(
     """(out, log-sum-exp), without gradients.
 
     Args:
-        query: (B, H, S_q, D). key, value: (B, H_k, S_k, D), where H_k divides H.
-        mask: (S_q, S_k) bool, True where a query attends to a key; None: all. is_causal: as in `attention`.
+        query: (B, H, S_q, D).
+        key, value: (B, H_k, S_k, D), where H_k divides H.
+        mask: (S_q, S_k) bool, True where a query attends to a key; None: all.
+        is_causal: as in `attention`.
         scale: of the scores.
     """
     with torch.no_grad():
@@ -45,7 +48,7 @@ def attention_part_backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dquery, dkey, dvalue) of a part; `out` and `lse` are those of all parts together."""
+    """(dquery, dkey, dvalue) of a part; `out` and `lse` are the merged results of all parts."""
     mask = None if mask is None else mask[None, None]
     shape = shape_of(query, key, value, mask, is_causal)
     if plan_of(shape, query.device, "backward").backend == "reference":

@@ -1,4 +1,4 @@
-"""Choose PyTorch's back end for an attention: the fastest that can compute it, by a table from an H200."""
+"""Choose PyTorch's back end for an attention: the fastest one that can compute it, by a table measured on an H200."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Direction = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class Shape:
-    """The properties of a call that the choice depends on."""
+    """The properties of a call on which the choice depends."""
 
     query: tuple[int, int, int, int]  # B, H, S_q, D
     key_heads: int
@@ -51,8 +51,8 @@ class Rule:
 
 # Measured on an H200 at 64 to 16384 positions of 32 to 128 features (benchmarks/results/h200/tune_attentions.json).
 # cuDNN's kernels, which use the GPU's matrix instructions, are the fastest, causal or not, forward and backward. Next
-# is flash-2, which does not use these instructions, then the memory-efficient ones. The memory-efficient ones come
-# first for few positions with few features.
+# is flash-2, which does not use these instructions, and then the memory-efficient kernels. For few positions with few
+# features, the memory-efficient kernels are the fastest.
 _CUDNN_FIRST, _EFFICIENT_FIRST = ("cudnn", "flash", "efficient"), ("efficient", "cudnn", "flash")
 RULES = (
     Rule("forward", _CUDNN_FIRST, capability=(9, 0), least_positions=128),
@@ -74,7 +74,7 @@ class AttentionPlan:
     Attributes:
         backend: "flash", "cudnn", "efficient", or "reference" (plain PyTorch).
         reason: why this one was chosen.
-        refused: for each back end that cannot compute the call, why not.
+        refused: for each back end that cannot compute the call, the reason.
     """
 
     backend: str
@@ -110,7 +110,7 @@ def _applies(rule: Rule, shape: Shape, capability: tuple[int, int]) -> bool:
 
 
 def _refusal(name: str, shape: Shape, capability: tuple[int, int]) -> str | None:
-    """Why a back end cannot compute a call; None if it can."""
+    """The reason why a back end cannot compute a call; None if it can."""
     for asks, why in _LIMITS[name]:
         if not asks(shape, capability):
             return why

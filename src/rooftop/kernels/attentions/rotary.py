@@ -1,9 +1,9 @@
 """Rotary position embeddings: rotate each pair (a, b) of a head's features by an angle that grows with the position.
 
 (a, b) -> (a cos - b sin, b cos + a sin). Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position
-Embedding". Pairs are (i, i + R / 2), as in GPT-NeoX and Llama, or neighbours (2 i, 2 i + 1), as in the paper. Bound by
-memory: one kernel reads and writes queries and keys once, and reads the tables once for each group of heads. The
-gradient is the rotation by the negative angle.
+Embedding". Pairs are (i, i + R / 2), as in GPT-NeoX and Llama, or neighbours (2 i, 2 i + 1), as in the paper. It is
+bound by memory: one kernel reads and writes queries and keys once, and reads the tables once for each group of heads.
+The gradient is the rotation by the negative angle.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _rotate(
 
 
 def _like(x: Tensor) -> Tensor:
-    """Memory for a result: with x's strides if its heads are not interleaved, else contiguous."""
+    """Memory for a result: with x's strides if the heads of x are not interleaved, else contiguous."""
     return torch.empty_like(x) if x.stride(-1) == 1 else x.new_empty(x.shape)
 
 
@@ -118,7 +118,7 @@ def _like(x: Tensor) -> Tensor:
 
 
 class Rope(NamedTuple):
-    """x and other, rotated; `conjugate`: by the negative angles."""
+    """Rotate x and other; `conjugate`: by the negative angles."""
 
     x: Tensor
     other: Tensor | None

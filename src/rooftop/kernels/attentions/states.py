@@ -1,9 +1,10 @@
-"""Merging of attention over parts of the keys: outputs weighted by their log-sum-exps.
+"""Merge attention over parts of the keys: outputs are weighted by their log-sum-exps.
 
 out = (e^lse_a out_a + e^lse_b out_b) / e^lse with lse = log(e^lse_a + e^lse_b) is attention over the keys of both. The
 merge is associative and commutative, and (0, -inf), the result of attention to no keys, changes nothing. Milakov and
 Gimelshein 2018, "Online normalizer calculation for softmax"; Liu et al. 2023, "Ring Attention with Blockwise
-Transformers". Bound by memory: forward reads two outputs and writes one; backward reads three and writes two.
+Transformers". The merge is bound by memory: forward reads two outputs and writes one; backward reads three tensors and
+writes two.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ PLAIN = "the formula in plain PyTorch"
 
 
 def merge_reference(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of (..., D) and (...)."""
+    """(out, lse), of shapes (..., D) and (...)."""
     dtype = torch.promote_types(out_a.dtype, out_b.dtype)
     weight_a, weight_b, lse = _weights(lse_a, lse_b)
     out = _weighted(weight_a[..., None], out_a.to(lse.dtype)) + _weighted(weight_b[..., None], out_b.to(lse.dtype))
@@ -83,8 +84,8 @@ def rows_tile(config: ElementsConfig, width: int) -> Constants:
 
 
 def row_places(*tensors: Tensor) -> tuple[int, int, list[int]]:
-    """(heads, positions, strides of batch, head and position of each tensor (B, H, S, D)): they locate a row by its
-    number.
+    """(heads, positions, strides of batch, head and position of each tensor (B, H, S, D)): numbers that locate a row by
+    its number.
 
     If the rows of every tensor are equally spaced, each row counts as a batch, because Triton omits divisions by 1.
     """

@@ -19,27 +19,30 @@ MERGE_BACKWARD = ElementsConfig(elements=1024, warps=4)
 
 @dataclass(frozen=True)
 class WindowConfig:
-    """Parameters for windows of up to `positions` and heads of up to `features`: a program's query positions, warps,
-    and windows whose loads are in flight at once (backward only, where a program computes one window after another)."""
+    """Parameters for windows of up to `positions` and heads of up to `features`: query positions of a program, warps,
+    and the number of windows whose loads are in flight (backward only, where a program computes one window after
+    another).
+    """
 
     positions: int
     features: int
     queries: int
     warps: int
     stages: int = 1
-    measured: bool = field(default=True, compare=False)  # or predicted
+    measured: bool = field(default=True, compare=False)  # False: predicted
 
 
-# Not measured yet, but chosen by the compiler's report for sm_90. Forward: no spills in half precision; for windows of
-# more than 64 positions, a program has 16 query positions. Backward: no spills in half precision with plain scores.
-# Cosine attention and float32 spill a few hundred bytes a thread in backward, with 4, 8 and 16 warps alike.
+# These parameters were chosen by the compiler's report for sm_90, and are not measured yet. Forward: no spills in half
+# precision; for windows of more than 64 positions, a program has 16 query positions. Backward: no spills in half
+# precision with plain scores. Cosine attention and float32 spill a few hundred bytes a thread in backward, no matter
+# whether with 4, 8 or 16 warps.
 WINDOW_FORWARD = (
     WindowConfig(positions=64, features=64, queries=64, warps=4, measured=False),
     WindowConfig(positions=64, features=128, queries=64, warps=8, measured=False),
     WindowConfig(positions=256, features=64, queries=16, warps=4, measured=False),
 )
 WINDOW_BACKWARD = (WindowConfig(positions=64, features=64, queries=64, warps=8, measured=False),)
-WINDOW_PROGRAMS_PER_SM = 4  # for backward: each program writes its sums over windows once
+WINDOW_PROGRAMS_PER_SM = 4  # programs in backward; each writes its sums over windows once
 
 # ---- rotary embeddings ---------------------------------------------------------------------------------------------
 
@@ -52,11 +55,11 @@ class RotaryConfig:
     positions: int
     heads: int
     warps: int
-    measured: bool = field(default=True, compare=False)  # or predicted
+    measured: bool = field(default=True, compare=False)  # False: predicted
 
 
 # Not measured yet. In half precision, each thread holds 16 bytes of each half of a head, for each of the program's
-# heads. A longer head needs more registers, so its programs take fewer positions.
+# heads. A longer head needs more registers, so its programs compute fewer positions.
 ROTARY = (
     RotaryConfig(pairs=16, positions=64, heads=2, warps=4, measured=False),
     RotaryConfig(pairs=32, positions=32, heads=4, warps=4, measured=False),
@@ -77,20 +80,19 @@ class PagedConfig:
     keys: int
     warps: int
     stages: int
-    measured: bool = field(default=True, compare=False)  # or predicted
+    measured: bool = field(default=True, compare=False)  # False: predicted
 
 
-TILE_BYTES = 16384  # bytes of a tile's keys, and also of its values: 64 positions of 128 features in half precision
+TILE_BYTES = 16384  # bytes of a tile's keys, and of its values: 64 positions of 128 features in half precision
 MOST_KEYS = 64
-MOST_SUMS = 8192  # query heads times features of a program, limited by registers
+MOST_SUMS = 8192  # largest query heads times features of a program, limited by registers
 
 
 def paged_config(group: int, width: int, element_bytes: int) -> PagedConfig:
-    """For one query head per key head the kernel sums in registers; for several it uses matrix products of 16 rows or
-    more.
+    """Launch parameters for these sizes. They compile for sm_90 without spills, and are not measured yet.
 
-    These parameters are not measured yet; they compile for sm_90 without spills. Products in float32 are sums in
-    registers too, and use the smallest tiles.
+    With one query head per key head, the kernel sums in registers; with several, it uses matrix products of 16 rows or
+    more. Products in float32 are sums in registers, too, and use the smallest tiles.
     """
     block = max(16, power_of_two(width))
     keys = max(16, min(MOST_KEYS, TILE_BYTES // (block * element_bytes)))
@@ -104,7 +106,7 @@ def paged_config(group: int, width: int, element_bytes: int) -> PagedConfig:
 
 
 PROGRAMS_PER_PROCESSOR = 4
-"""The number of parts that the positions are split into, if there are that many tiles. It is enough to keep the GPU's
-memory busy.
+"""The number of parts into which the positions are split, if there are enough tiles. These parts suffice to keep the
+GPU's memory busy.
 """
 MOST_SPLITS = 128

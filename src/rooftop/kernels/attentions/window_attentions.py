@@ -6,11 +6,10 @@
 Liu et al. 2021, "Swin Transformer", sections 3.1 and 3.2; cosine attention: Liu et al. 2022, "Swin Transformer V2". The
 map is shifted cyclically before it is cut, so a window at its end holds parts that are not neighbours. Pairs of
 positions from two parts get a mask of -100, as in the original. The shifted, padded and cut map is never written to
-memory: a program reads the positions of its window directly from the original map. Bound by bytes at the sizes of Swin
-(49
-positions of 32 features): forward reads the map and writes a third as many bytes.
+memory: a program reads the positions of its window directly from the original map. It is bound by memory at the sizes
+of Swin (49 positions of 32 features): forward reads the map and writes a third as many bytes.
 
-Backward computes the weights again and keeps only the inputs. Deterministic: no atomics.
+Only the inputs are kept for backward, which computes the weights again. It is deterministic, without atomics.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from rooftop.launch.repeated_calls import repeated
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
 
-MASKED = -100.0  # added to scores between parts that are not neighbours; the weight becomes nearly 0, not exactly 0
+MASKED = -100.0  # added to scores between parts that are not neighbours; weights become nearly 0, but not exactly 0
 PLAIN = "the formula in PyTorch (rooftop.kernels.attentions.window_attentions.window_attention_reference)"
 SHORTEST = 1e-12  # smallest divisor of a vector in cosine attention, as in torch.nn.functional.normalize
 
@@ -77,11 +76,11 @@ def window_attention_backward_reference(
     shift: Sequence[int],
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the first four arguments. Those of an absent padding or cosine_scale are empty."""
+    """Gradients of the first four arguments. Gradients of an absent padding or cosine_scale are empty."""
     query, key, value = _cut_heads(query_key_value, padding, heads, window, shift)
     left, right, factor = _scaled(query, key, cosine_scale, scale)
     weights = _weights(left, right, factor, bias, _shift_mask(query_key_value, window, shift))
-    windows = _cut(dout, None, window, shift)  # (B, windows, N, C): no gradient comes from outside the map
+    windows = _cut(dout, None, window, shift)  # (B, windows, N, C), zero outside the map
     gradient = windows.unflatten(-1, (heads, -1)).transpose(2, 3).to(weights.dtype)
     dweights = gradient @ value.mT
     dscores = weights * (dweights - (weights * dweights).sum(-1, keepdim=True))  # (B, windows, heads, N, N)
@@ -214,7 +213,7 @@ def _block(size: int) -> int:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The arguments that are numbers."""
+    """The arguments that are not tensors."""
 
     heads: int
     window: Sequence[int]
@@ -227,8 +226,9 @@ class Sizes:
 
 
 def _sizes(x: Tensor, heads: int, window: Sequence[int], shift: Sequence[int], scale: float) -> Sizes:
-    """The sizes in a call of the operator. They are read at each call, because a traced program may run with another
-    map size."""
+    """The sizes in a call of the operator. Read them at each call, because a traced program may run with another map
+    size.
+    """
     return Sizes(heads, window, _moved(x, window, shift), scale)
 
 
@@ -269,7 +269,7 @@ def _forward(x: Tensor, bias: Tensor, padding: Tensor | None, cosine_scale: Tens
 def _backward(
     dout: Tensor, x: Tensor, bias: Tensor, padding: Tensor | None, cosine_scale: Tensor | None, sizes: Sizes
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute what the reference computes."""
+    """Compute the same as the reference."""
     config = _config(WINDOW_BACKWARD, x, sizes)
     if config is None or x.numel() == 0:
         return window_attention_backward_reference(dout, x, bias, padding, cosine_scale, *sizes.all)
@@ -280,7 +280,7 @@ def _backward(
     down, across = _windows(x, sizes.window)
     windows = x.shape[0] * down * across
     programs = min(windows, -(-WINDOW_PROGRAMS_PER_SM * processors(x) // sizes.heads))
-    sums = [  # of each program
+    sums = [  # sums of each program
         x.new_empty((programs, *bias.shape), dtype=torch.float32),
         x.new_empty((programs, x.shape[3] if constants["PADDING"] else 0), dtype=torch.float32),
         x.new_empty((programs, sizes.heads if cosine_scale is not None else 0), dtype=torch.float32),
@@ -432,7 +432,7 @@ def window_attention(
     Args:
         query_key_value: (B, H, W, 3 C), bfloat16, float16, float32 or float64. Each position has the queries of all
             heads, then the keys, then the values, as `torch.nn.Linear(C, 3 * C)` returns them. H and W are arbitrary: a
-            map that windows do not divide is padded below and on the right. Queries attend to padding too, as in the
+            map that windows do not divide is padded below and on the right. Queries attend to padding, too, as in the
             original.
         bias: (heads, N, N), N = h * w positions of a window row by row: added to the scores of queries (second
             dimension) and keys (third). Its floating point dtype may differ.

@@ -1,14 +1,14 @@
 """Convolutions fused with the operations that follow them: y = activation(conv2d(x, weight, bias) + residual).
 
-A convolutional network consists of these once its batch norms are folded (He et al. 2016, "Deep Residual Learning": the
-sum with the shortcut comes before the activation). Bound by the tensor cores for windows of 3 x 3, and by memory for 1
-x 1: there a separate pass for bias, sum and activation moves more bytes than the convolution. Here the kernel applies
-them to the float32 sums before it stores them, in an implicit product of matrices (Chetlur et al. 2014, "cuDNN",
-section 3):
-channels last and half precision. Deterministic: no atomics touch a sum.
+Once its batch norms are folded, a convolutional network consists of such operations (He et al. 2016, "Deep Residual
+Learning": the sum with the shortcut comes before the activation). They are bound by the tensor cores for windows of 3 x
+3, and by memory for 1 x 1. For 1 x 1, a separate pass for bias, sum and activation would move more bytes than the
+convolution. The kernel applies these operations to the float32 sums before it stores them, in an implicit product of
+matrices (Chetlur et al. 2014, "cuDNN", section 3): channels last and half precision. Deterministic: no atomics touch a
+sum.
 
-By the shape of a call, `tables.py` chooses a kernel and its parameters, or cuDNN or cuBLAS. `conv_act_plan` says what
-was chosen and why; `launches.py` launches it.
+By the shape of a call, `tables.py` chooses a kernel and its parameters, or cuDNN or cuBLAS. `conv_act_plan` returns the
+choice and its reason; `launches.py` launches the kernel.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def conv_act_reference(
 
 
 class Kept(NamedTuple):
-    """What backward needs. `saved` is the result of the activation if `of_output`, else its input. It is None without
-    an activation. It is also None in a traced program, which keeps bias and residual instead."""
+    """The values that backward needs. `saved` is the result of the activation if `of_output`, else its input. It is
+    None without an activation. It is also None in a traced program, which keeps bias and residual instead."""
 
     x: Tensor
     weight: Tensor
@@ -75,7 +75,7 @@ class Kept(NamedTuple):
     residual: Tensor | None
     saved: Tensor | None
     options: Options
-    biased: list[int] | None  # the bias's shape
+    biased: list[int] | None  # the shape of the bias
     activation: str
     of_output: bool
 
@@ -118,7 +118,7 @@ class ConvAct(NamedTuple):
     def keep(self, made: tuple[Tensor, Tensor]) -> Kept:
         y, before = made
         needed = self.activation not in OF_OUTPUT
-        again = needed and not self.keep_  # of a traced program
+        again = needed and not self.keep_  # in a traced program
         saved = None if self.activation == "none" or again else before if self.keep_ else y
         bias, residual = (self.bias, self.residual) if again else (None, None)
         biased = None if self.bias is None else [self.weight.shape[0]]
@@ -143,8 +143,8 @@ class ConvAct(NamedTuple):
         return dx, dweight, dbias, dz if wanted[3] else None
 
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
-        """The convolution, and for each result bias, residual and activation. Counts reads only of the pixels that
-        windows touch.
+        """The convolution, and for each result bias, residual and activation. Only pixels that windows touch count as
+        read.
         """
         from rooftop.cost.formulas.windows import touched_bytes
 
@@ -259,8 +259,8 @@ def conv_act_plan(
     groups: int = 1,
     activation: str | None = None,
 ) -> ConvPlan:
-    """Say how `conv_act` with these arguments is computed, and why, without computing it. Arguments and errors are the
-    same. As in the call, it matters whether a gradient will be needed.
+    """Return how `conv_act` would compute a call, and the reason, without computing it. Arguments and errors are those
+    of `conv_act`. As in the call, the plan depends on whether a gradient will be needed.
     """
     prepared = _prepared("conv_act_plan", input, weight, bias, residual, stride, padding, dilation, groups, activation)
     x, weight, bias, residual, later, geometry, after = prepared
@@ -280,9 +280,8 @@ def _prepared(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, stride: Pair, padding: Pair,
     dilation: Pair, groups: int, activation: str | None,
 ) -> Prepared:  # fmt: skip
-    """Return the arguments, checked and cast as autocast says; a residual to be added later; the shapes; the
-    activation's name. Under autocast a residual of another dtype is added later, because it makes the sum wider, as in
-    PyTorch."""
+    """Return the checked arguments, cast as under autocast; a residual to be added later; the shapes; the activation's
+    name. Under autocast a residual of another dtype is added later, because it makes the sum wider, as in PyTorch."""
     check_tensors(name, FLOATS, ("bias", "residual"), input=x, weight=weight, bias=bias, residual=residual)
     after = "none" if activation is None else activation
     check_choice(name, "activation", after, ACTIVATIONS, "None or ")

@@ -139,7 +139,7 @@ def _by_library(
         return before, before.clone() if keep else x.new_empty(0)
     require_triton()
     before = dense(before)
-    y = torch.empty_like(before) if keep else before  # in place: each element is read, then written, by one thread
+    y = torch.empty_like(before) if keep else before  # in place: one thread reads and then writes each element
     finish(before, bias, residual, activation, y, before if keep else None)
     return y, before if keep else x.new_empty(0)
 
@@ -152,7 +152,9 @@ def dense(t: Tensor) -> Tensor:
 def finish(
     sums: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, y: Tensor, before: Tensor | None
 ) -> None:
-    """y = activation(sums + bias + residual) of (N, O, OH, OW), contiguous or channels last, all alike."""
+    """y = activation(sums + bias + residual) of (N, O, OH, OW). All tensors are contiguous, or all are channels
+    last.
+    """
     from rooftop.kernels.convolutions.triton_kernels.conv_acts import conv_act_finish
 
     if y.numel() == 0:
@@ -185,7 +187,7 @@ class Boxes:
     Attributes:
         base: the memory.
         shape, strides: of the five dimensions.
-        geometry: of the convolution of this image; `out` is the size of the whole result as the kernels count it.
+        geometry: of the convolution of this image; `out` is the size of the whole result in the kernels' terms.
     """
 
     base: Tensor
@@ -219,8 +221,8 @@ def packed(x: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Boxes, Tensor
     """Pack an image of few channels and its weights, so that one line of a window is contiguous in memory.
 
     Pixels get additional channels, so that the windows of neighbouring pixels begin a multiple of 16 bytes apart. Lines
-    get the padding at their left and right. Then KW pixels of CHANNELS act as one pixel of KW * CHANNELS, a power of 2,
-    and the window is KH x 1. Overlapping strides make overlapping windows.
+    are padded at their left and right. Then KW pixels of CHANNELS channels act as one pixel of KW * CHANNELS, a power
+    of 2, and the window is KH x 1. Windows overlap by overlapping strides.
     """
     pixel, run, _ = packing(geometry, x.element_size())
     if pixel == run:
@@ -270,7 +272,7 @@ def _pack(source: Tensor, height: int, width: int, pixel: int, left: int) -> Ten
 @cache
 def box_of(pixels: int, batch: int, lines: int, line: int) -> tuple[int, int, int]:
     """(images, lines, pixels of a line), powers of 2 with that product, that cover a result with the fewest boxes.
-    Among equals it takes the one with the longest lines in the fewest images, whose copies are contiguous."""
+    Among equal ones, the choice has the longest lines in the fewest images, so that copies are contiguous."""
     powers = [1 << exponent for exponent in range(pixels.bit_length())]
     boxes = [(pixels // (h * w), h, w) for h in powers for w in powers if h * w <= pixels]
     boxes = [box for box in boxes if max(box) <= 256]  # the limit of one TMA copy

@@ -1,7 +1,8 @@
 """Max pooling of images for inference: y = the largest value in each window, without its position.
 
-Bound by memory: the kernel reads the image once, and writes one result for each window. PyTorch's operator also writes
-the position of each maximum: 8 bytes, where a value in half precision has 2. Only backward needs positions.
+It is bound by memory: the kernel reads the image once, and writes one result for each window. PyTorch's operator also
+writes the position of each maximum, which takes 8 bytes, while a value in half precision takes 2. Only backward needs
+positions.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class MaxPool(NamedTuple):
         return torch.channels_last if last else torch.contiguous_format
 
     def cost(self, made: Tensor) -> Cost:
-        """A comparison for each element of each window. Counts reads only of the pixels that windows touch."""
+        """A comparison for each element of each window. Only pixels that windows touch count as read."""
         from rooftop.cost.formulas.windows import touched_bytes
 
         x, *window = self
@@ -115,8 +116,9 @@ def max_pool2d(
 def max_pool2d_plan(
     input: Tensor, kernel_size: Pair, stride: Pair | None = None, padding: Pair = 0, dilation: Pair = 1
 ) -> PoolPlan:
-    """Say how `max_pool2d` with these arguments is computed, and why, without computing it. Arguments and errors are
-    the same, except for the errors about gradients."""
+    """Return how `max_pool2d` would compute a call, and the reason, without computing it. Arguments and errors are
+    those of `max_pool2d`, except for the errors about gradients.
+    """
     window = _window("max_pool2d_plan", input, kernel_size, stride, padding, dilation)
     return launches.pool_plan_of(input, _geometry(input, *window))
 

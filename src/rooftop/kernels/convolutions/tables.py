@@ -1,8 +1,8 @@
 """Choose the kernel and its parameters, or the library, by the shape of a convolution and the operations after it.
 
-`MEASURED_ON_HOPPER` holds the measurements of a GPU (`benchmarks/tuning/conv_acts.py` prints its lines). A call takes
-the fastest choice for the nearest measured shape of its kind. If none is near, `_predicted` says what should be
-fastest. Nothing is timed when a program starts.
+`MEASURED_ON_HOPPER` holds the measurements of a GPU (`benchmarks/tuning/conv_acts.py` prints its lines). A call uses
+the fastest choice for the nearest measured shape of its kind. If no measured shape is near, `_predicted` returns the
+choice that should be the fastest. No measurement takes place when a program starts.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class ConvTile:
             a time.
         group: rows of tiles in a band, whose operands L2 holds.
         parts: parts of a tile's pixels, finished one after the other (not gathered).
-        split: number of parts of K that are summed separately (not persistent); each part has elements.
-        programs_per_sm: how many persistent programs an SM holds: with two, one computes while the other finishes.
+        split: number of parts of K that are summed separately (not persistent); no part is empty.
+        programs_per_sm: number of persistent programs on an SM: with two, one computes while the other finishes.
         early: whether it is launched while the previous kernel may still run, and waits for it (not persistent).
     """
 
@@ -174,16 +174,16 @@ NEAR = 2.0  # sum of the logarithms (base 2) of three ratios: rows, out channels
 MANY = SQUARE_IN_TWO
 MANY_ADDED = SQUARE_IN_FOUR  # the residual is staged in shared memory, too
 FEW = ConvTile("single", 64, 64, 64, 4, 4, early=True)
-MOST_PARTS, LEAST_STEPS = 8, 4  # of K; of a part
+MOST_PARTS, LEAST_STEPS = 8, 4  # largest number of parts of K; least size of a part
 
 # ---- choice ----------------------------------------------------------------------------------------------------
 
 
 class Problem(NamedTuple):
-    """What the choice depends on.
+    """The properties of a call on which the choice depends.
 
     Attributes:
-        residual: whether one is added.
+        residual: whether a residual is added.
         keep: whether the kernel also writes the input of the activation.
         device, kernels: the device type, and whether Triton's kernels run on it.
         channels_last: whether x is channels last.
@@ -278,7 +278,7 @@ def fitted(tile: ConvTile, problem: Problem) -> ConvTile:
     empty part of K. Its kernel is "gathered" if nothing can be copied."""
     geometry = problem.geometry
     kernel: Kernel = tile.kernel if problem.copied else "gathered"
-    least = 16 if kernel == "gathered" else 64  # of an operand of a tensor core's instruction
+    least = 16 if kernel == "gathered" else 64  # least size of an operand of a tensor core's instruction
     columns = min(tile.columns, max(least, power_of_two(geometry.out_channels)))
     if kernel == "gathered":
         depth, steps = tile.depth, -(-geometry.taps * geometry.channels // tile.depth)
@@ -307,7 +307,7 @@ def packing(geometry: Geometry, element_bytes: int) -> tuple[int, int, int]:
     """(channels of a pixel, channels of a tap, taps) of an image of few channels and of its weights, after packing."""
     group = GROUP_BYTES // element_bytes
     if geometry.dilation[1] > 1 and geometry.kernel[1] > 1:
-        # The taps of a line are not contiguous, so each tap is read alone and a pixel is a whole group.
+        # The taps of a line are not contiguous, so each tap is read separately, and a pixel is a whole group.
         return 2 * group, 2 * group, geometry.taps
     pixel = group // math.gcd(group, geometry.stride[1])
     while pixel < geometry.channels:
@@ -330,7 +330,7 @@ class PoolConfig:
 
 # Measured on an H200 (benchmarks/results/h200/tune_max_pools.json): within 3% of the fastest at the three sizes timed.
 MAX_POOL = PoolConfig(lines=2, pixels=8, channels=64, warps=4)
-MOST_TAPS = 25  # elements of a window: the kernel has a load for each
+MOST_TAPS = 25  # elements of a window; the kernel has a load for each
 
 
 @dataclass(frozen=True)
@@ -341,7 +341,7 @@ class PoolPlan:
         backend: "kernel", or "reference" (plain PyTorch).
         reason: why this plan was chosen.
         sizes: the number of lines of the result, and of pixels per line.
-        grid, constants: of the kernel.
+        grid, constants: grid and constants of the kernel.
     """
 
     backend: Literal["kernel", "reference"]

@@ -1,1 +1,1 @@
-"""Elementwise expressions, each compiled into one kernel."""
+"""Compile elementwise expressions, each into one kernel."""

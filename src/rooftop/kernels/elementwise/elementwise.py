@@ -1,10 +1,11 @@
-"""Elementwise expressions of broadcast tensors, each in one kernel: y = f(a, b, ...), element by element.
+"""Compute an elementwise expression of broadcast tensors in one kernel: y = f(a, b, ...), element by element.
 
 A Python function is traced once into a tree (`expressions.py`). `expression_sources.py` writes a Triton kernel for that
-tree. Memory-bound: the kernel reads every input once and writes every result once, whatever the function computes.
-Intermediate values stay in float32 registers. The gradient is the tree's symbolic derivative. It is again an expression
-with one kernel, so it can be differentiated too. That kernel also sums the gradient of a broadcast input, so it is not
-stored at full size. For large inputs it makes partial sums, which a second kernel adds. Deterministic: no atomics.
+tree. The kernel is bound by memory: it reads every input once and writes every result once, for any function.
+Intermediate values stay in float32 registers. The gradient is the tree's symbolic derivative. The derivative is again
+an expression with one kernel, so it can be differentiated, too. That kernel also sums the gradient of a broadcast
+input, which is therefore not stored at full size. For large inputs the kernel writes partial sums, which a second
+kernel adds. Results are deterministic, since there are no atomics.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def fused_reference(
 
 
 class Like(NamedTuple):
-    """An argument that gets a gradient: its number, and what the gradient is like."""
+    """An argument that gets a gradient: its number, and the shape and dtype of the gradient."""
 
     number: int
     dtype: torch.dtype
@@ -116,7 +117,7 @@ class Like(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a program's backward needs besides its tensors.
+    """The values, besides tensors, that a program's backward needs.
 
     Attributes:
         numbers, program: the operator's arguments.
@@ -152,9 +153,10 @@ class BackwardCall(NamedTuple):
 
     Attributes:
         program: its text; "" if nothing is computed.
-        tensors, slopes, numbers: which of the tensors, of the outputs' gradients and of the numbers it takes, in order.
-        found: for each gradient, what it is like, and the output whose gradient it takes unchanged; None if the call
-            computes it.
+        tensors, slopes, numbers: which of the tensors, of the outputs' gradients and of the numbers the call takes, in
+            order.
+        found: for each gradient, its shape and dtype, and the output whose gradient it takes unchanged; None if the
+            call computes it.
     """
 
     program: str
@@ -165,7 +167,7 @@ class BackwardCall(NamedTuple):
 
 
 def _remembered(function: Any, *arguments: Any) -> Any:
-    """The result of a cached function, which is computed anew for symbolic shapes: they have no hash."""
+    """The result of a cached function. It is computed anew for symbolic shapes, which have no hash."""
     try:
         return function(*arguments)
     except TypeError:
@@ -254,7 +256,7 @@ class FusedProgram(NamedTuple):
         return self.in_pytorch()
 
     def keep(self, made: list[Tensor]) -> tuple[Any, ...]:
-        """The tensors (None for those that no gradient needs), and the other values."""
+        """The tensors to keep (None in the place of tensors that no gradient needs), and the other values."""
         likes = tuple([(t.shape, t.device, t.dtype, t.requires_grad) for t in self.tensors])
         needed, wanted, summed = _remembered(_needs, self.program, likes, tuple([y.dtype for y in made]))
         kept = [t if needs else None for t, needs in zip(self.tensors, needed, strict=True)]
@@ -267,7 +269,7 @@ class FusedProgram(NamedTuple):
         tensors, rest = kept[:-1], kept[-1]
         groups: list[
             dict[int, Tensor]
-        ] = []  # one shape per group, so that sums do not compute smaller outputs repeatedly
+        ] = []  # one shape per group, because a summing kernel would compute smaller outputs repeatedly
         for i, slope in enumerate(slopes):
             if slope is not None:
                 slope = slope.expand(rest.summed[i]) if i in rest.summed else slope
@@ -301,12 +303,12 @@ class FusedProgram(NamedTuple):
 
 _fused = declare("fused", FusedProgram, known="itself")
 _known: dict[tuple[Any, ...] | None, Known] = {}
-"""By the facts of a call: what it allocates and launches."""
+"""The allocations and launches of a call, by its facts."""
 also_forget(_known.clear)
 
 
 def _memory(plan: Plan, arguments: Sequence[Argument | None], shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """Memory for the results; the shapes are those of their elements before the sum."""
+    """Memory for the results; `shapes` are those of the elements before the sum."""
     like = next(each for each in arguments if isinstance(each, Tensor))
     return [
         empty(summed_shape(shape, kept), None if kept else strides_of(shape, arguments, used), dtype, like)
@@ -315,7 +317,7 @@ def _memory(plan: Plan, arguments: Sequence[Argument | None], shapes: Sequence[t
 
 
 def _values(plan: Plan, arguments: Sequence[Argument | None], shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """The results in plain PyTorch; summed ones may be wider than they are stored."""
+    """The results in plain PyTorch; summed results may have a wider dtype than stored ones."""
     nodes = [summand(y, plan.types) if kept else y for y, kept in zip(plan.outputs, plan.kept, strict=True)]
     dtypes = [computed_in(dtype) if kept else dtype for dtype, kept in zip(plan.results, plan.kept, strict=True)]
     values = fused_reference(nodes, dtypes, plan.types, arguments)
@@ -330,7 +332,7 @@ def _values(plan: Plan, arguments: Sequence[Argument | None], shapes: Sequence[t
 
 
 class Fused:
-    """A function of tensors that runs as one kernel; made by `fused`.
+    """A function of tensors that runs as one kernel; `fused` creates it.
 
     Attributes:
         names: names of the arguments.
@@ -341,7 +343,7 @@ class Fused:
         self.function = function
         try:
             parameters = inspect.signature(function).parameters.values()
-        except (TypeError, ValueError) as error:  # torch's own
+        except (TypeError, ValueError) as error:  # torch's own functions
             raise TypeError(f"fused: {function!r} has no readable signature: use lambda x: ...") from error
         if any(each.kind not in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters):
             raise TypeError("fused: the function must have positional arguments only, without * and **")
@@ -360,8 +362,9 @@ class Fused:
         return f"fused({', '.join(self.names)}: {self.text})"
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """Pickle it by name if it has one, as functions are pickled; the name of a decorated function refers to this
-        object."""
+        """Pickle the object by name if it has one, like a function; the name of a decorated function refers to this
+        object.
+        """
         found: Any = sys.modules.get(self.function.__module__)
         for name in self.function.__qualname__.split("."):
             found = getattr(found, name, None)
@@ -409,7 +412,7 @@ class Fused:
 @repeated
 @recorded_whole
 def run_text(text: str, names: Sequence[str], single: bool, *arguments: Argument) -> Any:
-    """Compute what `Fused` computes, from the program's text: torch.fx can record such a call.
+    """Compute the same as `Fused`, but from the program's text, so that torch.fx can record the call.
 
     Args:
         text: the expression, with arguments a0, a1, ...
@@ -469,9 +472,9 @@ def fused(function: Function) -> Fused:
             or a tuple of them.
 
     Returns:
-        A callable with the same arguments. dtypes are promoted as PyTorch promotes them; half precision is computed in
-        float32 and rounded once, at the end. It can be differentiated any number of times, compiled with
-        fullgraph=True, and used under autocast.
+        A callable with the same arguments. dtypes are promoted as in PyTorch; half precision is computed in float32 and
+        rounded once, at the end. It can be differentiated any number of times, compiled with fullgraph=True, and used
+        under autocast.
 
     Raises:
         TypeError: the function uses an operation that is not elementwise, or a tensor that is not its argument.
@@ -480,7 +483,7 @@ def fused(function: Function) -> Fused:
 
 
 def _autocasts(tensors: Sequence[Tensor]) -> bool:
-    """Whether PyTorch's autocast would compute some functions in float32 (a GPU's does)."""
+    """Whether PyTorch's autocast would compute some functions in float32, as it does on a GPU."""
     return tensors[0].device.type == "cuda" and torch.is_autocast_enabled("cuda")
 
 

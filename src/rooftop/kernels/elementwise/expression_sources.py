@@ -1,8 +1,9 @@
 """Write the Triton source of one kernel for an elementwise expression, for given dtypes and a class of memory layouts.
 
-A kernel has one of two forms. The flat form steps through all tensors alike. The tiled form has rows and columns, for
-tensors that are broadcast or strided and for results that are summed. The source depends on the class of layouts: which
-tensors move along which dimensions, and whose elements are contiguous. Sizes and strides are arguments.
+A kernel has one of two forms. The flat form steps through all tensors in the same way. The tiled form has rows and
+columns, for tensors that are broadcast or strided and for results that are summed. The source depends on the class of
+layouts: the dimensions along which each tensor moves, and the tensors with contiguous elements. Sizes and strides are
+arguments.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Access:
     """How a kernel steps through a tensor's memory.
 
     Attributes:
-        outer: for each dimension but the last, whether the tensor moves along it.
+        outer: for each dimension except the last, whether the tensor moves along it.
         column: the step along the last dimension. 0: none; 1: to the next element; 2: larger; 3: repeats over `period`
             numbers, from a table with one copy for each start (`stores.py`).
     """
@@ -75,7 +76,7 @@ def source_of(
 
     Args:
         outputs: trees whose values have one shape.
-        results: the dtypes in which they are stored.
+        results: the dtypes in which the outputs are stored.
         types: the types of all nodes.
         kinds: the kinds of the arguments.
         layout: the layouts of the arguments.
@@ -119,7 +120,7 @@ def _flat(
     body: Body, outputs: Sequence[Expression], results: Sequence[torch.dtype], names: list[str], numbers: list[str],
     used: list[int],
 ) -> list[str]:  # fmt: skip
-    """The kernel that steps through all tensors alike, and the function of one of its blocks."""
+    """The kernel that steps through all tensors in the same way, and the function of one of its blocks."""
     steps = [f"a{i}_step" for i in used if (access := body.layout.accesses[i]) and access.column == 2]
     arguments = ", ".join([*names, "elements", *steps])
     for i in used:
@@ -231,7 +232,8 @@ def columns_of_tile(wide: str) -> list[str]:
 
 def _rows(lines: list[str], down: list[int], wide: str) -> list[str]:
     """The lines of a tile. If outputs are summed over rows, these lines are in a loop over all tiles of a program, and
-    the sums follow the loop."""
+    the sums come after the loop.
+    """
     if not down:
         return [f"    {line}" for line in [f"row = part{wide} * ROWS + tl.arange(0, ROWS)", *lines]]
     return [
@@ -248,7 +250,7 @@ def _rows(lines: list[str], down: list[int], wide: str) -> list[str]:
 
 
 def stride_names(number: int, access: Access) -> list[str]:
-    """The strides of a tensor that the tiled kernel takes, in order."""
+    """The strides of a tensor that are arguments of the tiled kernel, in order."""
     outer = [f"a{number}_stride{d}" for d, moves in enumerate(access.outer) if moves]
     return outer + ([f"a{number}_step"] if access.column == 2 else [])
 

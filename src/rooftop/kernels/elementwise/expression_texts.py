@@ -4,8 +4,8 @@ text.
 Grammar: statements `t0 = expression`, separated by `;`, and at the end one or more expressions, separated by commas.
 Expressions contain arguments a0, a1, ..., names defined before, numbers, inf, nan, True, False, operators, calls of
 `OPERATIONS` and parentheses. Operators bind as in Python; comparisons are not chained. The parser evaluates nothing,
-and uses two stacks instead of recursion (Dijkstra 1961, the shunting-yard algorithm). So expressions may be nested as
-deep as memory allows, whatever the caller's stack.
+and uses two stacks instead of recursion (Dijkstra 1961, the shunting-yard algorithm). So memory alone limits the depth
+of nested expressions, and the caller's stack does not.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _TOKEN = re.compile(
 )
 _LEVELS = ("< <= > >= == !=", "|", "^", "&", "+ -", "* /", "prefix", "**")
 _BINDING = {symbol: level for level, symbols in enumerate(_LEVELS, 1) for symbol in symbols.split()}
-"""How strongly operators bind, as in Python; "prefix" is for operators with one operand."""
+"""The binding strengths of operators, as in Python; "prefix" is for operators with one operand."""
 _WORDS = {"inf": math.inf, "nan": math.nan, "True": True, "False": False}
 
 
@@ -173,5 +173,5 @@ class _Reader:
 
 
 def _shown(text: str) -> str:
-    """The text as errors show it: only the beginning of a long one."""
+    """The text for an error; only the beginning of a long text."""
     return repr(text if len(text) <= 80 else f"{text[:77]}...")

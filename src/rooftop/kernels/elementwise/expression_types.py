@@ -1,6 +1,6 @@
-"""Dtypes of elementwise expressions, as PyTorch promotes them.
+"""Dtypes of elementwise expressions, promoted as in PyTorch.
 
-Tensors with dimensions decide the result's dtype. Tensors without dimensions, and then numbers, only count if their
+Tensors with dimensions decide the result's dtype. Tensors without dimensions, and then numbers, count only if their
 category is higher (bool, integer, floating point), as in `torch.result_type`. PyTorch rounds to half precision between
 two operators; here values stay float32, as in any fused kernel. Integers wrap around as in PyTorch.
 """
@@ -53,15 +53,15 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
 
 
 def summand(node: Expression, types: Types) -> Expression:
-    """A node whose value is added up in float32 for a result: half precision results are rounded after the sum."""
+    """A node whose value is summed in float32 for a result, since half precision results are rounded after the sum."""
     if DTYPES.get(node.operation) in HALVES and types[id(node.operands[0])].inside == torch.float32:
         return node.operands[0]
     return node
 
 
 OF_LIMITS = ("maximum", "minimum", "clamp_min", "clamp_max", "where")
-"""Operations that return one of their operands. An integer outside the dtype's range would come out as another number;
-in sums it only wraps.
+"""Operations that return one of their operands. With these an integer outside the dtype's range would become another
+number; in sums it only wraps.
 """
 
 
@@ -81,19 +81,19 @@ def check_limit(value: int | float | bool, dtype: torch.dtype) -> None:
     if dtype == torch.bool:
         return
     limits = torch.iinfo(dtype)
-    least = limits.min or -limits.max  # PyTorch takes -1 as 255
+    least = limits.min or -limits.max  # PyTorch converts -1 to 255
     if not least <= value <= limits.max:
         raise ValueError(f"fused: {value} is outside of the range of {dtype}, {limits.min} to {limits.max}")
 
 
 def wrapped(value: int, dtype: torch.dtype) -> int:
-    """An integer as an integer tensor holds it: modulo 2^bits."""
+    """An integer as stored in an integer tensor, modulo 2^bits."""
     limits = torch.iinfo(dtype)
     return (value - limits.min) % (1 << limits.bits) + limits.min
 
 
 def number_kind(value: bool | int | float) -> Kind:
-    """The kind of a Python number in torch: bool, int64 or the default dtype."""
+    """The torch dtype of a Python number: bool, int64 or the default dtype."""
     if isinstance(value, (bool, torch.SymBool)):
         return Kind(torch.bool, NUMBER)
     return Kind(torch.int64 if isinstance(value, (int, torch.SymInt)) else torch.get_default_dtype(), NUMBER)
@@ -104,7 +104,7 @@ def types_of(outputs: Sequence[Expression], arguments: Sequence[Kind | None], au
 
     Args:
         outputs: the trees.
-        arguments: their kinds, by argument number.
+        arguments: kinds of the arguments, by number.
         autocast: whether a GPU's autocast is on.
 
     Raises:

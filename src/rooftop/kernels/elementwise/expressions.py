@@ -1,4 +1,4 @@
-"""Elementwise expressions as trees: traced from a Python function, differentiated.
+"""Elementwise expressions as trees: trace them from a Python function, and differentiate them.
 
 A function of tensors is called with `Expression`s in place of the tensors. It returns the tree of its computation:
 operators, methods and torch's own functions (through `__torch_function__`) each add a node. Equal nodes are one object,
@@ -159,14 +159,15 @@ def _first(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _gradients_of_power(g: Expression, y: Expression, a: Expression, b: Expression) -> Gradients:
-    """b a^(b - 1) and a^b log(a), times g; without NaN where a or b is 0."""
+    """b a^(b - 1) and a^b log(a), times g; without NaN if a or b is 0."""
     base = where(equal(b, 0), 0, g * (b * a ** (b - 1)))
     return base, where(equal(a, 0) & (b >= 0), 0, g * (y * apply("log", a)))
 
 
 def _nearest(a: Tensor) -> Tensor:
-    """The lower 32 bits of the nearest integer; ties go to the even one. It holds for |a| up to 2^22 in float32 and
-    2^51 in float64; above that, kernels return other bits."""
+    """The lower 32 bits of the nearest integer; ties go to the even one. This holds for |a| up to 2^22 in float32 and
+    2^51 in float64; above these limits kernels return other bits.
+    """
     return a.round().to(torch.int64).to(torch.int32)
 
 
@@ -208,7 +209,7 @@ class Expression:
 
     __hash__ = object.__hash__
 
-    if TYPE_CHECKING:  # from `_METHODS`, below
+    if TYPE_CHECKING:  # set from `_METHODS`, below
 
         def __add__(self, other: Any) -> Expression: ...
         def __radd__(self, other: Any) -> Expression: ...
@@ -253,7 +254,7 @@ def _node(operation: str, operands: Operands, value: Any = None) -> Expression:
     key = (operation, tuple(map(id, operands)), type(value), repr(value))
     found = _NODES.get(key)
     if found is None:
-        with _lock:  # otherwise two equal nodes would each get half of a gradient
+        with _lock:  # otherwise two equal nodes would each get only a part of the gradient
             found = _NODES.get(key)
             if found is None:
                 found = object.__new__(Expression)
@@ -298,7 +299,7 @@ def _as_expression(operation: str, value: Any) -> Expression:
         return value
     if isinstance(value, bool) or type(value) in (int, float):
         return constant(value)
-    if isinstance(value, numbers.Real):  # NumPy's
+    if isinstance(value, numbers.Real):  # NumPy's numbers
         return constant(int(value) if isinstance(value, numbers.Integral) else float(value))
     if isinstance(value, Tensor):
         raise TypeError(f"fused: {operation} of a tensor that is not an argument of the function: make it one")
@@ -316,7 +317,7 @@ def equal(a: Any, b: Any) -> Expression:
 
 
 def topological(outputs: Iterable[Expression]) -> list[Expression]:
-    """All nodes below these, operands before the nodes that use them, each once."""
+    """The given nodes and all nodes below them, each once, operands before the nodes that use them."""
     return trees.topological(outputs, _OPERANDS)
 
 
@@ -331,7 +332,7 @@ def arguments_of(outputs: Iterable[Expression]) -> list[int]:
 # ---- as text ---------------------------------------------------------------------------------------------------------
 
 
-MOST_DEPTH = 16  # of parentheses
+MOST_DEPTH = 16  # levels of parentheses
 
 
 def text_of(outputs: Sequence[Expression]) -> str:
@@ -369,11 +370,11 @@ def _text_of_node(node: Expression, operands: list[str]) -> str:
 
 
 def _bare(text: str) -> str:
-    """Without the outermost parentheses."""
+    """The text without its outermost parentheses."""
     return text[1:-1] if text[0] == "(" else text
 
 
-# ---- what traced functions may use ---------------------------------------------------------------------------------
+# ---- operations for traced functions ---------------------------------------------------------------------------------
 
 
 def _power(a: Any, b: Any) -> Expression:
@@ -391,7 +392,7 @@ def _power(a: Any, b: Any) -> Expression:
 
 
 def _with_alpha(operation: str) -> Callable[..., Expression]:
-    """input + alpha * other, where alpha changes no dtype."""
+    """input + alpha * other; alpha does not affect the dtype."""
 
     def build(input: Any, other: Any, *, alpha: Any = 1) -> Expression:
         return apply(operation, input, _times(apply("common", other, input), alpha) if _not_1(alpha) else other)
@@ -400,7 +401,7 @@ def _with_alpha(operation: str) -> Callable[..., Expression]:
 
 
 def _with_value(operation: str) -> Callable[..., Expression]:
-    """input + value * (a * b) or value * (a / b), where value changes no dtype."""
+    """input + value * (a * b) or input + value * (a / b); value does not affect the dtype."""
 
     def build(input: Any, a: Any, b: Any, *, value: Any = 1) -> Expression:
         return apply("add", input, _times(apply(operation, apply("common", a, input), b), value))
@@ -446,7 +447,7 @@ def _gelu(input: Any, approximate: str = "none") -> Expression:
 def _softplus(input: Any, beta: float = 1.0, threshold: float = 20.0) -> Expression:
     """log(1 + exp(beta x)) / beta, and x itself above the threshold."""
     scaled = input if beta == 1.0 else input * beta
-    # bounded, so that its gradient is never inf * 0
+    # bounded, so that the gradient is never inf * 0
     soft = apply("log1p", apply("exp", apply("clamp_max", scaled, threshold)))
     return where(scaled > threshold, input, soft if beta == 1.0 else soft / beta)
 
@@ -561,7 +562,8 @@ _define_methods()
 def derivatives(
     outputs: Sequence[Expression], gradients: Sequence[Expression], wanted: Sequence[int]
 ) -> list[Expression | None]:
-    """The gradients of sum(outputs * gradients) with respect to the arguments `wanted`; None for those without one.
+    """The gradients of sum(outputs * gradients) with respect to the arguments `wanted`; None for arguments without a
+    gradient.
 
     They have the shape of the outputs: the caller still sums the gradient of a broadcast argument. Reverse accumulation
     over the tree, along the nodes that depend on the wanted arguments.

@@ -1,6 +1,7 @@
-"""Calls of fused programs with arguments of known shapes, strides and dtypes: what they allocate and launch.
+"""Repeat calls of fused programs with arguments of known shapes, strides and dtypes: the same allocations and
+launches.
 
-Planning a call takes the host longer than its launch, and depends on nothing but these facts. So it happens once.
+Planning a call takes the host longer than its launch, and depends only on these facts. So a call is planned once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Facts = tuple[Any, ...]
 
 
 def facts_of(tensors: Sequence[Tensor], numbers: Sequence[Number], program: str) -> Facts | None:
-    """All that plans and launches depend on; None for tensors on several devices or without strides."""
+    """The facts on which plans and launches depend; None for tensors on several devices or without strides."""
     facts: list[Any] = [program, torch.get_default_dtype()]
     device = tensors[0].device if tensors else None
     facts.append(device)
@@ -32,7 +33,7 @@ def facts_of(tensors: Sequence[Tensor], numbers: Sequence[Number], program: str)
 
 
 class Known(NamedTuple):
-    """What such a call allocates and launches.
+    """The allocations and launches of such a call.
 
     Attributes:
         results: shape, strides (None: contiguous) and dtype of each.
@@ -46,7 +47,7 @@ class Known(NamedTuple):
     def of(
         program: Program, shapes: Sequence[torch.Size], plan: Plan, arguments: Sequence[Any], steps: Sequence[Step]
     ) -> Known:
-        """From a first call with these facts; no result is summed."""
+        """Record a first call with these facts; no result may be summed."""
         order = [*program.places("t"), *program.places("n")]
         results = [
             (shape, strides_of(shape, arguments, used), dtype)

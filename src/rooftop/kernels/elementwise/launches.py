@@ -31,13 +31,13 @@ from rooftop.kernels.reductions.launches import reduce_into
 from rooftop.launch.strides import Dims, merged
 from rooftop.launch.triton_launch import launch, processors, require_triton
 
-MOST_DIMS = 5  # after merging
+MOST_DIMS = 5  # largest number of dimensions after merging
 
 # ---- launch ---------------------------------------------------------------------------------------------------
 
 
 class Step(NamedTuple):
-    """One launch of a program, which can be made again for arguments of the same shapes, strides and dtypes.
+    """One launch of a program, which can be repeated for arguments of the same shapes, strides and dtypes.
 
     Attributes:
         used: numbers of the program's arguments that the kernel takes first.
@@ -53,7 +53,7 @@ class Step(NamedTuple):
     constants: Constants
 
     def launch(self, arguments: Sequence[Any], results: Sequence[Tensor]) -> None:
-        """Launch it on the device of the results."""
+        """Launch the kernel on the device of the results."""
         given = [int(each) if isinstance(each := arguments[i], bool) else each for i in self.used]
         pointers = [results[i] for i in self.stored]
         launch(self.kernel, self.grid, pointers[0].device, *given, *pointers, *self.sizes, **self.constants)
@@ -66,7 +66,8 @@ def run(
     shape.
 
     Returns:
-        The launches; None if there was more than launches with these arguments and results: copies, sums.
+        The launches; None if the call did more than launch kernels with these arguments and results, such as copies and
+        sums.
     """
     require_triton()
     like = next(each for each in arguments if isinstance(each, Tensor))
@@ -93,15 +94,15 @@ def run(
 def launch_program(
     plan: Plan, chosen: tuple[int, ...], arguments: list[Any], y: Tensor, results: list[Tensor]
 ) -> Step | None:
-    """One kernel for outputs whose elements, before the sum, have the shape and strides of y; the launch, unless there
-    was more than that.
+    """One kernel for outputs whose elements, before the sum, have the shape and strides of y; the launch, unless the
+    call did more than launch it.
     """
     used = sorted({number for i in chosen for number in plan.used[i]})
     tensors = {i: arguments[i] for i in used if isinstance(arguments[i], Tensor)}
     marks = [_mark(y, plan.kept[i]) for i in chosen] if any(plan.kept) else []
     dims = merged_dims(y, [*tensors.values(), *marks])
     copied = len(dims) > MOST_DIMS
-    if copied:  # copies in the results' order, whose dimensions then merge to one
+    if copied:  # copies in the order of the results, so that all dimensions can be merged
         tensors = {
             i: t if t.dim() == 0 else torch.empty_strided(y.shape, y.stride(), dtype=t.dtype, device=t.device).copy_(t)
             for i, t in tensors.items()
@@ -114,7 +115,7 @@ def launch_program(
     elif len(dims) == 1:
         dims = [(1, (0,) * len(dims[0][1])), *dims]
     device = results[0].device
-    stored = [  # a result whose sum no such kernel computes is stored before the sum
+    stored = [  # if no such kernel computes a result's sum, the result is stored before the sum
         torch.empty_strided(y.shape, y.stride(), dtype=r.dtype, device=device) if plan.kept[i] and not over else r
         for r, i, over in zip(results, chosen, sums, strict=True)
     ]
@@ -210,7 +211,7 @@ def _mark(y: Tensor, kept: str) -> Tensor:
 def _summed_over(y: Tensor, kept: str, dims: Dims, mark: int) -> str:
     """The axis over which the tiled kernel can sum a result: "columns", all "rows", or "" for neither.
 
-    The sums have the order of y's memory, which is that of the result if y is contiguous or one dimension is kept.
+    The sums have the order of y's memory. That is the order of the result if y is contiguous or one dimension is kept.
     """
     if not kept or len(dims) > MOST_DIMS:
         return ""
@@ -229,8 +230,9 @@ def flat_config(tensors: Sequence[Tensor]) -> FlatConfig:
 
 
 def merged_dims(y: Tensor, tensors: Sequence[Tensor]) -> Dims:
-    """The dimensions in the order of y's memory. Neighbours are merged if all tensors can step through them with one
-    stride."""
+    """The dimensions in the order of y's memory. Neighbouring dimensions are merged if all tensors can step through
+    them with one stride.
+    """
     if all((t.shape == y.shape and t.is_contiguous()) or t.dim() == 0 for t in tensors) and y.is_contiguous():
         return [(y.numel(), tuple(int(t.dim() > 0) for t in tensors))]
     strides = [
@@ -253,7 +255,7 @@ def layout_of(dims: Dims, tensors: dict[int, Tensor], arguments: int, y: Tensor,
 
 
 def source_like(plan: Plan, arguments: list[Any]) -> str:
-    """The source of the kernel that computes the first result and those of the same shape."""
+    """The source of the kernel that computes the first result and all results of the same shape."""
     used = plan.used[0]
     shape = shape_of(arguments, used)
     of = {i: arguments[i] for i in sorted(used) if isinstance(arguments[i], Tensor)}

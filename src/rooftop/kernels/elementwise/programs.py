@@ -1,9 +1,9 @@
 """Programs of fused elementwise expressions: trees, the kinds of their arguments, and facts derived from both.
 
-The operator takes a program as text, "tnt: a0 * a1 + a2": which arguments are tensors and which are numbers, and the
-trees (`expression_texts.py`). "tt 1=01: a0, a0 * a1" sums result 1 over the first of two dimensions, which becomes 1.
-A plan adds dtypes. Both are cached: programs by their text, plans by the program and the arguments' dtypes. Shapes and
-the results' layouts are computed at each call.
+The operator takes a program as text, "tnt: a0 * a1 + a2": letters for tensor and number arguments, and the trees
+(`expression_texts.py`). "tt 1=01: a0, a0 * a1" sums result 1 over the first of two dimensions, which becomes 1. A plan
+adds dtypes. Programs are cached by their text, plans by the program and the arguments' dtypes. Shapes and the results'
+layouts are computed at each call.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def program_of(text: str) -> Program:
 class Plan:
     """The facts that follow from a program and its arguments' dtypes. Launches are cached by the plan's identity."""
 
-    outputs: tuple[Expression, ...]  # here, since types are keyed by node identity
+    outputs: tuple[Expression, ...]  # kept here, since types are keyed by the identity of nodes
     kept: tuple[str, ...]
     kinds: tuple[Kind | None, ...]
     types: Types
@@ -157,7 +157,7 @@ def planned(tensors: Sequence[Tensor], numbers: Sequence[Number], program: Progr
         if each.dtype not in NAMES:
             raise TypeError(f"fused: argument {i} must have one of the dtypes {', '.join(DTYPES)}, got {each.dtype}")
         if each.device != device:
-            arguments[i] = each.to(device)  # one number, from the CPU
+            arguments[i] = each.to(device)  # a single number on the CPU
     kinds = tuple(map(_kind, arguments))
     plan = plan_of(program, kinds, torch.get_default_dtype())
     for number, dtype in plan.limits:
@@ -175,12 +175,12 @@ def _device(tensors: Sequence[Tensor]) -> torch.device:
 
 
 def shape_of(arguments: Sequence[Argument | None], used: Sequence[int]) -> torch.Size:
-    """The shape that the tensors among the arguments `used` broadcast to; ValueError if they do not broadcast."""
+    """The shape to which the tensors among the arguments `used` broadcast; ValueError if they do not broadcast."""
     return broadcast_shape([each.shape for i in used if isinstance(each := arguments[i], Tensor)])
 
 
 def broadcast_shape(shapes: Sequence[torch.Size]) -> torch.Size:
-    """The shape that these broadcast to; ValueError if they do not."""
+    """The shape to which these shapes broadcast; ValueError if they do not."""
     if all(shape == shapes[0] for shape in shapes):
         return shapes[0]
     try:
@@ -200,8 +200,9 @@ def summed_shape(shape: torch.Size, kept: str) -> torch.Size:
 
 
 def strides_of(shape: torch.Size, arguments: Sequence[Argument | None], used: Sequence[int]) -> tuple[int, ...] | None:
-    """Strides of the results, as PyTorch chooses them: those of the first tensor of the full shape if it is dense;
-    None: contiguous."""
+    """Strides of the results, as in PyTorch: those of the first tensor of the full shape if it is dense; None:
+    contiguous.
+    """
     for i in used:
         tensor = arguments[i]
         if isinstance(tensor, Tensor) and tensor.shape == shape:
@@ -212,7 +213,9 @@ def strides_of(shape: torch.Size, arguments: Sequence[Argument | None], used: Se
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill a piece of memory without gaps or repetition, in any order of the dimensions."""
+    """Whether the elements of a tensor fill a piece of memory without gaps or repetition, in any order of the
+    dimensions.
+    """
     expected = 1
     for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         if size != 1:

@@ -1,12 +1,11 @@
-"""Elementwise expressions stored into existing memory: y[...] = f(a, b, ...), in one kernel.
+"""Store elementwise expressions into existing memory: y[...] = f(a, b, ...), in one kernel.
 
 `fused` (`elementwise.py`) allocates its results. Here the result is the caller's strided tensor, and the kernel
-computes float64 too. No product is fused with a sum: each operation is rounded as PyTorch rounds it. Some numbers may
+computes float64 too. No product is fused with a sum, so each operation is rounded as in PyTorch. Some numbers may
 repeat along the last dimension (`rows`, from `operands/repeating_numbers.py`), such as one for each channel of images.
 
-Bound by memory: the kernel reads every operand once and writes the result once. Tensors with the same layout are
-treated as one flat dimension, whatever their shape. Regions are read in place, one block of a row at a time, or as
-tiles of
+The kernel is bound by memory: it reads every operand once and writes the result once. Tensors with the same layout are
+treated as one flat dimension, for any shape. Regions are read in place, one block of a row at a time, or as tiles of
 several short rows. A thread handles 16 bytes: 16 elements if they are bytes. Triton only knows whether a pointer is a
 multiple of 16 bytes, but a region may begin anywhere. So pointers are rounded down to a multiple of 16 bytes. The
 offsets of the tensors and all strides are given in the largest unit that divides them (`UNIT`), and loads and stores
@@ -58,7 +57,7 @@ FAST = frozenset(
 
 
 class Row(NamedTuple):
-    """Numbers of a dtype as bytes. As bytes, -0.0 differs from 0.0, and NaN equals itself."""
+    """Numbers of a dtype as bytes, so that -0.0 differs from 0.0, and NaN equals itself."""
 
     bits: bytes
     dtype: torch.dtype
@@ -84,12 +83,12 @@ def store_fused(
         numbers: Python numbers. Floats are float32; a float64 number is passed as an integer with the same bits,
             `float64_of_bits(a0)`.
         out: the memory of the result. It may be the same as a tensor's, but must not overlap a tensor in part.
-        rows: numbers that repeat along the last dimension of `out`; its size is a multiple of their count. In the
-            program these follow the tensors.
+        rows: numbers that repeat along the last dimension of `out`, whose size is a multiple of their count. Among the
+            program's arguments they come after the tensors.
 
     Returns:
-        The launch, which can be repeated on other memory. None if there was no launch, several, or one with temporary
-        memory.
+        The launch, which can be repeated on other memory. None if there was no launch, or several launches, or a launch
+        with temporary memory.
 
     Raises:
         TypeError: the result's dtype differs from that of `out`, or an operation does not support float64 here.
@@ -125,7 +124,7 @@ class Stored(NamedTuple):
     Attributes:
         launch: the kernel with its arguments.
         tensors: for each pointer of the launch, the number of its tensor; -1 for the result.
-        leads: for each pointer of the launch, the number of bytes between it and its tensor's beginning.
+        leads: for each pointer of the launch, its distance in bytes from the beginning of its tensor.
     """
 
     launch: Repeated
@@ -133,8 +132,9 @@ class Stored(NamedTuple):
     leads: tuple[int, ...]
 
     def again(self, addresses: Sequence[int]) -> bool:
-        """Repeat the launch on tensors at these addresses, the result's last; rows stay the same. Returns whether that
-        was possible (see `Repeated.at`)."""
+        """Repeat the launch on tensors at these addresses, with the result's address last; rows stay the same. Return
+        whether that was possible (see `Repeated.at`).
+        """
         return self.launch.at([addresses[n] - lead for n, lead in zip(self.tensors, self.leads, strict=True)])
 
 
@@ -167,7 +167,7 @@ def _store(plan: Plan, arguments: list[Any], out: Tensor, periods: dict[int, int
         if len(_launches) >= _MOST_LAUNCHES:
             _launches.clear()
         _launches[key] = found = _launch_of(plan, moving, out, leads, periods)
-    if found is None:  # one dimension fewer, and one launch for each index of that dimension
+    if found is None:  # drop a dimension, with one launch for each of its indices
         for n in range(out.shape[0]):
             parts = [each[n] if i in moving else each for i, each in enumerate(arguments)]
             _store(plan, parts, out[n], periods)
@@ -296,7 +296,7 @@ def _block(body: Body, plan: Plan, used: list[int]) -> tuple[list[str], list[str
 
 
 def _lines(body: Body, plan: Plan, used: list[int], name: str, numbers: list[str]) -> list[str]:
-    """A block of one row: values that depend only on the row are computed once for all its elements."""
+    """A block of one row, in which values that depend only on the row are computed once."""
     layout = body.layout
     given, lines = _block(body, plan, used)
     names, every = _names(layout, used)

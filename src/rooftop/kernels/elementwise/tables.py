@@ -25,20 +25,22 @@ class TileConfig:
     warps: int
 
 
-# Measured on an H200 with up to four inputs, and used for any number: differences are small, with two exceptions.
-# Activations of one tensor in half precision need 16 elements a thread, and transposed ones need large tiles (larger
-# ones still gain little, and more tensors would spill).
+# Measured on an H200 with up to four inputs, and used for any number, since differences are small. There are two
+# exceptions: activations of one tensor in half precision need 16 elements a thread, and transposed tensors need large
+# tiles (even larger tiles gain little, and spill with more tensors).
 FLAT = (
     FlatConfig(element_bytes=4, block=2048, warps=4),
     FlatConfig(element_bytes=1 << 30, block=1024, warps=4),
 )
 TILES = TileConfig(elements=4096, columns=1024, warps=8)
-SQUARE = TileConfig(elements=8192, columns=64, warps=8)  # if a tensor is contiguous along rows: transposed
+SQUARE = TileConfig(elements=8192, columns=64, warps=8)  # for a tensor that is contiguous along rows (transposed)
 
 # Sums over columns need whole rows in a tile; sums over rows need several tiles per program.
 SUMS = TileConfig(elements=4096, columns=4096, warps=4)
 LONG_SUMS = TileConfig(elements=4096, columns=1024, warps=8)
-PROGRAMS_PER_SM = 8  # for programs that sum over rows: many tiles, so that few sums are written for the data read
+PROGRAMS_PER_SM = (
+    8  # programs that sum over rows have many tiles, so that they write few sums for the data that they read
+)
 
 # ---- results in existing memory --------------------------------------------------------------------------------------
 
@@ -59,4 +61,4 @@ STORES = (
     StoreConfig(bytes=1, elements=2048, columns=2048, warps=4),
     StoreConfig(bytes=8, elements=1024, columns=1024, warps=4),
 )
-TURNED = StoreConfig(bytes=8, elements=4096, columns=64, warps=4)  # if an operand is contiguous along rows
+TURNED = StoreConfig(bytes=8, elements=4096, columns=64, warps=4)  # for an operand that is contiguous along rows

@@ -1,1 +1,1 @@
-"""SwiGLU, the smallest family: read it first."""
+"""SwiGLU, the smallest family and the first one to read."""

@@ -1,7 +1,8 @@
 """SwiGLU: silu(gate) * up, the activation of the feed-forward layers of Llama and most models after it.
 
-Shazeer 2020, "GLU Variants Improve Transformer". Bound by memory: forward reads two tensors and writes one; backward
-reads three and writes two. Backward computes the sigmoid again, which costs no time, so only the inputs are kept.
+Shazeer 2020, "GLU Variants Improve Transformer". It is bound by memory: forward reads two tensors and writes one;
+backward reads three and writes two. Backward computes the sigmoid again, which takes no additional time, so only the
+inputs are kept.
 """
 
 from __future__ import annotations
@@ -111,8 +112,8 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """silu(gate) * up.
 
     Args:
-        gate: (..., N), bfloat16, float16, float32 or float64; or both in one tensor (..., 2 N), the gate first, as one
-            matrix product returns them.
+        gate: (..., N), bfloat16, float16, float32 or float64; or gate and up in one tensor (..., 2 N), the gate first,
+            as one matrix product returns them.
         up: like gate; None: gate holds both.
 
     Returns:

@@ -1,1 +1,1 @@
-"""Rows and corners of a table read by index: embeddings and trilinear interpolation."""
+"""Read rows or corners of a table by index: embeddings and trilinear interpolation."""

@@ -3,12 +3,13 @@
     out[b] = sum over corners (i, j, k) of e_i(u) e_j(v) e_k(w) features[b, 4 i + 2 j + k]
     e_1(u) = (1 + u) / 2,  e_0(u) = (1 - u) / 2
 
-The point (u, v, w) is in [-1, 1]. The well-known tutorials of PyTorch's CUDA extensions compute this, and volume
-rendering uses it on grids of features. Outside of [-1, 1] it extrapolates linearly.
+The point (u, v, w) is in [-1, 1]. Well-known tutorials for PyTorch's CUDA extensions compute this, and volume rendering
+uses it on grids of features. Outside of [-1, 1] the operator extrapolates linearly.
 
-Bound by memory: forward reads eight corners and writes one; backward writes eight and, for the points' gradient, reads
-eight. It needs no atomics, because each corner belongs to one point. If points share corners, the caller gathers their
-features first, and the gradient of that gather adds the shared gradients. `interpolations.py` has the same in Triton.
+It is bound by memory: forward reads eight corners and writes one result; backward writes eight corners and, for the
+points' gradient, reads eight. It needs no atomics, because each corner belongs to one point. If points share corners,
+the caller gathers their features first, and the gradient of that gather adds the shared gradients. `interpolations.py`
+has the same operator in Triton.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def trilinear_reference(features: Tensor, points: Tensor) -> Tensor:
 def trilinear_backward_reference(
     gradient: Tensor, features: Tensor, points: Tensor, mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of features and points; empty if `mask` does not ask for one."""
+    """Gradients of features and points; one that `mask` does not request is empty."""
     wide = accumulator_dtype(features.dtype)
     dfeatures, dpoints = features.new_empty(0), points.new_empty(0)
     dout, exact = gradient.to(wide), points.to(wide)
@@ -77,7 +78,7 @@ def _weights(points: Tensor) -> Tensor:
 
 # ---- launch ----------------------------------------------------------------------------------------------------
 
-THREADS = 256  # threads of a block; each row of lanes computes one point; not yet tuned by measurement
+THREADS = 256  # threads of a block, in which a row of lanes computes one point; not yet tuned by measurement
 TYPES = CPP_TYPES | {torch.float64: "double"}
 
 
@@ -87,7 +88,7 @@ def kernel_for(name: str, points: Tensor, tensors: Sequence[Tensor]) -> tuple[st
     width = math.gcd(16 // tensors[0].element_size(), channels)
     while any(t.data_ptr() % (width * t.element_size()) for t in tensors):
         width //= 2
-    lanes = min(32, power_of_two(channels // width))  # a power of two, because their sums go through shuffles
+    lanes = min(32, power_of_two(channels // width))  # a power of two, because lanes are summed by shuffles
     block = (lanes, THREADS // lanes)
     types = f"{TYPES[tensors[0].dtype]}, {TYPES[points.dtype]}, {width}"
     return f"{name}<{types}>", -(-points.shape[0] // block[1]), block
@@ -130,7 +131,7 @@ class TrilinearCuda(NamedTuple):
 
 
 class TrilinearCudaBackward(NamedTuple):
-    """Gradients of features and points; those that `mask` does not ask for are empty."""
+    """Gradients of features and points; those that `mask` does not request are empty."""
 
     gradient: Tensor
     features: Tensor

@@ -1,12 +1,12 @@
-"""Embeddings: look up rows of a table, with a gradient that is deterministic and fast for any distribution of tokens.
+"""Embeddings: look up rows of a table. The gradient is deterministic, and fast for any distribution of tokens.
 
 Forward copies rows and is memory-bound; a program copies a piece of several rows. Backward adds up the gradients of
 equal tokens. It sorts the tokens (stably, so that equal ones keep their order), and each program adds the runs of one
-chunk in float32. A run within a chunk is then finished. The pieces of runs that cross a boundary, at most two a chunk,
-form a list of the same kind in the same order, 16 times shorter. The same kernel adds up that list, until one chunk is
-left. So many programs share a very frequent token, no addition is atomic, and the order of additions depends only on
-the tokens. Memory-bound: the kernel reads the gradients once, fills the table of gradients with zeros once, and writes
-its non-zero rows again.
+chunk in float32. A run within a chunk is then finished. The partial sums of runs that cross a boundary, at most two for
+each chunk, form a list of the same kind in the same order, 16 times shorter. The same kernel adds up that list, and so
+on until one chunk is left. So many programs share the work on a very frequent token, no addition is atomic, and the
+order of additions depends only on the tokens. Backward is bound by memory: it reads the gradients once, fills the table
+of gradients with zeros once, and writes its non-zero rows again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rooftop.launch.symbolic import recorded_whole
 
 
 class Kept(NamedTuple):
-    """What backward needs: the tokens, the table's number of rows, and the token without a gradient."""
+    """The values that backward needs: the tokens, the table's number of rows, and the token without a gradient."""
 
     input: Tensor
     rows: int
@@ -73,7 +73,7 @@ class Embedding(NamedTuple):
         return None, _embedding_backward(dy, *kept)
 
     def cost(self, made: Tensor) -> Cost:
-        """Count as for `aten::embedding`: all looked-up rows are assumed to differ, up to the size of the table."""
+        """The cost of `aten::embedding`: all looked-up rows are assumed to differ, up to the size of the table."""
         read = min(distinct_bytes([self.weight]), made.numel() * made.element_size())
         return Cost(read + distinct_bytes([self.input]), distinct_bytes([made]))
 

@@ -1,9 +1,9 @@
 """Trilinear interpolation between the eight corners of a cell, in Triton: the same operator as in
 `cuda_interpolations.py`.
 
-That module has the formula, the reference, the checks and the cost. This one has the operator with Triton kernels.
-Bound by
-memory: forward reads eight corners and writes one; backward writes eight and, for the points' gradient, reads eight.
+That module has the formula, the reference, the checks and the cost. This one has the operator with Triton kernels. It
+is bound by memory: forward reads eight corners and writes one result; backward writes eight and, for the points'
+gradient, reads eight.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from rooftop.launch.triton_launch import launch, require_triton
 
 
 def gather(input: Tensor, weight: Tensor) -> Tensor:
-    """The rows `input` of weight (V, D). The size of a row is a multiple of 16 bytes."""
+    """The rows `input` of weight (V, D). The size of a row must be a multiple of 16 bytes."""
     require_triton()
     from rooftop.kernels.lookups.triton_kernels.embeddings import gather_rows
 
@@ -27,7 +27,7 @@ def gather(input: Tensor, weight: Tensor) -> Tensor:
     grid = (-(-input.numel() // config.rows), -(-width // columns))
     sizes = (input.numel(), width, rows, weight.stride(0))
     tile = {"ROWS": config.rows, "COLUMNS": columns, "num_warps": config.warps}
-    tokens = input.reshape(-1).contiguous()  # a reshape alone may keep the strides
+    tokens = input.reshape(-1).contiguous()  # reshape alone may keep the strides
     launch(gather_rows, grid, weight.device, weight, tokens, result, *sizes, debug=True, **tile)
     return result
 
@@ -43,7 +43,7 @@ def add_rows(dy: Tensor, tokens: Tensor, rows: int, padding: int) -> Tensor:
         return table
     dy = dy if dy.stride(1) == 1 else dy.contiguous()
     if rows < 1 << 31:
-        tokens = tokens.to(torch.int32)  # half the work for the sort
+        tokens = tokens.to(torch.int32)  # the sort then has half the work
     ordered, order = torch.sort(tokens, stable=True)
     values, stride, places = dy, dy.stride(0), order
     columns = min(runs.columns, power_of_two(width))
@@ -82,7 +82,7 @@ def interpolate(features: Tensor, points: Tensor) -> Tensor:
 def interpolate_backward(
     gradient: Tensor, features: Tensor, points: Tensor, dfeatures: Tensor, dpoints: Tensor, mask: list[bool]
 ) -> None:
-    """Writes the gradients that `mask` asks for; all are contiguous, and none is empty."""
+    """Writes the gradients that `mask` requests; all are contiguous, and none is empty."""
     require_triton()
     from rooftop.kernels.lookups.triton_kernels.interpolations import trilinear_backward
 

@@ -1,1 +1,1 @@
-"""Cross entropy of logits, and of a linear layer without its logits."""
+"""Cross entropy of logits, and cross entropy of a linear layer whose logits are never stored."""

@@ -1,5 +1,5 @@
-"""Cross entropy by PyTorch's own operators: the reference of the kernels, their higher derivatives, and the formula
-that an exported program runs. `losses` has the formula and its terms.
+"""Cross entropy by PyTorch's own operators: the reference of the kernels, their higher derivatives, and the formula of
+exported programs. `losses.py` explains the formula and its terms.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def cross_entropy_gradient_reference(factor: Tensor, x: Tensor, target: Tensor, 
     weights = _class_weights(values, terms)
     kept, spread = weights[label] * (1 - terms.label_smoothing), terms.label_smoothing / x.shape[1]
     power = (values - maximum[:, None]).exp() / total[:, None]
-    # Each term cancels separately, as exactly as possible for a probability near 1.
+    # Each term cancels separately, so that a probability near 1 is as exact as possible.
     dx = power.scatter_add(1, label[:, None], power.new_full((len(label), 1), -1.0)) * kept[:, None]
     if spread:
         dx = dx + spread * (power * weights.sum() - weights)
@@ -55,7 +55,7 @@ def cross_entropy_gradient_reference(factor: Tensor, x: Tensor, target: Tensor, 
     return dx.where(counted[:, None], 0.0).to(x.dtype)
 
 
-BLOCK = 1 << 20  # logits in a block: few enough to stay in the CPU's cache in float64
+BLOCK = 1 << 20  # logits of a block, few enough for the CPU's cache in float64
 
 
 def _blocks(x: Tensor) -> Iterator[slice]:

@@ -1,6 +1,6 @@
 """Launch the kernels of cross entropy, with parameters from tables by the length of a row.
 
-The functions here serve the operators in `losses.py`, which explains what they compute. The kernels of
+The functions here serve the operators in `losses.py`, which explains the formulas. The kernels of
 `softmaxes/clusters.py` compute rows for which `CLUSTER_FUSED` of `softmaxes/tables.py` has an entry.
 """
 
@@ -20,7 +20,7 @@ from rooftop.launch.triton_launch import launch, processors, require_triton
 
 
 class Terms(NamedTuple):
-    """The parts of a loss besides logits and targets."""
+    """The inputs of a loss besides logits and targets."""
 
     weight: Tensor | None  # (V,)
     ignore_index: int
@@ -28,7 +28,7 @@ class Terms(NamedTuple):
     z_loss: float
 
     def contiguous(self) -> Terms:
-        """The same terms, with weights that kernels can read."""
+        """The same terms, with class weights in a form that kernels can read."""
         return self if self.weight is None else self._replace(weight=self.weight.contiguous())
 
 
@@ -149,7 +149,7 @@ def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
 
 
 def _weight_arguments(terms: Terms, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Class weights, and their sum if it is used."""
+    """Class weights, and the sum of these weights if it is used."""
     if terms.weight is None:
         return other, other
     return terms.weight, terms.weight.sum(dtype=torch.float32) if terms.label_smoothing else other

@@ -1,9 +1,9 @@
 """Cross entropy of hidden states and a weight, without the logits.
 
 The forward pass computes the logits of a chunk of rows at a time, turns them into their gradient in place, and
-multiplies it by weight and hidden at once (as in Hsu et al. 2024, "Liger Kernel"). Backward only scales the gradients.
-Bound by its three matrix products. `losses.py` defines the loss of a row. Deterministic: chunks are added up in order,
-and their size depends only on the shapes.
+immediately multiplies this gradient by weight and hidden (as in Hsu et al. 2024, "Liger Kernel"). Backward only scales
+the gradients. The three matrix products take most of the time. `losses.py` defines the loss of a row. Results are
+deterministic: chunks are added up in order, and their size depends only on the shapes.
 
 In float16 the gradient of the logits is not divided by the number of rows before the products, because it would
 underflow before a loss scale can help. Backward applies that factor while the gradient of the weight is still float32.
@@ -51,16 +51,16 @@ from rooftop.launch.symbolic import recorded_whole
 # ---- chunks ----------------------------------------------------------------------------------------------------
 
 MOST_CHUNK_ROWS = 8192  # more rows do not make the matrix products faster
-LEAST_CHUNK_ROWS = 2048  # fewer rows make them slower, and add passes over the weight's gradient
-# At most this many logits form one chunk: their memory is negligible. On a CPU, PyTorch multiplies a few rows in a
+LEAST_CHUNK_ROWS = 2048  # fewer rows make the products slower, and need more passes over the weight's gradient
+# Up to this many logits form one chunk, since their memory is negligible. On a CPU, PyTorch multiplies a few rows in a
 # different order than many rows. With two chunks of 3 and 2 rows, half of all random inputs of 5 x 768 failed the
 # numerics gate.
 ONE_CHUNK_LOGITS = 1 << 20
 
 
 def chunk_rows(rows: int, features: int, classes: int) -> int:
-    """The number of rows whose logits are computed at a time. These logits take as much memory as the weight (V, H),
-    within the limits above.
+    """The number of rows whose logits are computed at a time. Within the limits above, these logits take as much memory
+    as the weight (V, H).
 
     More logits than `ONE_CHUNK_LOGITS` make at least two chunks, all of about the same size.
     """
@@ -114,14 +114,14 @@ class LinearCrossEntropy(NamedTuple):
             real = logits[:, :classes]
             gradient = real if any(self.wanted) else None
             losses[start:stop] = losses_of_rows(real, target[start:stop], terms, within, gradient)[0]
-            logits[:, classes:] = 0.0  # rows of hidden that are not finite left values other than zero there
+            logits[:, classes:] = 0.0  # rows of hidden that are not finite have left nonzero values there
             if dhidden is not None:
                 torch.mm(logits, weight, out=dhidden[start:stop])
             if dweight is not None:
                 _add_product(dweight, logits.t(), part)
             if dbias is not None:
                 dbias += logits.sum(0, dtype=wide)
-            del logits, real, gradient  # before the next chunk's logits are computed
+            del logits, real, gradient  # free memory before the next chunk's logits are computed
         factor = inverse.clone() if inverse is not None and within is None else losses.new_ones(())
         dweight, dbias = (t[:classes] if t is not None else None for t in (dweight, dbias))
         return total_of(losses, inverse, hidden), *self._stored([dhidden, dweight, dbias]), factor.to(wide)
@@ -176,7 +176,7 @@ class LinearCrossEntropy(NamedTuple):
         if torch.is_grad_enabled():  # create_graph: the values from forward carry no graph back to hidden and weight
             slopes = call.gradients_formula(dloss)
             return [slope if need else None for slope, need in zip(slopes, needed, strict=True)]
-        if any(need and not there for need, there in zip(needed, call.wanted, strict=True)):  # of a traced program
+        if any(need and not there for need, there in zip(needed, call.wanted, strict=True)):  # in a traced program
             made = _linear_cross_entropy(*call._replace(wanted=needed))[1:]
         *gradients, factor = made
         factor = factor * dloss

@@ -5,13 +5,14 @@ loss of a row = w_t ((1 - e) (lse - x_t) + z lse^2) + e / V sum_c w_c (lse - x_c
 t: target, w: class weights (1), e: label smoothing (Szegedy et al. 2016), z: z-loss (Chowdhery et al. 2022, section 5),
 V: classes. "mean" divides the sum over rows by the sum of their w_t, as PyTorch does.
 
-Bound by memory. There are two forms. *Separable* reads the logits and keeps two numbers a row: the maximum, and the sum
-of exponentials relative to it (a log-sum-exp would lose accuracy for large logits). Backward reads the logits again and
-writes the gradient. *Fused* writes the gradient in the forward pass: one read and one write in all, as long as a row in
-flight stays in registers or in L2. Backward scales it in place by grad_output, unless that is 1. float16 uses the
-separable form by default: a gradient not yet multiplied by a loss scale would underflow.
+The loss is bound by memory, and has two forms. *Separable* reads the logits and keeps two numbers for each row: the
+maximum, and the sum of exponentials relative to the maximum (a log-sum-exp would lose accuracy for large logits).
+Backward reads the logits again and writes the gradient. *Fused* writes the gradient in the forward pass. Logits are
+then read once and gradients written once, as long as a row in flight stays in registers or in L2. Backward scales it in
+place by grad_output, unless that is 1. float16 uses the separable form by default: a gradient not yet multiplied by a
+loss scale would underflow.
 
-Deterministic: no atomics; sums are added in a fixed order.
+Results are deterministic: there are no atomics, and sums are added in a fixed order.
 """
 
 from __future__ import annotations
@@ -58,13 +59,14 @@ def inverse_dtype(x: Tensor) -> torch.dtype:
 
 
 def _checked(arguments: Sequence[Any]) -> str | None:
-    """The setting that `check_targets` depends on."""
+    """The setting on which `check_targets` depends."""
     return os.environ.get("ROOFTOP_CHECK")
 
 
 def check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
-    """Check for targets that are not a class. On a CPU this always runs; on a GPU it runs only with ROOFTOP_CHECK=1,
-    because it waits for the GPU."""
+    """Check that all targets are classes. On a CPU the check always runs; on a GPU it runs only with ROOFTOP_CHECK=1,
+    because it waits for the GPU.
+    """
     if target.device.type != "cpu" and os.environ.get("ROOFTOP_CHECK") != "1":
         return
     wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
@@ -143,7 +145,7 @@ class CrossEntropy(NamedTuple):
 
     @without_autocast
     def in_pytorch(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Targets are not checked: one that is not a class raises or gives NaN."""
+        """Targets are not checked; a target that is not a class raises or gives NaN."""
         dtype, mean = accumulator_dtype(self.x.dtype), self.reduction == "mean"
         losses, statistics = cross_entropy_reference(self.x, self.target, self.terms)
         inverse = inverse_by_formula(self.target, self.x, self.terms) if mean else losses.new_empty(0)
@@ -202,7 +204,7 @@ class CrossEntropyBackward(NamedTuple):
 
 
 class KeptGradient(NamedTuple):
-    """What backward needs of a loss that already computed its gradient; for a second derivative, also the logits.
+    """The values that backward needs if forward has computed the gradient; for a second derivative, also the logits.
 
     Keeping the logits would cost the memory that the kernel saves, and a caller who differentiates twice often still
     has them.
@@ -210,7 +212,7 @@ class KeptGradient(NamedTuple):
 
     gradient: Tensor
     target: Tensor
-    x: Tensor | None  # if no kernel runs
+    x: Tensor | None  # used if no kernel runs
     weight: Tensor | None
     numbers: tuple[int, float, float]  # the other terms
     mean: bool
@@ -315,7 +317,7 @@ class ScaleGradientInPlace(NamedTuple):
         return None
 
     def cost(self, made: None) -> Cost:
-        """If the factor is 1, nothing is done. So the least work is to read the factor."""
+        """If the factor is 1, the gradient stays unchanged. So the least work is to read the factor."""
         return Cost(distinct_bytes([self.factor]))
 
 
@@ -348,7 +350,7 @@ def _scale_into(gradient: Tensor, factor: Tensor, result: Tensor) -> None:
     """Scale `gradient` into `result`; both are contiguous."""
     in_place = result is gradient
     if by_reference(gradient):
-        if gradient.is_cuda:  # float64 like the factor, so that the host need not wait for it
+        if gradient.is_cuda:  # float64 like the factor, so that the host need not wait for the factor
             torch.mul(gradient, factor, out=result)
         elif not in_place or float(factor) != 1.0:
             torch.mul(gradient, float(factor), out=result)
@@ -399,7 +401,7 @@ def cross_entropy(
             reduced loss are NaN on a GPU; a mean is divided by the weights of the other targets, whose gradients are
             finite.
         NotImplementedError: a second derivative of the fused form on a GPU, if `input` is not (N, V), was changed in
-            place or was freed: that form does not keep it.
+            place or was freed: the fused form does not keep it.
     """
     check_arguments("cross_entropy", input, target, weight, reduction, label_smoothing, z_loss)
     check_index("cross_entropy", ignore_index)
@@ -424,7 +426,7 @@ def cross_entropy(
 
 
 class LogitsShape(NamedTuple):
-    """Stands in for logits that are never computed, with the properties that checks read."""
+    """A stand-in for logits that are never computed, with the properties that checks read."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

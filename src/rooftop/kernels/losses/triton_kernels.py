@@ -2,15 +2,15 @@
 
 As in `softmaxes/triton_kernels.py`, rows that fit a program's registers are read once as tiles. Longer rows are read by
 persistent programs, block by block with an online maximum and sum. With GRADIENT the kernel also computes the gradient,
-and reads long rows a second time from L2, from the end to the beginning. The part of a row past its last full block
+and reads long rows a second time from L2, from the end to the beginning. The part of a row after its last full block
 stays in registers. `dx` may share memory with `x`: a program reads an element before it writes it.
 
 WIDE, for float32 logits: exponentials are added up in float64, and losses are float64. Rounding a sum or a logarithm
-shifts the results of its row alike; in some small tensors that shift exceeds twice PyTorch's error.
+shifts all results of its row equally; in some small tensors that shift exceeds twice PyTorch's error.
 
-Logits are taken relative to the row's maximum or, before that is known, to the target's logit, so that a large common
-offset costs no accuracy. A row whose target is ignored has loss 0 and gradient 0. A row whose target is not a class has
-NaN for both, and nothing is read out of bounds.
+Logits are taken relative to the row's maximum, or to the target's logit before the maximum is known. So a large common
+offset does not reduce the accuracy. A row whose target is ignored has loss 0 and gradient 0. A row whose target is not
+a class has NaN for loss and gradient, and nothing is read out of bounds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def cross_entropy_rows(
     WIDE: tl.constexpr,
     UNIT: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Losses of ROWS rows, and their statistics or, with GRADIENT, dx; `kept` is 1 - smoothing, `spread` smoothing /
+    """Compute losses of ROWS rows, and statistics or, with GRADIENT, dx; `kept` is 1 - smoothing, `spread` smoothing /
     V.
     """
     columns = units * UNIT
@@ -136,7 +136,7 @@ def cross_entropy_rows_long(
             if SHIFTED:
                 last = tl.where((tail >= shift) & (tail < length), last, float("-inf"))
             row_weight, picked = _of_target(source, weight, label, True, columns, HAS_WEIGHT)
-            # If this logit is infinite, the loss is infinite or NaN in any case. The sums below are then relative to 0.
+            # If this logit is infinite, the loss is infinite or NaN anyway; the sums below are then relative to 0.
             origin = tl.where(tl.abs(picked) < float("inf"), picked, 0.0)
             largest = tl.full((COLUMNS // GROUP,), float("-inf"), tl.float32)
             total = tl.zeros((COLUMNS // GROUP,), tl.float32)
@@ -201,7 +201,7 @@ def cross_entropy_rows_long(
                         )  # fmt: skip
                     else:
                         tl.store(to_dx + column, result.to(dx.dtype.element_ty), eviction_policy="evict_first")
-                if SHIFTED:  # written later, so that dx may be x
+                if SHIFTED:  # written later, because dx may be x
                     edge = tl.arange(0, 2 * GROUP)
                     column = tl.where(edge < GROUP, edge, length // GROUP * GROUP + edge - GROUP)
                     shared = tl.where(edge < GROUP, (shift > 0) & (edge >= shift), column < length)
@@ -304,8 +304,8 @@ def scale_unless_one(
 
 @triton.jit
 def _in_groups(position, length, GROUP: tl.constexpr, SHIFTED: tl.constexpr):
-    """Whether the position exists. SHIFTED: whether any position of its group exists, so that a group is loaded at
-    once.
+    """Whether the position exists. SHIFTED: whether any position of its group exists, since a group is loaded as a
+    whole.
     """
     if SHIFTED:
         return position < (length + GROUP - 1) // GROUP * GROUP
@@ -315,7 +315,7 @@ def _in_groups(position, length, GROUP: tl.constexpr, SHIFTED: tl.constexpr):
 
 @triton.jit
 def _next_group(position, GROUP: tl.constexpr):
-    """The first position, from this one on, that begins a group."""
+    """The first position at or after this one that begins a group."""
     return (position + GROUP - 1) // GROUP * GROUP
 
 
@@ -380,7 +380,9 @@ def _terms(factor, row_weight, log_sum_exp, kept, z_loss):
 def _gradient(
     power, is_target, at_target, squared, spread, whole, share, SMOOTH: tl.constexpr, Z: tl.constexpr
 ):  # fmt: skip
-    """dx from probabilities `power`: each term cancels separately, as exactly as possible for a probability near 1."""
+    """dx from probabilities `power`. Each term cancels separately, so that a probability near 1 is as exact as
+    possible.
+    """
     result = tl.where(is_target, power - 1.0, power) * at_target
     if SMOOTH:
         result += spread * (power * whole - share)

@@ -1,6 +1,6 @@
-"""Launch the kernels of `triton_kernels.py`, or the library and the operations that it lacks: `forward` follows a plan.
+"""Launch the kernels of `triton_kernels.py`, or the library and the operations that it lacks, as a plan says.
 
-The plans are those of `tables.py`; `matmuls.py` has the operators.
+`tables.py` makes the plans; `matmuls.py` has the operators.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(y (M, N), input of the activation (M, N) or nothing) by the library or a kernel, as `plan` says; any strides.
 
-    rounded: apply the activation to the kept value, which is rounded, instead of to the value before rounding.
+    rounded: apply the activation to the rounded value that is kept, instead of to the value before rounding.
     """
     rows, columns = x.shape[0], weight.shape[0]
     nothing = x.new_empty(0)
@@ -64,7 +64,7 @@ def forward(
         y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
         before = torch.empty_like(y) if keep else nothing
     steps = -(-x.shape[1] // tile.depth)
-    split = -(-steps // -(-steps // tile.split))  # no part is empty
+    split = -(-steps // -(-steps // tile.split))  # so that no part is empty
     run = _RUN[tile.kernel]
     bias = bias.contiguous() if bias is not None else None
     if split == 1:
@@ -91,15 +91,14 @@ def _by_library(
         return y, y.clone() if keep else nothing
     require_triton()
     residual = unit_columns(residual) if residual is not None else None
-    # in place if rows are contiguous: each element is read, then written, by one thread
+    # in place if rows are contiguous: one thread reads and then writes each element
     y = before if before.is_contiguous() and not keep else before.new_empty(rows, columns)
     finish(before, 1, rows, None, activation, residual, y, nothing)
     return y, before.contiguous() if keep else nothing
 
 
 def _with_aligned_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Pad the operands with zeros, as for additional inputs and outputs of the layer, so that their rows are
-    aligned."""
+    """Pad the operands with zeros, like additional inputs and outputs of the layer, so that rows are aligned."""
     depth, columns = missing_columns(x.shape[1], x), missing_columns(weight.shape[0], x)
     if x.shape[0] * weight.shape[0] < LEAST_PADDED or not (depth or columns):
         return x, weight, bias
@@ -162,7 +161,7 @@ def _with_single_tiles(
 
 
 def _described(t: Tensor, height: int, width: int) -> TensorDescriptor:
-    """A tensor descriptor with boxes of (height, width); if the rows are the fast dimension, it describes the
+    """A tensor descriptor with boxes of (height, width); if rows are the fast dimension, the descriptor is of the
     transpose.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -272,7 +271,9 @@ def backward(dy: Tensor, saved: Tensor, activation: str, of_output: bool, sums: 
     block = min(BACKWARD_COLUMNS, power_of_two(columns))
     blocks = -(-columns // block)
     wanted = max(1, BACKWARD_PROGRAMS_PER_SM * processors(dy) // blocks)
-    height = BACKWARD_ROWS * 2 // dy.element_size()  # as many bytes in float32, so that registers do not spill
+    height = (
+        BACKWARD_ROWS * 2 // dy.element_size()
+    )  # the same number of bytes in float32, so that registers do not spill
     rows_of_chunk = -(-rows // (wanted * height)) * height
     chunks = -(-rows // rows_of_chunk)
     partial = torch.empty((chunks if sums else 0, columns), dtype=torch.float32, device=dy.device)

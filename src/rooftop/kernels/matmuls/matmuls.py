@@ -1,13 +1,13 @@
 """Matrix products fused with the operations after them: y = activation(x @ weight.T + bias) + residual.
 
-Bound by the tensor cores from a few hundred rows on; with fewer rows, by reading the weight. A library's product alone
-reaches the roof, but a separate pass for the activation costs two more memory accesses per element. Here the kernel
-applies bias, activation and residual to the float32 sums before it writes them. Two ideas, bands of tiles that share
-operands in L2 and persistent programs with tensor descriptors, follow Tillet, Kung and Cox 2019, "Triton", and its
-tutorial on persistent products. Deterministic: no atomics.
+They are bound by the tensor cores from a few hundred rows on, and with fewer rows by reading the weight. A library's
+product alone reaches the roof, but a separate pass for the activation costs two more memory accesses per element. The
+kernels here apply bias, activation and residual to the float32 sums before writing them. Two ideas, bands of tiles that
+share operands in L2 and persistent programs with tensor descriptors, follow Tillet, Kung and Cox 2019, "Triton", and
+its tutorial on persistent products. Deterministic: no atomics.
 
 By the shape of a call, `tables.py` chooses a kernel and its parameters, or the library (cuBLAS, and one pass for the
-rest). `linear_act_plan` says what was chosen and why; `launches.py` launches it.
+other operations). `linear_act_plan` returns the choice and its reason; `launches.py` launches the kernel.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def linear_act_reference(
 
 
 class Kept(NamedTuple):
-    """What backward needs: `saved` is the activation's result if `of_output`, else its input; None without an
-    activation, and in a traced program."""
+    """The values that backward needs: `saved` is the activation's result if `of_output`, else its input; None without
+    an activation, and in a traced program."""
 
     x: Tensor
     weight: Tensor
@@ -123,7 +123,7 @@ class LinearAct(NamedTuple):
         elif for_bias or (activation != "none" and (for_x or for_weight)):
             if activation == "none":
                 saved = dy
-            elif saved is None:  # of a traced program
+            elif saved is None:  # in a traced program
                 saved = _product(x, weight, bias)
             made, dbias = _linear_act_backward(dy, saved, activation, of_output, for_bias)
             dz = made if activation != "none" else dy
@@ -270,8 +270,8 @@ def linear_act_and_before(
     result from that input.
 
     For this, the input of the activation is rounded first, as in PyTorch and as if it were kept for backward. In half
-    precision the result is rounded twice. Arguments and errors are as in `linear_act`; the activation must be one whose
-    backward needs its input.
+    precision the result is rounded twice. Arguments and errors are as in `linear_act`; the backward of the activation
+    must need the activation's input.
 
     Returns:
         (y, before), (..., N) both.
@@ -347,9 +347,9 @@ MOST_KNOWN = 4096
 
 
 def _is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `torch.nn.functional.linear` computes the whole call with less work for the host. It does for a product
-    that the library computes, with aligned rows and no bias whose gradient a kernel sums faster. This function raises
-    no errors."""
+    """Whether `torch.nn.functional.linear` computes the whole call with less work for the host. That is so if the
+    library computes the product, rows are aligned, and there is no bias whose gradient a kernel sums faster. This
+    function raises no errors."""
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if INTERPRETED or not all(isinstance(t, Tensor) and t.is_cuda and t.layout == torch.strided for t in tensors):
         return False
@@ -411,8 +411,8 @@ def linear_act_plan(
     activation: str = "none",
     residual: Tensor | None = None,
 ) -> LinearPlan:
-    """Say how `linear_act` with these arguments is computed, and why, without computing it. Arguments and errors are
-    the same. As in the call, it matters whether a gradient will be needed.
+    """Return how `linear_act` would compute a call, and the reason, without computing it. Arguments and errors are
+    those of `linear_act`. As in the call, the plan depends on whether a gradient will be needed.
     """
     x, weight, bias, residual, _ = _prepared("linear_act_plan", input, weight, bias, activation, residual)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
@@ -431,8 +431,8 @@ Prepared = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 def _prepared(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
 ) -> Prepared:
-    """Return the arguments, checked and cast as autocast says, and a residual to be added later. Under autocast a
-    residual of another dtype is added later, because it makes the sum wider, as in PyTorch."""
+    """Return the checked arguments, cast as under autocast, and a residual to be added later. Under autocast a residual
+    of another dtype is added later, because it makes the sum wider, as in PyTorch."""
     check_tensors(name, FLOATS, ("bias", "residual"), input=x, weight=weight, bias=bias, residual=residual)
     check_choice(name, "activation", activation, ACTIVATIONS)
     if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:

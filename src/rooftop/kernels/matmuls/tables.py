@@ -31,15 +31,15 @@ class Tile:
     Attributes:
         kernel: "descriptors" (persistent programs), "single" (programs with descriptors and one tile each), or
             "pointers".
-        rows, columns, depth: of a tile of the result, and of its steps through K.
+        rows, columns, depth: size of a tile of the result, and of its steps through K.
         warps, stages: warps of a program, and the number of steps that are loaded to shared memory at a time.
         group: rows of tiles in a band, whose operands L2 holds.
         parts: parts of a tile's columns, finished one after the other (descriptors).
         split: parts of K that are summed separately.
-        programs_per_sm: how many persistent programs an SM holds (descriptors): with two, one computes while the other
+        programs_per_sm: number of persistent programs on an SM (descriptors): with two, one computes while the other
             finishes.
-        lag: delay of the later half of the programs (descriptors), in clock cycles per element of K. Without it, two
-            programs that begin together would also finish together. It is about half the time of a tile.
+        lag: delay of the later half of the programs (descriptors), in clock cycles per element of K. Without the delay,
+            two programs that begin together would also finish together. It is about half of a tile's time.
         early: whether the kernel may be launched while the previous one still runs (single); it then waits for the
             previous one itself.
         more: additional columns of a tile (single), 0 or `columns // parts`; for example 128 + 64 columns make a tile
@@ -84,14 +84,14 @@ class Entry:
 
 # ---- tables ----------------------------------------------------------------------------------------------------
 
-# With two programs of 128 x 128 an SM, one multiplies while the other finishes; that hides more time than one program
-# of 128 x 256.
+# With two programs of 128 x 128 on an SM, one multiplies while the other finishes. That hides more time than one
+# program of 128 x 256.
 TWO_AN_SM = Tile("descriptors", 128, 128, 64, 4, 3, group=16, parts=2, programs_per_sm=2)
-# One tile an SM: it is launched while the previous kernel still runs.
+# With one tile for each SM, the kernel is launched while the previous one still runs.
 AHEAD = Tile("single", 128, 128, 64, 8, 6, parts=2, early=True)
 # Measured on an H200 (benchmarks/results/h200/tune_matmuls.json), the best of the candidates. relu uses the entries of
-# sigmoid. With less than half a tile for each SM, K has to be split. One split was 2% faster than cuBLAS at 64 rows and
-# 12% slower at 16; another was 9% faster at 16 and 85% slower at 64.
+# sigmoid. With less than half a tile for each SM, K has to be split. Compared with cuBLAS, one split was 2% faster at
+# 64 rows and 12% slower at 16; another was 9% faster at 16 rows and 85% slower at 64.
 _LIKE_SIGMOID = (
     Entry(0.5, None),
     Entry(1.0, AHEAD, (512, 4096, 4096), 0.02901, 0.03168),
@@ -111,8 +111,8 @@ FUSED_ON_HOPPER = {
     "silu": (*_LIKE_SIGMOID[:3], Entry(math.inf, TWO_AN_SM, (2048, 4096, 4096), 0.1056, 0.1087)),
     "sigmoid": _LIKE_SIGMOID,
 }
-# Loads of two bytes cannot be fetched ahead. They cost more than copying the operands to aligned rows. Fewer tiles than
-# SMs were not measured.
+# Loads of two bytes cannot be prefetched, and cost more than copying the operands to aligned rows. Fewer tiles than SMs
+# were not measured.
 UNALIGNED_ON_HOPPER = (
     Entry(0.1, None),
     Entry(1.0, Tile("pointers", 128, 128, 64, 8, 3)),
@@ -162,7 +162,7 @@ class LinearPlan:
 
 @dataclass(frozen=True)
 class Problem:
-    """The properties that the choice depends on. `aligned`: whether tensor descriptors can describe the operands;
+    """The properties on which the choice depends. `aligned`: whether tensor descriptors can describe the operands;
     `finish`: whether more than a bias follows the product; `library_finish`: whether cuBLAS has an epilogue for it."""
 
     rows: int
@@ -243,7 +243,7 @@ def plan_of(
 
 
 def finished_by_library(x: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, keep: bool) -> bool:
-    """Whether cuBLAS has an epilogue for all operations after the product, as exact as PyTorch's operators.
+    """Whether cuBLAS has an epilogue for all operations after the product that is as exact as PyTorch's operators.
 
     The library has no gelu_tanh in float32; for K = 0 it would omit the activation.
     """

@@ -1,22 +1,22 @@
 """Triton kernels of y = activation(x @ weight.T + bias) + residual; `launches.py` launches them.
 
 Three kernels compute the product. Their tiles are float32, ROWS by COLUMNS, and they step through K by DEPTH. They
-visit the tiles in bands of GROUP rows of tiles, so that the tiles computed at a time share their operands in L2:
+visit the tiles in bands of GROUP rows of tiles, so that tiles in progress at the same time share operands in L2:
 
 - `linear_act_descriptors` copies tiles with the tensor memory accelerator (TMA) of Hopper and later GPUs. Its programs
   are persistent, so that the first copies of a tile are in flight while the previous tile is finished. A tile is
   finished in PARTS of its columns, so that the staging for the store leaves more shared memory for copies. With two
   programs on a multiprocessor, one multiplies while the other finishes. Programs that begin together would stay in step
-  and leave the tensor cores idle together, so OUT_OF_STEP makes the later half wait at first.
+  and leave the tensor cores idle at the same time. So OUT_OF_STEP delays the later half of the programs.
 - `linear_act_single` also copies with TMA, one tile a program, for results with at most one tile for each
   multiprocessor: bias and residual are loaded before the product. MORE columns allow tiles whose width is not a power
   of two.
-- `linear_act_pointers` takes any strides and any K, one tile a program.
+- `linear_act_pointers` supports any strides and any K, with one tile a program.
 
 With SPLIT > 1 the K dimension is cut, and each part writes its own float32 sums. `linear_act_finish` adds them in
 order: no atomics, so the bits are the same each time. That kernel also completes the library's products.
 
-x and weight may have either dimension contiguous. X_ACROSS and W_ACROSS say that K is the slow one.
+x and weight may have either dimension contiguous. X_ACROSS and W_ACROSS: K is the slow dimension.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def linear_act_descriptors(
     start = tl.program_id(0)
     if OUT_OF_STEP:
         start += _zero_after(tl.where(start >= programs - programs // 2, lag, 0))
-    # The position of a finished tile is computed again. So the loops over tiles and over K become one loop, and the
-    # copies for the next tile begin before this one is finished.
+    # The position of a finished tile is computed again, so that the loops over tiles and over K become one loop. In
+    # that loop, the copies for the next tile begin before this one is finished.
     finished = start - programs
     for tile in tl.range(start, tiles * SPLIT, programs, flatten=True):
         row_tile, column_tile = tile_place(tile % tiles, row_tiles, column_tiles, GROUP)
@@ -109,7 +109,7 @@ def linear_act_single(
     row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS + MORE)
     row_tile, column_tile = tile_place(tl.program_id(0), row_tiles, column_tiles, GROUP)
     row, column = row_tile * ROWS, column_tile * (COLUMNS + MORE)
-    # Loads that are in flight while the product is computed.
+    # These loads are in flight while the product is computed.
     if HAS_BIAS:
         offset = _ahead(bias, columns, column, COLUMNS)
     if HAS_RESIDUAL:
@@ -252,7 +252,7 @@ def linear_act_backward(
     """dz = dy * activation', and with SUM the column sums of dz over a chunk of rows.
 
     `saved` is the activation's input or, with OF_OUTPUT, its result. Without an activation it computes only the sums. A
-    chunk may have very many rows, so the sums are compensated; with HALF they are not, since the final rounding is far
+    chunk may have very many rows, so its sums are compensated, except with HALF, where the final rounding is far
     coarser.
     """
     columns = units * UNIT
@@ -308,7 +308,7 @@ def add_column_sums(
 
 @triton.jit
 def _compensated(sums, lost, values):
-    """(sums + values, the rounding error of that addition, which the next one corrects): Kahan 1965. Infinities
+    """(sums + values, the rounding error of that addition, which the next addition corrects): Kahan 1965. Infinities
     stay.
     """
     values -= lost
@@ -349,7 +349,7 @@ def _store_parts(target, values, row, column, PARTS: tl.constexpr):
 
 @triton.jit
 def _zero_after(cycles):
-    """Return 0 after that many clock cycles. Adding the 0 to a value makes the program wait."""
+    """Return 0 after this many clock cycles. Adding the 0 to a value makes the program wait."""
     return tl.inline_asm_elementwise(
         """{
         .reg .u64 first, passed, wanted;

@@ -79,7 +79,7 @@ def fit(
         keep_last: number of checkpoints kept.
         interval: number of steps that are read from the device and reported together; None: 10 on a GPU, 1 on a CPU.
         stop: its `requested` ends the training after a step, on all ranks. None: SIGTERM and Ctrl-C end it, if `out` is
-        given.
+            given.
 
     Returns:
         The result. A stopped training is saved.

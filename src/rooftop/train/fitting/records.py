@@ -39,11 +39,13 @@ class StepRecord:
     """One optimizer step.
 
     Attributes:
-        step: from 1. epoch: passes over the data so far, with a fraction.
-        loss: mean over the whole batch, before the step. grad_norm: before clipping.
+        step: from 1.
+        epoch: passes over the data so far, with a fraction.
+        loss: mean over the whole batch, before the step.
+        grad_norm: before clipping.
         learning_rate: the highest of all groups.
         samples_per_s: of all ranks, and waiting: fraction of the time in which the loop waited for data; both over the
-        steps that were read together.
+            steps that were read together.
         peak_bytes: of this rank so far.
         skipped: whether the weights stayed unchanged, because a number was not finite.
     """
@@ -79,7 +81,8 @@ class Fitted:
     """A training that has ended.
 
     Attributes:
-        steps: total number of steps. seconds: of this run.
+        steps: total number of steps.
+        seconds: of this run.
         reason: "done", "no better for N evaluations", "stopped by SIGTERM", "stopped by Ctrl-C".
         last, best: the last and the best evaluation; None without validation data.
         out: folder of the run; None: nothing was written.

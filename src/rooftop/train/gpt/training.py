@@ -45,8 +45,8 @@ class GptTraining:
         config: of the model.
         length: tokens per sequence.
         global_batch: sequences per step, of all ranks.
-        micro_batch: sequences in one forward pass of a rank. It changes only memory and speed. learning_rate,
-        weight_decay: settings of AdamW; 1-D weights (norms and biases) do not decay.
+        micro_batch: sequences in one forward pass of a rank. It changes only memory and speed.
+        learning_rate, weight_decay: settings of AdamW; 1-D weights (norms and biases) do not decay.
         warmup: steps of linear warmup; the last of them has `learning_rate`.
         decay: schedule of the rate after the warmup, a name of `DECAYS`.
         decay_steps: the step, counted from 1, at which the rate reaches `least_rate`; it stays there.

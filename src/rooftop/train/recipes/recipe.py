@@ -132,7 +132,7 @@ class Augment:
 
     Attributes:
         crop: least area of a random crop, as a fraction of the image; 1: off. Source: Szegedy et al. 2015,
-        arXiv:1409.4842.
+            arXiv:1409.4842.
         flip: probability of a horizontal flip. Source: Krizhevsky et al. 2012.
         shift: largest random shift, as a fraction of the side; 0: off.
         jitter: strength of colour jitter: brightness, contrast and saturation change by factors within 1 +- jitter, in
@@ -174,7 +174,7 @@ class Model:
         num_classes: classes of the model; 0: the number in the data.
         frozen: modules whose parameters are frozen and whose norms stay in evaluation mode; shell patterns.
         dropout: probability, in the model's own dropout layers, or else before its last layer. Source: Srivastava et
-        al. 2014.
+            al. 2014.
         stochastic_depth: probability that the last block is skipped; it falls linearly to 0 at the first block.
             Source: Huang et al. 2016, arXiv:1603.09382.
         options: further arguments of the model's builder.
@@ -195,7 +195,7 @@ class Ema:
 
     Attributes:
         decay: decay of the mean; 0: off. Source: Polyak and Juditsky 1992; Tarvainen and Valpola 2017,
-        arXiv:1703.01780.
+            arXiv:1703.01780.
         every: steps between two updates.
     """
 

@@ -39,7 +39,8 @@ class Switch:
     """A switch that is on in the recipe.
 
     Attributes:
-        name: "section.name". on, off: its values.
+        name: "section.name".
+        on, off: its values.
     """
 
     name: str
@@ -122,7 +123,8 @@ class Ablation:
     """A recipe and the effects of its switches.
 
     Attributes:
-        metric: used to compare runs. maximize: whether more is better.
+        metric: used to compare runs.
+        maximize: whether more is better.
         values: metric of the whole recipe by seed, for finished runs.
         worths: of the switches with at least one finished pair.
         finished, runs: number of finished runs, and of all runs.
@@ -259,8 +261,8 @@ def ablate(
 
     Args:
         recipe: the whole recipe.
-        runs: the result of `runs_of`. results: the result of `results_of`; with several ranks, read before any rank
-            trains.
+        runs: the result of `runs_of`.
+        results: the result of `results_of`; with several ranks, read before any rank trains.
         train: trains one run. It may resume an interrupted run.
         metric: of the last evaluation; maximize: whether more is better.
         told: called after each run with the run, its metric, and the ablation so far.

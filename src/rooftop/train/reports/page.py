@@ -36,7 +36,8 @@ class Page:
 
     Args:
         path: of the page.
-        name: name of the training, for the title. recipe: its recipe.
+        name: name of the training, for the title.
+        recipe: its recipe.
         earlier: returns the steps and evaluations of an earlier run in the same folder, up to a given step.
 
     Raises:

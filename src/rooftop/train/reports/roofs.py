@@ -38,7 +38,8 @@ class TaskRoof:
     """The limits of this machine for one step of a rank.
 
     Attributes:
-        fused_ms: with everything fused. op_ms: every operator at its own roof.
+        fused_ms: with everything fused.
+        op_ms: every operator at its own roof.
         flops: of the step.
         samples: of the step, on this rank.
     """

@@ -17,7 +17,8 @@ class Terminal:
 
     Args:
         recipe: of the training.
-        say: prints a line of the result. warn: prints a note.
+        say: prints a line of the result.
+        warn: prints a note.
         progress: called with (the current activity, fraction done).
     """
 

@@ -60,7 +60,8 @@ class Family:
     """Models that a task trains.
 
     Attributes:
-        usual: name of the model for photographs. small: name of the model for small images.
+        usual: name of the model for photographs.
+        small: name of the model for small images.
         small_options: returns the builder's options for small images, from their number of pixels.
         off: options of the builder that switch off what its defaults would switch on without the recipe.
     """
@@ -149,7 +150,8 @@ class _Images:
     """Images in two parts.
 
     Attributes:
-        classes: names of the classes. size: side of a training image in pixels.
+        classes: names of the classes.
+        size: side of a training image in pixels.
         preprocessing: converts a photograph to the model's validation input.
         arrive: decodes the training images on a GPU; None: the CPU does. decoding: of the task.
     """

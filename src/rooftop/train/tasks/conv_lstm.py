@@ -199,8 +199,9 @@ class MovingDigits:
 
     Args:
         numbers: indices of the scikit-learn digits that move.
-        count, frames, side, together: as for `moving_digits`. first_seed: seed of the first video. drawn: whether a
-            training sees new videos in each epoch.
+        count, frames, side, together: as for `moving_digits`.
+        first_seed: seed of the first video.
+        drawn: whether a training sees new videos in each epoch.
     """
 
     def __init__(

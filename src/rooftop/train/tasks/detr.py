@@ -149,8 +149,9 @@ class _Pictures:
     """Pictures with boxes.
 
     Attributes:
-        valid: images and targets, as in a `CocoDataset`. names: names of the labels. sides: pixels of the shorter side,
-            and largest number of pixels of the longer side.
+        valid: images and targets, as in a `CocoDataset`.
+        names: names of the labels.
+        sides: pixels of the shorter side, and largest number of pixels of the longer side.
     """
 
     train: Samples

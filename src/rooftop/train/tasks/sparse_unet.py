@@ -150,7 +150,8 @@ class Rows(NamedTuple):
     Attributes:
         points: float32 (N, 3 + 1 + FEATURES + 1): place in voxels, number of the cloud, features, and the label + 1 (0
             if unknown).
-        sizes: sizes of the grid, in voxels. clouds: B.
+        sizes: sizes of the grid, in voxels.
+        clouds: B.
     """
 
     points: Tensor

@@ -40,10 +40,10 @@ class Task:
         `numpy.random.Generator` of (seed, epoch, index), so augmentation is the same for any number of workers. Further
         copies (augment.repeats) also depend on their number.
         loss: the mean loss over the samples of a batch on the device, (). The model is in training mode. For validation
-        the loss is also called in evaluation mode without gradients.
+            the loss is also called in evaluation mode without gradients.
         valid: samples for evaluation; None: no evaluation.
         metrics: for a batch on the device, in evaluation mode: a dict from name to values of samples, (N,); the loop
-        computes the mean over all samples.
+            computes the mean over all samples.
         judge: metrics of the whole validation data that are not means over samples, e.g. COCO's; called on rank 0.
         best: the metric that selects the best checkpoint; "loss" is the validation loss. maximize: whether more is
             better.

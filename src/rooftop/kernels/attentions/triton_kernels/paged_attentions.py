@@ -16,8 +16,9 @@ def attend_pages(
     WINDOW: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Attention of ROWS of the GROUP query heads of one key head, to one of SPLITS parts of a sequence's positions. The
-    parts divide all positions, or only the last WINDOW."""
+    """Attend from ROWS of the GROUP query heads of one key head to one of SPLITS parts of a sequence's positions. The
+    parts divide all positions, or only the last WINDOW.
+    """
     program = tl.program_id(0)
     split = program % SPLITS
     chunk = program // SPLITS % tl.cdiv(GROUP, ROWS)
@@ -30,7 +31,9 @@ def attend_pages(
     begin = length * 0
     if WINDOW:
         begin = tl.maximum(length - WINDOW, 0)
-    part = tl.cdiv(tl.cdiv(length - begin, KEYS), SPLITS) * KEYS  # whole tiles: all parts but the last are full
+    part = (
+        tl.cdiv(tl.cdiv(length - begin, KEYS), SPLITS) * KEYS
+    )  # in whole tiles, so that all parts except the last are full
     first = begin + split * part
     last = tl.minimum(length, first + part)
 

@@ -34,7 +34,7 @@ def rotate(
         place += tl.load(starts + batch)
     pair = tl.arange(0, BLOCK)
     known = ((place >= 0) & (place < table_positions))[:, None] & (pair < PAIRS)[None, :]
-    # not a global: Triton compares global constants with earlier values, and NaN never equals itself
+    # not a global: Triton checks that globals have not changed, and NaN never equals itself
     nan = float("nan")
     cosine = tl.load(cos + batch * cos_batch + place[:, None] * cos_position + pair[None, :], mask=known, other=nan)
     sine = tl.load(sin + batch * sin_batch + place[:, None] * sin_position + pair[None, :], mask=known, other=nan)

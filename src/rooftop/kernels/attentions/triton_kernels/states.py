@@ -2,7 +2,7 @@
 of the log-sum-exp.
 
 `states.py` and `attentions.py` have the operators. Tensors (B, H, S, D) may have any strides but the last; their rows
-are numbered in the order (b, h, s), as the log-sum-exps are.
+are numbered in the order (b, h, s), like the log-sum-exps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def merge_forward(
 
 @triton.jit
 def merge_backward(
-    dout, dlse, out_a, lse_a, out_b, lse_b, dout_a, dlse_a, dout_b, dlse_b,  # as above; dlse or none
+    dout, dlse, out_a, lse_a, out_b, lse_b, dout_a, dlse_a, dout_b, dlse_b,  # as above; dlse may be None
     rows, heads, positions,
     d_batch, d_head, d_position, a_batch, a_head, a_position, b_batch, b_head, b_position,
     da_batch, da_head, da_position, db_batch, db_head, db_position,
@@ -81,7 +81,7 @@ def fold_lse_gradient(
     place = _place(row, heads, positions, o_batch, o_head, o_position)[:, None] + column[None, :]
     value = tl.load(out + place, mask=inside, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(gradient), axis=1)
-    ample = largest * limit >= tl.abs(extra)  # else the gradient is negligible next to dlse
+    ample = largest * limit >= tl.abs(extra)  # otherwise the gradient is negligible next to dlse
     unit = gradient / tl.where(ample & (largest > 0), largest, 1.0)[:, None]
     factor = extra / tl.where(ample & (largest > 0), largest * tl.sum(unit * unit, axis=1), 1.0)
     only = (column == 0)[None, :] & ~ample[:, None]

@@ -20,7 +20,7 @@ def window_attention_forward(
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
     PADDING: tl.constexpr, COSINE: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """QUERIES positions of a window attend to all its KEYS positions (N or more)."""
+    """Attend from QUERIES positions of a window to all its KEYS positions (N or more)."""
     head = tl.program_id(0) % heads
     window = tl.program_id(0) // heads
     feature = tl.arange(0, BLOCK_D)
@@ -105,7 +105,7 @@ def window_attention_backward(
             to_value_padding += tl.sum(tl.where(beyond, dvalue, 0.0), axis=0)
     square = ((program * heads + head) * N + n)[:, None] * N + n[None, :]
     tl.store(dbias + square, to_bias, mask=(n < N)[:, None] & (n < N)[None, :])
-    if PADDING:  # no gradient comes from outside the map, so queries outside it get none
+    if PADDING:  # results outside the map are dropped, so queries there get no gradient
         start = dpadding + (program * 3 * heads + head) * D + feature
         tl.store(start, tl.zeros((BLOCK_D,), tl.float32), mask=feature < D)
         tl.store(start + heads * D, to_key_padding, mask=feature < D)
@@ -116,8 +116,9 @@ def window_attention_backward(
 
 @triton.jit
 def _places(n, window, height, width, down, across, shift_h, shift_w, WINDOW_H: tl.constexpr, WINDOW_W: tl.constexpr):
-    """(token, part, real, here) of positions n in a window: their index on the map; which of four parts they belong to
-    (in a window at the end of the map); whether they are in the window; whether they are in the map."""
+    """(token, part, real, here) of positions n in a window: the index on the map; which of four parts a position
+    belongs to (in a window at the end of the map); whether it is in the window; whether it is in the map.
+    """
     row = window // across % down * WINDOW_H + n // WINDOW_W + shift_h
     column = window % across * WINDOW_W + n % WINDOW_W + shift_w
     below, beside = row >= down * WINDOW_H, column >= across * WINDOW_W

@@ -2,25 +2,25 @@
 
 `launches.py` launches them.
 
-A convolution is a product of two matrices, and the first one is never stored. Its rows are the pixels of the result and
-its columns the channels. K runs over the taps of the window and, within a tap, over the channels, which are contiguous
-in memory. The weights, (O, KH, KW, C) in memory, are the other matrix without any change. Sums are float32. The kernel
-applies the operations after the convolution to the sums, and stores the results once.
+A convolution is a product of two matrices. The first one is never stored: its rows are the pixels of the result, and
+its columns are the dimension K. K runs over the taps of the window and, within a tap, over the channels, which are
+contiguous in memory. The weights, (O, KH, KW, C) in memory, are the other matrix without any change. Sums are float32.
+The kernel applies the operations after the convolution to the sums, and stores the results once.
 
 - `conv_act_persistent` and `conv_act_single` copy boxes of BATCH images, HEIGHT lines and WIDTH pixels with the tensor
   memory accelerator (TMA) of Hopper and later GPUs. A tap is the same box at another position, and TMA copies zeros for
-  positions outside the image. So no element needs index arithmetic or a mask. For that the image has five dimensions,
-  (N, H / SH, SH, W / SW, SW C): the pixels that one tap reads are then contiguous in every dimension, whatever the
-  stride. Sums are kept as (channels, pixels). The reason is that the copied box changes its shape before the product,
-  and Triton then reads it directly from shared memory only if it is the second operand. In the first kernel, each
-  persistent program computes many boxes. It finishes one box in PARTS while the copies for the next are in flight. In
-  the second, a program computes one box.
-- `conv_act_gathered` loads by pointers. It supports any number of channels, any stride and any GPU.
+  positions outside the image. So no element needs index arithmetic or a mask. For this purpose the image has five
+  dimensions, (N, H / SH, SH, W / SW, SW C): the pixels that one tap reads are then contiguous in every dimension, for
+  any stride. Sums are kept as (channels, pixels), because the copied box changes its shape before the product, and
+  Triton then reads the box directly from shared memory only as the second operand. In the first kernel, each persistent
+  program computes many boxes. The program finishes one box in PARTS while the copies for the next one are in flight. In
+  the second kernel, a program computes one box.
+- `conv_act_gathered` loads by pointers, and supports any number of channels, any stride and any GPU.
 
-With SPLIT > 1, SPLIT programs share the steps through K. Each writes float32 sums, and the last of them to arrive adds
-the sums in order: no atomics touch a sum, so the bits are the same each time.
+With SPLIT > 1, SPLIT programs share the steps through K. Each program writes float32 sums, and the last program to
+arrive adds them in order. No atomics touch a sum, so the bits are the same each time.
 
-`conv_act_finish` does the operations that a library's convolution lacks. `conv_act_pack` lays out images of few
+`conv_act_finish` computes the operations that a library's convolution lacks. `conv_act_pack` lays out images of few
 channels so that a line of a window is contiguous in memory.
 """
 
@@ -40,18 +40,18 @@ def conv_act_persistent(
     bias,  # (O,)
     images, lines, pixels, columns,  # N, OH, OW, O
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, WIDEN: tl.constexpr,
-    TAPS: tl.constexpr, KERNEL_WIDTH: tl.constexpr, BLOCKS: tl.constexpr,  # BLOCKS: of DEPTH channels, in all C
+    TAPS: tl.constexpr, KERNEL_WIDTH: tl.constexpr, BLOCKS: tl.constexpr,  # BLOCKS: C in blocks of DEPTH channels
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PADDING_H: tl.constexpr, PADDING_W: tl.constexpr,
     DILATION_H: tl.constexpr, DILATION_W: tl.constexpr,
     BATCH: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     GROUP: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Every (number of programs)-th tile."""
+    """Compute every (number of programs)-th tile."""
     high, wide = tl.cdiv(lines, HEIGHT), tl.cdiv(pixels, WIDTH)
     row_tiles, column_tiles = tl.cdiv(images, BATCH) * high * wide, tl.cdiv(columns, COLUMNS)
     start, programs = tl.program_id(0), tl.num_programs(0)
-    # The position of a finished tile is computed again. So the loops over tiles and over K become one loop, in which
-    # the copies for the next tile begin before this tile is finished.
+    # The position of a finished tile is computed again, so that the loops over tiles and over K become one loop. In
+    # that loop, the copies for the next tile begin before this tile is finished.
     finished = start - programs
     for tile in tl.range(start, row_tiles * column_tiles, programs, flatten=True):
         row_tile, column_tile = tile_place(tile, row_tiles, column_tiles, GROUP)
@@ -214,8 +214,9 @@ def conv_act_pack(
     rows, height, width, channels, target_height, left, source_image, source_channel, source_line, source_pixel,
     PIXEL: tl.constexpr, LINE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,  # LINE: TW * PIXEL
 ):  # fmt: skip
-    """Images with channels last, PIXEL channels for each pixel, and `left` empty pixels before each line; zeros outside
-    the source. `rows`: N * TH."""
+    """Write images with channels last, PIXEL channels for each pixel, and `left` empty pixels before each line, with
+    zeros outside the source. `rows`: N * TH.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, BLOCK)
     line, pixel, channel = row % target_height, lane // PIXEL - left, lane % PIXEL
@@ -244,9 +245,9 @@ def _add_step(
     PADDING_W: tl.constexpr, DILATION_H: tl.constexpr, DILATION_W: tl.constexpr, BATCH: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """total + the product over DEPTH channels of one tap."""
-    # A tap reads line o * STRIDE + offset of the image for line o of the result. Padding by whole strides keeps the
-    # offset nonnegative; division would round a negative one the wrong way.
+    """Add the product over DEPTH channels of one tap to total."""
+    # For line o of the result, a tap reads line o * STRIDE + offset of the image. Padding by whole strides keeps the
+    # offset nonnegative, because division would round a negative offset the wrong way.
     AHEAD_H: tl.constexpr = (PADDING_H + STRIDE_H - 1) // STRIDE_H
     AHEAD_W: tl.constexpr = (PADDING_W + STRIDE_W - 1) // STRIDE_W
     tap, block = step // BLOCKS, step % BLOCKS
@@ -305,7 +306,7 @@ def _finish_rows(
 def _is_last(total, sums, arrived, tile, tiles, part, SPLIT: tl.constexpr):
     """Stores the sums of one part of K, and returns whether all other parts of the tile are stored already."""
     tl.store(_places(sums, tile, tiles, part, total.shape[0], total.shape[1]), total)
-    tl.debug_barrier()  # the stores of all threads come before the count
+    tl.debug_barrier()  # all threads have stored before the count
     return tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of embeddings and of their gradient; `embeddings.py` has the operator and explains them."""
+"""The Triton kernels of embeddings and of their gradient; `embeddings.py` has the operator and explains the kernels."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def add_runs(
     """Sums of the runs of equal tokens among CHUNK items.
 
     The sum of a run within the chunk is a row of the table. A run that began in an earlier chunk gives the first
-    partial sum, and one that begins here and continues in the next gives the second. A missing partial sum has the
-    token -1; if one run fills the chunk and continues, it has that run's token and the value 0.
+    partial sum, and a run that begins here and continues in the next chunk gives the second. A missing partial sum has
+    the token -1; if one run fills the chunk and continues, it has that run's token and the value 0.
     """
     chunk = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -47,7 +47,7 @@ def add_runs(
     head = sums + 2 * chunk * width + column
     total = tl.zeros((COLUMNS,), tl.float32)
     for block in range(0, CHUNK, AHEAD):
-        rows = ()  # AHEAD of them are in flight at once
+        rows = ()  # AHEAD rows are in flight at a time
         for step in tl.static_range(AHEAD):
             item = first + block + step
             if INDIRECT:

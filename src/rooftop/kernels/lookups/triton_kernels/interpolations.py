@@ -20,7 +20,7 @@ def trilinear_forward(
     count, units,
     UNIT: tl.constexpr, EVEN: tl.constexpr, POINTS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """The eight corners of each point's cell, weighted by the point's position in it; sums are float32."""
+    """Sum the eight corners of each point's cell, weighted by the point's position in the cell; sums are float32."""
     channels = units * UNIT
     blocks = tl.cdiv(channels, CHANNELS)
     point = (tl.program_id(0) // blocks).to(tl.int64) * POINTS + tl.arange(0, POINTS)  # (POINTS,)
