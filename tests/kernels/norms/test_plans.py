@@ -243,7 +243,7 @@ def test_the_public_plan_is_that_of_the_arguments(monkeypatch: pytest.MonkeyPatc
     added = layer_norm_plan(x, 4097, weight, residual=x, rms=True, direction="backward")
     assert added.refused == {"clusters": "another gradient is added"}
     assert layer_norm_plan(x, 4097, direction="backward").refused == {
-        "clusters": "no gradient of weight or bias is wanted"
+        "clusters": "no gradient of weight or bias is needed"
     }
     assert layer_norm_plan(x[..., ::2], 2049).launches[0].sizes[2] == 2049, "a copy without gaps is normalized"
 

@@ -1,8 +1,9 @@
-"""Launch the norms' CUDA C++ kernels, for the sizes where a table says that they are faster.
+"""Launch the norms' CUDA C++ kernels, for the sizes at which they are faster according to a table.
 
-They serve rows whose sums do not fit in a block's registers, and rows at odd addresses. A block, or a cluster of up to
-eight blocks, fetches the next rows to shared memory with Hopper's bulk copies, so that no thread spends instructions on
-loads (clusters.cu). `plans.py` asks this module which rows can be launched so; Triton computes the others.
+These kernels serve rows whose sums do not fit in a block's registers, and rows at odd addresses. A block, or a cluster
+of up to eight blocks, fetches the next rows to shared memory with Hopper's bulk copies, so that no thread spends
+instructions on loads (clusters.cu). `plans.py` asks this module for which rows that is possible; Triton computes the
+others.
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ CUDA_FILES = ("norms/pieces.cu", "operands/cluster_pieces.cu", "norms/clusters.c
 GROUP = 8  # elements of 16 bytes
 EXCHANGE_BYTES = 848  # `Exchange` in clusters.cu
 MOST_STAGES = 8
-SYSTEM_BYTES = 1024  # of shared memory, for each block
-MOST_SHARED_BYTES = 232_448  # that a block of Hopper can have
-MOST_CHUNKS = 4  # groups of a thread: more do not fit in registers
+SYSTEM_BYTES = 1024  # shared memory of each block
+MOST_SHARED_BYTES = 232_448  # largest shared memory of a block on Hopper
+MOST_CHUNKS = 4  # groups of a thread; more do not fit in registers
 
 
 class Staged(NamedTuple):
     """A kernel for rows of one length, and how it is launched.
 
     Attributes:
-        kernel: with its template arguments, as NVRTC wants it named.
+        kernel: the kernel's name with its template arguments, as NVRTC needs it.
         fused_multiply_add: whether a product and a sum may be rounded once instead of twice.
         most: the largest number of clusters; 0: as many as the device holds.
-        multiple: the number of clusters is a multiple of this; with eight, all rows of a cluster have the same shift.
+        multiple: the number of clusters is a multiple of this. With a multiple of eight, all rows of a cluster have the
+            same shift.
         blocks, threads: blocks of a cluster, and threads of a block.
         stages: the number of rows of a block that are being loaded or computed at a time.
     """
@@ -103,7 +105,7 @@ def staged(
     kernel: str, config: ClusterConfig, dtype: torch.dtype, parameter: torch.dtype, rows: int, columns: int, rms: bool,
     device: Device,
 ) -> Staged | None:  # fmt: skip
-    """How rows of x (in backward also of dy) are staged; None if shared memory or registers are too small."""
+    """The staging of rows of x (in backward also of dy); None if shared memory or registers are too small."""
     backward = kernel == "norm_backward_staged"
     # bytes of one column, in each stage and in the part of shared memory outside the stages
     element_bytes, parameter_bytes = dtype.itemsize * (1 + backward), parameter.itemsize * (2 - backward)
@@ -122,7 +124,7 @@ def staged(
 
 @lru_cache(maxsize=4096)
 def ready(staged: Staged, device: torch.device) -> tuple[cuda.Kernel, int]:
-    """The kernel, compiled, and how many clusters share the rows."""
+    """The compiled kernel, and the number of clusters that share the rows."""
     text = cuda_text(*CUDA_FILES)
     kernel = cuda.compile(text, staged.kernel, device=device, fused_multiply_add=staged.fused_multiply_add)
     most = staged.most or kernel.active_clusters(staged.threads, staged.blocks, staged.shared_bytes, device)
@@ -151,6 +153,6 @@ def layout(
 def kernel_name(
     name: str, config: ClusterConfig, dtype: torch.dtype, parameter: torch.dtype, chunks: int, rms: bool
 ) -> str:
-    """The kernel with its template arguments, as NVRTC wants it named."""
+    """The kernel's name with its template arguments, as NVRTC needs it."""
     types = f"{CPP_TYPES[dtype]}, {CPP_TYPES[parameter]}"
     return f"{name}<{types}, {chunks}, {config.warps}, {config.blocks}, {str(rms).lower()}>"

@@ -1,12 +1,13 @@
 """Layer norm of a sum in CUDA C++: y = layer_norm(x + input_bias + residual). One pass computes the sum and the norm.
 
-It fuses the end of a transformer's sublayer: the bias of its last linear layer, the residual connection and the norm
-(Ba, Kiros and Hinton 2016), as inference libraries do in half precision. Bound by memory: the kernel reads x and
-residual once, and writes y and the sum (the residual of the next sublayer) once. The kernel rounds the sum once and
-keeps it in registers until it is normalized. It reads and writes half precision 16 bytes at a time and converts in
+The kernel fuses the end of a transformer's sublayer: the bias of its last linear layer, the residual connection and the
+norm (Ba, Kiros and Hinton 2016), as in inference libraries for half precision. It is bound by memory: the kernel reads
+x and residual once, and writes y and the sum (the residual of the next sublayer) once. The kernel rounds the sum once
+and keeps it in registers until it is normalized. It reads and writes half precision 16 bytes at a time and converts in
 pairs. Row sums use shuffles within a warp and shared memory between warps (cuda_norms.cu).
 
-`add_layer_norm`, whose forward kernel is Triton's, gives the same statistics and results. Both have the same backward.
+`add_layer_norm`, whose forward kernel is in Triton, computes the same statistics and results. Both have the same
+backward.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def _forward(
 
 
 def alike(parameters: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
-    """Parameters in one dtype: that of the rows if all are, else float32."""
+    """The parameters in one dtype: that of the rows if all have it, else float32."""
     if any(t is not None and t.dtype != dtype for t in parameters):
         return [t.float() if t is not None else None for t in parameters]
     return list(parameters)

@@ -1,7 +1,6 @@
 """Launch the kernels of layer norm and RMS norm as the plans of `plans.py` say.
 
-`forward` and `backward` serve both norms, with and without a sum in front; `norms.py` and `sum_norms.py` have the
-operators.
+`forward` and `backward` serve both norms, of x alone and of a sum; `norms.py` and `sum_norms.py` have the operators.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Layer norm and RMS norm over the last dimensions.
 
 y = (x - mean) / sqrt(var + eps) * weight + bias (Ba, Kiros and Hinton 2016, "Layer Normalization") and
-y = x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019, "Root Mean Square Layer Normalization"). Bound by
-memory at every size: forward reads x and writes y, backward reads dy and x and writes dx. The backward kernel sums the
-gradients of weight and bias in the same pass, in float32 registers of persistent programs. It adds the programs'
-partial sums in a fixed order, without atomics, so the bits are the same each time. `sum_norms.py` has both norms
-applied to a sum.
+y = x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019, "Root Mean Square Layer Normalization"). Norms are
+bound by memory at every size: forward reads x and writes y, backward reads dy and x and writes dx. The backward kernel
+sums the gradients of weight and bias in the same pass, in float32 registers of persistent programs. It adds the
+programs' partial sums in a fixed order, without atomics, so the bits are the same each time. `sum_norms.py` has both
+norms applied to a sum.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class Statistics(NamedTuple):
-    """What backward needs of rows x (M, N); `mean` is None for an RMS norm."""
+    """The values that backward needs for rows x (M, N); `mean` is None for an RMS norm."""
 
     x: Tensor
     weight: Tensor | None
@@ -148,9 +148,8 @@ class RmsNorm(NamedTuple):
 
 
 class NormBackward(NamedTuple):
-    """(dx, dweight, dbias) of any of the norms. `mask` says whether weight and bias need a gradient; gradients not
-    needed are
-    empty. dtotal: a gradient that reaches x without passing the norm. mean: None for an RMS norm.
+    """(dx, dweight, dbias) of any of the norms. `mask` says whether weight and bias need a gradient; gradients that are
+    not needed are empty. dtotal: a gradient that reaches x without passing the norm. mean: None for an RMS norm.
     """
 
     dy: Tensor
@@ -205,12 +204,14 @@ class NormBackward(NamedTuple):
         return dx, dweight if mask[0] else None, dbias if mask[1] else None
 
     def formula(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Differentiable in dy, x and weight. It computes the statistics from x again, since they depend on x."""
+        """A formula that is differentiable in dy, x and weight. It computes the statistics from x again, since they
+        depend on x.
+        """
         dy, dtotal, x, weight, bias, mean, rstd, mask = self
         slope, values = dy.to(rstd.dtype), x.to(rstd.dtype)
         centred = values if mean is None else values - values.mean(1, keepdim=True)
         square = centred.square().mean(1, keepdim=True)
-        rate = (square - square.detach() + rstd.detach()[:, None].pow(-2)).rsqrt()  # rstd, and how it depends on x
+        rate = (square - square.detach() + rstd.detach()[:, None].pow(-2)).rsqrt()  # rstd, as a function of x
         normal = centred * rate
         dweight = (slope * normal).sum(0).to(weight.dtype) if weight is not None and mask[0] else None
         dbias = slope.sum(0).to(bias.dtype) if bias is not None and mask[1] else None
@@ -237,8 +238,8 @@ norm_backward = declare("norm_backward", NormBackward, known=True)
 
 
 def runs_reference(x: Tensor) -> bool:
-    """Whether plain PyTorch computes the norm instead of a kernel. It also does so for empty rows, because nothing can
-    be launched for them.
+    """Whether plain PyTorch computes the norm instead of a kernel. It always does for empty rows, for which nothing can
+    be launched.
     """
     return without_kernels(x.dtype, x.shape[1], device_facts(x.device).triton) is not None
 
@@ -249,8 +250,8 @@ def contiguous(parameter: Tensor | None) -> Tensor | None:
 
 
 def _alike(x: Tensor, weight: Tensor | None, inside: torch.dtype) -> Tensor | None:
-    """The weight in the statistics' dtype. Half precision input gets ones if it has no weight: PyTorch would round the
-    statistics otherwise.
+    """The weight in the statistics' dtype. Without a weight, half precision input gets ones, because otherwise PyTorch
+    would round the statistics.
     """
     if weight is None and x.dtype != inside:
         return torch.ones(x.shape[1], dtype=inside, device=x.device)
@@ -260,11 +261,11 @@ def _alike(x: Tensor, weight: Tensor | None, inside: torch.dtype) -> Tensor | No
 def _layer_norm_gradients(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias), not rounded to half precision. The terms that cancel in PyTorch's operator are subtracted
-    first.
+    """(dx, dweight, dbias), not rounded to half precision. The terms that cancel are subtracted first, unlike in
+    PyTorch's operator.
     """
     centred = x - mean[:, None]
-    normal = (centred - centred.mean(1, keepdim=True)) * rstd  # corrects for the rounding of the mean
+    normal = (centred - centred.mean(1, keepdim=True)) * rstd  # corrects the rounding error of the mean
     gradient = dy if weight is None else dy * weight
     projected = normal * (gradient * normal).mean(1, keepdim=True)
     return (gradient - gradient.mean(1, keepdim=True) - projected) * rstd, (dy * normal).sum(0), dy.sum(0)
@@ -337,7 +338,7 @@ def rms_norm(
     return shaped(_rms_norm(rows_of(input, shape), one_row(weight), eps, dtype)[0], input)
 
 
-# ---- what all norms check and do with their arguments ------------------------------------------------------------
+# ---- checks and conversions of arguments, for all norms ------------------------------------------------------------
 
 
 def rms_eps(x: Tensor, eps: float | None) -> float:
@@ -346,7 +347,7 @@ def rms_eps(x: Tensor, eps: float | None) -> float:
 
 
 def rows_of(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """x (..., *shape) as (M, N); itself where it is that already, which saves autograd a view."""
+    """x (..., *shape) as (M, N). If x already has two such dimensions, return x itself, which saves autograd a view."""
     if x.dim() == 2 and len(shape) == 1:
         return x
     return x.reshape(math.prod(x.shape[: x.dim() - len(shape)]), math.prod(shape))

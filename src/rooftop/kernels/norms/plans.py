@@ -1,5 +1,5 @@
-"""Choose the kernels that compute a norm, and say why: a plan for a call, from the tables and the facts of that call
-alone.
+"""Choose the kernels that compute a norm: a plan for a call, with its reason, from the tables and the facts of that
+call alone.
 
 `launches.py` launches what a plan says and decides nothing, so the plan always shows what runs. Plans are cached, since
 a choice takes the host longer than a launch: call `forget` after a change of the tables.
@@ -24,7 +24,7 @@ from rooftop.kernels.operands.references import why_reference
 from rooftop.kernels.operands.strided_rows import unit
 from rooftop.launch import known_calls
 
-# ---- what is chosen --------------------------------------------------------------------------------------------------
+# ---- plans --------------------------------------------------------------------------------------------------
 
 Backend = Literal["tiles", "shifted", "long", "clusters", "reference"]
 
@@ -38,7 +38,7 @@ class Launch:
         grid: number of programs in each dimension; empty for clusters, whose number depends on the device.
         sizes: the kernel's arguments after its tensors: rows, columns and strides in groups of UNIT elements.
         constants: the kernel's constants, and its number of warps.
-        staged: how a cluster kernel is launched.
+        staged: the launch of a cluster kernel.
         slots: rows of partial sums that the kernel writes in backward; a cluster kernel writes one for each of its
             clusters.
     """
@@ -59,11 +59,11 @@ class NormPlan:
 
     Attributes:
         backend: "tiles" (a program holds whole rows), "shifted" (the same for rows at odd addresses, by loads of 16
-            bytes), "long" (a program takes a row block by block, twice), "clusters" (CUDA C++: rows are staged in the
+            bytes), "long" (a program reads a row twice, block by block), "clusters" (CUDA C++: rows are staged in the
             shared memory of a cluster of blocks), "reference" (plain PyTorch).
         launches: the launches, in order. Up to seven last rows may use a different kernel than the rows before them.
         reason: why this plan was chosen.
-        refused: why a cluster kernel that the table lists for these rows cannot compute them.
+        refused: the reason if a cluster kernel that the table lists for these rows cannot compute them.
     """
 
     backend: Backend
@@ -76,15 +76,15 @@ class NormPlan:
         return f"{self.backend}{f' ({kernels})' if kernels else ''}: {self.reason}"
 
 
-# ---- what the choice depends on --------------------------------------------------------------------------------------
+# ---- facts of a call --------------------------------------------------------------------------------------
 
 
 class Forward(NamedTuple):
-    """A norm of rows x (M, N), with or without a sum in front; rows have unit column stride.
+    """A norm of rows x (M, N), or of a sum of rows; rows have unit column stride.
 
     Attributes:
-        dtype, result: of x and y.
-        weight, bias, residual: their dtypes; None where there is none.
+        dtype, result: dtypes of x and y.
+        weight, bias, residual: dtypes; None for absent ones.
         strides: elements between rows of x and of the residual; 0 without a residual.
         aligned: whether x and the residual begin at multiples of 16 bytes.
         adds: whether a residual or an input bias is added.
@@ -109,10 +109,10 @@ class Backward(NamedTuple):
 
     Attributes:
         dtype, slope, weight: dtypes of x, dy and the weight.
-        added: the dtype of a gradient that is added to dx; None without one.
+        added: the dtype of a gradient that is added to dx; None without such a gradient.
         strides: elements between rows of dy, of the added gradient (0 without one), and of x.
         aligned: whether these begin at multiples of 16 bytes.
-        sums: whether the gradients of weight and bias are wanted.
+        sums: whether the gradients of weight and bias are needed.
     """
 
     rows: int
@@ -174,7 +174,9 @@ def gradients_of(call: Forward) -> Backward:
 
 
 def without_kernels(dtype: torch.dtype, columns: int, triton: bool) -> str | None:
-    """Why plain PyTorch computes the norm; None if kernels do. `triton`: whether Triton's kernels run on the device."""
+    """The reason why plain PyTorch computes the norm; None if kernels do. `triton`: whether Triton's kernels run on the
+    device.
+    """
     return "rows have no elements, so nothing is launched" if columns == 0 else why_reference(dtype, triton)
 
 
@@ -244,7 +246,7 @@ def _forward_unshifted(call: Forward, group: int, part: Part) -> tuple[Backend, 
     columns, size = call.columns, call.dtype.itemsize
     narrow = group * size < 16 and columns > 256
     config = config_for(tables.FORWARD_NARROW, columns) if narrow else None
-    reason = f"rows begin at multiples of {group * size} bytes: fewer warps for each are faster"
+    reason = f"rows begin at multiples of {group * size} bytes: fewer warps for each row are faster"
     if config is None:
         config = config_for(tables.FORWARD, columns)
         reason = f"a program holds a row of up to {config.columns if config else 0} elements"
@@ -319,7 +321,7 @@ def _fetched_backward(call: Backward) -> list[torch.dtype]:
 def _staged_backward(call: Backward, entry: ClusterConfig, parts: list[Part]) -> tuple[Launch, ...] | str:
     """The launches of cluster kernels, or why there are none."""
     if not any(call.sums):
-        return "no gradient of weight or bias is wanted"
+        return "no gradient of weight or bias is needed"
     if call.added is not None:
         return "another gradient is added"
     given = (call.slope, call.dtype)
@@ -342,8 +344,9 @@ def _backward_part(call: Backward, part: Part, pairs: BackwardConfig | None) -> 
     start, stop, shifted = part
     rows, columns, group = stop - start, call.columns, unit(call.columns, *call.strides)
     sizes = (rows, columns // group, *(stride // group for stride in call.strides))
-    # In dy * weight - mean(dy * weight) both products must be rounded alike, or equal terms do not cancel. Products of
-    # half precision are exact in float32; those of float32 must not be fused with the subtraction.
+    # In dy * weight - mean(dy * weight), both products must be rounded in the same way. Otherwise equal terms do not
+    # cancel. Products of half precision are exact in float32; products of float32 must not be fused with the
+    # subtraction.
     exact: Constants = {"enable_fp_fusion": all(t is None or t in HALVES for t in (call.slope, call.weight))}
     constants = {"RMS": call.rms, **_sums(call), **exact}
     config = pairs or config_for(tables.BACKWARD_SHIFTED if shifted else tables.BACKWARD, columns)
@@ -403,7 +406,7 @@ def _why_staged(entry: ClusterConfig) -> str:
     return f"rows of {entry.least} to {entry.most} elements{kind} are faster staged in shared memory, as measured"
 
 
-# ---- which table entry applies, and its parameters for a row ---------------------------------------------------------
+# ---- table entries, and their parameters for a row ---------------------------------------------------------
 
 _WHY_SHIFTED = "rows begin at unaligned addresses: loads of 16 bytes with a shift are faster than narrow loads"
 Config = TypeVar("Config", ForwardConfig, BackwardConfig)
@@ -474,7 +477,7 @@ def stages(config: BackwardConfig | LongConfig, dtypes: Sequence[torch.dtype], c
 
 
 def persistent(config: BackwardConfig | LongConfig, device: Device, tiles: int, multiple: int = 1) -> int:
-    """How many programs share the tiles; a multiple of `multiple`, as is the number of tiles."""
+    """The number of programs that share the tiles; like the number of tiles, a multiple of `multiple`."""
     most = config.programs_per_sm * device.processors
     return max(multiple, min(tiles, most) // multiple * multiple)
 

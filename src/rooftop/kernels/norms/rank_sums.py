@@ -1,11 +1,11 @@
 """Layer norm or RMS norm of a sum over ranks, in one kernel in CUDA C++: the end of a sublayer that ranks share.
 
 total = partial of rank 0 + partial of rank 1 + ... + input_bias + residual, y = norm(total). The kernel replaces a sum
-over the ranks and `add_layer_norm` or `add_rms_norm` after it. It is for a few rows, such as those of a decoding step:
-there latency counts, not bandwidth. Each rank writes its partial rows into the memory of all others, 4 bytes at a time
-beside the number of the call, and waits until theirs have arrived: one trip over the link, without a fence or a
-barrier. The words travel as in the protocol "LL" of NCCL. All ranks add in the order of the ranks in float32, and round
-once: they compute the same bits.
+over the ranks and `add_layer_norm` or `add_rms_norm` after it. It is for a few rows, such as those of a decoding step,
+where latency counts and not bandwidth. Each rank writes its partial rows into the memory of all other ranks, 4 bytes at
+a time together with the number of the call, and waits until the rows of the others have arrived. That is one trip over
+the link, without a fence or a barrier, as in NCCL's protocol "LL". All ranks add in float32 in the order of the ranks,
+and round once, so they compute the same bits.
 
 Source: Hu et al. 2025, "Demystifying NCCL" (arXiv:2507.04786), section 3.2, for words with flags.
 """
@@ -35,14 +35,17 @@ MOST_RANKS = 8
 
 @dataclass(frozen=True)
 class Mailboxes:
-    """Memory of each rank into which the others write, as this rank's GPU sees it. A mailbox begins as zeros.
+    """The memory of each rank into which the others write, at addresses for this rank's GPU. A mailbox begins with
+    zeros.
 
     All ranks make the same calls in the same order, on one stream at a time.
 
     Attributes:
-        addresses: (ranks + 1,), int64, on this rank's device: where the mailbox of each rank is, and `stop`.
-        state: (2,), int32, zeros at first: the calls so far, and the blocks of the present one that have read them.
-        stop: (1,), int32, in pinned memory of the host. If it is not 0, kernels no longer wait, with undefined results.
+        addresses: (ranks + 1,), int64, on this rank's device: addresses of each rank's mailbox and of `stop`.
+        state: (2,), int32, zeros at first: the number of calls so far, and the number of blocks of the present call
+            that have read that number.
+        stop: (1,), int32, in pinned memory of the host. If it is not 0, kernels no longer wait, and their results are
+            undefined.
         rank: index of this rank.
         words: words of `WORD_BYTES` in each mailbox that one rank may send in a call.
     """
@@ -65,11 +68,13 @@ class Mailboxes:
 
     @staticmethod
     def bytes_of(ranks: int, words: int) -> int:
-        """The size of a mailbox: for two calls, the words of each rank."""
+        """The size of a mailbox, which holds the words of each rank for two calls."""
         return 2 * ranks * words * WORD_BYTES
 
     def refused(self, rows: int, columns: int, dtype: torch.dtype) -> str:
-        """Why the kernel cannot add rows of this size; empty if it can. The same on all ranks."""
+        """The reason why the kernel cannot add rows of this size; empty if it can. The answer is the same on all
+        ranks.
+        """
         if dtype not in CPP_TYPES:
             return f"the kernel adds float32 and half precision, not {dtype}"
         if not 0 < columns <= 32 * RANK_SUM_WARPS[-1] * width_of(columns, dtype) * _most_chunks(columns, dtype):
@@ -81,8 +86,9 @@ class Mailboxes:
 
 
 def width_of(columns: int, dtype: torch.dtype) -> int:
-    """Neighbouring elements, up to 16 bytes, that a thread loads at once. Ranks must agree on it, so that it depends on
-    nothing else."""
+    """The number of neighbouring elements, up to 16 bytes, that a thread loads at once. Ranks must agree on the number,
+    so it depends only on these arguments.
+    """
     return math.gcd(16 // dtype.itemsize, columns)
 
 
@@ -103,7 +109,9 @@ def kernel_of(columns: int, dtype: torch.dtype, parameters: torch.dtype, ranks: 
 
 
 def _most_chunks(columns: int, dtype: torch.dtype) -> int:
-    """So many that a thread holds as many elements as `RANK_SUM_CHUNKS` allows for single elements."""
+    """The number of packs with which a thread holds as many elements as `RANK_SUM_CHUNKS` allows for single
+    elements.
+    """
     return RANK_SUM_CHUNKS[-1] // width_of(columns, dtype)
 
 
@@ -121,12 +129,12 @@ def norm_of_rank_sum(
     """Norm over the last dimension of the sum of all ranks' `partial`, `input_bias` and `residual`, and the sum itself.
 
     All ranks call it, with the same shapes; all but `partial` must have the same values. The kernel waits for the other
-    ranks, as NCCL's do, until `mailboxes.stop` is set. No autograd.
+    ranks, like NCCL's kernels, until `mailboxes.stop` is set. It does not support autograd.
 
     Args:
         partial: (..., N), float32 or half precision, on a GPU.
         residual: like partial; None adds nothing.
-        mailboxes: of this rank.
+        mailboxes: the mailboxes of this rank.
         weight, bias, input_bias: (N,).
         eps: added to the variance; None as in `torch.nn.functional.rms_norm`.
         rms: RMS norm instead of layer norm; it has no bias.
@@ -135,7 +143,7 @@ def norm_of_rank_sum(
         (y, total), both like partial. total is rounded once, and y is its norm.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit, or what `Mailboxes.refused` says.
+        TypeError, ValueError: arguments do not fit, or `Mailboxes.refused` gives a reason.
         MissingExtraError: without NVRTC or `cuda.core`.
     """
     if rms and bias is not None:
@@ -162,7 +170,7 @@ def norm_of_rank_sum(
 
 
 def _aligned(tensor: Tensor | None, width: int) -> Tensor | None:
-    """Contiguous, and at an address where a thread may load `width` elements at once."""
+    """The tensor, contiguous and at an address from which a thread can load `width` elements at once."""
     if tensor is None:
         return None
     tensor = tensor.contiguous()
@@ -179,7 +187,7 @@ def norm_of_rank_sum_reference(
     input_bias: Tensor | None = None,
     rms: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The same in PyTorch, from the partial rows of all ranks, in any floating point dtype.
+    """The sum and its norm in PyTorch, from the partial rows of all ranks, in any floating point dtype.
 
     The sum is in float32 (float64), in the order of the ranks, and rounded once.
     """

@@ -1,10 +1,9 @@
 """Layer norm and RMS norm of a sum, and the sum itself: the operation between the sublayers of a transformer.
 
 total = x + input_bias + residual, y = norm(total): one pass for the bias of the last linear layer, the residual
-connection and the norm. Bound by memory: forward reads x and residual once, and writes y and total once. Backward reads
-dy, total and the gradient that reaches total without the norm, and writes one gradient, which x and residual share. The
-sum is computed in float32 and rounded once. The norm takes the rounded sum, so y is exactly the norm of the total that
-is returned.
+connection and the norm. It is bound by memory: forward reads x and residual once, and writes y and total once. Backward
+reads dy, total and the gradient of total itself, and writes one gradient, which x and residual share. The sum is
+computed in float32 and rounded once. The norm uses the rounded sum, so y is exactly the norm of the returned total.
 """
 
 from __future__ import annotations
@@ -44,7 +43,9 @@ from rooftop.launch.triton_launch import INTERPRETED
 
 
 class Kept(NamedTuple):
-    """What backward needs: the statistics of the norm, whether anything was added, and the dtype of the input bias."""
+    """The values that backward needs: statistics of the norm, whether anything was added, and the dtype of the input
+    bias.
+    """
 
     x: Tensor
     weight: Tensor | None
@@ -217,11 +218,11 @@ def add_layer_norm(
 
     Returns:
         (y, total), both like input. total is rounded once, and y is its norm. If nothing is added, total is input
-        itself. Under a GPU's autocast y is float32, as PyTorch's norms are, and total keeps the dtype of input, as
-        PyTorch's sums do.
+        itself. Under a GPU's autocast y is float32, like PyTorch's norms, and total keeps the dtype of input, like
+        PyTorch's sums.
 
     Raises:
-        TypeError: no dense tensors, a dtype is not floating point, or the dtypes of residual and input differ.
+        TypeError: a tensor is not dense, a dtype is not floating point, or the dtypes of residual and input differ.
         ValueError: shapes or devices do not match.
     """
     if _is_plain_sum(input, residual, normalized_shape, weight, bias, input_bias):
@@ -269,7 +270,7 @@ def layer_norm_plan(
     rms: bool = False,
     direction: Literal["forward", "backward"] = "forward",
 ) -> NormPlan:
-    """Say which kernels compute a norm of these arguments, and why, without computing it.
+    """Return the kernels that would compute a norm of these arguments, and the reason, without computing it.
 
     Args:
         input, normalized_shape, weight, bias: as in `layer_norm`.
@@ -314,6 +315,6 @@ def _is_plain_sum(
 def flat_arguments(
     shape: tuple[int, ...], input: Tensor, residual: Tensor | None, *parameters: Tensor | None
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """input as (M, N), and residual as (M, N) and parameters as (N,)."""
+    """Input and residual as (M, N), and parameters as (N,)."""
     others = [None if residual is None else rows_of(residual, shape), *map(one_row, parameters)]
     return rows_of(input, shape), others

@@ -19,7 +19,9 @@ class ForwardConfig:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """Also the number of programs on an SM, and the number of tiles that are loaded at a time."""
+    """Parameters of backward: also the number of programs on an SM, and the number of tiles that are loaded at a
+    time.
+    """
 
     columns: int
     rows: int
@@ -28,7 +30,7 @@ class BackwardConfig:
     programs_per_sm: int
     stages: int
     hold: bool = False  # the weight in registers
-    again: bool = False  # load the rows twice
+    again: bool = False  # rows are loaded twice
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,8 @@ class LongConfig:
 
 
 # Chosen by benchmarks/kernels/norm_variants.py on an H200 (bfloat16, 2^27 elements). Loads must be wide (a block gives
-# each thread 16 bytes or more), and little of the last block may be masked. In backward, rows must be fetched ahead; a
-# weight in registers leaves more shared memory for that.
+# each thread 16 bytes or more), and masks may cover only little of the last block. In backward, rows must be
+# prefetched, and a weight in registers leaves more shared memory for this.
 FORWARD = (
     ForwardConfig(columns=128, rows=8, block=128, warps=2),
     ForwardConfig(columns=256, rows=8, block=256, warps=4),
@@ -61,7 +63,8 @@ FORWARD = (
     ForwardConfig(columns=32768, rows=1, block=8192, warps=16),
 )
 
-# Rows of pairs or fours of elements, which begin at multiples of 4 or 8 bytes: one warp a row, and more warps on an SM.
+# Rows of pairs or fours of elements, which begin at multiples of 4 or 8 bytes: one warp for each row, and more warps on
+# an SM.
 FORWARD_NARROW = (
     ForwardConfig(columns=512, rows=4, block=128, warps=2),
     ForwardConfig(columns=1024, rows=1, block=256, warps=1),
@@ -92,12 +95,12 @@ BACKWARD = (
     BackwardConfig(columns=16384, rows=1, block=4096, warps=16, programs_per_sm=1, stages=1, again=True),
 )
 
-# Half precision rows of up to 65536 elements in whole groups of 16 bytes: reading them once is faster than twice.
+# Half precision rows of up to 65536 elements in whole groups of 16 bytes: it is faster to read them once than twice.
 FORWARD_HELD = ForwardConfig(columns=65536, rows=1, block=16384, warps=32)
 
-# Rows at odd addresses, loaded 16 bytes at a time. Forward of 381 to 1002 elements, of 2601 and of 12287 is faster with
-# loads of two bytes, one warp a row: there the masks of the first and the last group cost more instructions than the
-# wide loads save.
+# Rows at odd addresses, loaded 16 bytes at a time. Forward with 381 to 1002, 2601 or 12287 elements is faster with
+# loads of two bytes, one warp for each row. There the masks of the first and the last group cost more instructions than
+# the wide loads save.
 FORWARD_SHIFTED = (BackwardConfig(columns=256, rows=4, block=256, warps=4, programs_per_sm=8, stages=1),)
 BACKWARD_SHIFTED = (
     BackwardConfig(columns=512, rows=4, block=256, warps=4, programs_per_sm=4, stages=3),
@@ -110,10 +113,10 @@ BACKWARD_SHIFTED = (
 
 # Short rows of pairs of elements: one warp a row and twelve on an SM are faster than shifted loads.
 BACKWARD_PAIRS = (BackwardConfig(columns=512, rows=1, block=256, warps=1, programs_per_sm=12, stages=3, hold=True),)
-SHIFTED_FROM = 128  # columns; shorter rows need few loads in any case
+SHIFTED_FROM = 128  # columns; shorter rows need few loads anyway
 
-# Longer rows, forward: one program for each row. A few persistent programs would keep their rows in L2 for the
-# second pass, but they were slower: 132 programs have too few loads in flight.
+# Longer rows, forward: one program for each row. A few persistent programs would keep their rows in L2 for the second
+# pass, but were slower, because 132 programs have too few loads in flight.
 MANY = 64
 FORWARD_LONG = LongConfig(block=8192, warps=16, programs_per_sm=MANY, stages=3)
 FORWARD_LONG_ODD = LongConfig(block=1024, warps=8, programs_per_sm=MANY, stages=1, shifted=False)
@@ -131,9 +134,9 @@ class ClusterConfig:
     Attributes:
         blocks: blocks of a cluster, which share a row: 1, 2, 4 or 8.
         warps: warps of a block.
-        blocks_per_sm: blocks that share the shared memory of an SM.
+        blocks_per_sm: number of blocks on an SM, which divide its shared memory.
         stages: the number of rows of a block that are being loaded or computed; fewer if shared memory is too small.
-        odd: whether it is for rows that do not begin at multiples of 16 bytes; None: for both kinds.
+        odd: whether the entry is for rows that do not begin at multiples of 16 bytes; None: for both kinds.
     """
 
     least: int
@@ -145,7 +148,7 @@ class ClusterConfig:
     odd: bool | None = None
 
 
-# From an H200 (results/h200/tune_norms.json): Triton's kernels are faster for the rows that are not listed here.
+# Measured on an H200 (results/h200/tune_norms.json). For rows that are not listed here, Triton's kernels are faster.
 CLUSTER_FORWARD: tuple[ClusterConfig, ...] = (
     ClusterConfig(least=4097, most=8184, blocks=1, warps=8, blocks_per_sm=3, stages=2, odd=True),
     ClusterConfig(least=8185, most=13_304, blocks=1, warps=13, blocks_per_sm=2, stages=2, odd=True),
@@ -183,11 +186,11 @@ class CudaConfig:
     elements: int
     warps: int
     rows: int
-    measured: bool = field(default=True, compare=False)  # or predicted
+    measured: bool = field(default=True, compare=False)  # False: predicted
 
 
-# A thread has 16 bytes of half precision, or a few times that, in flight; up to 1024 columns one warp holds a row. Not
-# measured yet.
+# A thread has 16 bytes of half precision, or a few times that, in flight. One warp holds a row of up to 1024 columns.
+# These parameters are not measured yet.
 CUDA = (
     CudaConfig(columns=256, elements=8, warps=1, rows=4, measured=False),
     CudaConfig(columns=512, elements=16, warps=1, rows=4, measured=False),
@@ -197,11 +200,12 @@ CUDA = (
     CudaConfig(columns=8192, elements=32, warps=8, rows=1, measured=False),
     CudaConfig(columns=16384, elements=32, warps=16, rows=1, measured=False),
 )
-CUDA_LONG_WARPS = 32  # of a row that does not fit in registers
+CUDA_LONG_WARPS = 32  # parameters for a row that does not fit in registers
 
 # ---- CUDA C++, norms of sums over ranks ----------------------------------------------------------------------------
 
-# A block for each row: the fewest warps that hold it in one pack (16 bytes) of a thread, so that all its loads are on
-# their way at once. Longer rows take several packs, up to 32 elements of a thread. Not measured yet.
+# Each row has a block with the fewest warps that hold the row with one pack (16 bytes) per thread, so that all loads of
+# the row are in flight at once. Longer rows take several packs, up to 32 elements of a thread. These parameters are not
+# measured yet.
 RANK_SUM_WARPS = (4, 8, 16)
 RANK_SUM_CHUNKS = (1, 2, 4, 8, 16, 32)

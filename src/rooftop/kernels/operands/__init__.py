@@ -1,1 +1,1 @@
-"""Code that all families share: dtypes, checks, rows, and functions of kernels."""
+"""Code that all families share: dtypes, checks, rows, and functions that kernels call."""

@@ -31,8 +31,9 @@ def activated(values: Tensor, activation: str) -> Tensor:
 
 
 def activation_backward_reference(dy: Tensor, saved: Tensor, activation: str, of_output: bool) -> Tensor:
-    """dy * activation' in float32 (float64 for float64); `saved`: the result if `of_output`, else the activation's
-    input."""
+    """dy * activation' in float32 (float64 for float64). `saved`: the activation's result if `of_output`, else its
+    input.
+    """
     gradient, value = dy.to(accumulator_dtype(dy.dtype)), saved.to(accumulator_dtype(dy.dtype))
     if activation == "none":
         return gradient

@@ -1,8 +1,8 @@
-"""The dtype of a result under autocast: that of the PyTorch function that an operator stands for.
+"""The dtype of an operator's result under autocast, which is that of the corresponding PyTorch function.
 
-PyTorch has a list of such functions for each kind of device. A GPU's list computes norms, softmaxes and sums in
-float32. The CPU's list keeps their input's dtype, and computes only losses in float32. Operators get the dtype of their
-result as an argument, so that no input is copied to another dtype first.
+PyTorch has a list of functions for each kind of device. A GPU's list computes norms, softmaxes and sums in float32. The
+CPU's list keeps their input's dtype, and computes only losses in float32. Operators get the dtype of their result as an
+argument, so that no input is copied to another dtype first.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ def under_autocast(x: Tensor) -> bool:
 
 
 def result_dtype(function: str, x: Tensor) -> torch.dtype:
-    """The dtype of `function`'s result for a floating-point input x: float32 if autocast says so, else x's dtype."""
+    """The dtype of `function`'s result for a floating-point input x: float32 if autocast requires it, else x's
+    dtype.
+    """
     widened = function in IN_FLOAT32.get(x.device.type, frozenset()) and under_autocast(x)
     return torch.float32 if widened else x.dtype

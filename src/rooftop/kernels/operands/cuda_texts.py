@@ -1,4 +1,4 @@
-"""CUDA C++ files of the families, joined into the one text that NVRTC compiles."""
+"""Join CUDA C++ files of the families into one text for NVRTC."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ def cuda_text(*names: str) -> str:
     """The text of files in `rooftop/kernels`, one after another.
 
     Args:
-        names: with their folders, such as "norms/pieces.cu"; a file comes after the files that it calls.
+        names: file names with folders, such as "norms/pieces.cu"; a file comes after the files whose functions it
+            calls.
     """
     return "\n".join((KERNELS / name).read_text(encoding="utf-8") for name in names)

@@ -17,7 +17,7 @@ Constants = dict[str, int | bool]
 """Constants of a launch, by the names of the kernel's arguments."""
 
 WordConstants = dict[str, int | bool | str]
-"""Constants of a launch of which some are strings, such as a precision."""
+"""Constants of a launch, some of which are strings, such as a precision."""
 
 ANY_BYTES = 1 << 62
 """Rows of any length: the limit of a table's last entry."""
@@ -57,18 +57,18 @@ def is_wide(*tensors: Tensor) -> bool:
 
 @cache
 def capability(device: torch.device) -> int:
-    """The major compute capability; interpreted kernels run as on Hopper."""
+    """The major compute capability; for interpreted kernels that of Hopper."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
 class Device(NamedTuple):
-    """The properties of a device that plans depend on.
+    """The properties of a device on which plans depend.
 
     Attributes:
-        triton: whether Triton's kernels run there.
+        triton: whether Triton's kernels run on the device.
         processors: multiprocessors.
         shared_bytes: shared memory that a block can have.
-        cuda: the major compute capability; 0 if no CUDA C++ kernels run there.
+        cuda: the major compute capability; 0 if CUDA C++ kernels do not run on the device.
     """
 
     triton: bool

@@ -12,7 +12,7 @@ from rooftop.kernels.operands.references import without_kernels
 from rooftop.launch.triton_launch import launch, require_triton
 
 ALIGNMENT, ROW_BYTES = 16, 128
-LEAST_PADDED = 1 << 17  # from this many elements of the result on, copies take less time than they save
+LEAST_PADDED = 1 << 17  # from this many elements of the result on, copies save more time than they take
 TILE = {"ROWS": 4, "COLUMNS": 1024, "num_warps": 4}
 
 
@@ -24,7 +24,7 @@ def missing_columns(columns: int, x: Tensor) -> int:
 
 
 def padded(x: Tensor, rows: int = 0, columns: int = 0) -> Tensor:
-    """x (M, N), any strides, with that many rows and columns of zeros appended; x itself if both are 0."""
+    """x (M, N), of any strides, with this many rows and columns of zeros appended; x itself if both numbers are 0."""
     if rows == 0 and columns == 0:
         return x
     shape = (x.shape[0] + rows, x.shape[1] + columns)

@@ -19,8 +19,8 @@ def by_reference(x: Tensor) -> bool:
 
 
 def why_reference(dtype: torch.dtype, triton: bool) -> str | None:
-    """Why the PyTorch formula computes the call; None if kernels do. `triton`: whether Triton's kernels run on the
-    device.
+    """The reason why the PyTorch formula computes the call; None if kernels do. `triton`: whether Triton's kernels run
+    on the device.
     """
     if dtype == torch.float64:
         return "float64"

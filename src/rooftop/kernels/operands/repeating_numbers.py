@@ -1,7 +1,8 @@
-"""Numbers that repeat along a row, one for each channel of interleaved images, as kernels load them.
+"""Tables from which kernels load numbers that repeat along a row, such as one for each channel of interleaved
+images.
 
-A program may begin at any channel. So a table has one row for each start, and that row repeats the numbers from that
-start on. A program's numbers are contiguous, and its loads are as wide as those of images.
+A program may begin at any channel. So a table has one row for each start, which repeats the numbers from that start on.
+A program's numbers are contiguous, and its loads are as wide as those of images.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Table(NamedTuple):
     Attributes:
         numbers: (period, COLUMNS): line p has the numbers from number p on.
         is_kept: whether the table stays in memory forever, for all streams and CUDA graphs. Otherwise it belongs to the
-            current stream, and lives as long as somebody holds a reference.
+            current stream, and lives as long as anything refers to it.
     """
 
     numbers: Tensor
@@ -34,7 +35,7 @@ class Table(NamedTuple):
 
 
 def table_of(numbers: bytes, dtype: torch.dtype, device: torch.device) -> Table:
-    """The table of some numbers; its contents are written before this returns.
+    """The table of the given numbers; its contents are written before this function returns.
 
     Args:
         numbers: the numbers as bytes. As keys, -0.0 and 0.0 differ, and a NaN equals itself.

@@ -12,9 +12,10 @@ from rooftop.kernels.operands.launch_data import WordConstants, power_of_two
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Parameters for rows of up to `row_bytes` (of all tensors that are held): rows a program, bytes of a block of one
-    row, and warps. `hold`: whether exponentials (for logarithms, their arguments) stay in float32 registers; otherwise
-    they are computed twice."""
+    """Parameters for rows of up to `row_bytes` (of all tensors that are held): rows of a program, bytes of a block of
+    one row, and warps. `hold`: whether exponentials (for logarithms, the arguments of the exponentials) stay in float32
+    registers; otherwise they are computed twice.
+    """
 
     row_bytes: int
     rows: int
@@ -25,8 +26,9 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class LongConfig:
-    """Parameters for rows of up to `row_bytes`, in blocks that are fetched `stages` ahead; the number of programs per
-    SM limits how much L2 must hold. `again`: L2's policy for data that will be read a second time."""
+    """Parameters for rows of up to `row_bytes`, in blocks that are fetched `stages` ahead. The number of programs per
+    SM limits the data that L2 must hold. `again`: L2's policy for data that will be read a second time.
+    """
 
     row_bytes: int
     block_bytes: int
@@ -61,7 +63,7 @@ def long_tile(table: Sequence[LongConfig], row_bytes: int, element_bytes: int) -
 
 
 def group_of(elements: int, element_bytes: int) -> int:
-    """The number of neighbouring elements that a thread loads at once, at most 16 bytes. Their maximum needs no other
-    thread.
+    """The number of neighbouring elements that a thread loads at once, at most 16 bytes. A thread finds their maximum
+    alone.
     """
     return math.gcd(elements, 16 // element_bytes)

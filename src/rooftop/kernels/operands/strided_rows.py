@@ -1,4 +1,4 @@
-"""How operators view strided tensors: as rows, in groups of elements."""
+"""Views of strided tensors for operators: as rows, in groups of elements."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def unit(*sizes: int) -> int:
 
 
 LINE_BYTES = 16
-"""The largest size of one load."""
+"""The largest size of a load, in bytes."""
 
 
 def from_line(x: Tensor) -> tuple[Tensor, int]:
     """(a view of the same memory, the number of elements from its beginning to the beginning of x). The view begins at
-    a multiple of 16 bytes, unless the memory of x begins later. All that a compiler knows about a pointer is whether it
-    is such a multiple."""
+    a multiple of 16 bytes, unless the memory of x begins later. A compiler knows only whether a pointer is such a
+    multiple."""
     size = x.element_size()
     beyond = x.data_ptr() % LINE_BYTES
     lead = beyond // size

@@ -1,7 +1,7 @@
 """Boxes: the part of a whole tensor that a rank holds.
 
-A box describes parts of tensors cut along rows, columns, heads or sequences, contiguous or at equal distances. An
-example is the chunks from the front and the back of a sequence that balance causal attention.
+A box describes a part of a tensor that is cut along rows, columns, heads or sequences; its elements are contiguous or
+at equal distances. An example are the chunks from the front and the back of a sequence that balance causal attention.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Box:
     """The part of a whole tensor that a rank holds: in each dimension start + i * stride, for i below size.
 
     The whole tensor may be viewed in any shape with its elements in the same order: (3, heads, features, hidden) for a
-    packed projection whose weight is (3 * heads * features, hidden). The part's elements are in order too.
+    packed projection whose weight is (3 * heads * features, hidden). The elements of the part have the same order, too.
 
     Attributes:
         shape: shape of the whole tensor.
@@ -45,7 +45,7 @@ class Box:
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Box:
-        """The whole of a tensor."""
+        """The box of a whole tensor."""
         return Box(tuple(shape), (0,) * len(shape), tuple(shape))
 
     @staticmethod

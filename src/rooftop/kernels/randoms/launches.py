@@ -12,7 +12,7 @@ from rooftop.kernels.randoms import tables
 from rooftop.kernels.randoms.words import WORD, Values, quantile_table
 from rooftop.launch.triton_launch import launch, require_triton
 
-MOST_DIMENSIONS = 4  # dimensions of a part, after neighbouring ones are merged where possible
+MOST_DIMENSIONS = 4  # largest number of dimensions of a part, after neighbouring ones are merged
 
 
 def fill(
@@ -48,7 +48,7 @@ def drop(
 
 
 def grouped(sizes: Sequence[int], strides: Sequence[int], offset: int) -> bool:
-    """Whether elements come in whole groups of four, which share a block of the generator."""
+    """Whether the part consists of whole groups of four elements, which share a block of the generator."""
     return strides[-1] == 1 and sizes[-1] % 4 == 0 and offset % 4 == 0 and all(s % 4 == 0 for s in strides[:-1])
 
 

@@ -1,11 +1,11 @@
 """Counter-based random numbers: each depends only on a key, a step and its position in the whole tensor.
 
-So a part of a tensor gets the same numbers as its positions get in the whole tensor, bit for bit, on any device and
-however the tensor is cut. A dropout mask need not be kept, because backward computes it again. `words.py` explains how
-the numbers are computed.
+So a part of a tensor gets the same numbers as its positions in the whole tensor, bit for bit, on any device and for any
+way of cutting. A dropout mask need not be kept, because backward computes it again. `words.py` explains the
+computation.
 
-Bound by integer arithmetic: ten rounds of two 64-bit products, for four elements if positions and sizes are multiples
-of four, else for each element.
+The operators are bound by integer arithmetic: ten rounds of two 64-bit products, for four elements if positions and
+sizes are multiples of four, else for each element.
 """
 
 from __future__ import annotations
@@ -87,8 +87,9 @@ class RandomNormal(NamedTuple):
 
 
 class CounterDropout(NamedTuple):
-    """Dropout of a part of a whole tensor. `sizes` and `strides` are None for the whole. `there` is a step that is
-    stored on the device."""
+    """Dropout of a part of a whole tensor. `sizes` and `strides` are None for the whole. `there` is the step as a
+    tensor on the device.
+    """
 
     x: Tensor
     p: float
@@ -124,15 +125,15 @@ class CounterDropout(NamedTuple):
         return self.x.new_empty(self.x.shape)
 
     def keep(self, made: Tensor) -> tuple[Any, ...]:
-        return self[1:]  # autograd raises if `there` has changed by then
+        return self[1:]  # autograd raises if `there` has changed in the meantime
 
     @staticmethod
     def gradients(kept: tuple[Any, ...], wanted: Sequence[bool], dy: Tensor) -> tuple[Tensor]:
-        """Drops the same elements of the gradient, by the same numbers computed again."""
+        """Drop the same elements of the gradient; the same numbers are computed again."""
         return (_counter_dropout(dy, *kept),)
 
     def cost(self, made: Tensor) -> Cost:
-        """A product."""
+        """One product for each element."""
         return Cost(distinct_bytes([self.x]), distinct_bytes([made]), {precision_of(self.x.dtype): self.x.numel()})
 
 
@@ -188,7 +189,8 @@ def _cost(made: Tensor) -> Cost:
 def _words_between(mean: float, std: float, low: float, high: float) -> tuple[int, int]:
     """The first and the last word whose numbers are between bounds.
 
-    This searches, because libraries' error functions, which would give the result directly, differ in their last bits.
+    The function searches for the words, because error functions, which would give them directly, differ between
+    libraries in their last bits.
     """
     if low == -math.inf and high == math.inf:
         return 0, WORD
@@ -247,8 +249,8 @@ def random_uniform(
         key: from -2^63 to 2^63 - 1, as `random_key` computes it from a seed and a name.
         step: from 0 to 2^63 - 1; another step gives other numbers.
         low, high: finite, rounded to float32 (except for float64).
-        dtype: float32: low + (high - low) * u with 24 bits of u. bfloat16, float16: the same rounded; if that is
-            `high`, the number before it. float64: 53 bits; the first 24 are the same.
+        dtype: float32: low + (high - low) * u with 24 bits of u. bfloat16, float16: the float32 number, rounded; if
+            that is `high`, the number below it. float64: 53 bits; the first 24 are the same.
         device: the bits are the same on any device.
 
     Returns:
@@ -282,7 +284,7 @@ def random_normal(
     Args:
         box: the part, or the shape of a whole tensor.
         key, step, device: as in `random_uniform`.
-        mean, std: of the distribution before truncation; finite, rounded to float32.
+        mean, std: those of the distribution before truncation; finite, rounded to float32.
         low, high: all numbers are between these, as in `torch.nn.init.trunc_normal_`; rounded to float32.
         dtype: the numbers are computed in float32, up to 6.3 standard deviations from the mean. bfloat16 and float16
             round them and the bounds; float64 has the float32 values.
@@ -327,8 +329,8 @@ def counter_dropout(x: Tensor, p: float, key: int, *, step: int | Tensor = 0, bo
         p: from 0 to 1; round(p * 2^32) of the generator's 2^32 words drop their element.
         key: as in `random_uniform`.
         step: training step, from 0 to 2^63 - 1; each step has its own mask. If it is a tensor, () int64 on x's device,
-            the kernel reads it there, so that each replay of a CUDA graph can have its own mask. It must not change
-            before backward; a negative step is not detected.
+            the kernel reads it there, so each replay of a CUDA graph can have its own mask. It must not change before
+            backward; a negative step is not detected.
         box: the part of a whole tensor that x is, with as many elements in the same order; None: x is the whole.
 
     Returns:
@@ -360,7 +362,7 @@ def counter_dropout(x: Tensor, p: float, key: int, *, step: int | Tensor = 0, bo
             f"counter_dropout: x has shape {tuple(x.shape)}, the box has size {shape}: their numbers of elements differ"
         )
     no_tangents("counter_dropout", x, instead="x * counter_dropout(torch.ones_like(x), ...)")
-    if box is None:  # as large as x at the time when a traced program runs
+    if box is None:  # has the size of x when a traced program runs
         sizes, strides = [], []
     return _counter_dropout(x, float(p), key, number, sizes, strides, offset, there)
 

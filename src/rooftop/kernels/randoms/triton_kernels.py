@@ -2,8 +2,8 @@
 are computed.
 
 All arithmetic is integer, except for conversions that are exact or round once, one exact float64 product, and the sum
-after it. A compiler that fuses that product and sum changes nothing. Keys and steps are passed as two halves of 32 bits
-each, so that new values need no recompilation.
+after it. Even a compiler that fuses that product and sum does not change the result. Keys and steps are passed as two
+halves of 32 bits each, so that new values need no recompilation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def random_fill(
     lower_word, last_word,  # the words that stand for a normal number: the first, and the number of words after it
     NORMAL: tl.constexpr, GROUPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """shift + scale * u of one tile, within low and high; u is uniform in [0, 1), or normal."""
+    """Write shift + scale * u of one tile, within low and high; u is uniform in [0, 1), or normal."""
     row, column = _tile(columns, GROUPED, ROWS, COLUMNS)
     index = _index(row, column, size_1, size_2, stride_0, stride_1, stride_2, stride_3, offset)
     word = _words(index, key_low, key_high, step_low, step_high, GROUPED)
@@ -47,7 +47,7 @@ def dropout_tile(
     dropped_words, scale,  # this many of all words drop an element, less than 2^32; float32
     STEP_THERE: tl.constexpr, GROUPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """x * scale of one tile, or 0 if an element's word is below `dropped_words`."""
+    """Write x * scale of one tile, or 0 if an element's word is below `dropped_words`."""
     if STEP_THERE:
         step = tl.load(step_there)
         step_low = step.to(tl.int32)
@@ -121,7 +121,7 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def _within(word, lower_word, last_word):
-    """Words spread evenly over those from lower_word to lower_word + last_word."""
+    """Map words evenly to the range from lower_word to lower_word + last_word."""
     wide = word.to(tl.uint64)
     return lower_word + ((wide * last_word + wide) >> 32).to(tl.uint32)
 
@@ -133,7 +133,7 @@ def normal(word, table):
     tail = (tl.where(negative, word, word ^ 0xFFFFFFFF) << 1) | 1
     leading = (tail & ((tail >> 1) ^ 0xFFFFFFFF)).to(
         tl.float32
-    )  # its second bit is 0, so rounding does not reach the exponent
+    )  # its second bit is 0, so rounding does not change the exponent
     octave = 158 - (leading.to(tl.int32, bitcast=True) >> 23)
     place = (((tail << octave.to(tl.uint32)) << 1) ^ 0x80000000).to(tl.int32, bitcast=True)
     row = table + octave * 8

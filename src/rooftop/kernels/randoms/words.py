@@ -1,15 +1,15 @@
-"""Compute random numbers from a key, a step and a position: 32-bit words, and numbers from these, in PyTorch.
+"""Compute random numbers from a key, a step and a position: 32-bit words, and numbers from these words, in PyTorch.
 
 The generator is Philox 4x32-10 (Salmon, Moraes, Dror, Shaw 2011, "Parallel Random Numbers: As Easy as 1, 2, 3"). The
 key has 64 bits. The counter is the element's position divided by four and the step, 64 bits each. The four words of a
 block belong to four consecutive elements.
 
 A uniform number is the upper 24 bits of its word. In float64, it also has 29 more bits from a second block. A normal
-number is the quantile of its word. So it needs one word and no rejection, is symmetric, and reaches 6.3 standard
-deviations. The quantile is a polynomial of degree 7 in each octave of the tail's probability (as in Cheung, Lee, Luk,
-Villasenor 2007, "Hardware Generation of Arbitrary Random Number Distributions From Uniform Distributions Via the
-Inversion Method"). It is computed in integers, without a logarithm or cosine, which differ between libraries, and
-without a floating point sum of products, which compilers may fuse or not.
+number is the quantile of its word. So it needs only one word and no rejection; the distribution is symmetric, and
+reaches 6.3 standard deviations. The quantile is a polynomial of degree 7 in each octave of the tail's probability (as
+in Cheung, Lee, Luk, Villasenor 2007, "Hardware Generation of Arbitrary Random Number Distributions From Uniform
+Distributions Via the Inversion Method"). The polynomial is computed in integers. This avoids logarithms and cosines,
+which differ between libraries, and floating point sums of products, which compilers may or may not fuse.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def philox_reference(counter: Sequence[Words], key: int) -> list[Words]:
     c0, c1, c2, c3 = counter
     k0, k1 = key & WORD, key >> 32 & WORD
     for _ in range(10):
-        first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # modulo 2^64: a sign bit is cut off
+        first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # modulo 2^64, so a sign bit is cut off
         c0, c2 = (second >> 32 & WORD) ^ c1 ^ k0, (first >> 32 & WORD) ^ c3 ^ k1
         c1, c3 = second & WORD, first & WORD
         k0, k1 = k0 + 0x9E3779B9 & WORD, k1 + 0xBB67AE85 & WORD
@@ -87,8 +87,9 @@ FEW = 1 << 12
 
 
 def _philox(counter: list[Tensor], key: int) -> list[Tensor]:
-    """`philox_reference`. On a CPU, NumPy computes up to `FEW` blocks in half the time or less, since its calls cost
-    less."""
+    """`philox_reference`. On a CPU, NumPy computes up to `FEW` blocks in at most half the time, because its calls have
+    less overhead.
+    """
     if counter[0].is_cpu and counter[0].numel() <= FEW:
         return [torch.from_numpy(words) for words in philox_reference([each.numpy() for each in counter], key)]
     return philox_reference(counter, key)
@@ -100,7 +101,7 @@ def _counter(block: Tensor, step: int | Tensor, more: bool) -> list[Tensor]:
 
 
 def uniforms_reference(words: Tensor, more: Tensor | None = None) -> Tensor:
-    """float64 in [0, 1), from 24 bits, or with a second word from 53."""
+    """float64 numbers in [0, 1), from 24 bits, or from 53 bits with a second word."""
     if more is None:
         return (words >> 8).double() * 2.0**-24
     return (((words >> 5) << 26) | (more >> 6)).double() * 2.0**-53
@@ -152,7 +153,7 @@ def normal_quantiles_reference(words: Tensor) -> Tensor:
     """
     negative = words < 1 << 31
     tail = torch.where(negative, words, WORD - words) << 1 | 1
-    leading = (tail & ~(tail >> 1)).float()  # its second bit is 0, so rounding does not reach the exponent
+    leading = (tail & ~(tail >> 1)).float()  # its second bit is 0, so rounding does not change the exponent
     octave = 158 - (leading.view(torch.int32) >> 23)
     place = (tail << (octave + 1) & WORD) - (1 << 31)  # u, with 31 fractional bits
     rows = quantile_table(words.device)[octave]  # (..., 8)
@@ -170,7 +171,7 @@ def quantile_table(device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Values:
-    """The numbers to compute: shift + scale * u within low and high, with u uniform in [0, 1) or normal.
+    """A distribution: shift + scale * u within low and high, with u uniform in [0, 1) or normal.
 
     A normal number comes from the words `lower_word` to `lower_word + last_word`. float32 numbers are computed in
     float64, where the product of two float32 numbers is exact and the sum rounds once. Then they are rounded to float32

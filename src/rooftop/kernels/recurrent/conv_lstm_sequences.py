@@ -1,19 +1,19 @@
-"""All steps of a ConvLSTM: from the input convolutions of all steps to their hidden states.
+"""All steps of a ConvLSTM: from the input convolutions of all steps to the hidden states.
 
     z_t = gates_t + conv(h_{t-1}, kernel) + bias
     i, f, o = recurrent_activation(z_i, z_f, z_o)
     c_t = f c_{t-1} + i activation(z_c)
     h_t = o activation(c_t)
 
-Shi et al. 2015, "Convolutional LSTM Network", without peepholes, gates in Keras's order i, f, c, o. Bound by the flops
-of the convolutions. A step is two launches: the convolution, and the kernel of `conv_lstms.py`, which writes h_t
-directly into the results. A backward step is two launches as well: that kernel's backward, which adds the two gradients
-of h_t, and the gradient of the convolution's input. The gradients of `kernel` and `bias` take one call each, for all
-steps together, after the last backward step. Only in exact float32 is the kernel's gradient computed step by step,
-because a library's sum over all steps has a larger error.
+Shi et al. 2015, "Convolutional LSTM Network", without peepholes, gates in Keras's order i, f, c, o. It is bound by the
+flops of the convolutions. A step is two launches: the convolution, and the kernel of `conv_lstms.py`, which writes h_t
+directly into the results. A backward step is two launches as well: the backward of that kernel, which adds the two
+gradients of h_t, and the gradient of the convolution's input. The gradients of `kernel` and `bias` take one call each,
+for all steps together, after the last backward step. Only in exact float32 is the kernel's gradient computed step by
+step, because a library's sum over all steps has a larger error.
 
-Backward reads the sums z_t and the cells before each step, which forward keeps if a gradient is needed. Otherwise it
-keeps nothing, and updates the cell in place.
+Backward reads the sums z_t and the cells before each step, which forward keeps if a gradient is needed. Otherwise
+forward keeps nothing, and updates the cell in place.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def conv_lstm_sequence_reference(
     recurrent_activation: str = "sigmoid",
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(outputs, cell) (T, N, F, H, W), (N, F, H, W) in plain PyTorch, which autograd differentiates, also twice."""
+    """(outputs (T, N, F, H, W), cell (N, F, H, W)) in plain PyTorch, which autograd can differentiate twice."""
     outputs = []
     gates = gates if bias is None else gates + bias.to(gates.dtype)[:, None, None]
     state = torch.zeros_like(gates[0, :, : kernel.shape[1]]) if cell is None else cell
@@ -152,8 +152,9 @@ def _convolution_backward(
 
 
 class Kept(NamedTuple):
-    """What backward needs: results and tensors kept by forward, or in a traced program the arguments to compute them
-    again."""
+    """The values that backward needs: results and tensors kept by forward, or in a traced program the arguments from
+    which it computes them again.
+    """
 
     kernel: Tensor
     hidden: Tensor | None
@@ -170,7 +171,7 @@ class Kept(NamedTuple):
 
 class ConvLstmSequence(NamedTuple):
     """(outputs (T, N, F, H, W), the last cell (N, F, H, W), the cell before each step (T, N, F, H, W), its sums (T, N,
-    4 F, H, W)). The latter two are for backward, and empty if they are not kept."""
+    4 F, H, W)). Cells and sums are for backward, and empty if they are not kept."""
 
     gates: Tensor
     kernel: Tensor
@@ -324,7 +325,9 @@ class ConvLstmSequenceBackward(NamedTuple):
         )
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Two gradients of each convolution; for each step the gates' backward, and the sum of a state's gradients."""
+        """Two gradients of each convolution; for each step the backward of the gates, and the sum of a state's
+        gradients.
+        """
         scores, kernel, hidden, bias, outputs, cells, doutputs, dlast_cell, *names = self
         positions, convolved = _sizes(scores, hidden)
         features = kernel.shape[1]
@@ -345,7 +348,7 @@ _conv_lstm_sequence_backward = declare(
 
 
 def _sizes(gates: Tensor, hidden: Tensor | None) -> tuple[int, int]:
-    """Positions of a step's maps, and how many steps have a convolution."""
+    """The number of positions of a step's maps, and the number of steps with a convolution."""
     steps, batch, _, height, width = gates.shape
     return batch * height * width, steps - (hidden is None)
 
@@ -388,8 +391,8 @@ def conv_lstm_sequence(
             need no separate pass for a bias.
 
     Returns:
-        outputs (T, N, F, H, W), the hidden state after each step, and the cell (N, F, H, W) after the last, in the
-        gates' memory format. Dtypes and arithmetic are those of `conv_lstm_gates`; autocast casts nothing.
+        outputs (T, N, F, H, W), the hidden state after each step, and the cell (N, F, H, W) after the last step, both
+        in the gates' memory format. Dtypes and arithmetic are those of `conv_lstm_gates`; autocast casts nothing.
 
     Raises:
         TypeError: a tensor is not dense, or its dtype does not match.

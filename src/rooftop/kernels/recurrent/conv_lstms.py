@@ -1,11 +1,11 @@
-"""The pointwise half of a ConvLSTM step, without peepholes: everything after its convolutions.
+"""The pointwise half of a ConvLSTM step, without peepholes: all operations after its convolutions.
 
     i, f, o = recurrent_activation(z_i, z_f, z_o)
     c' = f c + i activation(z_c)
     h' = o activation(c')
 
 Shi et al. 2015, "Convolutional LSTM Network", equation 3 without the peephole terms, with the order of gates i, f, c, o
-of Keras. Bound by memory: forward reads 5 maps (9 with `added`) and writes 2, backward reads 7 (11) and writes 5.
+of Keras. It is bound by memory: forward reads 5 maps (9 with `added`) and writes 2, backward reads 7 (11) and writes 5.
 Backward computes the step again, so only the inputs are kept.
 """
 
@@ -112,7 +112,7 @@ def step_into(
     hidden: Tensor, next_cell: Tensor, gates: Tensor, cell: Tensor, added: Tensor | None, bias: Tensor | None,
     scores: Tensor | None, activation: str, recurrent_activation: str,
 ) -> None:  # fmt: skip
-    """Fills hidden and next_cell, which may be `cell`, and, if given, `scores` with gates + added + bias.
+    """Fills hidden and next_cell (which may be `cell`) and, if given, `scores` with gates + added + bias.
 
     All tensors have one memory format: contiguous or channels last. bias: (4 F,).
     """
@@ -221,8 +221,8 @@ class ConvLstmGatesBackward(NamedTuple):
         return _empty(self.gates, self.gates.dtype, self.gates), _empty(self.cell, self.cell.dtype, self.gates)
 
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
-        """Flops: the cell again (3), activations and their slopes, the cell's gradient (3), two products a gate, one
-        more.
+        """Flops: the cell again (3), activations and their slopes, the cell's gradient (3), two products for each gate,
+        and one more product.
         """
         of_activations = activation_flops(FLOPS, *self[5:]) + activation_flops(SLOPE_FLOPS, *self[5:])
         flops = (15 + 4 * (self.added is not None) + of_activations) * self.cell.numel()
@@ -278,7 +278,7 @@ def conv_lstm_gates(
     Args:
         gates: (N, 4 F, H, W), pre-activations in the order i, f, c, o; bfloat16, float16, float32 or float64. Memory is
             contiguous or channels last; other strides cost a copy.
-        cell: (N, F, H, W) of the gates' dtype or float32; best in the gates' memory format.
+        cell: (N, F, H, W) of the gates' dtype or float32; preferably in the gates' memory format.
         activation: activation of the candidate and of the new cell: one of `ACTIVATIONS`.
         recurrent_activation: activation of the three gates: one of `ACTIVATIONS`. "hard_sigmoid" is Keras 3's clip(x /
             6 + 0.5), "hard_sigmoid_keras2" clip(0.2 x + 0.5).

@@ -48,7 +48,7 @@ def backward(
 
 
 def format_of(gates: Tensor) -> torch.memory_format:
-    """Channels last if the gates are; any other format is made contiguous."""
+    """The memory format: channels last if the gates have it; gates in any other format are made contiguous."""
     last = not gates.is_contiguous() and gates.is_contiguous(memory_format=torch.channels_last)
     return torch.channels_last if last else torch.contiguous_format
 

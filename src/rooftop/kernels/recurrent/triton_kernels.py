@@ -1,8 +1,8 @@
 """The Triton kernels of the gates of a ConvLSTM; `conv_lstms.py` has the operators.
 
-Both memory formats are rows of four gates side by side, (M, 4, K). If channels come first, M = N and K = F * H * W; if
-they come last, M = N * H * W and K = F. `columns` counts groups of UNIT elements of K, so that the compiler knows its
-divisor.
+Both memory formats are rows of four gates side by side, (M, 4, K). Channels first means M = N and K = F * H * W;
+channels last means M = N * H * W and K = F. `columns` counts groups of UNIT elements of K, so that the compiler knows
+its divisor.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def slope(x, y, KIND: tl.constexpr):
 
 @triton.jit
 def _ramp(x, y, end):
-    """y, which rises from 0 at -end to 1 at end."""
+    """y, but 0 for x up to -end, and 1 for x from end on."""
     return tl.where(x <= -end, 0.0, tl.where(x >= end, 1.0, y))
 
 

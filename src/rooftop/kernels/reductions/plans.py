@@ -1,5 +1,5 @@
-"""Choose the kernels and launches that compute a reduction or its gradient, and say why: `choose`, from sizes and
-strides alone.
+"""Choose the kernels and launches that compute a reduction or its gradient: `choose` makes a plan, with its reason,
+from sizes and strides alone.
 
 One kernel reduces any view of at most two kept and two reduced dimensions. A tensor whose strides allow no such view is
 copied into a matrix first. `launches.py` launches what a plan says.
@@ -27,10 +27,10 @@ PLACES = ("argmax", "argmin")
 
 Direction = Literal["forward", "backward"]
 Backend = Literal["reference", "whole", "partial", "last_combines", "spread", "share", "count"]
-FINISHES: tuple[Backend, ...] = ("whole", "partial", "last_combines")  # in the order in which kernels number them
+FINISHES: tuple[Backend, ...] = ("whole", "partial", "last_combines")  # in the kernels' numbering
 Constants = dict[str, Any]
 
-# ---- what can be chosen ----------------------------------------------------------------------------------------
+# ---- plans ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -102,14 +102,14 @@ class View:
 
     @property
     def is_one(self) -> bool:
-        """Whether the reduction gives one result, from elements at one stride."""
+        """Whether the reduction has one result, from elements at one stride."""
         return math.prod(self.kept) == 1 and self.reduced[0] == 1
 
 
 def view_of(shape: Sequence[int], strides: Sequence[int], dims: Sequence[int], ordered: bool) -> View | None:
     """The view that reduces `dims`; None if the strides need more dimensions than a view can have.
 
-    `ordered`: elements must be visited in their order, as for the position of an extreme.
+    `ordered`: the elements must be visited in order, as for the position of an extreme.
     """
     kept = [dim for dim in range(len(shape)) if dim not in dims]
     order = list(dims) if ordered else sorted(dims, key=lambda dim: -strides[dim] if strides[dim] else -math.inf)
@@ -120,7 +120,7 @@ def view_of(shape: Sequence[int], strides: Sequence[int], dims: Sequence[int], o
     if len(keep) > 2 or len(reduce) > (1 if ordered else 2):
         return None
     results = [(*each, math.prod(size for size, _ in keep[i + 1 :])) for i, each in enumerate(keep)]
-    results.sort(key=lambda each: -each[1] if each[1] else -math.inf)  # memory is contiguous along the near one
+    results.sort(key=lambda each: -each[1] if each[1] else -math.inf)  # memory is contiguous along the near dimension
     results = [(1, 0, 0)] * (2 - len(results)) + results
     reduce = [(1, 0)] * (2 - len(reduce)) + reduce
     (a, b), (c, d), (e, f) = zip(*results, strict=True)
@@ -152,11 +152,11 @@ def choose(
         direction: "backward" for the gradient.
         shape, strides: of x. The gradient has the memory layout of x if x is dense.
         dims: the reduced dimensions.
-        dtype, result: of x and of the reduction.
-        processors: multiprocessors of the device; None if no kernel runs there.
+        dtype, result: dtypes of x and of the reduction.
+        processors: multiprocessors of the device; None if no kernel runs on it.
         early: whether kernels can be launched on the device while the previous ones still run.
-        counted: whether counters are available, by which a program finds out that it arrived last. In a CUDA graph they
-            may be used up.
+        counted: whether counters are available, by which a program recognizes that it is the last to arrive. In a CUDA
+            graph they may be used up.
     """
     if torch.float64 in (dtype, result):
         return ReductionPlan("reference", "float64")
@@ -164,7 +164,7 @@ def choose(
         return ReductionPlan("reference", "the input is empty")
     if processors is None:
         return ReductionPlan("reference", "no kernels for cpu")
-    dtype = torch.uint8 if dtype == torch.bool else dtype  # as kernels load it
+    dtype = torch.uint8 if dtype == torch.bool else dtype  # the dtype that kernels load
     ordered = direction == "forward" and kind in PLACES
     view = view_of(shape, strides, dims, ordered)
     if view is not None:
@@ -209,7 +209,7 @@ def _reduction(
     if view.is_one and view.along == 0:
         constants["WHOLE_BLOCKS"] = constants["UNIT"] * dtype.itemsize < 16
     constants["SPLITS"] = min(power_of_two(splits), max(1, tables.COMBINED // kept))
-    if 0 < 8 * (splits % constants["SPLITS"]) <= splits:  # few enough for one additional combining step
+    if 0 < 8 * (splits % constants["SPLITS"]) <= splits:  # few enough for one additional step that combines them
         splits -= splits % constants["SPLITS"]
     combined: Backend = "last_combines" if split.last_combines and counted else "partial"
     backend: Backend = "whole" if splits == 1 else combined
@@ -278,7 +278,9 @@ def _identity(kind: str, dtype: torch.dtype) -> float:
 
 
 def _accumulator(dtype: torch.dtype, kind: str, result: torch.dtype) -> torch.dtype:
-    """The accumulator's dtype: float32; for integers int64 for sums, and for extremes a dtype that holds them."""
+    """The accumulator's dtype: float32. For integers it is int64 for sums, and for extremes a dtype that can represent
+    them.
+    """
     if dtype.is_floating_point or result.is_floating_point:
         return torch.float32
     return torch.int64 if kind == "sum" or dtype == torch.int64 else torch.int32
@@ -316,7 +318,7 @@ def _share(kind: str, view: View, kept: int, reduced: int) -> KernelLaunch:
 
 
 def _arguments(view: View, tile_kept: int, tile_reduced: int) -> tuple[int, int, tuple[int, ...], Constants]:
-    """(tiles of kept elements, blocks of reduced ones, arguments, constants) of a kernel."""
+    """(tiles of kept elements, blocks of reduced elements, arguments, constants) of a kernel."""
     (far, kept), (far_stride, stride), (far_out, out) = view.kept, view.kept_strides, view.out_strides
     (far_reduced, reduced), (far_reduced_stride, reduced_stride) = view.reduced, view.reduced_strides
     tiles, blocks = far * -(-kept // tile_kept), far_reduced * -(-reduced // tile_reduced)

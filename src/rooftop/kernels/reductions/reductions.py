@@ -1,16 +1,15 @@
 """Reductions: sum, mean, amax, amin, argmax, argmin and norm over any dimensions, or all.
 
-Bound by memory at every size: forward reads the input once. Backward of sum and mean is a view. For the other
-reductions it reads the input once (twice for extremes of very many elements) and writes its gradient. One kernel
+They are bound by memory at every size: forward reads the input once. Backward of sum and mean is a view. Backward of
+the other reductions reads the input once (twice for extremes of very many elements) and writes its gradient. One kernel
 computes results from any view of at most two kept and two reduced dimensions, after merging the dimensions that the
-strides allow. If there are too few results to fill a GPU (the sum of everything is the extreme case), several programs
-share each result. Then the last program to finish combines the partial results, as in the CUDA sample
-threadFenceReduction, or a second kernel
-does. Sums are float32, for integers int64. Deterministic: the order of additions depends only on sizes, strides and the
-GPU.
+strides allow. If there are too few results to fill a GPU (the extreme case is the sum of all elements), several
+programs share each result. The partial results are then combined by the last program to finish, as in the CUDA sample
+threadFenceReduction, or by a second kernel. Sums are float32, for integers int64. They are deterministic: the order of
+additions depends only on sizes, strides and the GPU.
 
-`plans.py` chooses the kernels for a result or a gradient, and `reduction_plan` says which and why; `launches.py`
-launches them.
+`plans.py` chooses the kernels for a result or a gradient, and `reduction_plan` returns the choice and its reason;
+`launches.py` launches the kernels.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch
 
 
 class Kept(NamedTuple):
-    """What backward needs: x (of that shape and dtype) and y, except for sums and means."""
+    """The values that backward needs: shape and dtype of x, and except for sums and means x and y."""
 
     x: Tensor | None
     y: Tensor | None
@@ -165,7 +164,7 @@ def _kept_shape(shape: torch.Size, dims: Sequence[int]) -> list[int]:
 
 
 def _or_all(x: Tensor, dims: Sequence[int]) -> list[int] | None:
-    """The dimensions as PyTorch takes them: None, which means all, if there are none."""
+    """The dimensions in PyTorch's form; if there are none, None, which means all."""
     return list(dims) if x.dim() else None
 
 
@@ -203,7 +202,7 @@ def sum(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.
 def mean(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     """The mean over some dimensions or all, as `torch.mean`; NaN for no elements.
 
-    Arguments, results and errors as in `sum`; integer input needs a `dtype`.
+    Arguments, results and errors are those of `sum`; integer input needs a `dtype`.
     """
     x, dims, result = _of_mean(input, dim, dtype)
     return _reduce(x, "mean", dims, bool(keepdim), result)
@@ -214,7 +213,7 @@ def mean(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch
 def amax(input: Tensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
     """The maximum over some dimensions or all, as `torch.amax`: NaN if any element is NaN.
 
-    Elements that tie share the gradient equally. Arguments as in `sum`; the result has the input's dtype.
+    Elements that tie share the gradient equally. Arguments are those of `sum`; the result has the input's dtype.
 
     Raises:
         TypeError, ValueError: as in `sum`; also for the maximum of no elements.
@@ -275,7 +274,8 @@ def norm(
         As `sum`. Elements that tie for the largest share the gradient equally.
 
     Raises:
-        TypeError, ValueError: as in `sum`; also if the order is unknown, or for the largest of no elements.
+        TypeError, ValueError: as in `sum`; also if the order is unknown, or for the largest absolute value of no
+            elements.
     """
     kind, x, dims, result = _of_norm(input, ord, dim, dtype)
     return _reduce(x, kind, dims, bool(keepdim), result)
@@ -284,7 +284,7 @@ def norm(
 def reduction_plan(
     function: str, input: Tensor, dim: Dims = None, *, ord: float = 2, dtype: torch.dtype | None = None
 ) -> ReductionPlan:
-    """Say how a reduction is computed, and why, without computing it.
+    """Return how a reduction would be computed, and the reason, without computing it.
 
     Args:
         function: "sum", "mean", "amax", "amin", "argmax", "argmin" or "norm".
@@ -305,10 +305,10 @@ def reduction_plan(
     return launches.plan_of(x, kind, dims, result)
 
 
-# ---- arguments as the operator takes them --------------------------------------------------------------------------
+# ---- arguments of the operator --------------------------------------------------------------------------
 
 Prepared = tuple[Tensor, list[int], torch.dtype]
-"""The input, cast unless the kernel widens what it loads; the dimensions to reduce; the result's dtype."""
+"""The input, cast unless the kernel widens loaded elements; the dimensions to reduce; the result's dtype."""
 
 
 def _of_sum(x: Tensor, dim: Dims, dtype: torch.dtype | None) -> Prepared:
@@ -353,7 +353,7 @@ def _of_place(name: str, x: Tensor, dim: Dims) -> Prepared:
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in a dtype, unless the kernel widens what it loads."""
+    """x in a dtype, unless the kernel widens loaded elements."""
     halves = dtype == torch.float32 and x.dtype in HALVES
     integers = dtype == torch.int64 and x.dtype in INTEGERS
     return x if halves or integers else x.to(dtype)
@@ -375,7 +375,7 @@ def _check(
 
 
 def _dims(name: str, x: Tensor, dim: Dims) -> list[int]:
-    """The dimensions to reduce, not negative, in order; none for a tensor without dimensions."""
+    """The dimensions to reduce, as nonnegative numbers in order; none for a tensor without dimensions."""
     _check(name, x)
     if dim is not None and not isinstance(dim, int | Sequence):
         raise TypeError(f"{name}: dim must be an int, several or None, got {dim!r}")

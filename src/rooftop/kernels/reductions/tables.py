@@ -10,8 +10,7 @@ from rooftop.kernels.operands.launch_data import ANY_BYTES
 @dataclass(frozen=True)
 class RowConfig:
     """Parameters if the reduced dimension is contiguous, in runs of up to `run_bytes`: results of a tile, and bytes of
-    each.
-    `stages`: tiles that are fetched ahead through shared memory; 1 fetches none ahead."""
+    each result. `stages`: tiles that are prefetched through shared memory; 1: no prefetch."""
 
     run_bytes: int
     rows: int
@@ -22,8 +21,9 @@ class RowConfig:
 
 @dataclass(frozen=True)
 class SplitConfig:
-    """The number of programs per SM that share the blocks of a result, and whether the last one to arrive combines the
-    parts."""
+    """The number of programs per SM that share the blocks of a result, and whether the last program to arrive combines
+    the parts.
+    """
 
     programs_per_sm: int
     last_combines: bool
@@ -31,8 +31,8 @@ class SplitConfig:
 
 @dataclass(frozen=True)
 class ColumnConfig:
-    """Parameters if the kept dimension is contiguous: its bytes in a tile (more if few elements are reduced), and bytes
-    of the tile.
+    """Parameters if the kept dimension is contiguous: the bytes of that dimension in a tile (more if few elements are
+    reduced), and the bytes of the tile.
     """
 
     width_bytes: int
@@ -46,7 +46,8 @@ class ColumnConfig:
 class AllConfig:
     """Parameters for one result of up to `total_bytes` in contiguous memory.
 
-    `early`: launched while the previous kernel may still run; this kernel waits for it (compute capability 9.0).
+    `early`: whether the kernel is launched while the previous one may still run; it then waits for that one (compute
+        capability 9.0).
     """
 
     total_bytes: int
@@ -73,7 +74,7 @@ ROWS = (
     RowConfig(run_bytes=8192, rows=4, block_bytes=512, warps=4, stages=3),
     RowConfig(run_bytes=ANY_BYTES, rows=1, block_bytes=16384, warps=8),
 )
-FAR_ROWS = (  # and a far dimension
+FAR_ROWS = (  # with a far dimension
     *(
         replace(config, stages=3)
         for config in (*SHORT_ROWS, RowConfig(run_bytes=4096, rows=2, block_bytes=4096, warps=4))
@@ -94,10 +95,10 @@ ALL = (
     AllConfig(total_bytes=1 << 27, block_bytes=16384, warps=8, split=SplitConfig(8, last_combines=True), early=True),
     AllConfig(total_bytes=ANY_BYTES, block_bytes=16384, warps=8, split=SplitConfig(4, last_combines=True), stages=3),
 )
-GRADIENT_BLOCK_BYTES, GRADIENT_WARPS = 8192, 4  # of a tile of x
-SHARE_ELEMENTS = 1 << 15  # of a tile, at most, if the kernel that writes the gradient also counts the ties
-SHARE_WIDTH_BYTES = 128  # of that tile, at least, if the kept dimension is contiguous
-SHARE_BLOCK_BYTES, SHARE_WARPS = 4096, 4  # of that tile; more if it needs more
-# of a thread, at most; with small integers, a tile of as many bytes would have more elements than registers can add up
+GRADIENT_BLOCK_BYTES, GRADIENT_WARPS = 8192, 4  # bytes of a tile of x
+SHARE_ELEMENTS = 1 << 15  # largest tile if the kernel that writes the gradient also counts the ties
+SHARE_WIDTH_BYTES = 128  # least bytes of that tile's rows if the kept dimension is contiguous
+SHARE_BLOCK_BYTES, SHARE_WARPS = 4096, 4  # warps of that tile, or more if it needs more
+# elements of a thread; with small integers, a tile limited only in bytes would need too many registers
 LANE_ELEMENTS = 32
-COMBINED = 4096  # partial results that a program of four warps or more holds at once
+COMBINED = 4096  # partial results that a program of four warps or more holds

@@ -1,13 +1,14 @@
 """Triton kernels of reductions and their gradients; `reductions.py` has the operators.
 
-A tile is KEPT results by REDUCED elements of each. A program folds every (number of splits)-th tile of its results into
-accumulators of the same shape, lane by lane. At the end it folds the accumulators into KEPT numbers. ALONG says in
-which direction memory is contiguous: along the reduced dimension (ROWS), along the kept one (COLUMNS), or neither.
-There are two kept and two reduced dimensions: a near and a far one each. If the far one is reduced, the tile is NESTED.
+A tile has KEPT results, and REDUCED elements for each result. A program folds every (number of splits)-th tile of its
+results into accumulators of the same shape, lane by lane. At the end it folds the accumulators into KEPT numbers. ALONG
+is the direction in which memory is contiguous: along the reduced dimension (ROWS), along the kept dimension (COLUMNS),
+or neither. There are a near and a far kept dimension, and a near and a far reduced dimension. If there is a far reduced
+dimension, the tile is NESTED.
 
 If the results are too few to fill a GPU, several programs split the elements of each result, and store partial results,
-(splits, results). Either a second kernel combines these in the order of the splits, or the last program of a tile to
-store its part does. The same bits come out each time. Arrival is counted with acquire and release: the program that
+(splits, results). These are combined in the order of the splits, by a second kernel or by the last program of a tile
+that stores its part. The bits are the same each time. Arrival is counted with acquire and release: the program that
 counts last sees the partial results of all others, and sets the counter back to zero for the next launch.
 
 Sizes and strides of contiguous memory are in groups of UNIT elements, so that the compiler knows a divisor and loads
@@ -24,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from rooftop.kernels.operands.triton_kernels.scalars import largest, smallest
 
 # The reductions: sums (up to NORM2), extremes, and (from ARGMAX on) the positions of extremes.
-TIES = tl.constexpr(0)  # how many elements equal the result
+TIES = tl.constexpr(0)  # counts the elements that equal the result
 ABSOLUTE_TIES = tl.constexpr(1)
 SUM = tl.constexpr(2)
 MEAN = tl.constexpr(3)
@@ -44,7 +45,7 @@ PARTIAL = tl.constexpr(1)  # another kernel combines
 LAST_COMBINES = tl.constexpr(2)
 
 ACCUMULATORS = {torch.float32: tl.float32, torch.int32: tl.int32, torch.int64: tl.int64}
-NOWHERE = tl.constexpr(1 << 62)  # the position of an element that does not exist
+NOWHERE = tl.constexpr(1 << 62)  # the position for elements that do not exist
 
 
 @triton.jit
@@ -53,14 +54,15 @@ def reduce_tiles(
     partials, places, counters,  # (splits, results); the same in int64, of ARG kinds; (programs of a split,) int32
     kept, kept_stride, out_stride, far_kept_stride, far_out_stride,
     reduced, reduced_stride, far_reduced, far_reduced_stride,
-    results, count,  # of all; elements of each, as a float
+    results, count,  # number of all results; elements of each, as a float
     KIND: tl.constexpr, ACCUMULATOR: tl.constexpr, IDENTITY: tl.constexpr, ALONG: tl.constexpr, UNIT: tl.constexpr,
     NESTED: tl.constexpr, FINISH: tl.constexpr, KEPT: tl.constexpr, REDUCED: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, WHOLE_BLOCKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The results of KEPT kept elements, or the partial results of this split; FINISH says which.
+    """Compute the results of KEPT kept elements, or the partial results of this split, depending on FINISH.
 
-    WHOLE_BLOCKS: for one result, all blocks but the last are read without a mask, so 16 bytes at a time at any size.
+    WHOLE_BLOCKS: for a single result, all blocks except the last are read without a mask, and so 16 bytes at a time for
+        any size.
     EARLY: launched while the previous kernel may still run; this kernel waits for it (programmatic dependent launch).
     """
     if EARLY:
@@ -88,7 +90,7 @@ def reduce_tiles(
             offset = tl.cast(index, tl.int64) * REDUCED + lane
             loaded = tl.load(x + offset[None, :]).to(ACCUMULATOR)
             best, found = _fold(best, found, loaded, index, target, True, KIND)
-        masked = whole + (split - whole % splits + splits) % splits  # the first one from `whole` on in this split
+        masked = whole + (split - whole % splits + splits) % splits  # the first block from `whole` on in this split
     for index in tl.range(masked, near * far_reduced, splits, num_stages=1 if WHOLE_BLOCKS else STAGES):
         offset, inside = _reduced_elements(
             index, near, lane, reduced, reduced_stride, far_reduced_stride, ALONG, UNIT, NESTED, REDUCED
@@ -111,7 +113,7 @@ def reduce_tiles(
         if KIND >= ARGMAX:
             tl.store(places + position, first, mask=exists)
     if FINISH == LAST_COMBINES:
-        tl.debug_barrier()  # the stores of all threads come before the count
+        tl.debug_barrier()  # all threads have stored before the count
         counter = counters + tl.program_id(0)
         if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
             value, first = _combined(
@@ -128,7 +130,7 @@ def combine_partials(
     KIND: tl.constexpr, ACCUMULATOR: tl.constexpr, IDENTITY: tl.constexpr,
     KEPT: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """KEPT results from their partial results."""
+    """Compute KEPT results from their partial results."""
     place = tl.program_id(0).to(tl.int64) * KEPT + tl.arange(0, KEPT)
     exists = place < results
     value, first = _combined(
@@ -145,7 +147,9 @@ def spread_gradient(
     KIND: tl.constexpr, ALONG: tl.constexpr, UNIT: tl.constexpr,
     NESTED: tl.constexpr, KEPT: tl.constexpr, REDUCED: tl.constexpr,
 ):  # fmt: skip
-    """dx of a tile, from each result y and its gradient dy; `ties` elements share the gradient of an extreme."""
+    """Compute dx of a tile, from each result y and its gradient dy; `ties` elements share the gradient of an
+    extreme.
+    """
     if ALONG == COLUMNS:
         kept = kept * UNIT
     if ALONG == ROWS:
@@ -181,7 +185,9 @@ def share_gradient(
     KIND: tl.constexpr, ALONG: tl.constexpr, UNIT: tl.constexpr,
     NESTED: tl.constexpr, KEPT: tl.constexpr, REDUCED: tl.constexpr,
 ):  # fmt: skip
-    """dx of a tile that contains all elements of its extremes. The kernel counts the ties itself and reads x once."""
+    """Compute dx of a tile that contains all elements of its extremes. The kernel counts the ties itself and reads x
+    once.
+    """
     if ALONG == COLUMNS:
         kept = kept * UNIT
     if ALONG == ROWS:
@@ -213,7 +219,7 @@ def _kept_elements(
     tile, kept, kept_stride, out_stride, far_kept_stride, far_out_stride,
     ALONG: tl.constexpr, UNIT: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """For a tile's kept elements (KEPT,): offsets in x, positions in the results, and which exist."""
+    """For a tile's kept elements (KEPT,): offsets in x, positions in the results, and whether they exist."""
     tiles = tl.cdiv(kept, KEPT)
     far = (tile // tiles).to(tl.int64)
     near = (tile % tiles).to(tl.int64) * KEPT + tl.arange(0, KEPT)
@@ -229,7 +235,9 @@ def _reduced_elements(
     index, near, lane, reduced, reduced_stride, far_reduced_stride,
     ALONG: tl.constexpr, UNIT: tl.constexpr, NESTED: tl.constexpr, REDUCED: tl.constexpr,
 ):  # fmt: skip
-    """For a block (REDUCED,) of the reduced dimension: offsets, and which exist. `near` blocks are one far step."""
+    """For a block (REDUCED,) of the reduced dimension: offsets, and whether elements exist. `near` blocks are one far
+    step.
+    """
     if NESTED:
         block, far = tl.cast(index % near, tl.int64), tl.cast(index // near, tl.int64)
     else:
@@ -246,7 +254,7 @@ def _reduced_elements(
 
 @triton.jit
 def _fold(best, found, loaded, index, target, inside, KIND: tl.constexpr):
-    """Each lane's value with one more element, and the block in which an extreme was first."""
+    """Update each lane's value with one more element, and the block in which an extreme was first."""
     if KIND == NORM1:
         best += tl.abs(loaded)
     elif KIND == NORM2:
@@ -282,7 +290,7 @@ def _beyond(value, best, KIND: tl.constexpr):
 
 @triton.jit
 def _across(best, where, KIND: tl.constexpr):
-    """(KEPT,) values of all lanes, and for ARG kinds the first positions."""
+    """Combine all lanes: values (KEPT,), and for ARG kinds the first positions."""
     SMALLEST: tl.constexpr = (KIND == AMIN) | (KIND == ARGMIN)
     first = 0
     if KIND <= NORM2:
@@ -310,8 +318,8 @@ def _combined(
     partials, places, place, exists, splits, results,
     KIND: tl.constexpr, ACCUMULATOR: tl.constexpr, IDENTITY: tl.constexpr, KEPT: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """(KEPT,) values and positions from the partial ones of all splits. The loads bypass this SM's L1, since other
-    programs stored them.
+    """Values and positions (KEPT,) from the partial results of all splits. The loads bypass this SM's L1, since other
+    programs stored the data.
     """
     lane = tl.arange(0, SPLITS)
     best = tl.full((KEPT, SPLITS), IDENTITY, ACCUMULATOR)
@@ -351,7 +359,7 @@ def _store_results(out, place, exists, value, first, count, KIND: tl.constexpr):
 
 @triton.jit
 def _shared(value, result, share, KIND: tl.constexpr):
-    """The gradient of elements: those that tie for the extreme share it."""
+    """The gradient of elements; the elements that tie for an extreme share its gradient."""
     if KIND == NORM_INF:
         return tl.where(tl.abs(value) == result, _sign(value) * share, 0.0)
     else:

@@ -1,7 +1,7 @@
 """Launch the kernels of sparse convolution, and compute orders of rows and lists of pairs for them.
 
 Time on one H200: a convolution reads `2 C` bytes for each pair in half precision. For each tap of a tile of rows it
-reads `2 C O` bytes of the weight, all of it from L2. Tall tiles read the weight less often. Fewer reads are useless if
+reads `2 C O` bytes of the weight, all from L2. Tall tiles read the weight less often. Fewer of the reads are useless if
 similar rows share a tile and tables are stored in reading order. `docs/measurements/kernels-sites.md` has the counts.
 """
 
@@ -28,7 +28,7 @@ def rows_tile(rows: int, out_channels: int, channels: int, features: Tensor) -> 
     return _rows_tile(table, rows, out_channels, channels, processors(features))
 
 
-@lru_cache(maxsize=4096)  # cached, because computing it takes as long as a small launch
+@lru_cache(maxsize=4096)  # cached, because the computation takes as long as a small launch
 def _rows_tile(table: tuple[RowsConfig, ...], rows: int, out_channels: int, channels: int, sms: int) -> WordConstants:
     config = next(config for config in table if out_channels <= config.channels)
     columns = min(config.columns, _power_of_two(out_channels))
@@ -61,7 +61,7 @@ def _weight_tile(
     outs, ins = min(config.outs, _power_of_two(out_channels)), min(config.ins, _power_of_two(channels))
     tiles = -(-out_channels // outs) * -(-channels // ins)
     programs, blocks = -(-config.programs_per_sm * sms // tiles), -(-length // config.depth)
-    if listed:  # the last piece of each tap is shorter than the others: fewer parts, so that all run at once
+    if listed:  # the last piece of each tap is shorter than the others; fewer parts, so that all run at once
         parts = max(taps, min(programs - taps, taps * blocks))
         pieces = parts + taps
     else:
@@ -110,8 +110,9 @@ def neighbour_masks(neighbours: Tensor) -> Tensor:
 
 def rows_by_mask(masks: Tensor) -> Tensor:
     """An order (M,) int64 of rows by their masks (M, words). Rows with the same mask are adjacent and keep their order,
-    and masks are near those that differ in few taps: a Gray code whose slowest bit is the rarest tap in a sample. Of
-    masks with more than 64 bits, it compares the rarest 64."""
+    and similar masks are close to each other, by a Gray code whose slowest bit is the rarest tap in a sample. Only the
+    64 rarest bits of longer masks are compared.
+    """
     rows, words = masks.shape
     if rows == 0 or words == 0:
         return torch.arange(rows, device=masks.device)
@@ -125,7 +126,7 @@ def _mask_keys(masks: Tensor) -> Tensor:
         bits = ((masks[:, :, None] >> torch.arange(32)) & 1).flatten(1).long()
         rarest_first = bits[torch.arange(tables.SAMPLE) * rows // tables.SAMPLE].sum(0).sort(stable=True).indices[:64]
         parities = bits[:, rarest_first].cumsum(1) % 2
-        parities[:, 0] -= 1  # the slowest of 64 bits is the sign
+        parities[:, 0] -= 1  # the slowest of 64 bits is the sign bit
         return (parities << torch.arange(len(rarest_first)).flip(0)).sum(1)
     require_triton()
     from rooftop.kernels.sites.triton_kernels.sparse_convs import count_bits, mask_keys
@@ -146,7 +147,7 @@ def _mask_keys(masks: Tensor) -> Tensor:
 
 def sorted_table(neighbours: Tensor, order: Tensor) -> Tensor:
     """(1 + ceil(T / 32) + T, M) int32 of a table (M, T) and an order (M,) of its rows: the order, the rows' masks, and
-    the sites tap by tap, all in that order. The part that a tile of the convolution reads is contiguous."""
+    the sites tap by tap, all in that order. So the part that a tile of the convolution reads is contiguous."""
     rows, taps = neighbours.shape
     words = -(-taps // 32)
     if without_kernels(neighbours.device):
@@ -166,8 +167,9 @@ def sorted_table(neighbours: Tensor, order: Tensor) -> Tensor:
 
 
 def row_order(neighbours: Tensor) -> Tensor:
-    """The order of a table (M, T) for `sparse_conv`: its `sorted_table` if TABLES_SORTED says so, else only the order
-    (M,). `row_order_shape` is its shape. Tables with fewer than SORTED_FROM rows keep their order."""
+    """The order of a table (M, T) for `sparse_conv`: its `sorted_table` if TABLES_SORTED is set, else only the order
+    (M,). `row_order_shape` is its shape. Tables with fewer than SORTED_FROM rows keep their order.
+    """
     rows = neighbours.shape[0]
     if rows < tables.SORTED_FROM:
         order = torch.arange(rows, dtype=torch.int32, device=neighbours.device)
@@ -193,8 +195,8 @@ def unsorted_table(table: Tensor, taps: int) -> Tensor:
 
 
 def blocks_of(table: Tensor, taps: int) -> tuple[Tensor, Tensor]:
-    """Which blocks of BLOCK_ROWS rows of a `sorted_table` have a neighbour at a tap: (T, ceil(M / BLOCK_ROWS)) int32,
-    ascending, and their number (T,) int32. Values past that number are undefined."""
+    """The blocks of BLOCK_ROWS rows of a `sorted_table` that have a neighbour at a tap: (T, ceil(M / BLOCK_ROWS))
+    int32, ascending, and their number (T,) int32. Values past that number are undefined."""
     rows = table.shape[1]
     blocks = -(-rows // tables.BLOCK_ROWS)
     if without_kernels(table.device):
@@ -257,7 +259,7 @@ def _pairs_by_torch(neighbours: Tensor, sites: int, capacity: int) -> tuple[Tens
 
 
 def has_table(order: Tensor | None) -> bool:
-    """Whether the tensor is a `sorted_table` and not only an order."""
+    """Whether the tensor is a `sorted_table`, and not only an order."""
     return order is not None and order.dim() == 2
 
 
@@ -265,7 +267,7 @@ def rows_of(neighbours: Tensor | None, order: Tensor | None) -> int:
     """The number of rows of a table; a sorted table may be given instead.
 
     Raises:
-        ValueError: neither is given.
+        ValueError: neither a table nor a sorted table is given.
     """
     if neighbours is not None:
         return neighbours.shape[0]
@@ -329,8 +331,8 @@ def weight_gradient(
 ) -> Tensor:
     """(O, T, C) from dy (M, O), features (N, C), and a table (M, T) or an `order` that contains it.
 
-    `pairs`: as from `pairs_of`, or, if `order` contains the table, from `blocks_of`. None: computed from such an order,
-    and for tables with many rows.
+    `pairs`: as from `pairs_of`, or, if `order` contains the table, from `blocks_of`. None: they are computed if the
+        order contains the table, and for tables with many rows.
     """
     require_triton()
     from rooftop.kernels.sites.triton_kernels.sparse_convs import sparse_conv_weight_gradient, sum_pieces
@@ -376,7 +378,7 @@ def weight_gradient(
 
 
 def _product(features: Tensor) -> WordConstants:
-    """How tiles are multiplied: float32 as TF32 if PyTorch's switch for convolutions allows it."""
+    """The precision of products of tiles: for float32 it is TF32 if PyTorch's switch for convolutions allows that."""
     if features.dtype != torch.float32:
         return _HALF_PRODUCT
     tf32 = matrix_precision(features, convolution=True) == "tf32"

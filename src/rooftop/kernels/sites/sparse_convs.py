@@ -2,16 +2,16 @@
 
 Graham et al. 2018, "3D Semantic Segmentation with Submanifold Sparse Convolutional Networks". It is computed as an
 implicit matrix product (Tang et al. 2023, "TorchSparse++"): rows are gathered while they are multiplied, and no
-gathered matrix is stored. The rulebook, `neighbours`, says which site is at which tap. Bound by memory for few
-channels, by the tensor cores from about 128 channels on.
+gathered matrix is stored. The rulebook, `neighbours`, contains the site at each tap. The convolution is bound by memory
+for few channels, and by the tensor cores from about 128 channels on.
 
-A tile of results multiplies only the taps that at least one of its rows has. On a surface a site has some 9 of 27
-neighbours; which ones depends on the surface's slope. Rows sorted by their taps (`rows_by_mask`) share tiles with
+A tile of results multiplies only the taps that at least one of its rows has. On a surface a site has about 9 of 27
+neighbours, and the slope of the surface determines these. Rows sorted by their taps (`rows_by_mask`) share tiles with
 similar rows, and a tile skips the taps that none of its rows has.
 
 The gradient of the features is the same product through the reverse table, with the weight transposed: no scatter, no
-atomics. The gradient of the weight is a sum over the pairs of each tap. It is cut into pieces of equal length, whose
-float32 sums are always added in the same order. Deterministic: the same bits each time.
+atomics. The gradient of the weight is a sum over the pairs of each tap. The pairs are cut into pieces of equal length,
+whose float32 sums are always added in the same order, so the bits are the same each time.
 
 `tables.py` has the launch parameters, `launches.py` launches the kernels.
 """
@@ -38,7 +38,7 @@ from rooftop.launch.operators import declare, no_second_derivative, no_tangents,
 from rooftop.launch.symbolic import recorded_whole
 
 TABLE = (torch.int32,)  # dtypes of tables
-ORDER = (torch.int32, torch.int64)  # of an order that contains only rows
+ORDER = (torch.int32, torch.int64)  # dtypes of an order that contains only rows
 MAX_ROWS = (1 << 31) - 1  # rows are numbered by int32
 PLAIN = "torch.nn.functional.conv3d on the dense grid"
 
@@ -101,7 +101,7 @@ def _check_values(features: Tensor, neighbours: Tensor | None, order: Tensor | N
 
 
 def _check_order(name: str, order: Tensor | None, table: Tensor) -> None:
-    """Check that the order has each row of the table (M, T) once, and contains no other table."""
+    """Check that the order has each row of the table (M, T) once, and contains no different table."""
     if order is None:
         return
     listed = order[0] if has_table(order) else order
@@ -173,7 +173,7 @@ class SparseConv(NamedTuple):
         if neighbours is None:
             assert order is not None
             neighbours = unsorted_table(order, _taps(weight))
-        values = functional.pad(features.to(matrices.dtype), (0, 0, 0, 1))  # and one row for taps without a site
+        values = functional.pad(features.to(matrices.dtype), (0, 0, 0, 1))  # with one more row, for taps without a site
         out = torch.zeros(neighbours.shape[0], weight.shape[0], dtype=torch.float64, device=features.device)
         for tap, column in enumerate(neighbours.unbind(1)):
             known = column >= 0
@@ -182,7 +182,7 @@ class SparseConv(NamedTuple):
         return (out if bias is None else out + bias).to(features.dtype)
 
     def keep(self, made: Tensor) -> tuple[Any, ...]:
-        """Everything except the bias."""
+        """The sum without the bias."""
         return self[:2] + self[3:]
 
     @staticmethod
@@ -202,7 +202,7 @@ class SparseConv(NamedTuple):
 
 
 class SparseConvBackward(NamedTuple):
-    """Gradients of features, weight and bias; those that `mask` does not ask for are empty."""
+    """Gradients of features, weight and bias; those that `mask` does not request are empty."""
 
     dy: Tensor
     features: Tensor
@@ -284,7 +284,7 @@ _sparse_conv_backward = declare(
 
 
 def _table_of(neighbours: Tensor | None, order: Tensor | None, weight: Tensor) -> Tensor:
-    """The table of sites alone, whatever the order of its rows."""
+    """The table of sites alone, with its rows in any order."""
     if neighbours is not None:
         return neighbours
     assert order is not None
@@ -292,7 +292,7 @@ def _table_of(neighbours: Tensor | None, order: Tensor | None, weight: Tensor) -
 
 
 def _product_flops(call: SparseConv | SparseConvBackward, operand: Tensor, products: int) -> dict[str, int]:
-    """Flops of `products` products of every pair. If the caller did not pass the number of pairs, counting them would
+    """Flops of `products` products of each pair. If the caller did not pass the number of pairs, counting them would
     wait for the GPU. The formula then assumes one pair for each result, the fewest possible, so that no roof is too
     low."""
     out_channels, *_, channels = call.weight.shape
@@ -324,15 +324,15 @@ def sparse_conv(
     """Convolution of N sites to M results, with a rulebook's table of neighbours.
 
     Args:
-        features: (N, C), bfloat16, float16, float32 or float64; under autocast features, weight and bias are cast as
-            those of conv3d.
+        features: (N, C), bfloat16, float16, float32 or float64; under autocast features, weight and bias are cast as in
+            conv3d.
         weight: (O, *kernel, C), spconv's layout, same dtype; T taps in all, in the order of the table's columns.
         bias: (O,), same dtype.
         neighbours: (M, T) int32, the row of features at each tap of a result, -1 for none. Out-of-range rows raise on
             the CPU; on a GPU they count as -1. None: `order` contains them.
-        reverse: (N, T) int32, the result that a row of features meets at each tap, -1 for none; for the gradient of the
-            features. None: `reverse_order` contains it, or the convolution is submanifold, whose reverse table is
-            neighbours with the taps in reverse order.
+        reverse: (N, T) int32, the result to which a row of features contributes at each tap, -1 for none; for the
+            gradient of the features. None: `reverse_order` contains it, or the convolution is submanifold, whose
+            reverse table is neighbours with the taps in reverse order.
         order, reverse_order: the results of `row_order` for the two tables, so that rows with the same neighbours are
             computed together; they may contain the tables. Any other order of the rows is possible, too: (M,) and (N,)
             int32 or int64. Without tables and order of the reverse direction, `order` serves both directions. None:
@@ -408,7 +408,7 @@ def _check_shapes(
             f"got {tuple(neighbours.shape)}"
         )
     rows = rows_of(neighbours, order)
-    for count in (rows, sites):  # instead of the maximum, because sizes that depend on data have none
+    for count in (rows, sites):  # not by the maximum, which sizes that depend on data do not have
         if count > MAX_ROWS:
             raise ValueError(f"sparse_conv: {count} rows exceed the range of int32: split the batch")
     check_shape("sparse_conv", "bias", bias, (weight.shape[0],))

@@ -1,13 +1,12 @@
-"""Pooling over each element of a batch of sites: the maximum, or the mean, of all its sites.
+"""Pooling over all sites of each batch element: the maximum or the mean.
 
-These operators replace spconv's SparseGlobalMaxPool and SparseGlobalAvgPool. Bound by memory: features are read once.
-Each program reduces a part of the rows to one row for each batch element that occurs in it. If rows are sorted by batch
-element, as in a rulebook, these are one or two rows. A reduction over programs follows. No call waits for the GPU, and
-there are no
-atomics: the results are the same bits each time.
+These operators replace spconv's SparseGlobalMaxPool and SparseGlobalAvgPool. They are bound by memory, and read
+features once. Each program reduces a part of the rows to one row for each batch element that occurs in it. If rows are
+sorted by batch element, as in a rulebook, these are one or two rows. A reduction over programs follows. No call waits
+for the GPU. There are no atomics, so the bits of the results are the same each time.
 
-All sites that attain a maximum share its gradient equally, as in `torch.amax`, so that it does not depend on the order
-of rows. (spconv loops over the batch elements in Python, and its mean returns one channel.)
+All sites that attain a maximum share its gradient equally, as in `torch.amax`, so the gradient does not depend on the
+order of rows. (spconv loops over the batch elements in Python, and its mean returns one channel.)
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def sparse_global_pool_reference(
     counts = _counts(element, batch_size)
     lengths = counts.tolist()
     ordered = features.index_select(0, element.sort(stable=True).indices)
-    *parts, _ = ordered.split([*lengths, len(batch) - sum(lengths)])  # the last rows are not sites
+    *parts, _ = ordered.split([*lengths, len(batch) - sum(lengths)])  # the last part has the rows that are not sites
     out = features.new_zeros(batch_size, features.shape[1])
     for row, part in zip(out, parts, strict=True):
         if len(part):
@@ -66,7 +65,7 @@ def _counts(element: Tensor, batch_size: int) -> Tensor:
 
 
 class Kept(NamedTuple):
-    """What backward needs. y and features are None for a mean."""
+    """The values that backward needs. y and features are None for a mean."""
 
     y: Tensor | None
     features: Tensor | None
@@ -106,7 +105,7 @@ class SparseGlobalPool(NamedTuple):
         return features.new_empty(size, features.shape[1]), self.batch.new_empty(size, dtype=torch.int32)
 
     def in_pytorch(self) -> tuple[Tensor, Tensor]:
-        """Compute the result without the number of sites of each element, because the reference waits for it."""
+        """Compute the result without the number of sites of each element, for which the reference would wait."""
         features, batch, batch_size, average = self
         element = _elements(batch, batch_size)
         counts, channels = _counts(element, batch_size), features.shape[1]
@@ -176,7 +175,7 @@ _sparse_global_pool_backward = declare(
 
 
 def _of_rows(values: Tensor, element: Tensor) -> Tensor:
-    """For each row the value of its batch element, (B, C) to (N, C); 0 for rows that are not sites."""
+    """Give each row the value of its batch element: (B, C) to (N, C), with 0 for rows that are not sites."""
     return torch.cat([values, values.new_zeros(1, values.shape[1])]).index_select(0, element)
 
 

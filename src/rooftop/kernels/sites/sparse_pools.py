@@ -1,13 +1,14 @@
 """Pooling over sites: out[m] = the maximum, or the mean, of features[neighbours[m, t]] over the taps t with a
 neighbour.
 
-The operators compute what spconv's SparseMaxPool and SparseAvgPool compute, from a rulebook's table of neighbours.
-Bound by memory. A program has some rows and columns of the result and loops over the taps, with several rows of
-features in flight at once. The mean divides by the number of a result's neighbours, not by the size of the window.
+The operators compute the same as spconv's SparseMaxPool and SparseAvgPool, from a rulebook's table of neighbours. They
+are bound by memory. A program computes some rows and columns of the result in a loop over the taps, with several rows
+of features in flight at once. The mean divides by the number of a result's neighbours, not by the size of the window.
 
 The gradient goes through the reverse table: each site adds up the gradients of its results, in the order of the taps.
-No scatter and no atomics: the results are the same bits each time. All sites that equal a maximum get its gradient, as
-in spconv, so it does not depend on the order of rows. PyTorch gives it to the first.
+There are no scatters and no atomics, so the bits of the results are the same each time. All sites that equal a maximum
+get its gradient, as in spconv, so the gradient does not depend on the order of rows. (PyTorch gives it to the first
+one.)
 
 Two results differ from spconv 2.3, which is wrong in both: its maximum is never below 0, and it multiplies the gradient
 of its mean by the number of neighbours instead of dividing.
@@ -77,7 +78,7 @@ def avg_pool_gradient_reference(dy: Tensor, counts: Tensor, reverse: Tensor) -> 
 
 
 def _by_tap(tensors: list[Tensor], table: Tensor, otherwise: float) -> Iterator[tuple[list[Tensor], Tensor]]:
-    """For each tap, the rows of the tensors that the table names (`otherwise` for -1), and whether they exist."""
+    """For each tap, the rows of the tensors at the table's indices (`otherwise` for -1), and whether they exist."""
     count = tensors[0].shape[0]
     if count == 0:
         return
@@ -96,7 +97,7 @@ def _counts(neighbours: Tensor, sites: int) -> Tensor:
 
 
 class Kept(NamedTuple):
-    """What backward needs. y and features are None for a mean."""
+    """The values that backward needs. y and features are None for a mean."""
 
     y: Tensor | None
     features: Tensor | None
@@ -212,8 +213,8 @@ def sparse_max_pool(features: Tensor, neighbours: Tensor, reverse: Tensor | None
         features: (N, C), bfloat16, float16, float32 or float64.
         neighbours: (M, T) int32, the row of features at each tap of a result, -1 for none. Out-of-range rows raise on
             the CPU; on a GPU they count as -1.
-        reverse: (N, T) int32, the result that a row of features meets at each tap, -1 for none; for the gradient. None:
-            the table is submanifold, whose reverse table is neighbours with the taps in reverse order.
+        reverse: (N, T) int32, the result to which a row of features contributes at each tap, -1 for none; for the
+            gradient. None: the table is submanifold, whose reverse table is neighbours with the taps in reverse order.
 
     Returns:
         (M, C), contiguous, of the features' dtype, even under autocast; 0 for a result without neighbours, NaN if a
@@ -232,8 +233,8 @@ def sparse_max_pool(features: Tensor, neighbours: Tensor, reverse: Tensor | None
 def sparse_avg_pool(features: Tensor, neighbours: Tensor, reverse: Tensor | None = None) -> Tensor:
     """The mean of each result's neighbours: their sum divided by their number, not by the size of the window.
 
-    Arguments, result and errors are those of `sparse_max_pool`. Added up in float32 (float64 for float64) in the order
-    of the taps.
+    Arguments, result and errors are those of `sparse_max_pool`. Sums are float32 (float64 for float64), in the order of
+    the taps.
     """
     return _pooled(features, neighbours, reverse, average=True)
 

@@ -38,9 +38,9 @@ class WeightConfig:
 
 ANY = 1 << 31
 
-# The fastest of those tried on an H200 at 64, 128 and 256 channels, and within 1% of it at 32. WEIGHT_HALF was not
-# timed beyond 128 channels (results/h200/tune_sparse_convs.json of the benchmarks). The parameters for float32 are
-# predicted.
+# The fastest of the parameters measured on an H200 at 64, 128 and 256 channels, and within 1% of the fastest at 32.
+# WEIGHT_HALF was not timed beyond 128 channels (results/h200/tune_sparse_convs.json of the benchmarks). The parameters
+# for float32 are predicted.
 HALF = (
     RowsConfig(channels=32, rows=128, columns=32, depth=32, warps=4, stages=5),
     RowsConfig(channels=64, rows=128, columns=64, depth=64, warps=4, stages=5),
@@ -60,10 +60,10 @@ WEIGHT_SINGLE = (
     WeightConfig(channels=ANY, outs=64, ins=64, depth=32, warps=4, stages=3, programs_per_sm=8, measured=False),
 )
 
-# If there are fewer tiles than multiprocessors, tiles get fewer rows, down to this number.
+# If there are fewer tiles than multiprocessors, tiles have fewer rows, down to this number.
 LEAST_ROWS = 32
 
-# Tables with at least this many rows and no given order are sorted. For smaller tables, a sort takes longer than it
+# Tables with at least this many rows and no given order are sorted. For smaller tables, a sort takes more time than it
 # saves (predicted).
 SORTED_FROM = 1 << 16
 
@@ -74,15 +74,15 @@ TABLES_SORTED = True
 # smaller tables, computing the lists takes longer than reading rows without a neighbour (predicted).
 LISTED_FROM = 1 << 14
 
-# The gradient of the weight takes or skips this many rows of a sorted table together, a multiple of each `depth` above.
-# On a surface, nearly all rows of such a block have a neighbour.
+# The gradient of the weight processes or skips this many rows of a sorted table together, a multiple of each `depth`
+# above. On a surface, nearly all rows of such a block have a neighbour.
 BLOCK_ROWS = 64
 
-# A sorted table with more rows is not cut into blocks, because int32 could not number them.
+# A sorted table with more rows is not cut into blocks, because int32 could not number the blocks.
 MOST_SORTED = 1 << 30
 MASK_ROWS, SORT_ROWS, PAIR_ROWS, TABLE_WARPS = 64, 128, 128, 4  # rows of a program that reads only a table
 KEY_ROWS, SAMPLE, SAMPLE_ROWS, SAMPLE_WARPS, SCANNED = 256, 4096, 1024, 16, 1024
-PIECES, ELEMENTS = 32, 128  # of a tile that sums the pieces
+PIECES, ELEMENTS = 32, 128  # elements of a tile that sums the pieces
 
 # ---- pooling in windows --------------------------------------------------------------------------------------------
 
@@ -118,5 +118,5 @@ class GlobalConfig:
     measured: bool = field(default=True, compare=False)  # or predicted
 
 
-# Predicted, not measured: each thread has twice 16 bytes, and there are as many programs as a multiprocessor holds.
+# Predicted, not measured: each thread has twice 16 bytes, and a multiprocessor has as many programs as it can hold.
 GLOBAL = GlobalConfig(tile_bytes=4096, columns=64, share=256, programs_per_sm=8, warps=4, measured=False)

@@ -1,13 +1,13 @@
 """Softmax and fused cross entropy of long rows in CUDA C++: a cluster of blocks holds a row, which it reads once.
 
-The formulas are in softmaxes.py and losses/losses.py, which call this module if a table says so. Bound by memory: the
-Triton kernels read a row twice if it does not fit in registers, and L2 serves the second read more slowly than memory
-serves the first. Here each block of a cluster keeps a part of the row in shared memory, and the blocks exchange their
-partial results. Rows may begin at any address, and loads still have 16 bytes (clusters.cu).
+The formulas are in softmaxes.py and losses/losses.py, which call this module for the rows in a table. The operators are
+bound by memory. The Triton kernels read a row twice if it does not fit in registers, and the second read, from L2, is
+slower than the first one from memory. Here each block of a cluster keeps a part of the row in shared memory, and the
+blocks exchange their partial results. Rows may begin at any address, and loads still have 16 bytes (clusters.cu).
 
 The kernels need sm_90 and `cuda.core`. Triton computes rows with masks or class weights, and results of another dtype
 than the
-rows. Deterministic: no atomics.
+rows. Results are deterministic, since there are no atomics.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ GROUP_BYTES = 16
 # ---- limits -----------------------------------------------------------------------------------------------------
 
 
-RESIDENT_THREADS = 512  # on an SM, of 128 registers each: RESIDENT in clusters.cu
-BLOCKS, HELD, THREADS = (1, 2, 4, 8, 16), range(3, 9), range(64, 513)  # of the clusters that odd rows may use
+RESIDENT_THREADS = 512  # on an SM, with 128 registers each: RESIDENT in clusters.cu
+BLOCKS, HELD, THREADS = (1, 2, 4, 8, 16), range(3, 9), range(64, 513)  # number of clusters that odd rows may use
 
 
 def fullest(groups: int, tensors: int, stages: int, shared_bytes: int) -> list[ClusterConfig]:
-    """Clusters for rows of `groups` 16-byte groups. The first leaves the fewest lanes of an SM without a group.
+    """Clusters for rows of `groups` 16-byte groups, in order. The first one leaves the fewest lanes of an SM without a
+    group.
 
     A thread's work for each row, in addition to its groups, counts as 1.5 groups. Each block of the cluster and each
-    warp of the block adds 1/16 for the exchange of results. With these weights, the number of busy lanes finds the
-    fastest of the shapes measured, or one within 4% of it (tune_clusters.json).
+    warp of the block adds 1/16 for the exchange of results. With these weights, the number of busy lanes selects the
+    fastest of the measured shapes, or one within 4% of it (tune_clusters.json).
 
     Args:
-        groups: the largest number of groups, wherever a row begins.
+        groups: the largest number of groups of a row, over all its possible starts.
         tensors: the number of tensors that the kernel reads.
         shared_bytes: shared memory available to a block.
     """
@@ -60,7 +61,7 @@ def fullest(groups: int, tensors: int, stages: int, shared_bytes: int) -> list[C
         needed = _shared_bytes(blocks, stages, tensors, part_groups)
         if threads not in THREADS or needed > shared_bytes:
             continue
-        resident = min(RESIDENT_THREADS // threads, (shared_bytes + 1024) // (needed + 1024))  # 1 KiB is the system's
+        resident = min(RESIDENT_THREADS // threads, (shared_bytes + 1024) // (needed + 1024))  # the system uses 1 KiB
         at_work = groups * resident / (blocks * (held + 1.5 + blocks / 16 + threads / 512))
         config = ClusterConfig(0, 0, blocks, threads, held, stages, odd=True)
         found.append((at_work, -abs(math.log2(threads / 128)), config))
@@ -88,9 +89,9 @@ class Rows(NamedTuple):
     """Rows that a kernel reads and writes, each of N columns with unit stride.
 
     Attributes:
-        dtypes: of the tensors that are read, and last of the result.
-        starts: for each tensor, the offset of the first row from a multiple of 16 bytes, and how much it grows from row
-            to row.
+        dtypes: dtypes of the tensors that are read, and last the dtype of the result.
+        starts: for each tensor, the offset of the first row from a multiple of 16 bytes, and the growth of this offset
+            from row to row.
     """
 
     columns: int
@@ -119,7 +120,7 @@ def entry_for(table: Table, rows: Rows) -> ClusterConfig | OddRows | None:
 
 
 def planned(entry: ClusterConfig | OddRows, rows: Rows, device: Device) -> Plan | str:
-    """The launch with which an entry's clusters compute rows, or the reason why they cannot."""
+    """The launch by which an entry's clusters compute rows, or the reason why they cannot."""
     if not set(rows.dtypes) <= CPP_TYPES.keys():
         return "rows are not of single or half precision"
     if len(set(rows.dtypes)) > 1:
@@ -234,8 +235,8 @@ def _launch(
     config = plan.config
     compiled = cuda.compile(cuda_text(*CUDA_FILES), kernel_name(kernel, x.dtype, variant, config), device=x.device)
     clusters = min(rows, max(1, compiled.active_clusters(config.threads, config.blocks, plan.shared_bytes, x.device)))
-    # Each cluster begins with `stages` + 1 rows; free clusters take the remaining rows. Each launch has its own
-    # counter, so that launches on several streams, and in graphs, do not share one.
+    # Each cluster begins with `stages` + 1 rows, and free clusters take the remaining rows. Each launch has its own
+    # counter, so launches on several streams or in graphs do not share one.
     left = rows > clusters * (config.stages + 1)
     counter = torch.zeros(1, dtype=torch.int32, device=x.device) if left else None
     compiled.launch(

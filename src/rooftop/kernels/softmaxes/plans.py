@@ -1,5 +1,5 @@
-"""Choose the kernel that computes a softmax or its gradient, and say why: a plan, from the tables and the facts of a
-call alone.
+"""Choose the kernel that computes a softmax or its gradient: a plan, with its reason, from the tables and the facts of
+a call alone.
 
 `launches.py` launches what a plan says and decides nothing, so the plan always shows what runs. Plans are cached, since
 a choice takes the host longer than a launch: call `forget` after a change of the tables.
@@ -28,10 +28,10 @@ Direction = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class SoftmaxPlan:
-    """How a softmax, its logarithm, or the gradient of either is computed.
+    """How a softmax, its logarithm, or the gradient of one of them is computed.
 
     Attributes:
-        backend: "tiles" (a program holds whole rows), "long" (a program takes a row block by block, twice), "clusters"
+        backend: "tiles" (a program holds whole rows), "long" (a program reads a row twice, block by block), "clusters"
             (CUDA C++: the shared memory of a cluster of blocks holds a row), "reference" (plain PyTorch).
         kernel: its name; empty if nothing is launched.
         grid: programs of a Triton kernel.
@@ -40,7 +40,7 @@ class SoftmaxPlan:
         constants: the Triton kernel's constants, and its number of warps.
         clusters: the cluster launch, and the part of a row in each block.
         reason: why this plan was chosen.
-        refused: why a cluster kernel that the table lists for these rows cannot compute them.
+        refused: the reason if a cluster kernel that the table lists for these rows cannot compute them.
     """
 
     backend: Backend
@@ -57,14 +57,14 @@ class SoftmaxPlan:
 
 
 class Problem(NamedTuple):
-    """What the choice depends on.
+    """The properties of a call on which the choice depends.
 
     Attributes:
-        rows, columns: rows that the kernel works on, and columns of each.
+        rows, columns: number of rows, and of columns in each.
         read, made: dtypes of x (in backward of dy and y), and the dtype of the result.
         stride: elements between rows of x, in backward of dy.
-        starts: where the rows of the tensors that are read begin (`clusters.Rows`).
-        mask: 0 none, 1 of numbers, 2 of booleans.
+        starts: the starts of the rows of the tensors that are read (`clusters.Rows`).
+        mask: 0: none, 1: numbers, 2: booleans.
         normal: whether the scale is a normal float32. Clusters fill elements past a row's end with -inf and multiply
             them by the scale.
         log: whether the result is the logarithm.
@@ -127,7 +127,7 @@ def choose(problem: Problem) -> SoftmaxPlan:
     if problem.rows == 0 or problem.columns == 0:
         return SoftmaxPlan("tiles", "", (), (), {}, None, "the result has no elements")
     forward, columns = problem.direction == "forward", problem.columns
-    result_start = (0, columns * problem.made.itemsize % clusters.GROUP_BYTES)  # for memory that was just allocated
+    result_start = (0, columns * problem.made.itemsize % clusters.GROUP_BYTES)  # assumes memory that was just allocated
     rows = clusters.Rows(columns, (*problem.read, problem.made), (*problem.starts, result_start))
     entry = clusters.entry_for(tables.CLUSTER_FORWARD if forward else tables.CLUSTER_BACKWARD, rows)
     found = _by_clusters(problem, entry, rows) if entry is not None else None

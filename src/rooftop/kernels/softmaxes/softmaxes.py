@@ -1,10 +1,10 @@
 """Softmax and its logarithm along one dimension, of x * scale + mask.
 
-y = exp(s - max s) / sum(exp(s - max s)), s = x * scale + mask. Online maximum and sum of long rows: Milakov and
-Gimelshein 2018, "Online normalizer calculation for softmax". Bound by memory at every size: forward reads x (and the
-mask) and writes y; backward reads dy and y, and writes dx. A program reads a row once if its registers hold it. Longer
-rows are read twice, the second time from L2 as long as the rows in flight fit there; or clusters of blocks read them
-once (clusters.py). Deterministic: no atomics.
+y = exp(s - max s) / sum(exp(s - max s)), s = x * scale + mask. Long rows have an online maximum and sum: Milakov and
+Gimelshein 2018, "Online normalizer calculation for softmax". Softmax is bound by memory at every size: forward reads x
+(and the mask) and writes y; backward reads dy and y, and writes dx. A program reads a row once if its registers hold
+it. Longer rows are read twice, the second time from L2 as long as the rows in flight fit there, or clusters of blocks
+read them once (clusters.py). Results are deterministic, since there are no atomics.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rooftop.launch.symbolic import recorded_whole
 
 
 class Kept(NamedTuple):
-    """What backward needs of a softmax in `dtype`. An added mask contributes only its shape and dtype."""
+    """The values that backward needs for a softmax in `dtype`. An added mask contributes only its shape and dtype."""
 
     y: Tensor
     boolean_mask: Tensor | None
@@ -93,7 +93,7 @@ class Softmax(NamedTuple):
 
 
 class SoftmaxBackward(NamedTuple):
-    """dx in `dtype`; `mask` only if it is boolean: no gradient passes where it is False."""
+    """dx in `dtype`. `mask` is given only if it is boolean; elements where it is False get no gradient."""
 
     dy: Tensor
     y: Tensor
@@ -144,8 +144,8 @@ def softmax(
 
     Args:
         input: any shape, bfloat16, float16, float32 or float64.
-        dim: the dimension along which the results sum to one. Any dimension but the last costs a transposed copy of
-            `input`, and `dim` is then the contiguous dimension of the result.
+        dim: the dimension along which the results sum to one. Any dimension except the last one costs a transposed copy
+            of `input`, and `dim` is then the contiguous dimension of the result.
         dtype: `input` is first cast to this dtype (from half to single precision: within the kernel).
         mask: broadcastable to `input`, on the same device. Numbers are added; in a boolean mask, False excludes an
             element (as in `torch.nn.functional.scaled_dot_product_attention`). The gradient of an added mask costs two
@@ -186,8 +186,8 @@ def softmax_plan(
     scale: float = 1.0,
     direction: Direction = "forward",
 ) -> SoftmaxPlan:
-    """Say which kernel computes `softmax` of these arguments, and why, without launching it. `log_softmax` uses the
-    same plan.
+    """Return the kernel that would compute `softmax` of these arguments, and the reason, without launching it.
+    `log_softmax` uses the same plan.
 
     Args:
         input, dim, dtype, mask, scale: as in `softmax`.

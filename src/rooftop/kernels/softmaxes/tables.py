@@ -11,9 +11,9 @@ from rooftop.kernels.operands.strided_rows import LINE_BYTES
 # The fastest of the parameters measured on an H200 in half precision with 1024 (rows of 2 KiB forward, 4 KiB backward),
 # 4096, 8192, 16384 and 32768 columns, and for long rows with 128256. Between these sizes, a thread's part of a row is
 # taken from the layer norm's table, since the memory traffic is the same. Backward holds 128 KiB of a row in 16 warps,
-# where few of a thread's 128 registers spill. In 32 warps with 64 registers more of them spill, and it is slower. Long
-# rows: one wide program per SM. The 132 rows of 128256 half precision elements then take 34 MB of the 50 MB of L2 when
-# they are read again.
+# where few of a thread's 128 registers spill. With 32 warps of 64 registers, more registers spill, and backward is
+# slower. Long rows: one wide program per SM. The 132 rows of 128256 half precision elements then take 34 MB of the 50
+# MB of L2 when they are read again.
 FORWARD = (
     TileConfig(row_bytes=256, rows=16, block_bytes=256, warps=2, hold=True),
     TileConfig(row_bytes=512, rows=8, block_bytes=256, warps=2, hold=True),
@@ -64,7 +64,8 @@ class ClusterConfig:
 
 @dataclass(frozen=True)
 class OddRows:
-    """Rows that begin or end within a group of 16 bytes; they use the first of the `fullest` clusters.
+    """Parameters for rows that begin or end within a group of 16 bytes; they use the first of the `fullest`
+    clusters.
 
     Attributes:
         above_bytes, row_bytes, stages: as in ClusterConfig.
@@ -80,7 +81,7 @@ class OddRows:
 
 Table = tuple[ClusterConfig | OddRows, ...]
 
-# From an H200 (results/h200/tune_clusters.json): Triton's kernels are faster for the rows that are not listed here.
+# Measured on an H200 (results/h200/tune_clusters.json). For rows that are not listed here, Triton's kernels are faster.
 CLUSTER_FORWARD: Table = (
     OddRows(above_bytes=4096, row_bytes=12_000),
     OddRows(above_bytes=12_000, row_bytes=32_768, unless=8),

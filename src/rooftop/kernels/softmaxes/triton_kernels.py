@@ -1,14 +1,14 @@
 """Triton kernels of softmax and its logarithm; `softmaxes.py` has the operators.
 
 Rows that fit a program's registers are read from memory once. A tile is ROWS rows by BLOCKS blocks of COLUMNS elements.
-It is kept as loaded (with a mask: as float32 scores) or, if HOLD says so, as float32 exponentials. Longer rows are read
-twice by so few persistent programs that L2 still holds most of a row when it is read again. The second pass goes from
-the end to the beginning, so it starts with the part that was read last. The part of a row past its last full block
-stays in registers: the loops load without masks. In the first pass each lane keeps its own maximum and its sum of
-exponentials relative to it (Milakov and Gimelshein 2018), merged at the end.
+A tile is kept as loaded (with a mask: as float32 scores) or, with HOLD, as float32 exponentials. Longer rows are read
+twice. There are so few persistent programs that L2 still holds most of a row when it is read again. The second pass
+goes from the end to the beginning, so it starts with the part that was read last. The part of a row after its last full
+block stays in registers, so the loops load without masks. In the first pass each lane keeps its own maximum and its sum
+of exponentials relative to it (Milakov and Gimelshein 2018), merged at the end.
 
 WIDE, for float32 results: forward adds up exponentials in float64, and backward is float64 between loads and stores.
-Rounding a sum shifts all results of its row alike. In one of twenty small tensors that shift exceeds twice PyTorch's
+Rounding a sum shifts all results of its row equally. In one of twenty small tensors that shift exceeds twice PyTorch's
 error. For the same reason backward divides the sum of dy * y by the sum of y, which is not exactly one. Half precision
 results are rounded so coarsely that this makes no difference.
 
@@ -39,7 +39,7 @@ def softmax_forward(
     MASK: tl.constexpr, LOG: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr,
     HOLD: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """softmax(x * scale + mask) of ROWS rows."""
+    """Compute softmax(x * scale + mask) of ROWS rows."""
     columns = units * UNIT
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # (ROWS,)
     lane = tl.arange(0, COLUMNS)
@@ -136,7 +136,7 @@ def softmax_backward(
     MASK: tl.constexpr, LOG: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dx of ROWS rows from y and dy; 0 where a mask of bytes is 0."""
+    """Compute dx of ROWS rows from y and dy; dx is 0 where a mask of bytes is 0."""
     columns = units * UNIT
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, COLUMNS)
@@ -261,8 +261,8 @@ def _load(place, inside):
 
 @triton.jit
 def _rows_of_mask(row, middle, inner, outer_stride, middle_stride, inner_stride):
-    """Where the mask's rows begin: the row number of x counts through (outer, middle, inner), whose strides may be
-    0.
+    """The start of each row of the mask. The row number of x counts through (outer, middle, inner), whose strides may
+    be 0.
     """
     outer = row // inner // middle
     return outer * outer_stride + (row // inner % middle) * middle_stride + (row % inner) * inner_stride

@@ -1,1 +1,1 @@
-"""The Triton kernels of norms, in a file for each file of operators or of launches that starts them."""
+"""The Triton kernels of norms, in one file for each file of operators or launches."""

@@ -81,7 +81,7 @@ def norm_forward_long(
         scale = 1.0 / tl.sqrt(tl.sum(lane_squares, axis=0) * (1.0 / columns) + eps)
         tl.store(rstd + row, scale)
         if total is not None:
-            tl.debug_barrier()  # below, the program reads what other threads stored
+            tl.debug_barrier()  # below, the program reads data that other threads have stored
         for behind in tl.range(0, blocks, num_stages=STAGES):
             place = (blocks - 1 - behind) * COLUMNS + lane
             if total is not None:
@@ -107,8 +107,8 @@ def norm_row_sums(
     rows, units, dy_stride, x_stride,
     RMS: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The means along long rows that dx needs: that of dy * weight, and that of dy * weight times the normalized x. The
-    third result is the rounding error of x's mean (norms.py)."""
+    """Compute the means along long rows that dx needs: the mean of dy * weight, and the mean of dy * weight times the
+    normalized x. The third result is the rounding error of x's mean (norms.py)."""
     CORRECTED: tl.constexpr = not RMS and x.dtype.element_ty == tl.float32
     columns = units * UNIT
     row = tl.program_id(0).to(tl.int64)
@@ -155,7 +155,7 @@ def norm_backward_long(
     RMS: tl.constexpr, SUM_WEIGHT: tl.constexpr, SUM_BIAS: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr,
     COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dx of a block of columns in every (number of chunks)-th row, and the sums over the same rows.
+    """Compute dx of a block of columns in every (number of chunks)-th row, and the sums over the same rows.
 
     With SHIFT the number of chunks is a multiple of eight, so that all rows of a program have the same shift.
     """

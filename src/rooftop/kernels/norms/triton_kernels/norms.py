@@ -2,7 +2,7 @@
 
 Rows that fit a program's registers are read from memory once. A tile is ROWS rows by BLOCKS blocks of COLUMNS elements.
 Float32 values are computed block by block: between two passes over a row, only its elements as loaded stay in
-registers. If the length of a row is not a power of two, only a part of the last block is masked. Backward is
+registers. If the length of a row is not a power of two, masks cover only a part of the last block. Backward is
 persistent: while a program computes a tile, its next tiles are loaded to shared memory (STAGES). The sums for the
 gradients of weight and bias stay in registers until the end. `triton_kernels/long_norms.py` has the kernels for longer
 rows.
@@ -11,9 +11,9 @@ Statistics are float32. The variance comes from squared deviations from the mean
 large common offset keep their accuracy. The mean itself is rounded to float32; in a row with a large offset its error
 exceeds the rounding of the deviations. For float32 rows (CORRECTED) the kernel therefore subtracts the mean of the
 deviations
-too. A sum is multiplied by 1 / N, not divided by N: the fast division is not exact even for N = 1. A sum with a
-residual is rounded before it is normalized, so that backward, which reads the stored sum, sees the same numbers. In
-nearly constant rows the large 1 / std would multiply the difference.
+too. A sum is multiplied by 1 / N, not divided by N, because the fast division is not exact even for N = 1. A sum with a
+residual is rounded before it is normalized, so that backward, which reads the stored sum, uses the same numbers. In
+nearly constant rows the large 1 / std would magnify a difference.
 
 `units` and the strides count groups of UNIT elements, so that the compiler knows a divisor of N and loads several
 elements at a time; EVEN says that N fills the tile. All offsets of rows are 64-bit. Tensors that may be None are
@@ -21,10 +21,10 @@ compiled out.
 
 Shifted kernels are for two-byte elements and an N that eight does not divide, whose rows begin at odd addresses. They
 load the groups of eight elements that enclose a row, 16 bytes at a time; lane i then holds column i - shift. A program
-works on rows whose distance is a multiple of eight. They have the same shift, so its weights and sums stay in the same
-lanes. Blocks from 1 to before WHOLE contain no end of a row. Whole groups are stored 16 bytes at a time, and the two
-groups at a row's ends one element at a time. The number of rows is a multiple of eight, so no group reaches past the
-tensor.
+works on rows whose distance is a multiple of eight. These rows have the same shift, so weights and sums stay in the
+same lanes. Blocks from 1 to before WHOLE contain no end of a row. Whole groups are stored 16 bytes at a time, and the
+two groups at a row's ends one element at a time. The number of rows is a multiple of eight, so no group reaches past
+the tensor.
 """
 
 from __future__ import annotations
@@ -243,8 +243,7 @@ def norm_backward(
             held = held + (parameters(weight, block * COLUMNS + lane, columns, EVEN or block < BLOCKS - 1)[None, :],)
         weight_sums = weight_sums + (tl.zeros((ROWS, COLUMNS), tl.float32),)
         bias_sums = bias_sums + (tl.zeros((ROWS, COLUMNS), tl.float32),)
-    # A program takes every (number of programs)-th tile of rows, the same ones in each run, so the sums are
-    # deterministic.
+    # A program takes every (number of programs)-th tile of rows, the same in each run, so the sums are deterministic.
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
         dy_rows = dy + row[:, None] * (dy_stride * UNIT) + lane[None, :]  # (ROWS, COLUMNS)
@@ -448,7 +447,7 @@ def add_partial_sums(
         tl.store(dbias + column, total.to(dbias.dtype.element_ty), mask=column < columns)
 
 
-# ---- functions that several kernels share, also those of triton_kernels/long_norms.py --------------------------------
+# ---- functions that several kernels share, also in triton_kernels/long_norms.py --------------------------------
 
 
 @triton.jit

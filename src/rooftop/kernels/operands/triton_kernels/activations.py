@@ -1,8 +1,8 @@
 """Activations and their gradients, for kernels that complete products.
 
-Activations cost as much as the last tenth of the product unless they overlap with it. Most of that is in the unit for
-exponentials and reciprocals, which is 8 times slower than multiplication. HALF says that results are rounded to 16
-bits: then each needs one exponential and a polynomial (`normal_below`, `_reciprocal`), with errors far below that
+Activations take a tenth of the product's time unless they overlap with it. Most of that time is spent in the unit for
+exponentials and reciprocals, which is 8 times slower than multiplication. HALF: results are rounded to 16 bits. Each
+activation then needs one exponential and a polynomial (`normal_below`, `_reciprocal`), with errors far below that
 rounding. Activations of float32 are as accurate as PyTorch's: exponentials of reduced arguments, divisions that round
 correctly, no cancellation.
 """
@@ -107,7 +107,9 @@ def _sigmoid(values, HALF: tl.constexpr):
 
 @triton.jit
 def _shares(values):
-    """(sigmoid(v), sigmoid(-v)) in float32; 1 minus the first would lose a small second."""
+    """(sigmoid(v), sigmoid(-v)) in float32. The second is not computed as 1 minus the first, which would lose small
+    values.
+    """
     small = exponential(-tl.abs(values), True)
     larger = tl.div_rn(1.0, 1.0 + small)
     smaller = small * larger

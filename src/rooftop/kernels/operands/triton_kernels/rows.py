@@ -1,4 +1,4 @@
-"""Functions of kernels that work on rows: which elements exist, and sums over lanes."""
+"""Functions of kernels that work on rows: masks of existing elements, and sums over lanes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def tile_of_program(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(row, column, inside) of this program's elements; neighbouring tiles have consecutive programs."""
+    """(row, column, inside) of this program's elements; consecutive programs have neighbouring tiles."""
     blocks = tl.cdiv(columns, COLUMNS)
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -18,7 +18,7 @@ def tile_of_program(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def is_inside(row, rows, column, columns, FULL: tl.constexpr):
-    """Which elements of a block exist: (ROWS, 1) if all columns are inside (FULL), else (ROWS, COLUMNS)."""
+    """Mask of the elements of a block that exist: (ROWS, 1) if all columns are inside (FULL), else (ROWS, COLUMNS)."""
     inside = (row < rows)[:, None]
     if not FULL:
         inside = inside & (column < columns)[None, :]
@@ -27,7 +27,7 @@ def is_inside(row, rows, column, columns, FULL: tl.constexpr):
 
 @triton.jit
 def fold_scores(largest, total, scores, GROUP: tl.constexpr):
-    """Each lane's maximum and its sum of exp(score - maximum), after GROUP more neighbouring scores.
+    """Update each lane's maximum and its sum of exp(score - maximum) with GROUP more neighbouring scores.
 
     The sum is rescaled once for each group, not once for each score. A lane that has only seen -inf has a sum of 0.
     """

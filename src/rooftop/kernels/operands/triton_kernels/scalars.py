@@ -1,7 +1,7 @@
 """Functions that kernels of elementwise expressions call; `elementwise/expression_sources.py` writes the kernels.
 
-With PRECISE, results are as accurate as PyTorch's in float32. Otherwise they are as accurate as half precision needs,
-with fewer instructions. These functions call only what Triton's interpreter supports (no libdevice).
+With PRECISE, results are as accurate as PyTorch's in float32. Otherwise they need fewer instructions, and are accurate
+enough for half precision. These functions call only what Triton's interpreter supports (no libdevice).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2_HIGH = tl.constexpr(0.693145751953125)  # 15 bits: its products with small integers are exact
+LN_2_HIGH = tl.constexpr(0.693145751953125)  # 15 bits, so that its products with small integers are exact
 LN_2_LOW = tl.constexpr(1.42860682030941723212e-6)
 # Fitted to (tanh(x) - x) / x^3 as a polynomial of x^2 up to 0.62^2: within 0.85 units in the last place in float32.
 TANH_1 = tl.constexpr(-0.333333283662796)
@@ -27,7 +27,9 @@ DOUBLE_BEYOND_BITS = tl.constexpr(0x4330000080000000)  # flipping the sign bit o
 
 @triton.jit
 def exponential(x, PRECISE: tl.constexpr):
-    """exp(x). The hardware's 2^(x log2 e) loses the product's rounding; Cody and Waite 1980 keep it."""
+    """exp(x). The hardware's 2^(x log2 e) loses the rounding error of the product; the method of Cody and Waite 1980
+    keeps it.
+    """
     if PRECISE:
         n = tl.minimum(tl.maximum(tl.floor(x * LOG2_E + 0.5), -126.0), 127.0)
         rest = (x - n * LN_2_HIGH) - n * LN_2_LOW
@@ -135,7 +137,7 @@ def power(a, b, PRECISE: tl.constexpr):
     whole = tl.floor(b) == b
     odd = whole & (b - 2.0 * tl.floor(b * 0.5) == 1.0)
     found = tl.where((size == 1.0) & ((b == float("inf")) | (b == float("-inf"))), 1.0, found)
-    negative = (a < 0) | ((a == 0.0) & (1.0 / a < 0))  # -0.0 too
+    negative = (a < 0) | ((a == 0.0) & (1.0 / a < 0))  # also for -0.0
     found = tl.where((a < 0) & (a != float("-inf")) & ~whole, float("nan"), found)
     found = tl.where(negative & odd, -found, found)
     return tl.where((b == 0.0) | (a == 1.0), 1.0, found)
@@ -153,7 +155,7 @@ def round_half_even(x):
 @triton.jit
 def nearest_integer(x):
     """The nearest integer, with ties to the even one, for |x| up to 2^22 in float32. In float64 this returns its lower
-    32 bits, for |x| up to 2^51. A sum beyond 2^23 or 2^52 has no fraction, and holds the integer in its last bits: GPUs
+    32 bits, for |x| up to 2^51. A sum beyond 2^23 or 2^52 has no fraction, and holds the integer in its last bits. GPUs
     add doubles four times as fast as they convert them."""
     if x.dtype == tl.float64:
         return (x + DOUBLE_MIDDLE).to(tl.int64, bitcast=True).to(tl.int32)
@@ -183,17 +185,17 @@ def sign(x):
 
 @triton.jit
 def largest(a, b):
-    """max(a, b), and NaN if either is."""
+    """max(a, b); NaN if a or b is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def smallest(a, b):
-    """min(a, b), and NaN if either is."""
+    """min(a, b); NaN if a or b is NaN."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def rectified(x):
-    """max(x, 0), and NaN if x is."""
+    """max(x, 0); NaN if x is NaN."""
     return tl.where(x < 0, tl.full((), 0, x.dtype), x)

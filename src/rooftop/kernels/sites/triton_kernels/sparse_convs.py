@@ -1,20 +1,21 @@
-"""Triton kernels of sparse convolution; `sparse_convs.py` has the operator and explains them.
+"""Triton kernels of sparse convolution; `sparse_convs.py` has the operator and explains the kernels.
 
 A neighbour table has a row for each result and a column for each tap of the window (an offset): the site at that tap,
 or -1. Sites outside the features count as -1. WIDE: some offset needs 64 bits.
 
-`sparse_conv_rows` is a product of two matrices, and the first one is never stored. Its rows are results and its columns
-channels of the result. K runs over the taps and, within a tap, over the channels. A bit mask says which taps a tile of
-rows has. The loop takes the lowest bit, and clears it when the tap's channels are done. So the loop has no branch, and
-the loads of later steps are in flight while a step is multiplied.
+`sparse_conv_rows` is a product of two matrices, and the first one is never stored. The rows of the product are results,
+and its columns are channels of the result. K runs over the taps and, within a tap, over the channels. A bit mask
+contains the taps that a tile of rows has. The loop takes the lowest bit, and clears it after the tap's channels. So the
+loop has no branch, and the loads of later steps are in flight while a step is multiplied.
 
 `sparse_conv_weight_gradient` reduces over pairs of a site and a result, tap by tap, in pieces of equal length that
 `sum_pieces` adds up. In a sorted table the pairs of a tap are close together: `block_bits` and `list_blocks` list the
 blocks that contain a tap. For other tables `count_pairs`, `start_pairs` and `list_pairs` list the pairs themselves; the
-table alone determines each pair's position. Without lists it reads all rows.
+table alone determines each pair's position. Without lists, `sparse_conv_weight_gradient` reads all rows.
 
 `neighbour_bits`, `count_bits` and `mask_keys` compute the keys for sorting rows; `sort_table` writes the table in that
-order. Tables are read along taps and lists are written along rows, each in the direction in which memory is contiguous.
+order. Tables are read along taps, and lists are written along rows, because these are the directions in which their
+memory is contiguous.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def sparse_conv_rows(
 ):  # fmt: skip
     """out[m] = bias + sum over taps t of weight[:, t] features[neighbours[m, t]].
 
-    MIRRORED: the taps of the weight are taken from last to first. WIDTH: taps that are examined together.
+    MIRRORED: the taps of the weight are used from last to first. WIDTH: taps that are examined together.
     """
     WORDS: tl.constexpr = (TAPS + 31) // 32
     column_tiles: tl.constexpr = (OUT_CHANNELS + COLUMNS - 1) // COLUMNS
@@ -222,7 +223,7 @@ def count_bits(
     rows,
     WORDS: tl.constexpr, SAMPLE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """How many of SAMPLE rows, spread evenly, have each bit of a word."""
+    """For each bit of a word, the number of SAMPLE evenly spread rows that have it."""
     word, bit = tl.program_id(0), tl.arange(0, 32)
     count = tl.zeros((32,), tl.int32)
     for start in range(0, SAMPLE, ROWS):
@@ -237,10 +238,10 @@ def mask_keys(
     rows,
     WORDS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The position of a mask in a Gray code whose slowest bit is the rarest: neighbours in that order differ in few
-    bits.
+    """The position of a mask in a Gray code whose slowest bit is the rarest one, so that neighbours in that order
+    differ in few bits.
 
-    For masks of more than 64 bits, only the rarest 64 bits.
+    For masks of more than 64 bits, only the rarest 64 bits count.
     """
     KEY_BITS: tl.constexpr = 32 if WORDS == 1 else 64
     row = _rows(ROWS, WIDE)
@@ -267,7 +268,7 @@ def mask_keys(
     if WORDS > 1:
         code ^= code >> 32
     kind = keys.dtype.element_ty
-    key = code.to(kind, bitcast=True) ^ (tl.full((), 1, kind) << (KEY_BITS - 1))  # to signed order
+    key = code.to(kind, bitcast=True) ^ (tl.full((), 1, kind) << (KEY_BITS - 1))  # to the order of signed integers
     tl.store(keys + row, key, mask=row < rows)
 
 
@@ -298,7 +299,7 @@ def sort_table(
 
 @triton.jit
 def block_bits(
-    table, bits,  # as `sort_table` has it; (words, blocks)
+    table, bits,  # the result of `sort_table`; (words, blocks)
     rows, blocks,
     TAPS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -398,7 +399,7 @@ def list_pairs(
 def _plus(left, right, total, PRECISION: tl.constexpr, WIDEN: tl.constexpr, BY_BLOCK: tl.constexpr):
     """total + left @ right. BY_BLOCK: products are first added to each other, which rounds less."""
     if BY_BLOCK:
-        # This limit, which has no other effect in float32, keeps the compiler from adding products to the total.
+        # This limit keeps the compiler from adding products to the total, and has no other effect in float32.
         return total + tl.dot(left, right, input_precision=PRECISION, max_num_imprecise_acc=1)
     else:
         return plus_product(left, right, total, PRECISION, WIDEN)
@@ -411,8 +412,8 @@ def _pieces(
 ):  # fmt: skip
     """The pairs of T taps, cut into pieces of equal length for `parts` programs: at most `parts` + T pieces.
 
-    Returns the pairs, the length of a piece, and where each tap's pieces begin and end among all pieces, each (LANES,).
-    Pairs beyond a list's capacity are not counted. BLOCK: counts are of blocks of BLOCK rows.
+    Returns the pairs, the length of a piece, and the begin and end of each tap's pieces among all pieces, each
+    (LANES,). Pairs beyond a list's capacity are not counted. BLOCK: counts are of blocks of BLOCK rows.
     """
     lane = tl.arange(0, LANES)
     count = tl.load(counts + lane, mask=lane < TAPS, other=0)
@@ -428,7 +429,7 @@ def _pieces(
 
 @triton.jit
 def _line(number, length, WIDE: tl.constexpr):
-    """The start of a line with that length."""
+    """The start of a line with this length."""
     if WIDE:
         return tl.cast(number, tl.int64) * length
     else:
@@ -446,7 +447,7 @@ def _rows(ROWS: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def _known(neighbours, row, real, first_tap, sites, TAPS: tl.constexpr, WIDTH: tl.constexpr):
-    """Which of WIDTH taps of each row have a site, (ROWS, WIDTH)."""
+    """Whether each of WIDTH taps of each row has a site, (ROWS, WIDTH)."""
     tap = first_tap + tl.arange(0, WIDTH)
     inside = real[:, None] & (tap < TAPS)[None, :]
     site = tl.load(neighbours + (row[:, None] * TAPS + tap[None, :]), mask=inside, other=-1)

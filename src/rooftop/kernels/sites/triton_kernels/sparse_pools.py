@@ -1,5 +1,5 @@
 """Triton kernels of pooling over sites; `sparse_pools.py` and `sparse_global_pools.py` have the operators and explain
-them.
+the kernels.
 
 `triton_kernels/sparse_convs.py` describes the table of neighbours. Sites and results out of range count as absent.
 WIDE: some offset needs 64 bits. AHEAD taps of a row are loaded at once.
@@ -18,7 +18,9 @@ def sparse_pool_rows(
     AVERAGE: tl.constexpr, WIDE: tl.constexpr, TAPS: tl.constexpr, CHANNELS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The maximum or the mean of each row's neighbours, 0 without neighbours; for the mean also their number."""
+    """Compute the maximum or the mean of each row's neighbours, 0 without neighbours; for the mean also the number of
+    neighbours.
+    """
     row, column = _tile(CHANNELS, ROWS, COLUMNS, WIDE)
     real, inside = row < rows, column < CHANNELS
     lowest: tl.constexpr = 0.0 if AVERAGE else float("-inf")
@@ -43,7 +45,7 @@ def sparse_pool_rows(
                 total = tl.maximum(total, value, propagate_nan=tl.PropagateNan.ALL)
     if AVERAGE:
         total = total / tl.maximum(count, 1).to(tl.float32)[:, None]
-        tl.store(counts + row, count, mask=real)  # the same value from each tile of columns
+        tl.store(counts + row, count, mask=real)  # each tile of columns stores the same value
     total = tl.where((count > 0)[:, None], total, 0.0)
     target = out + (row[:, None] * CHANNELS + column[None, :])
     tl.store(target, total.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
@@ -56,9 +58,9 @@ def sparse_pool_gradient(
     AVERAGE: tl.constexpr, MIRRORED: tl.constexpr, WIDE: tl.constexpr, TAPS: tl.constexpr, CHANNELS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The sum of dy / count over the results that contain a site, or of dy over the results whose maximum it is.
+    """Sum dy / count over the results that contain a site, or dy over the results whose maximum the site is.
 
-    MIRRORED: the table is that of the neighbours, read with its taps from last to first.
+    MIRRORED: the table is the neighbour table, read with its taps from last to first.
     """
     site, column = _tile(CHANNELS, ROWS, COLUMNS, WIDE)
     real, inside = site < sites, column < CHANNELS
@@ -87,7 +89,7 @@ def sparse_pool_gradient(
                 total += slope / tl.maximum(others[step], 1).to(tl.float32)[:, None]  # 0 if the tables do not match
             else:
                 best = others[step].to(tl.float32)
-                total += tl.where((x == best) | ((x != x) & (best != best)), slope, 0.0)  # NaN is a maximum too
+                total += tl.where((x == best) | ((x != x) & (best != best)), slope, 0.0)  # NaN counts as a maximum, too
     tl.store(dfeatures + here, total.to(dfeatures.dtype.element_ty), mask=real[:, None] & inside[None, :])
 
 
@@ -97,8 +99,8 @@ def sparse_global_pool_parts(
     sites, batch_size, share,  # N, B, rows of a program
     AVERAGE: tl.constexpr, WIDE: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Maxima or sums per batch element over some rows, and their counts; other elements of the output are not
-    changed.
+    """Compute maxima or sums over some rows, per batch element, and the number of sites; other elements of the output
+    are not changed.
     """
     part = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -134,7 +136,7 @@ def sparse_global_pool_parts(
             missing = tl.max((total != total).to(tl.int32), axis=0)  # the maximum ignores NaN
             found = tl.where(missing != 0, float("nan"), found)
         tl.store(parts + (at * CHANNELS + column), found, mask=inside)
-        tl.store(part_counts + at, tl.sum(count, axis=0))  # the same value from each tile of columns
+        tl.store(part_counts + at, tl.sum(count, axis=0))  # each tile of columns stores the same value
 
 
 # ---- functions that several kernels share ------------------------------------------------------------------------
