@@ -1,4 +1,6 @@
-"""Where the time goes: a step of a program compared with the roofs of its operators, its modules and itself."""
+"""Where the time goes: compare a step of a program with the roofs of its operators, of its modules and of the whole
+step.
+"""
 
 from rooftop.analysis.analyzing import analyze
 from rooftop.analysis.predicting import fake_tensors, predict

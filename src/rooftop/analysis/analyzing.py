@@ -39,8 +39,8 @@ def analyze(
 
     The model runs on its parameters' device, with the arguments unchanged. Its weights, buffers, gradients and train
     flags, the arguments and the random state are the same afterwards (with `optimizer`, its steps do change the
-    weights). If the step changes an object among its arguments (a cache of keys and values), each run begins with the
-    original object.
+    weights). If the step changes one of its arguments (a cache of keys and values), each run begins with the original
+    object.
 
     Args:
         target: an `nn.Module`, which runs in eval mode without gradients, or with `train=True` forward and backward in

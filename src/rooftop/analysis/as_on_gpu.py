@@ -1,4 +1,4 @@
-"""Run a program on fake CPU tensors with the operators that PyTorch would choose on a GPU.
+"""Run a program on fake CPU tensors, but with the operators that PyTorch would choose on a GPU.
 
 `rooftop.predict` counts a step on fake CPU tensors, because a PyTorch without CUDA cannot differentiate fake GPU
 tensors. Nearly all operators are the same on both. Some composite operators check the device and call other operators;
@@ -67,13 +67,13 @@ def _is_active() -> bool:
 class _WholeComposites(TorchDispatchMode):
     """A mode for composite operators that are not decomposed, as under `torch.inference_mode`."""
 
-    supports_higher_order_operators = True  # without it PyTorch ends the program at the first of them
+    supports_higher_order_operators = True  # without this, PyTorch ends the program at the first higher order operator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         instead = CHOSEN_BY_DEVICE.get(func)
         if instead is None:
             return func(*args, **(kwargs or {}))
-        with self:  # one may call another, as attention calls dropout
+        with self:  # an operator may call another one, as attention does with dropout
             return instead(func, *args, **(kwargs or {}))
 
 

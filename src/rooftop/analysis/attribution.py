@@ -3,12 +3,12 @@
 Forward: hooks on every module report which modules are running (see `running_calls`).
 Backward: the running node gives the module that created it (see `node_makers`); a node that accumulates a gradient
 gives its parameter, and thereby the parameter's owner.
-Optimizer: hooks around `Optimizer.step`. Work of a closure passed to it (as by LBFGS and Lightning) still counts as
-forward and backward, outside the optimizer's phase.
+Optimizer: hooks around `Optimizer.step`. Work in a closure that is passed to it (as by LBFGS and Lightning) still
+counts as forward and backward, outside the optimizer's phase.
 
 The same hooks add up each module's inputs and outputs, which its fused roof counts.
 
-A program may drop a model or an optimizer to free its memory. So nothing here keeps one alive.
+A program may drop a model or an optimizer to free its memory. So nothing here keeps a model or an optimizer alive.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ class ModuleTraffic:
     Attributes:
         type: class name.
         calls: forward calls.
-        input_bytes: distinct bytes of the tensors passed in; `grad_input_bytes` of those that require a gradient.
-        output_bytes: distinct bytes of the tensors returned.
-        parameter_bytes: parameters and buffers, counted once; `trainable_bytes` of those that receive a gradient.
+        input_bytes: distinct bytes of the input tensors; `grad_input_bytes`: of those that require a gradient.
+        output_bytes: distinct bytes of the returned tensors.
+        parameter_bytes: bytes of parameters and buffers, counted once; `trainable_bytes`: of those that receive a
+            gradient.
         parameters: elements of each parameter, by its id.
     """
 
@@ -79,15 +80,15 @@ class OptimizerTraffic:
 
 
 class ModuleTracker:
-    """While active (`with`), knows the scope and phase of the operator that is being dispatched.
+    """While active (`with`), determines the scope and phase of the operator that is being dispatched.
 
     A scope is the path of a module's call ("layer1.0.conv1"; "" is the root; see `module_paths`) or one of LOSS,
     AUTOGRAD, OPTIMIZER.
 
     Args:
-        root: the module whose scopes have no prefix; None: the first that is called.
-        inside: follow modules as they run. Compiled code calls none of these hooks: `observe` then reports its inputs
-            and outputs.
+        root: the module whose scopes have no prefix; None: the first module that is called.
+        inside: follow modules as they run. Compiled code calls none of these hooks; `observe` then reports inputs and
+            outputs.
 
     Attributes:
         traffic: scope -> ModuleTraffic of this step. `restart()` clears it for the next step.
@@ -100,10 +101,10 @@ class ModuleTracker:
         self.elsewhere = False
         self.uncounted: dict[str, str] = {}
         self._thread = threading.get_ident()
-        self._optimizers = WeakIdKeyDictionary()  # optimizers whose `step` ran -> how often
+        self._optimizers = WeakIdKeyDictionary()  # optimizers whose `step` ran -> number of steps
         self._optimizer_traffic: OptimizerTraffic | None = None  # set for a snapshot
         self._paths = ModulePaths()
-        self._running = RunningCalls()  # each with the backward node that called it, or None
+        self._running = RunningCalls()  # each call with the backward node that made it, or None
         self._makers = NodeMakers()
         self._optimizing = 0
         self._is_following = False
@@ -144,7 +145,7 @@ class ModuleTracker:
             yield
 
     def snapshot(self) -> ModuleTracker:
-        """A tracker that is never active, and keeps what this one knows about the step now."""
+        """A tracker that is never active, with the data that this one has about the present step."""
         kept = ModuleTracker()
         kept.traffic = {scope: replace(traffic) for scope, traffic in self.traffic.items()}
         kept._optimizer_traffic = self.optimizer_traffic()
@@ -154,11 +155,13 @@ class ModuleTracker:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Existing optimizers whose `step` ran."""
+        """The optimizers whose `step` ran and that still exist."""
         return list(self._optimizers)
 
     def optimizer_traffic(self) -> OptimizerTraffic:
-        """The optimizers read parameters, gradients and state, and write parameters and state."""
+        """The memory traffic of the optimizers, which read parameters, gradients and state, and write parameters and
+        state.
+        """
         if self._optimizer_traffic is not None:
             return self._optimizer_traffic
         read = written = 0
@@ -227,7 +230,7 @@ class ModuleTracker:
         return AUTOGRAD if maker is None else maker
 
     def _is_elsewhere(self) -> bool:
-        """Whether this is another thread than the step's, and not one of autograd's, which recompute modules."""
+        """Whether this is neither the step's thread nor one of autograd's threads, which recompute modules."""
         return threading.get_ident() != self._thread and torch._C._current_autograd_node() is None
 
     def _entering(self, module: nn.Module, args: Any) -> None:
@@ -238,7 +241,7 @@ class ModuleTracker:
         self._running.settle(call.f_back)
         try:
             scope = self._paths.of_call(module, self._running.names)
-        except Exception as error:  # one whose attributes cannot be read, or that holds no modules and parameters
+        except Exception as error:  # attributes of the module cannot be read
             pass_on(error)
             self.uncounted[type(module).__name__] = f"{type(error).__name__}: {error}"
             scope = LOSS if self._running.innermost is None else self._running.innermost

@@ -1,7 +1,7 @@
 """Differences between two reports: the step's figures, its operators, its modules.
 
-Operators are compared by phase and name, over all their shapes and dtypes. So a change of dtype, layout or batch does
-not make a new operator, and its effect is visible. Modules are compared by path.
+Operators are compared by phase and name, over all their shapes and dtypes. So the effect of a change of dtype, layout
+or batch is visible, since it makes no new operator. Modules are compared by path.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Change:
 
     Attributes:
         name: the name of a figure, an operator as "aten::add (backward)", or a module's path.
-        before, after: its values. calls_before, calls_after: for an operator.
+        before, after: its values.
+        calls_before, calls_after: for an operator.
     """
 
     name: str
@@ -46,8 +47,9 @@ class Comparison:
 
     Attributes:
         speedup: wall time before divided by wall time after.
-        noise: relative; a smaller change of the wall time means nothing.
-        figures: figures of the step, in the order of the report. operators, modules: by falling size of their change.
+        noise: relative noise; a smaller change of the wall time means nothing.
+        figures: figures of the step, in the order of the report.
+        operators, modules: the largest change first.
         differences: other differences (device, inputs, versions, mode), each as a sentence.
     """
 
@@ -135,7 +137,7 @@ def _differences(before: Report, after: Report) -> Iterator[str]:
 
 
 def _ceilings_changed(before: Report, after: Report) -> Iterator[str]:
-    """Figures that both reports were compared with, and that differ."""
+    """Ceilings of both reports that differ."""
     old, new = (figures_of(Ceilings.from_dict(report.ceilings)) for report in (before, after))
     both = [name for name in old if old[name] and new.get(name) and not name.startswith(("sustained", "pulse"))]
     changes = {name: new[name] / old[name] - 1 for name in both}

@@ -7,10 +7,10 @@ moved, and how busy they kept it:
       -> ncu runs it and counts between cudaProfilerStart and cudaProfilerStop     `hardware_counters`
       -> one `KernelCounters` for each launch, one `KernelRow` for each kernel     `parse_counters`, `kernel_rows`
 
-ncu runs the kernels one at a time and empties the caches before each. So a kernel finds its inputs in DRAM here,
-although in the real step they may still be in L2. Its last results may still be in L2 when its counters are read.
-Therefore, fewer bytes than required are not an error. Far more bytes than required are traffic that a better kernel
-would avoid.
+ncu runs the kernels one at a time and empties the caches before each. So a kernel finds its inputs in DRAM, although in
+the real step they may still be in L2. The last results of a kernel may still be in L2 when the counters are read.
+Therefore, fewer bytes than required are no error. Far more bytes than required are traffic that a better kernel would
+avoid.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ SCALES = {"ms": 1e-6}  # ncu's base units are ns and bytes
 
 OPTIONS = (
     *("--csv", "--page", "raw", "--print-units", "base"),
-    *("--print-kernel-base", "mangled"),  # demangled here, as PyTorch's profiler does: the names must be the same
+    *("--print-kernel-base", "mangled"),  # demangled here as in PyTorch's profiler, since names must be the same
     *("--profile-from-start", "off"),
     *("--target-processes", "application-only"),  # excludes the compiler's workers
     *("--graph-profiling", "node"),  # kernels inside CUDA graphs one by one
-    *("--clock-control", "none"),  # the clocks of the other measurements
+    *("--clock-control", "none"),  # keeps the clocks of the other measurements
     *("--cache-control", "all"),
 )
 
@@ -84,12 +84,14 @@ class KernelCounters:
     Attributes:
         name: the same as in PyTorch's profiler and `OperatorRow.kernels`.
         ms: duration, with empty caches at its start.
-        dram_read_bytes, dram_written_bytes: between L2 and DRAM. l2_bytes: through L2, both ways.
-        issue_percent: executed instructions, as a share of the most that could be issued.
+        dram_read_bytes, dram_written_bytes: between L2 and DRAM.
+        l2_bytes: through L2, both ways.
+        issue_percent: executed instructions, as a share of the largest possible number.
         tensor_percent: time in which the tensor cores worked, as a share of the duration.
-        occupancy_percent: resident warps of an active multiprocessor, as a share of the most that it can hold.
-        registers: registers of each thread. shared_bytes: shared memory of each block. grid, block: (x, y, z), in
-            blocks and in threads.
+        occupancy_percent: resident warps of an active multiprocessor, as a share of the largest possible number.
+        registers: registers of each thread.
+        shared_bytes: shared memory of each block.
+        grid, block: (x, y, z), in blocks and in threads.
     """
 
     name: str
@@ -169,7 +171,7 @@ def _without_nan(plain: dict[str, Any]) -> dict[str, Any]:
 def hardware_counters(arguments: Sequence[str], timeout_s: float = TIMEOUT_S) -> list[KernelCounters]:
     """Run a command under ncu and return the hardware's counts for its step, one entry for each kernel launch.
 
-    PyTorch's cached GPU memory is released first: the command needs it.
+    PyTorch's cached GPU memory is released first, because the command needs memory.
 
     Args:
         arguments: a command line that calls `counted_step` once, e.g. [sys.executable, "-m", "rooftop", "analyze",
@@ -304,7 +306,7 @@ def profiler_name(symbol: str) -> str:
 
 
 def kernel_rows(launches: Iterable[KernelCounters]) -> list[KernelRow]:
-    """Launches with one name make one row; rows by falling time."""
+    """Rows of kernels, one for all launches with the same name; the longest time first."""
     groups: dict[str, list[KernelCounters]] = defaultdict(list)
     for launch in launches:
         groups[launch.name].append(launch)
@@ -316,7 +318,7 @@ def kernel_rows(launches: Iterable[KernelCounters]) -> list[KernelRow]:
 
 
 def counted_step(program: Program) -> None:
-    """Warm a program up as `analyze` does, then run one more step in which ncu counts.
+    """Warm a program up as in `analyze`, then run one more step, in which ncu counts.
 
     Without ncu, this is a step like any other. The program's state is preserved.
 

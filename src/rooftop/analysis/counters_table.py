@@ -38,7 +38,7 @@ class Counted:
 
 
 def counted_bytes(rows: Sequence[KernelRow], operators: Sequence[OperatorRow]) -> dict[str, Counted]:
-    """Kernel name -> the bytes that the operators that launched it must move.
+    """For each kernel name, the bytes that must be moved by the operators that launched the kernel.
 
     The driver's copies and fills are not kernels, and ncu does not count them. All bytes of an operator then belong to
     its kernels.
@@ -59,7 +59,7 @@ def counted_bytes(rows: Sequence[KernelRow], operators: Sequence[OperatorRow]) -
 
 
 def counters_table(rows: Sequence[KernelRow], report: Report, limit: int = 12) -> RenderableType:
-    """The kernels by falling time, at most `limit` of them, with the operators of the report that launched them."""
+    """The kernels, at most `limit`, the longest first, with the operators of the report that launched them."""
     title = f"\nhardware counters ({min(limit, len(rows))} of {len(rows)} kernels, each started with empty caches)"
     table = Table(box=None, padding=(0, 1), title=title, title_justify="left")
     table.add_column("kernel", overflow="ellipsis", no_wrap=True, max_width=30)

@@ -38,7 +38,7 @@ _INSTALLED = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
 _MADE_BY_CODE = 1 << 9
 """Flag of classes that are created at run time (Py_TPFLAGS_HEAPTYPE)."""
 MOST_STEPS = 30
-"""From a fake tensor to the name under which a program stores it."""
+"""Find the name under which a program stores a fake tensor."""
 
 
 @contextmanager
@@ -190,7 +190,7 @@ def require_no_fakes(mode: FakeTensorMode, name: str, emptied: list[Any]) -> Non
     Raises:
         InputError: the program stores one. The message names the place.
     """
-    for generation in (1, 2):  # most are garbage not yet collected, and young
+    for generation in (1, 2):  # most of them are young garbage that is not yet collected
         if not _fakes_of(mode):
             return
         gc.collect(generation)

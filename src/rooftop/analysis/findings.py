@@ -21,19 +21,21 @@ class Findings:
     """One step, as the input of the rules.
 
     Attributes:
-        operators: in order of execution. rows: the same operators, grouped. summary, gaps: the step as a whole.
+        operators: in order of execution.
+        rows: the same operators, grouped.
+        summary, gaps: the step as a whole.
         ceilings: ceilings to compare with.
         plain: the run under the profiler alone, None where nothing was run.
         host_ms: host time of the step, None if unknown.
         best_ms: wall time of the fastest steps, None where nothing was run.
-        optimizers: those that made a step and still exist.
+        optimizers: the optimizers that made a step and still exist.
         refuses_capture: whether an optimizer, with its settings, refuses to run inside a CUDA graph.
         traced_more_ms: additional busy time of the device if the program is told that it is compiled or captured; None
             if it then fails.
         host_work: bytes and flops of a GPU's step that the CPU computed.
         faults: page faults of a step; none on a GPU.
         batched: whether more samples need no more launches. (A detector's list of images does need more.)
-        timed: measurements of one rule, by name, for others that need them too.
+        timed: measurements of one rule, by name, for other rules that need them, too.
     """
 
     operators: Sequence[MeasuredOperator]
@@ -54,7 +56,7 @@ class Findings:
 
     @property
     def noise_ms(self) -> float:
-        """The uncertainty of the wall time; no smaller gain can be seen."""
+        """The uncertainty of the wall time. Smaller gains would not be visible."""
         low_ms, high_ms = self.summary.wall_low_ms, self.summary.wall_high_ms
         if low_ms is None or high_ms is None:
             return 0.0
@@ -62,7 +64,8 @@ class Findings:
 
     @property
     def quiet_wall_ms(self) -> float:
-        """Wall time with the host at its fastest, when the GPU either goes from kernel to kernel or waits for the host.
+        """Wall time with the host at its fastest. The GPU then either goes from kernel to kernel or waits for the
+        host.
 
         The GPU's time between two kernels of a stream is about the same as inside a graph.
         """
@@ -83,7 +86,7 @@ class Findings:
 
     @property
     def host_works(self) -> bool:
-        """Whether a GPU's step has operators on the CPU besides counters."""
+        """Whether a GPU's step has operators on the CPU other than counters."""
         return self.host_work >= LEAST_WORK
 
     @property
@@ -124,14 +127,15 @@ class Findings:
         return min(1.0, self.summary.busy_ms / labelled_ms) if labelled_ms else 1.0
 
     def saved_ms(self, labelled_ms: float, more_host_ms: float = 0.0) -> float:
-        """The time that a step gains if operators take that much less. Beyond the point where the host is slower,
-        nothing is gained.
+        """The time that a step gains if operators take this much less. Once the host is slower than the device, there
+        is no further gain.
 
         The step and the host are compared at their fastest, because other work of the host delays the step with and
         without the change alike.
 
         Args:
-            labelled_ms: time of the operators. more_host_ms: additional host time to launch them.
+            labelled_ms: time of the operators.
+            more_host_ms: additional host time to launch them.
         """
         busy_ms = self.undisturbed_ms(labelled_ms)
         if self.host_ms is None:
@@ -146,7 +150,7 @@ class Findings:
         return self.summary.wall_ms - max(busy_ms, self.launched_ms(outside))
 
     def launched_ms(self, operators: int) -> float:
-        """Host time for that many operators, at its average over the step; 0 if unknown."""
+        """Host time for this many operators, at the average of the step; 0 if unknown."""
         return (self.host_ms or 0.0) * operators / max(1, len(self.operators))
 
     def saved_by_ms(self, after_ms: Sequence[float], more_host_ms: float = 0.0) -> float:
@@ -162,7 +166,9 @@ class Findings:
         return min(most_ms, self._done_ms(now_ms, self.host_ms) - self._done_ms(after_ms, self.host_ms + more_host_ms))
 
     def _done_ms(self, labelled_ms: Sequence[float], host_ms: float) -> float:
-        """When the GPU finishes operators with these times, if the host launches them at the step's pace."""
+        """The time at which the GPU finishes operators with these times, if the host launches them at the step's
+        pace.
+        """
         kernels = [max(1, len(op.kernels)) for op in self.operators]
         launched, done_ms, total = 0, 0.0, sum(kernels)
         for count, ms in zip(kernels, labelled_ms, strict=True):

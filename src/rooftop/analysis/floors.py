@@ -3,9 +3,9 @@
     op roof     sum of the roofs of its operators
     fused roof  its inputs, parameters and outputs moved once, all its flops, in one kernel
 
-In training a module moves these once in each direction: the backward pass reads the output's gradient and again the
-inputs and the parameters, and writes the gradients of the latter two. A fused roof is never above the op roof: if the
-sum over operators is less (all of it in L2, or a table of which few rows are read), that is the better bound.
+In training a module moves these once in each direction: the backward pass reads the output's gradient, the inputs and
+the parameters, and writes gradients of inputs and parameters. A fused roof is never above the op roof. If the sum over
+operators is less (all data in L2, or a table with few used rows), that sum is the better bound.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rooftop.hardware.ceilings import Ceilings
 
 
 def comparable(record: Record, ceilings: Ceilings) -> Record:
-    """The record, marked as uncovered if it has flops in a precision for which the machine's rate is unknown."""
+    """The record. It is marked as uncovered if it has flops in a precision for which the machine's rate is unknown."""
     unknown = [precision for precision in (record.cost or FREE).flops if precision not in ceilings.flops]
     if not unknown:
         return record
@@ -30,7 +30,7 @@ def comparable(record: Record, ceilings: Ceilings) -> Record:
 
 
 def operator_rows(operators: Sequence[MeasuredOperator], ceilings: Ceilings) -> list[OperatorRow]:
-    """Group executions of one operator with the same phase, shapes and dtype into rows, by falling time."""
+    """Group executions of one operator with the same phase, shapes and dtype into rows, the longest time first."""
     groups: dict[tuple[object, ...], list[MeasuredOperator]] = defaultdict(list)
     for op in operators:
         r = op.record

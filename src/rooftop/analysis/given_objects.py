@@ -1,14 +1,14 @@
 """Restore the arguments of a step: caches of keys and values, states, lists, tensors.
 
-A step is run many times. An object that it changes (a cache that grows by a token, a counter) would make each run a
-different problem, and the caller would find it changed afterwards. So containers and attributes that the first runs
-change are restored before each further run, and everything at the end. Small tensors that are written in place
-(positions, lengths) are restored before each run. Others are only restored at the end, because they do not affect
-sizes.
+A step is run many times. If it changes an object (a cache that grows by a token, a counter), each run would be a
+different problem, and the object would be changed for the caller. So containers and attributes that the first runs
+change are restored before each further run, and all objects at the end. Small tensors that are written in place
+(positions, lengths) are restored before each run. Other tensors are only restored at the end, because they do not
+affect sizes.
 
 The same applies to the target's own state: attributes of its modules, closures and globals of its functions. Objects
 that the first run creates for later runs (a mask) stay until the end. Logs are never restored: lists of numbers, and
-variables that hold numbers. If a callable trains, all of its state stays as the runs leave it.
+variables that hold numbers. If a callable trains, all of its state keeps the changes of the runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rooftop.analysis import held_objects
 from rooftop.analysis.held_objects import Container, Held
 
 SMALL_BYTES = 4096  # maximum size of a tensor that is restored before each run
-LOOKS = 2  # runs whose changes are checked: the first one may also create what later ones use
+LOOKS = 2  # runs whose changes are checked; the first one may also create objects for later ones
 
 
 class GivenObjects:
@@ -41,7 +41,7 @@ class GivenObjects:
         self.changed: list[str] = []
         self._complete = held.complete
         self._containers = held.containers
-        # on fake tensors nothing has values
+        # fake tensors have no values
         predicted = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
         tensors = [] if predicted else held.tensors
         self._state = _State(target, {id(container.owner) for container in held.containers})
@@ -57,7 +57,7 @@ class GivenObjects:
         self._moved: list[_Value] = []
 
     def put_back(self) -> None:
-        """Before a run: undo earlier runs' changes of containers, attributes and small tensors."""
+        """Undo earlier runs' changes of containers, attributes and small tensors; called before a run."""
         for container in (*self._changing, *self._state.changing):
             container.put_back()
         if self._small or self._moved:
@@ -77,7 +77,7 @@ class GivenObjects:
         return True
 
     def look(self) -> None:
-        """After a run: find its changes. Only the first runs are inspected."""
+        """Find the changes of a run; called after a run. Only the first runs are inspected."""
         if self._looks == LOOKS:
             return
         self._looks += 1
@@ -97,7 +97,7 @@ class GivenObjects:
         self.changed = list(dict.fromkeys([name for name in owners if name not in _PLAIN] or owners))
 
     def put_all_back(self) -> None:
-        """At the end: restore everything."""
+        """Restore all objects; called at the end."""
         for container in (*self._containers, *self._state.changed()):
             if container.is_changed():
                 container.put_back()
@@ -148,8 +148,8 @@ class _State:
 
     Attributes:
         containers: their initial contents.
-        changing: containers that do not stay as the first run leaves them.
-        trains: whether a target that is not a module changes weights. Its state then stays as the runs leave it.
+        changing: containers that later runs change, too.
+        trains: whether a target that is not a module changes weights. The state then keeps the changes of the runs.
     """
 
     def __init__(self, target: Any, others: set[int]) -> None:
@@ -170,7 +170,7 @@ class _State:
         return [container for container in held.containers if id(container.owner) not in self._others]
 
     def small_tensors(self, besides: list[Tensor]) -> list[Tensor]:
-        """Tensors that may determine where a run begins (positions, lengths), except those of PyTorch's modules."""
+        """Tensors that may determine the start of a run (positions, lengths), except those of PyTorch's modules."""
         modules = self._target.modules() if isinstance(self._target, nn.Module) else ()
         kept = {id(b) for m in modules for b in m._buffers.values() if b is not None and _is_figure(m, b)}
         kept |= {id(tensor) for tensor in besides}
@@ -197,7 +197,7 @@ class _State:
             self.changing = [each for each in self.changing if id(each.owner) in owners]
 
     def changed(self) -> list[Container]:
-        """Everything that has changed, except logs."""
+        """All changed containers, except logs."""
         return [each for each in self.containers if each.is_changed() and not each.logs()]
 
 
@@ -270,7 +270,7 @@ def _layout_of(tensor: Tensor) -> str:
 
 
 def _value_of(tensor: Tensor) -> _Value | None:
-    """A copy of the tensor; None if it cannot be copied. A note then says so if the step writes to it."""
+    """A copy of the tensor; None if it cannot be copied. If the step writes to such a tensor, a note says so."""
     try:
         if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
             return None

@@ -1,7 +1,8 @@
-"""Recurrent layers and cells as on an NVIDIA GPU: one cuDNN call for all layers and steps, fused gates.
+"""Recurrent layers and cells as on an NVIDIA GPU: one cuDNN call for all layers and steps, and cells with fused
+gates.
 
-It follows PyTorch's ATen/native/RNN.cpp and ATen/native/cudnn/RNN.cpp. These are called with the operator before its
-arguments.
+It follows PyTorch's ATen/native/RNN.cpp and ATen/native/cudnn/RNN.cpp. The functions here are called with the operator
+before its arguments.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def _packed_layers(
     train: bool,
     bidirectional: bool,
 ) -> Any:
-    """Like the above, for sequences of several lengths."""
+    """All layers and time steps in one call of cuDNN, for sequences of several lengths."""
     settings = (params, has_biases, num_layers, dropout, train, bidirectional)
     if not _cudnn_takes(data):
         return _as_on_a_cpu(func, data, batch_sizes, hx, *settings)
@@ -89,7 +90,7 @@ def _cudnn_layers(
         input,
         params,
         (4 if has_biases else 2) + (projected > 0),  # matrices and biases of a layer
-        params[0].new_empty(0),  # where cuDNN keeps all weights one after the other
+        params[0].new_empty(0),  # cuDNN's memory for all weights, one after the other
         hidden,
         cell,
         mode,

@@ -34,7 +34,7 @@ _ALIVE = (
 )
 """Packages whose objects are not followed either, because threads and processes use them."""
 _TRAINING = ("torch.amp", "torch.optim")
-"""Packages whose objects hold the state of a training. They are followed only if nothing is computed."""
+"""Packages whose objects hold the state of a training. These objects are followed only if nothing is computed."""
 _CODE = (types.FunctionType, types.MethodType, partial, _lru_cache_wrapper, staticmethod, classmethod, property, type)
 _OF_ANY_MODULE = {*vars(nn.Module()), "_is_full_backward_hook"}
 """Attributes that every module has: its parts, hooks and mode."""
@@ -46,13 +46,14 @@ class Held:
     Args:
         everything: follow functions (their closures and the globals that they name), classes, modules and hooks of
             tensors as well.
-        of_modules: also restore the attributes of every module (submodules, hooks, mode); otherwise they are only
-            followed.
+        of_modules: also restore the attributes of every module (submodules, hooks, mode); otherwise these attributes
+            are only followed.
         training: follow optimizers, schedulers and gradient scalers as well.
         installed: follow globals that are functions or classes of installed packages as well.
 
     Attributes:
-        containers: each with its contents, in order. tensors: each once.
+        containers: each with its contents, in order.
+        tensors: each once.
         complete: False if there are more than `MOST_ENTRIES` entries; the others are unknown.
     """
 
@@ -354,7 +355,7 @@ def _place(owner: Any, get: Callable[[], Any], give: Callable[[Any], object], ta
 def attributes_of(value: Any) -> dict[str, Any] | None:
     """The attributes of an object itself; None if it can have none."""
     if isinstance(value, threading.local):
-        return vars(value)  # those of this thread
+        return vars(value)  # the attributes in this thread
     try:
         found = object.__getattribute__(value, "__dict__")
     except AttributeError:

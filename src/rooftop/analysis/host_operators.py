@@ -13,7 +13,7 @@ from rooftop.analysis.formats import quantity_text
 from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.cost import FREE
 
-LEAST_WORK = 1_000_000  # bytes plus flops in a step; the counters of an optimizer or a loader need less
+LEAST_WORK = 1_000_000  # bytes plus flops in a step; counters of an optimizer or a loader need less
 MOST_NAMES = 3
 
 

@@ -37,8 +37,8 @@ from rooftop.hardware.traces import Label, Trace
 STEP_LABEL = "rooftop step"
 OPERATOR_LABEL = "rooftop operator "
 WAITING_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-"""Calls of the CUDA runtime that may block the host until the device is done (`cudaMemcpy` and names that begin with
-it).
+"""Calls of the CUDA runtime that may block the host until the device is done (also all names that begin with
+`cudaMemcpy`).
 """
 
 
@@ -84,7 +84,7 @@ class Labelled:
 
     @classmethod
     def on_gpu(cls, records: list[Record], kernels: Sequence[Sequence[Kernel]], orphans: Sequence[Kernel]) -> Labelled:
-        """From the kernels of each operator and those without one."""
+        """Make the result from the kernels of each operator and the kernels without an operator."""
         times = [(sum(k.ms for k in group), tuple(k.name for k in group)) for group in kernels]
         return cls(records, times, sum(k.ms for k in orphans), (*map(tuple, kernels), tuple(orphans)))
 
@@ -325,17 +325,17 @@ class CompiledInstrument:
 
 
 FASTER = 3
-"""The fastest of the labelled runs of a step count: one in this many."""
+"""One in this many labelled runs counts: the fastest ones."""
 
 
 def medians(
     runs: Sequence[Labelled], notes: list[str], undisturbed: KernelTimes | None = None
 ) -> tuple[list[MeasuredOperator], float]:
-    """Each operator's median time over the faster runs, if all runs had the same operators on the same sizes.
+    """Each operator's median time over the fastest runs, if all runs had the same operators on the same sizes.
     Otherwise, only the last run counts.
 
     Other work of the host only adds to a run, as it adds to the steps. The wall time is the lower tenth of the steps.
-    Also the median time of kernels without an operator. A note on runs that differ is added to `notes`.
+    The result includes the median time of kernels without an operator. If runs differ, a note is added to `notes`.
 
     Args:
         undisturbed: the time of each kernel without labels. If the labelled runs launched the same kernels, these are

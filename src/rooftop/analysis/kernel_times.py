@@ -2,8 +2,8 @@
 
 Labels slow the host down: between two labelled kernels the GPU is idle, then runs the next one at other clocks, and
 finds other data in its cache. So labels only show which operator launched which kernel. The kernel's time comes from a
-sequence of steps without labels: a step launches the same kernels in the same order each time, so the n-th launch here
-is the n-th launch there.
+sequence of steps without labels: a step launches the same kernels in the same order each time, so the n-th launch of a
+step with labels is the n-th launch of a step without.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class KernelTimes:
     """The kernels of one step, in the order of their launch.
 
     Attributes:
-        names: name of each. ms: median time of each over the steps.
+        names: name of each.
+        ms: median time of each over the steps.
         busy_ms: median time of a step during which the device works: work that overlaps counts once.
         steps: number of watched steps.
     """
@@ -40,7 +41,9 @@ class KernelTimes:
     steps: int
 
     def of(self, launched: Sequence[Kernel]) -> list[float] | None:
-        """The time in ms of each kernel of another run of the step, in launch order; None if it launched others."""
+        """The time in ms of each kernel of another run of the step, in launch order; None if that run launched other
+        kernels.
+        """
         return list(self.ms) if tuple(kernel.name for kernel in launched) == self.names else None
 
 
@@ -52,10 +55,11 @@ def in_launch_order(kernels: Sequence[Kernel]) -> list[Kernel]:
 
 
 def times_of_sequence(kernels: Sequence[Kernel], steps: int, lead: int) -> KernelTimes | None:
-    """The kernels of the last of several steps; None if not all steps launched the same ones.
+    """The kernels of the last of several steps; None if not all steps launched the same kernels.
 
     Args:
-        kernels: kernels of all steps. steps: number of steps, the first `lead` of which are not counted.
+        kernels: kernels of all steps.
+        steps: number of steps, the first `lead` of which are not counted.
     """
     ordered = in_launch_order(kernels)
     period, rest = divmod(len(ordered), steps)
@@ -72,8 +76,10 @@ def watch_kernels(step: Callable[[], object], device: torch.device, step_ms: flo
     """Run some steps in sequence under the profiler; None if they launch different kernels, or none.
 
     Args:
-        step: runs one step. device: its device, a GPU.
-        step_ms: about how long it takes. kernels: about how many it launches.
+        step: runs one step.
+        device: its device, a GPU.
+        step_ms: about how long it takes.
+        kernels: about how many it launches.
     """
     wanted = min(MOST_WATCHED_STEPS, math.ceil(1e3 * WATCHED_S / max(step_ms, 1e-3)))
     steps = LEAD + max(1, min(wanted, MOST_WATCHED_KERNELS // max(1, kernels) - LEAD))

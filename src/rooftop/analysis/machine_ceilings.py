@@ -1,9 +1,9 @@
 """Get this machine's ceilings for a program, measuring only those that it needs.
 
 A program's needs are known after it has run: the precisions of its operators, and whether it copies between host and
-device. `analyze` measures then. A recording measures the ceilings that most programs need before its program runs,
-while the device's memory is still free. Afterwards it measures only the missing ones. Either way, operators above their
-roof raise the ceilings.
+device. So `analyze` measures after the run. A recording measures the ceilings that most programs need before its
+program runs, while the device's memory is still free; after the run it measures only missing ceilings. Either way,
+operators above their roof raise the ceilings.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def likely_ceilings(device: torch.device) -> Ceilings:
 def machine_ceilings(profile: Profile, progress: Progress = lambda what, fraction: None) -> tuple[Ceilings, list[str]]:
     """The ceilings that a step needs, raised by its operators; with notes for the reader.
 
-    These are the precisions of its operators, bfloat16, which advice may propose, and the rates between host and device
-    if it copies. Only missing ceilings are measured now.
+    These are the rates of the operators' precisions and of bfloat16, which advice may propose, and the rates between
+    host and device if the step copies. Only missing ceilings are measured now.
     """
     precisions = {"bf16"}.union(*(op.record.cost.flops for op in profile.operators if op.record.cost is not None))
     copies = any("HtoD" in kernel.name or "DtoH" in kernel.name for kernel in profile.plain.kernels)
@@ -57,7 +57,7 @@ def completed_ceilings(likely: Ceilings, profile: Profile) -> tuple[Ceilings, li
 
 @contextmanager
 def _torch_as_before(likely: Ceilings) -> Iterator[None]:
-    """A context that uses as many threads as those measurements, and then restores the program's own setting."""
+    """A context with as many threads as in these measurements. Afterwards the program's own setting is restored."""
     threads = torch.get_num_threads()
     if likely.kind == "cpu":
         torch.set_num_threads(likely.threads)

@@ -4,10 +4,10 @@ Autograd numbers its nodes in the order in which a thread creates them. So each 
 with the next number, and a node belongs to the module that was running when its number was assigned.
 
 Nodes are also created during the backward pass: a reentrant checkpoint runs its modules again and differentiates their
-results, and `create_graph=True` records a graph of the backward pass itself. They belong to the module that runs again,
-or otherwise to the maker of the running node. Each thread has its own numbers, and on a GPU the backward pass has its
-own thread. If two threads assigned the same number, it belongs to the node that can still run: a checkpoint's
-recomputed nodes run at once, or never. If both can, the maker is unknown.
+results, and `create_graph=True` records a graph of the backward pass itself. Such nodes belong to the module that runs
+again, or otherwise to the maker of the running node. Each thread has its own numbers, and on a GPU the backward pass
+has its own thread. If two threads assigned the same number, it belongs to the node that can still run, since a
+checkpoint's recomputed nodes run at once or never. If both nodes can still run, the maker is unknown.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch.autograd.graph import _engine_run_backward
 
 _next_number = torch._C._autograd._get_sequence_nr
-"""The number of the next node of this thread."""
+"""The number that this thread will give to its next node."""
 
 
 @dataclass

@@ -68,7 +68,8 @@ def predict(
         target: a module or callable; its weights may be real, fake (see `fake_tensors`) or on the meta device.
         *args, **kwargs: its arguments; only shape, strides and dtype of tensors are used.
         ceilings: ceilings of the other machine (`rooftop.hardware.ceilings_of("h200")`, or `Ceilings.load(file)`).
-        train: also the backward pass. loss: as for `analyze`.
+        train: also the backward pass.
+        loss: as for `analyze`.
         optimizer: also a step of the optimizer that this function creates from the parameters (`torch.optim.AdamW`).
         dtype: cast floating-point weights and arguments to this.
         name: the target's name in the report.
@@ -183,7 +184,7 @@ def _counted_step(
         fake_target, fake_args, fake_kwargs = _faked(target, args, kwargs, mode, dtype)
         stepper = None
         if optimizer is not None:
-            with _Untouched(mode):  # it reads a learning rate that is a tensor
+            with _Untouched(mode):  # the optimizer reads a learning rate that is a tensor
                 stepper = optimizer(p for p in _parameters(fake_target) if p.requires_grad)
         program = Program(fake_target, fake_args, fake_kwargs, train=train, optimizer=stepper, loss=loss)
         tracker = ModuleTracker(program.module)
@@ -374,7 +375,7 @@ class _Untouched(TorchDispatchMode):
     Gradients and the state of optimizers are restored at the end.
     """
 
-    supports_higher_order_operators = True  # without it PyTorch ends the program at the first of them
+    supports_higher_order_operators = True  # without this, PyTorch ends the program at the first higher order operator
 
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
@@ -382,7 +383,7 @@ class _Untouched(TorchDispatchMode):
         self._twins: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}  # id -> real, fake, its gradient before
         self._states: dict[torch.optim.Optimizer, dict[Any, Any]] = {}
         self._hooks = ExitStack()
-        self._scales = False  # whether an optimizer is stepping, whose numbers only scale its steps and decide nothing
+        self._scales = False  # whether an optimizer is stepping; the numbers that it reads only scale its steps
 
     def __enter__(self) -> _Untouched:
         self._hooks.callback(register_optimizer_step_pre_hook(self._optimizer_entering).remove)

@@ -63,7 +63,7 @@ BLOCKS_S, LEAST_BLOCKS, MOST_BLOCKS = 3.0, 2, 10
 AGREEMENT, QUIET_BLOCKS = 0.03, 4
 """Later blocks are skipped if the interval of the wall time is at most this wide, relative to it."""
 ALONE_S, LEAST_ALONE, MOST_ALONE = 0.25, 2, 20  # single steps, at each of two moments
-QUEUE_LENGTH = 1000  # a GPU takes about this many launches before the host must wait
+QUEUE_LENGTH = 1000  # about this many launches fit in a GPU's queue before the host must wait
 LABELLED_S = 1.5  # seconds of all labelled runs of a program together, but at least ...
 LEAST_LABELLED, MOST_LABELLED = 3, 9  # ... and at most this many. On a GPU one is enough where it launched the same
 # kernels as the steps without labels: their times are known.
@@ -81,8 +81,8 @@ class Profile:
     Attributes:
         device: the device of the step.
         operators: in order of execution.
-        wall: wall time of a step in sequence. latency: time of one step alone; None on a CPU, where the two are the
-            same, and if no single step was run.
+        wall: wall time of a step in sequence.
+        latency: time of one step alone; None on a CPU, where the two are the same, and if no single step was run.
         host_ms: host time to launch a step; None if unknown (a CPU, or a step with so many kernels that the host must
             wait for a free slot in the queue).
         busy_ms: time during which the device works: union of its kernels (GPU), sum of the operators (CPU).
@@ -96,9 +96,10 @@ class Profile:
         host_work: bytes and flops of a GPU's step that the CPU computed.
         compilation: what `torch.compile` did, None if nothing is compiled.
         load: other programs' use of the CPU during the measurement.
-        faults: page faults of a plain step. labelled_faults: those of a labelled step. Both are 0 on a GPU.
+        faults: page faults of a plain step.
+        labelled_faults: those of a labelled step. Both are 0 on a GPU.
         pulse: the CPU's speed during the measurement; None on a GPU and for a recorded program.
-        otherwise: page faults and time of plain steps that ran later, if their page faults differ from the first ones.
+        otherwise: page faults and time of later plain steps, if their page faults differ from those of the first steps.
         notes: facts about this measurement that a reader should know.
     """
 
@@ -158,7 +159,7 @@ def profile_program(
         progress("profiling", 0.3)
         with PlainInstrument(device, _allocated_bytes(program), trace) as plain:
             program.step()
-        # it contains compiled parts that are not the target itself, or that it may not compile
+        # the program has compiled parts other than the target itself, or that it may not compile
         if not plain.result.compiled:
             graphs = None
         if blocks > LEAST_BLOCKS:
@@ -220,7 +221,8 @@ def _labelled_runs(
     times: KernelTimes | None,
     progress: Progress,
 ) -> tuple[list[Labelled], ModuleTracker, PageFaults]:
-    """As many labelled runs as fit into their time, with the tracker and the page faults of the last run.
+    """Run as many labelled steps as fit into their time; return them with the tracker and the page faults of the last
+    one.
 
     On a CPU, blocks of plain steps run between the first labelled runs. The two are compared, so both must see the same
     machine.

@@ -1,9 +1,9 @@
 """One step of the user's program, in a form that can be run repeatedly.
 
 For a module the step is a forward pass without gradients, or (training) forward, backward and, if an optimizer is
-given, its step. Any other callable is called directly. Everything that the step changes is restored afterwards: in a
-module (buffers, gradients, train flags), in its arguments, in the target's own state (see `given_objects`), and the
-random state.
+given, its step. Any other callable is called directly. All changes by the step are undone afterwards: in a module
+(buffers, gradients, train flags), in the arguments, in the target's own state (see `given_objects`), and in the random
+state.
 """
 
 from __future__ import annotations

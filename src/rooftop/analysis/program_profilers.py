@@ -1,9 +1,9 @@
-"""Give way to a watched program's profiler. PyTorch has only one profiler, and the program gets it as soon as it wants
-it.
+"""Give way to a watched program's profiler: only one profiler can be active in PyTorch, and the program's own has
+priority.
 
 A second profiler ends the first one, and the first one's records are lost. If the native result of a profiler is freed
-after another one has begun, the process may end (see `rooftop.hardware.traces`); and the program decides when it frees
-its profiler's records. So from the program's first use of a profiler on, we use none.
+after another one has begun, the process may end (see `rooftop.hardware.traces`); and the program decides when to free
+its profiler's records. So from the program's first use of a profiler on, our code uses none.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Measure operators above their roof again, alone. If that confirms the result, the ceilings are raised.
+"""Measure operators above their roof again, alone. If the second measurement confirms the first, the ceilings are
+raised.
 
 A ceiling is an upper bound. An operator above its roof shows that a ceiling was measured too low, or that its cost or
-its time is wrong. So it is run again alone, on freshly written tensors of its shapes, as in a program. If it is faster
-than the roof again, it raises the figure that set the roof, for this report and for all later ones. If not, the row
-keeps its flag.
+its time is wrong. So it is run again alone, on freshly written tensors of its shapes, as in a program. If the operator
+is again faster than its roof, the figure that set the roof is raised, for this report and all later ones. Otherwise,
+the row keeps its flag.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def raised(ceilings: Ceilings, operators: Sequence[MeasuredOperator], device: to
     figure.
 
     Args:
-        operators: operators of a step, with costs in precisions that the ceilings include. device: where they ran.
+        operators: operators of a step, with costs in precisions that the ceilings include.
+        device: where they ran.
     """
     above: dict[CallSpec, list[MeasuredOperator]] = defaultdict(list)
     for op in operators:
@@ -62,7 +64,8 @@ def raised(ceilings: Ceilings, operators: Sequence[MeasuredOperator], device: to
         cost, ms = above[spec][0].record.cost, median(op.measured_ms for op in above[spec])
         assert cost is not None
         roof_ms = roof(cost, ceilings).ms
-        if alone is None or roof_ms < alone.best_ms or roof_ms < ABOVE * ms:  # not confirmed, or raised by another
+        # not confirmed, or already raised by another operator
+        if alone is None or roof_ms < alone.best_ms or roof_ms < ABOVE * ms:
             continue
         try:
             ceilings = raise_ceilings(ceilings, cost, min(ms, alone.best_ms), _in_words(above[spec][0]))

@@ -1,4 +1,6 @@
-"""Make the report of a recording: from its steady steps if there were enough, otherwise the best possible one."""
+"""Make the report of a recording: from its steady steps if there are enough of them, otherwise from the best other
+data.
+"""
 
 from __future__ import annotations
 
@@ -50,11 +52,12 @@ def recorded_report(
     """The report of a recording.
 
     Args:
-        recorded: the steps of each marker that led, the coarsest first.
+        recorded: the steps of each marker that was leading, the coarsest first.
         measures: whether the ceilings are this machine's. If so, missing ones are measured, and operators raise them.
         start_up: the time before the first step, if known.
         needed: number of steps of a complete recording.
-        traced: whether a trace was requested. profiled: whether the program used PyTorch's profiler itself.
+        traced: whether a trace was requested.
+        profiled: whether the program used PyTorch's profiler itself.
         least: steps needed before a report is possible, if the profiler begins late; else 0.
         notes: notes at the beginning of the report.
 
@@ -94,7 +97,7 @@ def recorded_report(
 
 
 def _chosen(recorded: Sequence[Laps], profiled: bool, least: int) -> Laps:
-    """The coarsest kind of step that occurred at least twice, else any watched one."""
+    """The coarsest kind of step that occurred at least twice, otherwise any kind that was watched."""
     for laps in recorded:
         if laps.is_complete or (laps.steps > 1 and _watched(laps)):
             return laps
@@ -124,8 +127,8 @@ def _watched(laps: Laps) -> list[Watched]:
 def _of_enough(laps: Laps) -> tuple[StepTime, list[str]]:
     """The wall time of unwatched steps, and a note if it comes from the steps before the profiler.
 
-    There are few of the latter. They count if the later steps are slower by more than the variation, because CUPTI
-    stayed attached.
+    The steps before the profiler are few. They count only if later steps, with CUPTI still attached, are slower by more
+    than the variation.
     """
     after = StepTime.of_loop(laps.steady_ms) if laps.steady_ms else None
     if not laps.steady_before_ms:

@@ -10,7 +10,8 @@ With `step()` at the end of each iteration, or with found steps (`step_finding`)
 first ones warm up, one runs under the profiler alone, a few are labelled, the next are timed undisturbed, and the rest
 run unwatched. A block without steps is one step. It is labelled as a whole, which slows the host down, so the cost of
 the labels is measured and subtracted from its wall time. The first of several steps is labelled too, in case too few
-follow. Nothing is compiled while it is labelled: PyTorch would later not compile code that it had met under labels.
+follow. Nothing is compiled while it is labelled, because PyTorch would later not compile code that it has seen under
+labels.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ MOST_LAPS = 64  # steps whose host time is kept
 
 
 class _GivenUp(Exception):
-    """The exception that tells instruments that their stage will not be read."""
+    """The exception by which instruments learn that their stage will not be read."""
 
 
 _open_recordings: list[Recording] = []
@@ -90,7 +91,7 @@ class Recording:
 
     Attributes:
         steps: number of ended steps: calls of `step()`, or found steps.
-        rank_row: this rank's part of some steps, if it is one of several and there were enough.
+        rank_row: this rank's part of some steps, if it is one of several and had enough steps.
         notes: additional notes for the report.
     """
 
@@ -218,7 +219,7 @@ class Recording:
         self._step_ended((0, 0))
 
     def work_begins(self, compiled: bool) -> None:
-        """See `step_finding.Watcher`. Everything before it is the start-up."""
+        """See `step_finding.Watcher`. The time before this call is the start-up."""
         if compiled:
             self.compiles()
         if self._stage.name == "whole":
@@ -257,7 +258,7 @@ class Recording:
         """See `step_finding.Watcher`. Code must not be labelled before it is compiled, so nothing is labelled until
         compilation is done.
 
-        A program that only calls compiled functions has no steps to find: the profiler watches the rest of it.
+        A program that only calls compiled functions has no steps to find: the profiler watches the rest of the program.
         """
         if self._compiles or not self.in_charge:
             return
@@ -335,7 +336,8 @@ class Recording:
         return not coarsest and self._laps.steps < 2
 
     def _began_step(self) -> float:
-        finer = sum(laps.steps for laps in self._earlier)  # too many for one accumulation, so it is another phase
+        # too many for gradient accumulation, so this is another phase
+        finer = sum(laps.steps for laps in self._earlier)
         is_first = self._laps.steps == 1 and finer <= MOST_INNER_STEPS
         began_at = self._finder.began_at if self._finder is not None and is_first else None
         return began_at or self._step_began
@@ -552,7 +554,7 @@ def recording(
     """Record the work inside a `with` block, for a report.
 
     Args:
-        module: the model whose modules are named without a prefix; None: the first that is called.
+        module: the model whose modules are named without a prefix; None: the first module that is called.
         device: the device of the work; None is the GPU if there is one.
         ceilings: ceilings to compare with. None measures this machine before the block begins, afterwards the other
             ceilings that the program needs (cached), and raises those that an operator has surpassed.

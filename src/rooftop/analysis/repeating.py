@@ -1,9 +1,9 @@
 """Repeat recorded calls alone, on other data, unchanged or in another dtype, layout or size.
 
 On a GPU the profiler times the operators' kernels; all calls share one session of it. Before each run the tensors are
-created again, so a call finds freshly written inputs, as in a program. On a CPU it is the host's clock, and a call may
-take a thousand times as long as it did (bfloat16 without processor instructions for it). So a slow call runs only once,
-and no call begins after `MOST_SECONDS`.
+created again, so a call finds freshly written inputs, as in a program. On a CPU the host's clock is used, and a call
+may take a thousand times as long as before (bfloat16 on a processor without instructions for it). So a slow call runs
+only once, and no call begins after `MOST_SECONDS`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from rooftop.hardware.kernel_times import Variant, kernel_times
 
 REPEATS = 4
 MOST_BYTES = 0.4  # share of the free memory, for one call
-MOST_SECONDS = 1.0  # on a CPU, seconds for all calls of one question together
-SLOW_MS = 100.0  # on a CPU, such a call's first run is warm enough
+MOST_SECONDS = 1.0  # on a CPU, seconds for all calls of one measurement together
+SLOW_MS = 100.0  # on a CPU, the first run of a longer call is warm enough
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Form:
     Attributes:
         dtype: replaces its floating-point dtypes; None: unchanged.
         channels_last: images and convolution weights are channels last; else their layout is unchanged. An image of one
-            pixel counts as channels first, because PyTorch treats maps averaged to one pixel so.
+            pixel counts as channels first, because PyTorch treats maps that are averaged to one pixel this way.
         multiple: sides of matrices and lengths of vectors are rounded up to a multiple of it.
     """
 
@@ -102,7 +102,7 @@ class _Repeated:
     def __init__(self, spec: CallSpec, form: Form, device: torch.device) -> None:
         self._spec, self._form, self._device = spec, form, device
         self._ready: Callable[[], object] | None = None
-        self.ms = 0.0  # of the last run, by the host's clock
+        self.ms = 0.0  # ms of the last run, by the host's clock
 
     def prepare(self) -> None:
         """Create the tensors; for a backward operator also run its forward pass."""
@@ -123,7 +123,7 @@ class _Repeated:
         self._ready = lambda: torch.autograd.grad(output, inputs, gradient)
 
     def run(self) -> None:
-        """Make the call. Its tensors are gone afterwards."""
+        """Make the call, and release its tensors."""
         assert self._ready is not None
         began = perf_counter()
         try:
@@ -225,7 +225,7 @@ def _batch_norm(spec: CallSpec, make: Make) -> tuple[Callable[[], Tensor], list[
     mean, variance = given("running_mean"), given("running_var")
     weight = given("weight")
     bias = weight if backward else given("bias")
-    if backward and bias is not None:  # it does not take the parameter, but returns its gradient
+    if backward and bias is not None:  # the operator does not take the parameter, but returns its gradient
         bias = torch.ones_like(bias)
     # always present in cuDNN's operator
     training = next((spec[name] for name in ("training", "train") if name in spec), True)
@@ -235,7 +235,7 @@ def _batch_norm(spec: CallSpec, make: Make) -> tuple[Callable[[], Tensor], list[
 
 def _attention(spec: CallSpec, make: Make) -> tuple[Callable[[], Tensor], list[Tensor]]:
     tensors = [item for item in spec.args if isinstance(item, TensorSpec)]
-    first = 1 if spec.name.endswith("_backward") else 0  # its place is after the gradient
+    first = 1 if spec.name.endswith("_backward") else 0  # this argument comes after the gradient
     query, key, value = (make(item) for item in tensors[first : first + 3])
     options = {"is_causal": spec["is_causal"], "dropout_p": spec["dropout_p"]}
     return lambda: scaled_dot_product_attention(query, key, value, **options), [query, key, value]
@@ -253,5 +253,6 @@ _PUBLIC: dict[str, Callable[[CallSpec, Make], tuple[Callable[[], Tensor], list[T
     "attention": _attention,
     "max_pool2d": _max_pool,
 }
-"""Operators that are repeated through the public function, forward and backward: dtype and layout decide which of them
-runs, and their backward needs results of their own forward."""
+"""Operators that are repeated by the public function, forward and backward, because dtype and layout decide which of
+them runs, and backward needs results of the same operator's forward.
+"""

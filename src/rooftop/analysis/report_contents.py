@@ -13,7 +13,7 @@ from rooftop.analysis.formats import time_text
 from rooftop.analysis.ranks.merging import Ranks
 
 FLAGGED_PERCENT = 102.0
-"""Above this percentage of its roof a result is an error of the cost model or of the measurement, and is marked."""
+"""A result above this percentage of its roof is an error of the cost model or of the measurement, and is marked."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,12 @@ class OperatorRow:
     Attributes:
         name: e.g. "aten::convolution".
         phase: "forward", "backward" or "optimizer".
-        shapes: shapes of its input tensors. dtype: dtype of the first floating-point one.
+        shapes: shapes of its input tensors.
+        dtype: dtype of the first floating-point one.
         calls: executions; the figures below are totals over them.
         bound: the limit that sets the roof: "memory", "compute", "launch", "none" (a view) or "uncovered".
-        modules: paths of the modules that called it. kernels: names of its work on the device.
+        modules: paths of the modules that called it.
+        kernels: names of its work on the device.
         uncovered: why there is no cost formula, "" if there is one.
     """
 
@@ -63,7 +65,7 @@ class OperatorRow:
 
 @dataclass(frozen=True)
 class ModuleNode:
-    """A module with everything below it; `name` is its last path component, "" for the root."""
+    """A module with all modules below it; `name` is the last part of its path, "" for the root."""
 
     name: str
     type: str
@@ -116,8 +118,8 @@ class Advice:
     """A change that would make the step faster, with its gain and the evidence.
 
     Attributes:
-        gain_ms: gain of a step in sequence. low_ms, high_ms: its interval from the noise of the wall time, None if
-            nothing was measured.
+        gain_ms: gain of a step in sequence.
+        low_ms, high_ms: its interval from the noise of the wall time, None if nothing was measured.
         command: a command to type or code to write, None if no single line does it.
     """
 
@@ -166,12 +168,13 @@ class Summary:
     """The step as a whole.
 
     Attributes:
-        wall_ms: time of a step in a sequence of steps, as a loop runs them. wall_spread: width of its interval divided
-            by itself.
+        wall_ms: time of a step in a sequence of steps, as a loop runs them.
+        wall_spread: width of its interval divided by itself.
         busy_ms: time during which the device works.
         op_roof_ms, fused_roof_ms: see `rooftop.analysis.floors`.
-        kernels: launches of one step. samples: samples of one step, from its first input (see `Program.samples`).
-        repeats: how often each operator was timed.
+        kernels: launches of one step.
+        samples: samples of one step, from its first input (see `Program.samples`).
+        repeats: number of times that each operator was timed.
         wall_low_ms, wall_high_ms: its interval: the fastest steps, and the median.
         latency_ms: time of one step alone, from an idle device to the end of its work: the waiting time of one request.
         latency_low_ms, latency_high_ms: its interval.
@@ -217,7 +220,7 @@ class Summary:
 
 
 DEVICE_BOUND = 0.9
-"""A device that works for at least this part of the wall time sets the pace."""
+"""A device sets the pace if it works for at least this part of the wall time."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -229,10 +232,12 @@ class ReportContents:
         device, versions, ceilings: the machine, as plain dicts like those in the JSON.
         summary, gaps, coverage: the step as a whole; coverage is the fraction of the measured operator time that has
             a real cost formula.
-        ops: by falling time. modules: the tree's root. advice: by falling gain.
+        ops: operators, the longest time first.
+        modules: the tree's root.
+        advice: the largest gain first.
         memory: (ms since the step began, allocated bytes) and `peak_bytes`.
         compilation: what `torch.compile` did, None if nothing is compiled.
-        ranks: ranks of a distributed step, None in a single process; the rest is then about rank 0.
+        ranks: ranks of a distributed step, None in a single process; all other data are then those of rank 0.
         predicted: whether nothing was measured, and each operator takes its roof (see `rooftop.predict`).
         notes: facts about the measurement that a reader should know.
     """
@@ -259,7 +264,7 @@ class ReportContents:
 
     @property
     def uncovered(self) -> list[OperatorRow]:
-        """Operators without a cost formula, by falling time."""
+        """Operators without a cost formula, the longest time first."""
         return [row for row in self.ops if row.bound == "uncovered"]
 
     @property

@@ -28,7 +28,7 @@ from rooftop.hardware.page_faults import KEEP_MEMORY
 MEMORY_POINTS = 2000
 """The most points of the memory curve in a report."""
 NOISY = 0.05
-"""A wider interval of the wall time than this, relative to it, gets a note."""
+"""A note is added if the interval of the wall time, relative to it, is wider than this."""
 HOST_THREADS = 2
 """CPU threads that a step on a GPU needs: one for the program and one for its backward pass."""
 
@@ -48,9 +48,11 @@ def report_of(
     """The report of a profile.
 
     Args:
-        profile: the measurements. ceilings: ceilings to compare with. target, mode, inputs: descriptions for the
-            report.
-        samples: number of samples of a step, if known. batched: see `Findings`.
+        profile: the measurements.
+        ceilings: ceilings to compare with.
+        target, mode, inputs: descriptions for the report.
+        samples: number of samples of a step, if known.
+        batched: see `Findings`.
         root_type: the class of the outermost module.
         notes: notes in addition to the profile's own.
     """
@@ -150,7 +152,9 @@ def _crowded(profile: Profile) -> bool:
 
 
 def _slowed(profile: Profile, ceilings: Ceilings) -> tuple[str, float] | None:
-    """The part of the CPU's pulse that fell most, and its share of its best; None if the CPU was as fast as ever."""
+    """The part of the CPU's pulse that fell most, and the remaining share of its best; None if the CPU was as fast as
+    ever.
+    """
     if profile.pulse is None or torch.get_num_threads() != ceilings.threads:
         return None
     found = profile.pulse.share_of(ceilings.pulse)
@@ -159,7 +163,8 @@ def _slowed(profile: Profile, ceilings: Ceilings) -> tuple[str, float] | None:
 
 def _drifted(profile: Profile) -> list[str]:
     """Differences between the moments of the measurement, in words, on a CPU. If the machine's speed varies over a few
-    seconds, another process measures another time."""
+    seconds, another process would measure another time.
+    """
     if profile.pulse is None:
         return []
     seen, varied = list[str](), profile.pulse.varied
@@ -172,7 +177,7 @@ def _drifted(profile: Profile) -> list[str]:
 
 
 def _noise(profile: Profile, ceilings: Ceilings) -> list[str]:
-    """Notes about what the report cannot claim, because the times of a step were not reproduced."""
+    """Notes about the limits of the report if the times of a step were not reproduced."""
     wall, slowed, drifted = profile.wall, _slowed(profile, ceilings), _drifted(profile)
     faults_ms = profile.faults.step_ms(torch.get_num_threads())
     if not (_crowded(profile) or slowed or drifted or faults_ms > NOISY * wall.ms) and wall.spread <= NOISY:
@@ -203,7 +208,9 @@ def _noise(profile: Profile, ceilings: Ceilings) -> list[str]:
 
 
 def _two_states(profile: Profile) -> list[str]:
-    """A note if operators were timed in steps with fewer page faults than the first ones: another state of the heap."""
+    """A note if operators were timed in steps with fewer page faults than the first steps, so with another state of the
+    heap.
+    """
     faults, labelled, later = profile.faults, profile.labelled_faults, profile.otherwise
     if later is None and (labelled.count >= faults.count or faults.is_like(labelled)):
         return []

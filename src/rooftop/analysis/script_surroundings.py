@@ -48,10 +48,10 @@ class _State:
 
 
 class Surroundings:
-    """Within the `with` block, the script's environment; after it, the earlier one; after `again`, the one that the
-    script left.
+    """Within the `with` block, the script's environment; after it, the earlier one; after `again`, the environment that
+    the script left.
 
-    If the earlier output is closed after the block, the script's is used, or else stderr.
+    If the earlier output is closed after the block, the script's output is used, or else stderr.
     """
 
     def __init__(self, script: Path, arguments: Sequence[str]) -> None:
@@ -93,7 +93,7 @@ def _is_open(stream: Any) -> bool:
 
 @contextmanager
 def room_below() -> Iterator[None]:
-    """Give the script as many stack frames as it would have alone."""
+    """Give the script as many stack frames as it would have without Rooftop."""
     limit, depth = sys.getrecursionlimit(), len(inspect.stack(0))
     sys.setrecursionlimit(limit + depth)
     try:
@@ -104,7 +104,7 @@ def room_below() -> Iterator[None]:
 
 
 def end_of_child(main: ModuleType, status: int) -> NoReturn:
-    """End the process as Python does: threads end, exit functions run, open files are written."""
+    """End the process in the same way as Python: threads end, exit functions run, open files are written."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()

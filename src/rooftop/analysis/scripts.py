@@ -1,7 +1,7 @@
 """Run a Python script unchanged and record it: `rooftop analyze train.py -- --epochs 1`.
 
-The script must not notice: its output, its random numbers, its exit status and its end do not change. However the
-script ends, even by `os._exit` or Ctrl-C, a report is created if enough steps were recorded.
+The script must not notice: its output, its random numbers, its exit status and its end do not change. A report is
+created if enough steps were recorded, even if the script ends by `os._exit` or Ctrl-C.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class ScriptRun:
         problem: one line about why it failed or why there is no report; "" if neither applies.
         error: the exception that it raised; KeyboardInterrupt means Ctrl-C.
         traceback: Python's output for the error; "" if the script's own `sys.excepthook` has printed it.
-        resume: restores the environment as the script left it (`sys.argv`, `sys.path`, `sys.stdout`, the current
-            folder, `__main__`): for threads and functions that run after it, when the process exits.
+        resume: restores the script's final environment (`sys.argv`, `sys.path`, `sys.stdout`, the current folder,
+            `__main__`) for threads and functions that run when the process exits.
     """
 
     report: Report | None
@@ -189,7 +189,7 @@ def _reported(
 
 
 def _device_of_rank(device: torch.device | str | None) -> torch.device | str | None:
-    """The GPU of this rank, as programs under `torchrun` choose it. A GPU that was named by its number stays."""
+    """The GPU of this rank, chosen as by programs under `torchrun`. A GPU that was named by its number stays."""
     if str(device) == "cpu" or not torch.cuda.is_available() or torch.device(device or "cuda").index is not None:
         return device
     local = int(os.environ.get("LOCAL_RANK", "0"))

@@ -1,4 +1,4 @@
-"""The stages of a recording: its work in each step, and the data that it keeps of the steps of one kind.
+"""The stages of a recording: its work in each step, and the data that it keeps for each kind of step.
 
     step of a script        1      2      3     4      5-7       8         9 and on
                             whole  early  warm  plain  labelled  settling  timed
@@ -33,29 +33,29 @@ LABELLED = 3
 LONG_LABELLED_MS = 2000.0  # if a labelled step takes longer, there is only one labelled step
 WARM_UP = 3  # steps before the first counted one: allocators, autotuners
 COMPILED_WARM_UP = 1 + COMPILED_WARM_UP_STEPS  # if something is compiled in them
-LEAST_TIMED, TIMED_STEPS, TIMED_SECONDS = 3, 1000, 10.0  # undisturbed steps: at least, and until either is reached
+# undisturbed steps: the least number, and limits that end the stage
+LEAST_TIMED, TIMED_STEPS, TIMED_SECONDS = 3, 1000, 10.0
 NEEDED = WARM_UP + 1 + LABELLED + 1 + LEAST_TIMED
 """Number of steps of a complete recording (more if the program compiles, or is one of several ranks)."""
 RANK_STEPS = 6  # steps of a rank under the profiler
-BEFORE_STEPS, BEFORE_SECONDS = 6, 2.0  # undisturbed steps before a profiler that stays: until either is reached
+BEFORE_STEPS, BEFORE_SECONDS = 6, 2.0  # undisturbed steps before a profiler that stays: limits that end the stage
 MOST_REPEATS = 5  # repetitions of watched steps that differed from the others
 
 # calls from outside any module in one watched stage; the profiler keeps 50 kB for a small call
 MOST_MODULE_CALLS = 3_000
-LONG_STAGE_S, LONG_STAGE_LAPS = 10.0, 20  # a watched stage longer than both, the latter in usual steps, is not a step
+# a watched stage that exceeds both limits, the second in usual steps, is not a step
+LONG_STAGE_S, LONG_STAGE_LAPS = 10.0, 20
 
 UNDISTURBED = ("warm", "before", "settling", "timed")
 Calls = tuple[int, int]
 """Calls of modules and of backward in a step, which distinguish a step with an evaluation from one without."""
 NO_STEP: Calls = (-1, -1)
-"""Marks a stretch between two steps that contains other work, such as that between the end of one training and the
-beginning of another.
-"""
+"""Marks a stretch between two steps that contains other work, such as the work between two trainings."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A name, and the number of its steps (0: until enough were timed)."""
+    """A stage: its name, and the number of its steps (0: until enough were timed)."""
 
     name: str
     steps: int
@@ -65,9 +65,10 @@ def stages(*, found: bool, compiled: bool, ranks: bool, stays: bool = False) -> 
     """The stages of the steps, from the first one on.
 
     Args:
-        found: whether the steps were found instead of reported by the program. Only then is it known at the first step
-            whether the program compiles.
-        compiled: something is compiled. ranks: this is one of several ranks.
+        found: whether the steps were found instead of reported by the program. Only if they were found is it known at
+            the first step whether the program compiles.
+        compiled: something is compiled.
+        ranks: this is one of several ranks.
         stays: whether CUPTI stays attached once a profiler has begun. If so, the profiler begins late.
     """
     first = "unwatched" if compiled or stays else "whole"
@@ -118,7 +119,7 @@ class Laps:
 
     Attributes:
         steps: number of ended steps.
-        laps: the first ones by the host's clock.
+        laps: the first steps, timed by the host's clock.
         whole, early: labelled steps for a program that ends soon.
         plain, labelled: the step under the profiler, and the labelled ones.
         timed_ms, timed_calls: durations of undisturbed steps, and what each called.
@@ -157,12 +158,12 @@ class Laps:
 
     @property
     def steady_ms(self) -> list[float]:
-        """The timed steps that are like most others."""
+        """The timed steps that are like most other steps."""
         return self._usual(self.timed_ms, self.timed_calls)
 
     @property
     def steady_before_ms(self) -> list[float]:
-        """The same for steps before a profiler that stays attached."""
+        """The typical timed steps before a profiler that stays attached."""
         return self._usual(self.before_ms, self.before_calls)
 
     def _usual(self, durations_ms: list[float], called: list[Calls]) -> list[float]:
@@ -175,7 +176,7 @@ class Laps:
 
     @property
     def undisturbed_ms(self) -> list[float]:
-        """Unwatched steps, from the third one on, or else from the second."""
+        """Unwatched steps, from the third one on, or if there are none, from the second one on."""
         usual = self.usual_calls
         laps = [lap for lap in self.laps if lap.stage in UNDISTURBED and (usual is None or lap.calls == usual)]
         return [lap.ms for lap in laps if lap.number > 2] or [lap.ms for lap in laps if lap.number > 1]

@@ -9,9 +9,9 @@ step:
     CALL        the call of a module with parameters, from outside any module: inference
     BARE_CALL   the call of a module without parameters
 
-A marker of a higher level takes the lead when it first occurs. So a program that evaluates before it trains is judged
-by its training. Of several optimizers the first leads, unless another one steps once for several of its steps (a critic
-that trains five times as often as a generator).
+A marker of a higher level takes the lead when it first occurs. So if a program evaluates before it trains, the training
+determines its steps. The first of several optimizers leads, unless another one steps once for several steps of the
+first (a critic that trains five times as often as a generator).
 
 Module calls are seen through `nn.Module.__call__`, not through hooks: global hooks would be compiled into the program's
 code. The replacement function costs about 0.2 us a call and compiles to nothing.
@@ -39,7 +39,7 @@ from rooftop.analysis.optimizer_labels import optimizer_ends
 from rooftop.hardware.module_paths import inner_modules, own_parameters
 
 MOST_INNER_STEPS = 16  # steps of the leading marker in one step of a coarser marker; more would be an epoch
-MOST_THREADS = 16  # kept by name; a program may start new threads at each step
+MOST_THREADS = 16  # threads kept by name; a program may start new threads at each step
 # if another optimizer has this many steps and the leading one none, the program has continued without the leading one
 FORGOTTEN_AFTER = 24
 
@@ -59,7 +59,7 @@ class Watcher(Protocol):
 
     @property
     def in_charge(self) -> bool:
-        """Whether it wants reports now; other events are forgotten."""
+        """Whether the watcher accepts reports now; otherwise events are forgotten."""
 
     def work_begins(self, compiled: bool) -> None:
         """The first call of a module begins. `compiled`: whether it is compiled by `torch.compile`."""
@@ -291,14 +291,16 @@ class StepFinder:
         self._others.clear()
 
     def _is_coarser(self, what: Any) -> bool:
-        """Whether it occurred twice after the same number of steps, more than one, of the leading marker."""
+        """Whether this marker occurred twice after the same number (more than one) of the leading marker's steps."""
         other = self._others.setdefault(self if what is None else what, _Other())
         since, before = self._led - other.led, other.since
         other.led, other.since = self._led, since
         return 1 < since <= MOST_INNER_STEPS and since == before
 
     def _is_forgotten(self, what: Any) -> bool:
-        """Whether the leading marker has ended, or has not occurred for long, and this one continues in its place."""
+        """Whether the leading marker has ended, or has not occurred for a long time, and this marker continues in its
+        place.
+        """
         other = self._others[self if what is None else what]
         other.alone = other.alone + 1 if other.alone_since == self._led else 1
         other.alone_since = self._led

@@ -22,7 +22,7 @@ from rooftop.analysis.ranks.merging import Ranks
 from rooftop.analysis.report_contents import Advice, Compilation, OperatorRow, ReportContents
 
 WIDTH = 110
-PARTS = (  # parts of the wall time, in the order in which they stack up, with the colours of their bars
+PARTS = (  # parts of the wall time, in their order in the bar, with their colours
     ("roof", "fused_roof_ms", "green", "inputs, parameters, outputs moved once; all flops"),
     ("fusion headroom", "fusion_headroom_ms", "cyan", "intermediates that go through memory"),
     ("kernel gap", "kernel_gap_ms", "yellow", "kernels slower than this machine allows"),
@@ -162,7 +162,7 @@ def _operators(report: ReportContents, rows: int) -> Table:
     what = "operators by predicted time" if report.predicted else "slowest operators"
     title = f"\n{what} ({min(rows, len(report.ops))} of {len(report.ops)})"
     table = Table(box=None, padding=(0, 1), title=title, title_justify="left")
-    for name in ("operator", "shapes"):  # a narrow terminal folds these, so that no figure is lost
+    for name in ("operator", "shapes"):  # a narrow terminal folds these columns, so that no figure is lost
         table.add_column(name, overflow="fold")
     columns = [("calls", 5), ("measured", 8), ("share", 5), ("roof", 8), ("of roof", 7), ("bound", 7)]
     for name, width in columns:

@@ -75,7 +75,7 @@ def _ctc_loss_backward(grad: Tensor, log_probs: Tensor, *rest: Any) -> Tensor:
 
 
 def _thnn_fused_lstm_cell(input_gates: Tensor, hidden_gates: Tensor, cx: Tensor, *biases: Any) -> Any:
-    """(h', c', workspace). PyTorch's own expects biases."""
+    """(h', c', workspace). PyTorch's own function expects biases."""
     return torch.empty_like(cx), torch.empty_like(cx), torch.empty_like(input_gates)
 
 
@@ -141,4 +141,4 @@ RESULTS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.sparse_mask.default: _sparse_mask,
     **{operator: _stores_what_is_not_zero(operator) for operator in _BY_VALUES},
 }
-"""Operators that give PyTorch's fake tensors no result, with their replacements."""
+"""Operators that have no result for PyTorch's fake tensors, with their replacements."""

@@ -57,10 +57,8 @@ def run_transcode(
     rate, last_s = reader.constant_rate, float(reader.durations[-1])
     held = rate is not None and abs(last_s - 1 / rate) > HELD_S  # the last frame may be shown for longer than others
     if rate is None and out.suffix.lower() == ".avi":
-        rate, held = (
-            reader.index.grid(reader.time_base),
-            True,
-        )  # AVI has only the times of a grid, some of which stay empty
+        # AVI has only the times of a grid, some of which stay empty
+        rate, held = reader.index.grid(reader.time_base), True
     writer = VideoWriter(
         out,
         fps or rate or reader.fps,

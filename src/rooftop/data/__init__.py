@@ -1,4 +1,4 @@
-"""Samples for training: folders of images, tar shards, and a loader that keeps the device busy.
+"""Data for training: folders of images, tar shards, and a loader that keeps the device busy.
 
 from rooftop.data import ImageFolder, ImageTransform, Loader
 

@@ -6,11 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 QUICK_S = 1e-3
-"""A batch that takes less is made in the loop: handing it from a thread to another costs about a tenth of that."""
+"""A batch that takes less time is made in the loop, since handing a batch from one thread to another takes about a
+tenth of this time.
+"""
 NEAR_LINEAR = 0.75
-"""Threads that reach this part of their number are not compared with processes, which can gain only the rest."""
+"""Threads are not compared with processes if they reach this part of the ideal speed, because processes can gain only
+the rest.
+"""
 PROCESSES_GAIN = 0.9
-"""Processes must take less than this part of the threads' time: they hold copies of each batch and of the program."""
+"""Processes are chosen only if they take less than this part of the threads' time, because they hold copies of each
+batch and of the program.
+"""
 
 
 @dataclass
@@ -20,7 +26,7 @@ class Choice:
     Attributes:
         ways: ways to try, in this order; a single way is not timed.
         workers: threads or processes.
-        overlaps: whether batches could overlap with a device, which waits if the loop makes them.
+        overlaps: whether making batches can overlap with the work of a device; the device waits if the loop makes them.
         seconds: seconds per batch, by way, if timed.
         refused: ways that failed, with the reason.
         chosen: None: some ways are still to be tried.
@@ -50,7 +56,7 @@ class Choice:
         self._settle()
 
     def failed(self, way: str, why: str) -> None:
-        """Record that this way does not work here."""
+        """Record that this way failed."""
         self.refused[way] = why
         self._settle()
 
@@ -82,7 +88,7 @@ class Choice:
 
 
 def _fastest(seconds: Mapping[str, float], overlaps: bool) -> str:
-    """The fastest way. If batches overlap with a device, the loop is used only for quick batches."""
+    """The fastest way. If batches can overlap with a device, the loop is chosen only for quick batches."""
     here = seconds.get("here", float("inf"))
     if here <= QUICK_S:
         return "here"

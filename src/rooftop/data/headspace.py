@@ -1,4 +1,4 @@
-"""The rate of each stage of a training alone, and the slowest stage.
+"""Measure the rate of each stage of a training alone, and find the slowest stage.
 
     found = headspace(ImageFolder("photographs/train", transform), 64, step, device="cuda")
     print(found.bounds, found.why)
@@ -38,7 +38,7 @@ STAGES = {
     "copy": "a batch copied to the device",
     "model": "forward, backward and step on a batch on the device",
 }
-"""Stages in their order, with what they do."""
+"""The stages in order, with their descriptions."""
 OF_WORKERS = ("disk", "decode", "augment", "sample")
 KEPT = 64  # samples whose content is kept in memory
 
@@ -57,7 +57,7 @@ class Headspace:
 
     Attributes:
         rows: stages in their order.
-        workers: of the loader, and of the stages before collate.
+        workers: number of workers of the loader, and of the stages before collate.
         loading: how the loader made batches.
         bounds: the slowest stage; why: the explanation.
     """
@@ -85,13 +85,12 @@ def headspace(
     """Measure each stage alone, then the loader.
 
     Args:
-        samples: the data set. The disk, decode and augment of a data set without separate steps are one stage,
-            "sample".
+        samples: the data set. For a data set without separate steps, disk, decode and augment are one stage, "sample".
         batch: samples of a batch.
         step: a step of the model with a batch on the device; None: no model is measured.
-        device: of the batches.
+        device: the device of the batches.
         how, workers, ahead, collate: as in `Loader`.
-        seconds: for each stage, about.
+        seconds: approximate time for each stage.
         show: called with (stage, fraction done).
 
     Raises:
@@ -219,7 +218,7 @@ def loader_rate(loader: Loader, seconds: float) -> tuple[float, Any]:
                     return count / took, value
             elif loader.chosen:
                 began = time.perf_counter()
-    raise AssertionError  # epochs are counted without end
+    raise AssertionError  # epochs without end
 
 
 def _of_copies(

@@ -36,7 +36,7 @@ class ImageFolder:
 
     Attributes:
         classes: names of the folders, sorted; a class's number is its place.
-        paths, labels: of the samples, in their order: by class, then by path.
+        paths, labels: those of the samples, sorted by class, then by path.
 
     Raises:
         InputError: the folder does not exist, has no folders, or has a class without photographs. From `data[i]`: a
@@ -51,7 +51,7 @@ class ImageFolder:
         if not folders:
             raise InputError(f"{root} holds no folders: expected one folder of photographs for each class")
         self.classes = folders
-        self.paths: list[str] = []  # of texts, which take a quarter of the memory of Paths
+        self.paths: list[str] = []  # texts take a quarter of the memory of Paths
         self.labels: list[int] = []
         for label, name in enumerate(self.classes):
             found = _photographs(os.path.join(self.root, name))

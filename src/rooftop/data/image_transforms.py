@@ -26,11 +26,11 @@ from rooftop.data.rand_augment import Operation, apply_operations, draw_operatio
 from rooftop.errors import InputError, did_you_mean
 from rooftop.media.images import MEAN, STD, normalized, pillow_image
 
-ASPECTS = (3 / 4, 4 / 3)  # of random crops, width to height
+ASPECTS = (3 / 4, 4 / 3)  # range of width / height of random crops
 ERASED_PARTS, ERASED_ASPECTS = (0.02, 1 / 3), (0.3, 3.3)
-TRIES = 10  # to draw a shape that fits
-MARGIN = 256 / 224  # of the shorter side in validation to the central square that is kept, as for ImageNet
-JUDGED_REDUCTION = 2.0  # validation images are decoded at twice the size that they get, at least
+TRIES = 10  # attempts to draw a shape that fits
+MARGIN = 256 / 224  # shorter side in validation / side of the central square, as for ImageNet
+JUDGED_REDUCTION = 2.0  # validation images are decoded at least at twice their final size
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ from rooftop.data.ways import Here, Threads, Way
 from rooftop.errors import InputError
 
 WAYS = ("here", "threads", "processes")
-TRIAL_HERE = 2  # batches: the first one also warms up
-MOST_TRIAL = 4  # batches of other ways
+TRIAL_HERE = 2  # batches of a trial of this way; the first one includes warm-up
+MOST_TRIAL = 4  # batches of a trial of another way
 MOST_WORKERS = 32  # unless told otherwise
 
 
@@ -44,7 +44,7 @@ class LoadedBatch(NamedTuple):
     Attributes:
         value: collated, on the loader's device; None if this rank has no sample of the batch.
         places: (N,) int64 on the CPU, each sample's place in the whole batch of all ranks.
-        indices: (N,) int64 on the CPU, of the samples in the data set.
+        indices: (N,) int64 on the CPU, numbers of the samples in the data set.
     """
 
     value: Any
@@ -167,7 +167,8 @@ class Loader:
             except Exception as error:
                 if way in (None, "here") or isinstance(error, InputError):
                     raise
-                self._choice.failed(str(way), f"{type(error).__name__}: {error}")  # its batches are made otherwise
+                # the chosen way differs from this one
+                self._choice.failed(str(way), f"{type(error).__name__}: {error}")
         if not found and len(self.skipped) > skipped:
             raise InputError(f"none of {len(self.skipped) - skipped} samples can be read: {self.skipped[-1].reason}")
 
@@ -185,12 +186,12 @@ class Loader:
             for batch in self._delivered(made, count, None if name == "here" else way):
                 delivered += 1
                 yield batch
-        finally:  # also where the consumer leaves with the last batch: then processes stay for the next epoch
+        finally:  # also if the consumer leaves with the last batch, so that processes stay for the next epoch
             if delivered < count or way is not self._processes or self._choice.chosen not in (None, "processes"):
                 self._close(way)
 
     def _timed(self, way: Way, trial: str | None, epoch: int, numbers: range) -> Iterator[tuple[Made, Copied]]:
-        """Makes batches; those of a trial are timed, from the first task to the last piece."""
+        """Makes batches. Batches of a trial are timed, from the first task to the last piece."""
         began = last = time.monotonic()
         begun = 0
         for done in range(len(numbers)):
@@ -259,13 +260,13 @@ class Loader:
 
 
 def _worth_trying(workers: int, on_gpu: bool, thread_safe: bool) -> tuple[str, ...]:
-    """Ways to time: a single worker helps only with a GPU."""
+    """The ways that are timed. A single worker helps only with a GPU."""
     if workers == 1 and not on_gpu:
         return ("here",)
     return WAYS if thread_safe else ("here", "processes")
 
 
 def _usual_workers(ranks: int) -> int:
-    """One per CPU that this process may use, divided among the ranks of the machine."""
+    """The number of workers: one per CPU that this process may use, divided among the ranks of the machine."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MOST_WORKERS, cpus // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))))

@@ -1,9 +1,9 @@
 """Batches made by processes, their tensors in shared memory.
 
-A task is (epoch, batch, piece, slot): a process knows the data set and draws the order itself. It writes the tensors of
-the piece into the slot, a tensor in shared memory that is used again for later pieces, and sends the rest by a pipe. A
-slot that is too small is replaced: the process makes a larger one (`share_memory_`) and sends its file descriptor. The
-memory has no name, so nothing is left behind, however processes end.
+A task is (epoch, batch, piece, slot), because a process has the data set and draws the order itself. It writes the
+tensors of the piece into the slot, a tensor in shared memory that is used again for later pieces, and sends the rest
+through a pipe. A slot that is too small is replaced: the process makes a larger one (`share_memory_`) and sends its
+file descriptor. The memory has no name, so nothing is left behind, even if a process is killed.
 
 Processes are forked if the system supports it, so that data sets need not be pickled. They end on request, and within a
 second after their parent has ended.
@@ -38,14 +38,14 @@ from rooftop.data.pieces import Job, Made, joined
 from rooftop.data.ways import batches_in_flight
 from rooftop.errors import LoadingError
 
-ALIGNMENT = 64  # bytes, of tensors in a slot
-MOST_IN_FLIGHT = 256  # tasks fit into a pipe, so that none of the two ends waits for the other
-PARENT_S = 1.0  # between two looks at whether the parent is there
+ALIGNMENT = 64  # tensors in a slot begin at multiples of this many bytes
+MOST_IN_FLIGHT = 256  # this many tasks fit into a pipe, so that neither end waits for the other
+PARENT_S = 1.0  # seconds between two checks whether the parent still runs
 
 
 @dataclass
 class _Worker:
-    """A process as its parent sees it: its end of the pipe, its slots by number, and the numbers that are free."""
+    """The parent's view of a process: its end of the pipe, the slots by number, and the free numbers."""
 
     process: Any
     connection: Connection
@@ -86,7 +86,7 @@ class Processes:
 
     @property
     def processes(self) -> list[int]:
-        """Their process ids."""
+        """The ids of the processes."""
         return [worker.process.pid for worker in self._workers]
 
     def begin(self, epoch: int, number: int) -> None:
@@ -104,7 +104,7 @@ class Processes:
         begun = self._begun.popleft()
         alone = len(begun) == 1
         made = [self._piece(worker, slot, (epoch, number), alone, pin) for worker, slot, epoch, number in begun]
-        whole = joined(made, pin, copy=not alone)  # a piece that is alone was copied when it was read
+        whole = joined(made, pin, copy=not alone)  # a single piece was already copied when it was read
         for worker, slot, _, _ in begun:
             worker.free.append(slot)
         return whole
@@ -167,7 +167,7 @@ def _started(job: Job, number: int) -> _Worker:
     context: Any = torch_multiprocessing.get_context(method)
     ours, its = context.Pipe(duplex=True)
     process = context.Process(target=_work, args=(its, job, os.getpid()), name=f"rooftop-loader-{number}", daemon=True)
-    with warnings.catch_warnings():  # that a program with threads is forked: the process takes none of their locks
+    with warnings.catch_warnings():  # that a program with threads forks: the child process takes none of their locks
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
     its.close()
@@ -219,7 +219,7 @@ class _Reader(pickle.Unpickler):
 
 def _work(connection: Connection, job: Job, parent: int) -> None:
     """Make pieces until the parent ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's matter
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
@@ -296,7 +296,7 @@ def _put(slot: Tensor, offset: int, tensor: Tensor) -> None:
 
 
 def _sendable(error: Exception) -> bytes:
-    """The exception, if it survives being sent; else its text."""
+    """The exception if it can be sent, otherwise its text."""
     notes = getattr(error, "__notes__", [])
     with suppress(Exception):
         content = pickle.dumps(error)

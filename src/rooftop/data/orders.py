@@ -1,4 +1,4 @@
-"""The samples of each batch of an epoch, and the part of a rank."""
+"""Determine the samples of each batch of an epoch, and the part of a rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Order:
     """The batches of a data set.
 
     Attributes:
-        samples: of the data set.
+        samples: number of samples in the data set.
         batch: samples of a whole batch, over all ranks.
         shuffle: whether an epoch's order is drawn from (seed, epoch).
         drop_last: whether to leave out the last samples if they do not fill a batch.
@@ -67,9 +67,10 @@ class Order:
         return places, self._epoch(epoch)[numbers] if self.shuffle else numbers, places // different
 
     def _epoch(self, epoch: int) -> Numbers:
-        drawn = self._drawn  # threads may write it at the same time, always whole
+        drawn = self._drawn  # threads may set this at the same time, but always as a whole
         if drawn is None or drawn[0] != epoch:
-            # The key keeps the order's numbers apart from those of the samples, which are drawn from (seed, epoch, i).
+            # The key makes the order's random numbers differ from those of the samples, which are drawn from (seed,
+            # epoch, i).
             generator = np.random.default_rng(np.random.SeedSequence((self.seed, epoch), spawn_key=(1,)))
             drawn = self._drawn = (epoch, generator.permutation(self.samples))
         return drawn[1]

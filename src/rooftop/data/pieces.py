@@ -1,4 +1,4 @@
-"""A batch in pieces: each is made by one worker, and all are joined.
+"""Make a batch in pieces: each worker makes one piece, and the pieces are joined.
 
 With PyTorch's `default_collate` a batch has a piece for each worker, so that the first batch is ready soon. Joined
 pieces are bit-identical to one collation of all samples. Another `collate` needs all samples of a batch at once, so its
@@ -41,9 +41,9 @@ class Made:
 
     Attributes:
         value: collated samples; None if there are none.
-        places, indices: of the samples, as in `Order.part`.
+        places, indices: those of the samples, as in `Order.part`.
         damaged: samples that were skipped.
-        finished: seconds of `time.monotonic`, one clock for all processes.
+        finished: time of completion, by `time.monotonic`, which is one clock for all processes.
     """
 
     value: Any
@@ -58,7 +58,7 @@ class Job:
     """The work of making batches.
 
     Attributes:
-        pieces: of a batch.
+        pieces: number of pieces of a batch.
         skip: whether damaged samples are left out instead of raising.
     """
 
@@ -199,7 +199,7 @@ def _plain(tensor: Tensor) -> bool:
 
 
 def _bytes(tensor: Tensor) -> Any:
-    """(rows, bytes of a row), for any dtype. NumPy copies without starting more threads in each copying thread."""
+    """(rows, bytes of a row), for any dtype. Copies by NumPy start no additional threads."""
     whole = tensor.contiguous()
     rows = whole.shape[0]
     if whole.numel() == 0:

@@ -1,4 +1,4 @@
-"""RandAugment: some operations, drawn with equal probabilities, all with one magnitude.
+"""RandAugment: apply several operations, drawn with equal probabilities, all with the same magnitude.
 
 Cubuk et al. 2020, "RandAugment: Practical automated data augmentation with a reduced search space". The ranges are
 those of AutoAugment (Cubuk et al. 2019), in which 10 is the greatest magnitude. Colours change by a factor of up to
@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image, ImageEnhance, ImageOps
 
 GREATEST = 10.0  # magnitude
-FILL = (124, 116, 104)  # what comes in at an edge: ImageNet's mean colour
+FILL = (124, 116, 104)  # colour of pixels from beyond the edge: ImageNet's mean
 MOST_SHEAR, MOST_DEGREES, MOST_SHIFT, MOST_COLOUR = 0.3, 30.0, 0.45, 0.9
 
 
@@ -26,7 +26,7 @@ class Operation(NamedTuple):
 
 
 def draw_operations(count: int, magnitude: float, generator: np.random.Generator) -> tuple[Operation, ...]:
-    """Draw operations, with repetition."""
+    """Draw operations; one operation may be drawn repeatedly."""
     names = generator.integers(len(OPERATIONS), size=count)
     signs = generator.integers(2, size=count) * 2 - 1
     return tuple(
@@ -35,7 +35,7 @@ def draw_operations(count: int, magnitude: float, generator: np.random.Generator
 
 
 def apply_operations(image: Image.Image, operations: Sequence[Operation]) -> Image.Image:
-    """An RGB image after the operations, of the same size."""
+    """Apply the operations to an RGB image; the size stays the same."""
     for name, strength in operations:
         image = OPERATIONS[name](image, strength)
     return image

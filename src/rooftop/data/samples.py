@@ -17,12 +17,12 @@ DAMAGE = (
     DamagedVideoError, EOFError, Image.DecompressionBombError, OSError, SyntaxError, ValueError, struct.error,
     zlib.error,
 )  # fmt: skip
-"""What a sample that cannot be read raises; other exceptions are errors of the program and are never skipped."""
+"""Exceptions for a sample that cannot be read. Other exceptions are errors of the program and are never skipped."""
 
 
 @runtime_checkable
 class Samples(Protocol):
-    """A data set by number, e.g. any map-style one of torch.utils.data.
+    """A data set with numbered samples, e.g. any map-style data set of torch.utils.data.
 
     A loader may call it from several threads at once. A data set that does not allow this has an attribute `thread_safe
     = False`. If a data set has a method `name(index)`, messages about damaged samples use it.
@@ -38,7 +38,7 @@ class DrawnSamples(Samples, Protocol):
     """A data set with random augmentation."""
 
     def draw(self, index: int, generator: np.random.Generator) -> Any:
-        """The sample, augmented with `generator`; the same for the same generator state."""
+        """The sample, augmented with `generator`; the same generator state gives the same sample."""
 
 
 @runtime_checkable
@@ -68,10 +68,10 @@ class Part:
         data = ImageFolder("photographs")
         held_out, rest = Part(data, range(0, len(data), 10)), ...
 
-    Unlike `torch.utils.data.Subset` it keeps the draws and the names of its samples.
+    Unlike `torch.utils.data.Subset`, it keeps the draws and the names of its samples.
 
     Raises:
-        InputError: an index that the data set does not have.
+        InputError: the data set does not have an index.
     """
 
     def __init__(self, samples: Samples, indices: Sequence[int]) -> None:
@@ -94,7 +94,7 @@ class Part:
         return self.samples.draw(own, generator) if isinstance(self.samples, DrawnSamples) else self.samples[own]
 
     def name(self, index: int) -> str | None:
-        """The data set's name for it."""
+        """The data set's name for the sample."""
         return name_of(self.samples, int(self.indices[index]))
 
 

@@ -1,9 +1,10 @@
-"""Samples in tar files, in the layout of webdataset: the files of a sample share a name and follow each other.
+"""Samples in tar files, in the layout of webdataset: the files of a sample have the same name except for the suffix,
+and follow each other.
 
     shard-000.tar: 000017.jpg 000017.cls 000018.jpg 000018.cls ...
 
-Each shard's headers are read once, into an index of offsets. So samples are read in any order, each by one read of the
-disk for each of its files, and by any number of threads and processes.
+Each shard's headers are read once, into an index of offsets. So any number of threads and processes can read samples in
+any order, with one read for each file of a sample.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from rooftop.media.ahead import in_order
 from rooftop.media.images import SUFFIXES
 
 IMAGE = "image"
-"""In `fields`: the file that is a photograph."""
+"""The name in `fields` that stands for a photograph."""
 CLASS = "cls"
 IMAGE_ENDINGS = tuple(suffix[1:] for suffix in sorted(SUFFIXES))
 
@@ -165,7 +166,7 @@ class _Index:
     def __init__(self, entries: Iterable[_Entry]) -> None:
         self._keys: list[str] = []
         self._wrong: dict[int, str] = {}
-        kinds: dict[tuple[str, ...], int] = {}  # which endings a sample has; most have the same
+        kinds: dict[tuple[str, ...], int] = {}  # the endings of each sample, which are mostly the same
         shards, kind_of, firsts, spans = array("q"), array("q"), array("q", [0]), array("q")
         for number, entry in enumerate(entries):
             self._keys.append(entry.key)
@@ -182,7 +183,7 @@ class _Index:
         return len(self._keys)
 
     def __getitem__(self, index: int) -> _Entry:
-        key = self._keys[index]  # also says whether there is such an entry
+        key = self._keys[index]  # raises if there is no such entry
         index %= len(self)
         spans = self._spans[self._firsts[index] : self._firsts[index + 1]]
         files = dict(zip(self._kinds[self._kind_of[index]], zip(spans[::2], spans[1::2], strict=True), strict=True))

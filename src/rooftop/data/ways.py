@@ -26,7 +26,7 @@ class Way(Protocol):
         """End a `take` that waits in another thread, with an exception. Nothing can be taken afterwards."""
 
     def close(self) -> None:
-        """Stop without leftovers, once no other thread takes a batch."""
+        """Stop and release everything. Call this once no other thread takes a batch."""
 
 
 class Here:
@@ -76,5 +76,5 @@ class Threads:
 
 
 def batches_in_flight(job: Job, workers: int, ahead: int) -> int:
-    """At least as many as keep all workers at work."""
+    """At least as many batches as keep all workers busy."""
     return max(ahead, -(-workers // job.pieces))

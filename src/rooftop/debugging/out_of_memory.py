@@ -1,9 +1,9 @@
-"""What fills a GPU's memory, tensor by tensor: which module and line allocated each, and what would help.
+"""Explain what fills a GPU's memory: list the tensors with the module and line that allocated each, and give advice.
 
-`explained_memory` records, while it is active, every allocation with its Python stack (`torch.cuda.memory`'s history),
-and marks each with the module that is running. When memory runs out, the error leaves with a note that lists the
-largest live tensors. Parameters, gradients, buffers and optimizer states are known by their address; other memory
-allocated during a forward pass is an activation.
+While `explained_memory` is active, it records every allocation with its Python stack (`torch.cuda.memory`'s history),
+and marks each one with the running module. If memory runs out, it adds a note to the error that lists the largest live
+tensors. Parameters, gradients, buffers and optimizer states are known by their address; other memory allocated during a
+forward pass is an activation.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ ADVICE = {
     BACKWARD: "use a smaller batch or bfloat16 autocast",
     OTHER: "look at the lines above for inputs, losses or outputs that are kept from step to step",
 }
-"""What makes each kind smaller."""
+"""Advice for each kind of memory."""
 
-ADVISED_SHARE = 0.2  # of all allocated bytes: a smaller share gets no advice
-OTHERS_SHARE = 0.1  # of the GPU: a CUDA context alone takes less
+ADVISED_SHARE = 0.2  # share of all allocated bytes below which a kind gets no advice
+OTHERS_SHARE = 0.1  # share of the GPU's memory; a CUDA context alone takes less
 MOST_ENTRIES = 200_000
-"""Allocations in the allocator's history; a stack takes about 1 KB. The oldest tensors lose their module beyond it."""
+"""Allocations in the allocator's history; a stack takes about 1 KB. If there are more allocations, the oldest tensors
+lose their module.
+"""
 
 MODULE_MARK, OPTIMIZER_MARK = "module ", "optimizer"
 
@@ -69,9 +71,9 @@ class LiveTensor:
         size_bytes: as requested, before the allocator's rounding.
         kind: one of the kinds above ("parameters", "activations", ...).
         name: name of a parameter, gradient, buffer or optimizer state: "encoder.layers.3.linear1.weight".
-        module: path of the module that was running; None: none was, or the allocation was not recorded.
-        line: line of the user's program; None: not recorded, or made by autograd's own thread. shape, dtype: None if no
-            Python object holds the tensor (autograd saved it).
+        module: path of the running module; None: no module was running, or the allocation was not recorded.
+        line: line of the user's program; None: not recorded, or made by autograd's own thread.
+        shape, dtype: None if no Python object holds the tensor (autograd saved it).
     """
 
     size_bytes: int
@@ -100,8 +102,9 @@ class MemoryExplanation:
 
     Attributes:
         memory: allocated, reserved, free and total bytes.
-        requested_bytes: size of the failed allocation; None: memory has not run out. module, line: where it failed.
-        by_kind: kind -> bytes, largest first; they add up to what live tensors requested.
+        requested_bytes: size of the failed allocation; None: memory has not run out.
+        module, line: where it failed.
+        by_kind: kind -> bytes, largest first; the sum is the number of bytes that live tensors requested.
         tensors: the largest, in order.
         groups: the largest, in order.
         advice: sentences, most helpful first.
@@ -121,7 +124,7 @@ class MemoryExplanation:
 
 
 class MemoryRecording:
-    """What `explained_memory` yields.
+    """The value that `explained_memory` yields.
 
     Attributes:
         explanation: explanation of the error that ended the block, or None.
@@ -151,7 +154,7 @@ def explain_memory(
         module: its parameters, gradients and buffers are named.
         optimizers: optimizers whose states are named.
         device: index of the GPU; by default the current one.
-        most: how many tensors and groups to list.
+        most: largest number of listed tensors and groups.
 
     Raises:
         RuntimeError: there is no GPU.
@@ -178,15 +181,15 @@ def memory_error_in_words(error: BaseException) -> str | None:
 
 @contextmanager
 def explained_memory(module: nn.Module | None = None, *, most: int = 10) -> Iterator[MemoryRecording]:
-    """While active, an out-of-memory error leaves with a note that explains what holds the memory.
+    """Within the block, an out-of-memory error gets a note that explains what holds the memory.
 
     Costs a few microseconds per allocation. Without a GPU it does nothing. A history that is already being recorded
     (`torch.cuda.memory._record_memory_history`) is used and left running. Tensors that only the failing expression held
-    are gone before they can be counted.
+    are freed before they can be counted.
 
     Args:
-        module: gives the paths their root; by default the first module that is called.
-        most: how many tensors and groups to list.
+        module: the root of the paths; by default the first module that is called.
+        most: largest number of listed tensors and groups.
 
     Raises:
         torch.OutOfMemoryError: the original error, with the explanation as a note (`add_note`).
@@ -197,7 +200,7 @@ def explained_memory(module: nn.Module | None = None, *, most: int = 10) -> Iter
     if not torch.cuda.is_available():
         yield recording
         return
-    torch.cuda.init()  # before it there is no allocator that could record
+    torch.cuda.init()  # initializes CUDA, since otherwise no allocator could record
     with ExitStack() as ending:
         if not torch._C._cuda_isHistoryEnabled():
             torch.cuda.memory._record_memory_history(
@@ -215,13 +218,13 @@ def explained_memory(module: nn.Module | None = None, *, most: int = 10) -> Iter
             try:
                 recording.explanation = _explain(recording._watched, None, most, error)
                 error.add_note(str(recording.explanation))
-            except Exception as trouble:  # must not hide the error that it explains
+            except Exception as trouble:  # must not hide the error that is explained
                 error.add_note(f"rooftop could not explain it: {type(trouble).__name__}: {trouble}")
             raise
 
 
 class _Watched:
-    """The modules and optimizers that run. A program may drop one to have its memory, so none is kept alive."""
+    """The running modules and optimizers. A program may drop a module to free memory, so none is kept alive."""
 
     def __init__(self) -> None:
         self._paths = ModulePaths()
@@ -266,7 +269,7 @@ def _marking(watched: _Watched, mark: Callable[[str], object]) -> Iterator[None]
     def leaves(caller: FrameType) -> None:
         scopes, marks = calls()
         scopes.leave(caller)
-        marks.leave(caller)  # no mark of a module that was running before the hooks were set
+        marks.leave(caller)  # removes the mark of a module that was running before the hooks were set
         marks.settle(caller)
         mark(marks.innermost or "")
 
@@ -335,11 +338,13 @@ def explanation_of(
         known: address -> the tensor that starts there.
         device: index of the GPU in the snapshot.
         out: memory ran out: the trace's last "oom" entry says where.
-        most: how many tensors and groups to list.
+        most: largest number of listed tensors and groups.
     """
     traces = snapshot["device_traces"]
     trace = traces[device] if device < len(traces) else []
-    allocations = {entry["addr"]: entry for entry in trace if entry["action"] == "alloc"}  # the last at each address
+    allocations = {
+        entry["addr"]: entry for entry in trace if entry["action"] == "alloc"
+    }  # the last allocation at each address
     tensors = [
         _live_tensor(block, address, allocations.get(address), known.get(address))
         for segment in snapshot["segments"]
@@ -420,11 +425,13 @@ def _line(record: Mapping[str, Any]) -> SourceLine | None:
 
 
 def _known_tensors(roots: Iterable[tuple[str, nn.Module]], optimizers: Iterable[Optimizer]) -> dict[int, KnownTensor]:
-    """Address of its storage -> tensor: of modules and optimizers with their names, then all that Python holds."""
+    """Tensors by the address of their storage: first those of modules and optimizers, with names, then all others in
+    Python.
+    """
     found: dict[int, KnownTensor] = {}
 
     def note(kind: str | None, name: str | None, tensor: object) -> None:
-        if not issubclass(type(tensor), Tensor):  # isinstance would ask proxies, too
+        if not issubclass(type(tensor), Tensor):  # isinstance would also call code of proxies
             return
         try:
             if not tensor.is_cuda or tensor.layout is not torch.strided:  # type: ignore[attr-defined]
@@ -432,7 +439,7 @@ def _known_tensors(roots: Iterable[tuple[str, nn.Module]], optimizers: Iterable[
             storage = tensor.untyped_storage()  # type: ignore[attr-defined]
             shape, dtype = tuple(tensor.shape), tensor.dtype  # type: ignore[attr-defined]
             if name is None and tensor.nbytes != storage.nbytes():  # type: ignore[attr-defined]
-                return  # a view of a part says nothing of the whole
+                return  # a view of a part does not describe the whole storage
             found.setdefault(storage.data_ptr(), KnownTensor(kind, name, shape, dtype))
         except (RuntimeError, NotImplementedError, ReferenceError):  # subclasses without a storage
             return

@@ -1,13 +1,13 @@
 """Finds tensors that one CUDA stream uses before another has written them, or whose memory is reused too early.
 
-The bookkeeping of which stream has waited for which is that of `torch.cuda._sanitizer`; here each finding names lines
-of the user's program, the program continues, and three cases are distinguished that torch's sanitizer does not know:
-views of one storage (by the range of their bytes), the new tensors of `zeros_like` and the like (which are written),
-and memory that was freed while another stream still used it (a missing `record_stream`).
+As in `torch.cuda._sanitizer`, records say which stream has waited for which. In addition, each finding names lines of
+the user's program, the program continues, and three cases are handled that torch's sanitizer does not know: views of
+one storage (by the range of their bytes), the new tensors of `zeros_like` and the like (which are written), and memory
+that was freed while another stream still used it (a missing `record_stream`).
 
 It cannot see kernels that PyTorch does not launch (custom kernels, Triton), work inside a CUDA graph or compiled
 code, waits in other libraries, host memory (`non_blocking` copies from it), and work before the block, which counts as
-finished. It is made for one thread and one GPU.
+finished. It is meant for one thread and one GPU.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class StreamRace:
 
     Attributes:
         first, second: in the order in which they were launched.
-        reused: the first used a tensor that was freed since, and the second another in the same memory.
+        reused: whether the first use is of a tensor that has been freed since, and the second of another tensor in the
+            same memory.
     """
 
     first: StreamAccess
@@ -83,7 +84,7 @@ class StreamRace:
 
 
 class StreamRaceError(RuntimeError):
-    """Raised by `check_streams`; `races` are all that were found."""
+    """Raised by `check_streams`; `races` has all races that were found."""
 
     def __init__(self, races: Iterable[StreamRace]) -> None:
         self.races = tuple(races)
@@ -92,7 +93,9 @@ class StreamRaceError(RuntimeError):
 
 @dataclass
 class StreamCheck:
-    """What `check_streams` yields. `races`: found so far, each once, in the order of their second use."""
+    """The value that `check_streams` yields. `races`: the races found so far, each once, in the order of their second
+    use.
+    """
 
     races: list[StreamRace] = field(default_factory=list)
 
@@ -101,13 +104,13 @@ class StreamCheck:
 def check_streams(*, raises: bool = True) -> Iterator[StreamCheck]:
     """Watch the operators of the block and the waits between streams; without CUDA it does nothing.
 
-    Every operator is much slower in the block. PyTorch cannot switch its tracing of streams and allocations off
-    again: afterwards each costs about a microsecond more for as long as the process lives, and running out of memory
-    reaches Python as a SystemError instead of a torch.OutOfMemoryError (seen with torch 2.11). So use it in a process
-    that does not depend on these.
+    Every operator is much slower in the block. PyTorch cannot switch its tracing of streams and allocations off again.
+    Until the process ends, each traced call then takes about a microsecond more, and running out of memory raises a
+    SystemError instead of a torch.OutOfMemoryError (seen with torch 2.11). So use this in a process for which neither
+    matters.
 
     Args:
-        raises: raise at the end when something was found.
+        raises: raise an error at the end if a race was found.
 
     Raises:
         StreamRaceError: a race was found. An exception of the block itself takes precedence.
@@ -141,7 +144,7 @@ class _Use:
 
 @dataclass(frozen=True)
 class _Launch:
-    """What torch's records say of an operator: uses by the address of the storage."""
+    """The uses of an operator in torch's records, by the address of the storage."""
 
     operator: str
     line: SourceLine | None
@@ -150,7 +153,9 @@ class _Launch:
 
 
 class _Watcher:
-    """Who used which storage last, and who has waited for whom. Hears of launches, allocations and synchronization."""
+    """Records the last uses of each storage, and which streams have waited for which. It is told of launches,
+    allocations and synchronization.
+    """
 
     def __init__(self, races: list[StreamRace]) -> None:
         self._races = races
@@ -160,7 +165,7 @@ class _Watcher:
         self._recorded: dict[int, set[int]] = {}  # address -> streams that the allocator knows to use it
 
     def hear(self, event: str, *args: int) -> None:
-        """An event of torch's GPU trace, by its name there."""
+        """Handle an event of torch's GPU trace, by the event's name."""
         if event == "memory_allocation":
             self._allocation(*args)
         elif event == "memory_deallocation":
@@ -169,11 +174,11 @@ class _Watcher:
             getattr(self._events, f"_handle_{event}")(*args)
 
     def record_stream(self, address: int, stream: int) -> None:
-        """The allocator will keep the storage until this stream is done with it."""
+        """Record that the allocator keeps the storage until this stream is done with it."""
         self._recorded.setdefault(address, set()).add(stream)
 
     def launch(self, stream: int, launch: _Launch) -> None:
-        """An operator was launched."""
+        """Record that an operator was launched."""
         written = {address for address, use in launch.uses.items() if use.written}
         read = set(launch.uses) - written
         aliases: dict[int, list[str]] = {address: [] for address in launch.uses}
@@ -184,7 +189,7 @@ class _Watcher:
         tensors = self._events.tensors_accessed
         tensors.ensure_tensor_does_not_exist(address)
         tensors.create_tensor(address, None)
-        # Whoever writes the new tensor must wait for those that still use the old one.
+        # A stream that writes the new tensor must wait for streams that still use the old one.
         tensors.accesses[address].reads.extend(self._left.pop(address, []))
         self._allocated[address] = self._events.seq_num
 
@@ -228,7 +233,7 @@ class _Launches(ObservingMode):
             self._watcher.record_stream(tensor.untyped_storage().data_ptr(), handle)
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        if isinstance(func, HigherOrderOperator):  # has no schema that tells what it writes
+        if isinstance(func, HigherOrderOperator):  # has no schema that says what it writes
             return result
         uses = _uses(func._schema, args, kwargs, result, self._device_type)
         if uses:
@@ -282,7 +287,7 @@ EVENTS = (
     *("memory_allocation", "memory_deallocation"),
     *("stream_creation", "stream_synchronization", "device_synchronization"),
 )
-"""What torch's GPU trace tells of; its registering functions and the handler's methods are named after these."""
+"""The events of torch's GPU trace; its registering functions and the handler's methods are named after them."""
 
 _active: list[_Watcher] = []
 """Watchers of the `check_streams` blocks that are running; one listener in torch serves them all."""
@@ -290,7 +295,7 @@ _active: list[_Watcher] = []
 
 @functools.cache
 def _listen() -> None:
-    """Listen to torch's GPU trace, once: what is registered there stays."""
+    """Register listeners with torch's GPU trace, once, because they cannot be removed."""
     from torch.cuda import _gpu_trace
 
     _sanitizer()
@@ -306,11 +311,13 @@ def _heard(event: str, *args: int) -> None:
 
 @functools.cache
 def _sanitizer() -> ModuleType:
-    """torch's sanitizer without the listeners that its import registers: they would slow every later allocation."""
+    """torch's sanitizer without the listeners that its import registers, which would slow every later allocation
+    down.
+    """
     from torch.cuda import _gpu_trace
 
     name = "torch.cuda._sanitizer"
-    if name in sys.modules:  # somebody uses it
+    if name in sys.modules:  # the program uses the sanitizer itself
         return sys.modules[name]
     registries = [registry for attribute, registry in vars(_gpu_trace).items() if attribute.endswith("Callbacks")]
     before = [list(registry.callback_list) for registry in registries]

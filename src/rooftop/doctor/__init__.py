@@ -1,4 +1,4 @@
-"""Finds what works on this machine, and the command that fixes what does not.
+"""Find the parts that work on this machine, and commands that fix the others.
 
 No file here needs torch, so `rooftop doctor` runs even if torch is broken.
 """

@@ -1,8 +1,8 @@
-"""Finds what works on this machine, and the command that fixes each problem.
+"""Find the parts that work on this machine, and the command that fixes each problem.
 
 No table of versions is kept here. Three sources decide what fits: the metadata of the installed packages, the driver
-through NVML, and tiny kernels that run. Each part is checked by itself; a check that raises is a finding and does not
-stop the others. No import here needs torch, so the diagnosis can tell why torch is broken.
+through NVML, and tiny kernels that run. Each part is checked by itself. A check that raises is a finding, and does not
+stop other checks. No import here needs torch, so the diagnosis can explain why torch is broken.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def diagnose(parts: Sequence[Part] | None = None) -> list[Finding]:
                 warnings.simplefilter("ignore")
                 finding = check(name)
         except NoTorch:
-            continue  # nothing can be said without torch, and its own line says what is wrong with it
+            continue  # without torch this part cannot be checked, and torch has its own line
         except Exception as error:
             finding = Finding(name, "broken", "", reason_of(error))
         if finding is not None:
@@ -76,7 +76,7 @@ def _packages(part: str) -> Finding | None:
     """The requirements of Rooftop's metadata, except torch, which has its own line."""
     asked = {name: spec for name, spec in asked_by("rooftop").items() if name != "torch"}
     if not asked:
-        return None  # Rooftop is used without being installed: its requirements are unknown
+        return None  # Rooftop is used without an installation, so its requirements are unknown
     versions = {name: version_of(name) for name in asked}
     wrong = [name for name, spec in asked.items() if not fits(versions[name], spec)]
     found = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
@@ -202,7 +202,7 @@ def _triton(part: str) -> Finding:
 
 
 def _ended_by_importing(module: str) -> str:
-    """How importing a module ends a process, if it does; tried in another process."""
+    """Import a module in another process; return how the import ended that process, if it did."""
     code = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True).returncode
     return f"importing it ends the process ({signal.Signals(-code).name})" if code < 0 else ""
 
@@ -262,14 +262,16 @@ def _jupyter(part: str) -> Finding:
 # ---- folders -----------------------------------------------------------------------------------------------------
 
 SMALL_SHARED_MEMORY_BYTES = 256 << 20
-"""A DataLoader worker keeps two batches in it: of 128 images of (3, 224, 224) in float32, 147 MiB."""
+"""Shared memory for one DataLoader worker, which keeps two batches in it: 147 MiB for 128 images of (3, 224, 224) in
+float32.
+"""
 
 SHARED_MEMORY = Path("/dev/shm")
 
 
 def _cache(part: str) -> Finding:
     """Write a file in the folder of the ceilings, or where that folder will be made."""
-    torch_here()  # which the cache's module imports
+    torch_here()  # the cache's module imports torch
     folder: Path = import_module("rooftop.hardware.measuring").cache_path(("",)).parent
     nearest = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     try:

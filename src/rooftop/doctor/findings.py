@@ -1,4 +1,4 @@
-"""The finding of one part of the machine, and questions that all parts share."""
+"""The finding about one part of the machine, and queries that all parts share."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Finding:
     Attributes:
         status: "absent" means optional and not installed.
         found: versions and facts.
-        problem: what is wrong; "" if nothing.
-        command: fixes or installs the part; "" if there is nothing to do or no command is known.
-        needed: whether Rooftop needs it here.
+        problem: a description of the problem; "" if there is none.
+        command: the command that fixes or installs the part; "" if there is nothing to do or no command is known.
+        needed: whether Rooftop needs the part on this machine.
     """
 
     part: str

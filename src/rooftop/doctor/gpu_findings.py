@@ -24,7 +24,7 @@ from rooftop.doctor.findings import (
 )
 from rooftop.doctor.requirements import asked_by
 
-PROC_DRIVER = Path("/proc/driver/nvidia")  # there when the driver's kernel module is loaded, in containers too
+PROC_DRIVER = Path("/proc/driver/nvidia")  # exists if the driver's kernel module is loaded, also in containers
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 NVIDIA, DISPLAY = "0x10de", "0x03"  # vendor; class of display and 3D controllers
 LIBRARIES_DIFFER = 18  # NVML_ERROR_LIB_RM_VERSION_MISMATCH
@@ -71,13 +71,13 @@ def driver_part(part: str) -> Finding:
     found = f"{driver.version}, CUDA up to {_dotted(driver.cuda)}, {counted(driver.gpus, 'GPU')}"
     if built and int(built.split(".")[0]) > driver.cuda[0] and not gpu_usable():
         problem = f"torch is built for CUDA {built}, which needs a newer driver"
-        # In a container the driver is the host's, and no command in here replaces it.
+        # In a container the driver belongs to the host, and no command in the container replaces it.
         return Finding(part, "broken", found, problem, "" if mending.container() else mending.driver())
     return Finding(part, "works", found)
 
 
 def _no_driver(part: str, driver: DriverAnswer, built: str) -> Finding:
-    if driver.code == LIBRARIES_DIFFER:  # the driver was updated while its old kernel module stayed loaded
+    if driver.code == LIBRARIES_DIFFER:  # the driver was updated, but its old kernel module is still loaded
         return Finding(
             part, "broken", driver.error, "the versions of its libraries and its kernel module differ", _restart()
         )
@@ -112,18 +112,19 @@ def cuda_part(part: str) -> Finding | None:
         return Finding(part, "works", f"torch uses {counted(torch.cuda.device_count(), 'GPU')}, {build_of(torch)}")
     try:
         gpus = ask_driver().gpus
-    except ImportError:  # nvidia-ml-py, which has its own line
+    except ImportError:  # the requirement nvidia-ml-py has its own line
         gpus = 0
     if not gpus:
         return None  # the driver's line says it
     found = f"torch uses none of {counted(gpus, 'GPU')}"
     if torch.version.cuda is None:
         command = ""
-        if (platform.system(), platform.machine()) == ("Linux", "x86_64"):  # where the default build has CUDA
+        # systems on which the default build has CUDA
+        if (platform.system(), platform.machine()) == ("Linux", "x86_64"):
             command = mending.pip("torch" + asked_by("rooftop").get("torch", ""), options="--force-reinstall")
         return Finding(part, "broken", found, f"torch is a {build_of(torch)}", command)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and visible.strip() in ("", "-1"):  # none, on purpose
+    if visible is not None and visible.strip() in ("", "-1"):  # set to no GPUs, on purpose
         return Finding(
             part, "absent", f'{found}: CUDA_VISIBLE_DEVICES="{visible}" hides them', "", "unset CUDA_VISIBLE_DEVICES"
         )
@@ -172,7 +173,7 @@ def runs_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
 
     Machine code runs on its own major version, from its minor version on. PTX ("compute_") runs on its own version and
     all later ones. With the suffix "a" both run only on their own version (CUDA C++ Programming Guide, "Binary
-    compatibility" and what follows).
+    compatibility" and the following sections).
     """
     for architecture in architectures:
         code = _capability(architecture)
@@ -229,7 +230,7 @@ def library_part(part: str, name: str) -> Finding | None:
     try:
         ctypes.CDLL(name)
     except OSError as error:
-        command = ""  # outside a container: the driver's package for video, whose name depends on who packed it
+        command = ""  # outside a container: the driver's package for video, whose name depends on the distribution
         if mending.container():
             command = f"{mending.driver().removesuffix(' ...')} -e NVIDIA_DRIVER_CAPABILITIES=compute,utility,video ..."
         return Finding(part, "absent", reason_of(error), command=command)

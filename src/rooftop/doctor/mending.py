@@ -18,7 +18,7 @@ SYSTEM_PACKAGES = {
     "yum": {"c": "gcc", "c++": "gcc-c++", "headers": "python3-devel"},
     "zypper": {"c": "gcc", "c++": "gcc-c++", "headers": "python3-devel"},
 }
-"""Package manager -> what it calls a C compiler, a C++ compiler and the headers of the system's Python."""
+"""For each package manager, its names for a C compiler, a C++ compiler and the headers of the system's Python."""
 
 DRIVER_INSTALLS = {
     "ubuntu": ("apt-get update", "apt-get install -y ubuntu-drivers-common", "ubuntu-drivers install", "reboot"),
@@ -35,16 +35,16 @@ def pip(*requirements: str, options: str = "") -> str:
 
 
 def has_pip() -> bool:
-    """Whether this Python has pip. It searches the path, because setuptools hooks `importlib.util.find_spec("pip")` and
-    takes it for a run of pip. Afterwards setuptools cannot be imported in this process, and torch.compile fails on a
-    CPU."""
+    """Whether this Python has pip. The function searches the path itself, because setuptools hooks
+    `importlib.util.find_spec("pip")` and takes it for a run of pip. Afterwards setuptools cannot be imported in this
+    process, and torch.compile fails on a CPU."""
     return PathFinder.find_spec("pip") is not None
 
 
 def system_package(kind: str) -> str:
     """The command that installs "c", "c++" or "headers" (of Python) with the package manager of the system."""
     if kind == "headers" and sys.base_prefix != "/usr":
-        return ""  # this Python is not the system's: no package holds its headers
+        return ""  # if this Python is not the system's, no package has its headers
     for manager, names in SYSTEM_PACKAGES.items():
         if shutil.which(manager):
             name = names[kind].format(major=sys.version_info.major, minor=sys.version_info.minor)

@@ -1,4 +1,4 @@
-"""Checks that packages with compiled parts linked against torch load with the installed torch.
+"""Check that packages whose compiled parts are linked against torch load with the installed torch.
 
 A build for another torch, or for CUDA next to a CPU build, installs silently and fails at its import. The files of each
 package tell whether it is linked against torch. Each package is imported in a separate process, because a wrong ABI may
@@ -25,13 +25,13 @@ from rooftop.doctor.findings import Finding, torch_here
 from rooftop.doctor.requirements import asked_by, fits, version_of
 
 LINKED = (b"libc10.so", b"libtorch.so", b"libtorch_cpu.so", b"libtorch_python.so")
-"""What a compiled part names if it is linked against torch."""
+"""Names in a compiled part that is linked against torch."""
 
 OF_TORCH_OR_CUDA = re.compile(r"undefined symbol|lib(torch|c10|cuda|cudart|cudnn|cu[a-z]+|nccl|nv[a-z]+)[\w.-]*\.so")
-"""Why a part does not load that has to do with torch. A part for another FFmpeg is none of ours."""
+"""Reasons, related to torch, why a part does not load. A part for another FFmpeg is not a problem of torch."""
 
 PATIENCE_S = 120
-"""An import that takes longer, as one that compiles or downloads does, is given up."""
+"""An import that takes longer, such as one that compiles or downloads, is given up."""
 
 CHILD = """
 import ctypes, importlib, json, os, signal, sys, warnings
@@ -66,10 +66,10 @@ for module, *paths in extensions:
     code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     print("\\n" + json.dumps({"code": code, **json.loads(found or "{}")}), flush=True)
 """
-"""Imports torch, then each of them in a process forked from it."""
+"""A program that imports torch, then each package in a forked process."""
 
 ON_PYTORCHS_INDEX = ("torchvision", "torchaudio", "torchtext", "xformers")
-"""Packages that PyTorch's indexes have for each build of torch."""
+"""Packages that PyTorch's indexes provide for each build of torch."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def torch_extensions() -> list[Extension]:
 
 
 def why_not_loaded(extensions: Sequence[Extension]) -> list[str]:
-    """The problem of each package with this torch, in one line; "" if none. A package for another torch is not
+    """The problem of each package with this torch, in one line; "" if there is none. A package for another torch is not
     imported."""
     torch = version_of("torch")
     asked = {each: asked_by(each.package)["torch"] for each in extensions}
@@ -147,7 +147,7 @@ def _is_linked(path: Path) -> bool:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return any(content.find(name) >= 0 for name in LINKED)
-    except (OSError, ValueError):  # it is gone, or empty
+    except (OSError, ValueError):  # the file is gone, or empty
         return False
 
 

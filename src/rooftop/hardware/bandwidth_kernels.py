@@ -23,9 +23,8 @@ class Blocks:
 
 
 LARGE = Blocks(4096, 8)  # 16 KiB of float32 a program: four 16-byte accesses in flight for each of 256 threads
-SMALL = Blocks(
-    1024, 4
-)  # two accesses for each of 128 threads, so a working set of 1 MiB has a program for each processor
+# two accesses for each of 128 threads, so a working set of 1 MiB has a program for each processor
+SMALL = Blocks(1024, 4)
 
 _ORDER = ["first", "step"]  # arguments that differ from launch to launch and do not affect compilation
 

@@ -30,9 +30,8 @@ DTYPES = {
     "fp8": torch.float8_e4m3fn,
 }
 
-PILOT = (
-    2048  # a product of this size gives the approximate rate of a precision; on an H100 it takes longer than its launch
-)
+# a product of this size gives the approximate rate of a precision; on an H100 it takes longer than its launch
+PILOT = 2048
 LONGEST_CALL_S = 8e-3  # slower shapes have no higher rate
 BURST_S, PAUSE_S = 1e-3, 1e-3  # for each candidate in the first round
 FINALISTS, FINAL_REPEATS, FINAL_PAUSE_S = 12, 8, 0.02

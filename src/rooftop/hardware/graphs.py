@@ -52,9 +52,8 @@ def captured_into(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: 
         except BaseException as error:
             if within is None or error is within:
                 raise
-        if (
-            within is not None
-        ):  # raised outside the block, because otherwise frames of the consequence would hold the error
+        # raised outside the block, because otherwise frames of the consequence would hold the error
+        if within is not None:
             raise within
     finally:
         within = None  # otherwise error and frame refer to each other, and keep the capture's memory

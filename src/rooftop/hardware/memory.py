@@ -193,9 +193,8 @@ class _StorageCount(ObservingMode):
         self._closed = False
 
     def observe(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if (
-            func is not torch.ops.aten.lift_fresh.default
-        ):  # the argument of lift_fresh is the new tensor of torch.tensor(...)
+        # the argument of lift_fresh is the new tensor of torch.tensor(...)
+        if func is not torch.ops.aten.lift_fresh.default:
             for storage in self._storages((args, kwargs)):
                 if storage._cdata not in self._sizes:
                     self._watch(storage, None)

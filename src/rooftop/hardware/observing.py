@@ -90,9 +90,8 @@ def uncompiled() -> Iterator[None]:
             _run_control_flow(_changed)
             _differentiate_what_functions_run(_changed)
             if _COMPILER in sys.modules:
-                _take_eager_stance(
-                    _changed, import_module(_COMPILER)
-                )  # waits for a thread that is importing the compiler
+                # waits for a thread that is importing the compiler
+                _take_eager_stance(_changed, import_module(_COMPILER))
             else:
                 _TakesItWhenLoaded(_changed)
     try:

@@ -179,9 +179,8 @@ def on_each(
         run_together(threads, calls, cancel=waiting.clear)
     ordered = [results[number] for number in range(len(jobs))]
     for tensor in tree_leaves(ordered):
-        if (
-            isinstance(tensor, Tensor) and tensor.is_cuda
-        ):  # the memory of a result belongs to the stream on which it was allocated
+        # the memory of a result belongs to the stream on which it was allocated
+        if isinstance(tensor, Tensor) and tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return ordered
 

@@ -56,9 +56,8 @@ class Modes:
     def entered(self) -> Iterator[None]:
         """Set these modes in this thread."""
         with ExitStack() as stack:
-            stack.enter_context(
-                torch.inference_mode(self.inference)
-            )  # this sets the grad mode too, which the next line corrects
+            # this sets the grad mode too, which the next line corrects
+            stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
             for kind, dtype in self.autocasts:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache))

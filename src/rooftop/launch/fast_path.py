@@ -25,9 +25,8 @@ _NO_TENSORS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.d
 # These functions are looked up once, since every call uses them.
 _include_set = torch._C._dispatch_tls_local_include_set
 _is_included = torch._C._dispatch_tls_is_dispatch_key_included
-_VMAP_MODE: Any = torch._C._parse_dispatch_key(
-    "VmapMode"
-)  # the key of `is_grads_batched`; `torch.func` has another one
+# the key of `is_grads_batched`; `torch.func` has another one
+_VMAP_MODE: Any = torch._C._parse_dispatch_key("VmapMode")
 _function_modes = torch._C._len_torch_function_stack
 _profiler_enabled = torch._C._autograd._profiler_enabled
 # A new thread has no modes, transforms or inference mode; this thread may have some.

@@ -48,9 +48,7 @@ class _Declared(NamedTuple):
 
     signature: Any
     run: Function
-    recorded: (
-        Function | None
-    )  # the function that autograd records without the dispatcher; None for an operator without a derivative
+    recorded: Function | None  # recorded by autograd without the dispatcher; None for an operator without a derivative
     call: Function
 
 
@@ -113,10 +111,8 @@ def declare(
     made: Any = signature
     schema = torch.library.infer_schema(_prototype(made), mutates_args=mutates)
     _library.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
-    fields, new = (
-        len(made._fields),
-        partial(tuple.__new__, made),
-    )  # faster than NamedTuple's own constructor, which is in Python
+    # faster than NamedTuple's own constructor, which is in Python
+    fields, new = len(made._fields), partial(tuple.__new__, made)
 
     def run(*arguments: Any) -> Any:
         return (new(arguments) if len(arguments) == fields else made(*arguments)).run()

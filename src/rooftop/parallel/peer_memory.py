@@ -97,9 +97,8 @@ def _offered(bytes: int, device: torch.device, lacking: str) -> tuple[int, Offer
         address, handle = allocated(bytes)
     except OSError as error:
         return 0, Offer(machine, gpu, failed=str(error))
-    torch.cuda.synchronize(
-        device
-    )  # the zeros must be there before others write, which they may once they have the offer
+    # the zeros must be there before others write, which they may once they have the offer
+    torch.cuda.synchronize(device)
     return address, Offer(machine, gpu, handle)
 
 

@@ -77,9 +77,8 @@ def own_statistics(x: Tensor, target: Tensor, classes: Classes) -> tuple[Tensor,
         return values.new_full(values.shape[:1], -math.inf), values.new_zeros(3, len(values))
     column, here = classes.places(target)
     maximum = values.amax(1)
-    apart = (
-        values - maximum.masked_fill(maximum == -math.inf, 0.0)[:, None]
-    )  # another rank's maximum may be more than -inf
+    # another rank's maximum may be more than -inf
+    apart = values - maximum.masked_fill(maximum == -math.inf, 0.0)[:, None]
     found = apart.gather(1, column[:, None])[:, 0].where(here, 0.0)
     every = apart.sum(1) if classes.label_smoothing else torch.zeros_like(maximum)
     return maximum, torch.stack((apart.exp_().sum(1), found, every))

@@ -1,8 +1,9 @@
-"""Changes that would make the step faster, and their gains: computed from measurements, never fixed texts.
+"""Find changes that would make the step faster, and compute their gains from measurements; no advice is a fixed
+text.
 
 Each rule reads the measured operators, predicts a gain in ms and names its evidence. Gains are predicted one at a time.
-Two that save the same time (fusion and a faster kernel) do not add up. A gain that the noise of the wall time could
-hide is not offered.
+Two gains that save the same time (fusion and a faster kernel) do not add up. A gain that the noise of the wall time
+could hide is not offered.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rooftop.analysis.report_contents import Advice
 
 
 def advise(findings: Findings) -> list[Advice]:
-    """All useful advice, by falling gain. Each gain has an interval that follows from the noise."""
+    """All useful advice, the largest gain first. Each gain has an interval that follows from the noise."""
     advice = [item for rule in RULES for item in rule(findings)]
     least_ms = max(LEAST_GAIN * findings.summary.wall_ms, findings.noise_ms)
     worth_it = [_with_interval(item, findings) for item in advice if item.gain_ms >= least_ms]

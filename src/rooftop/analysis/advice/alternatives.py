@@ -1,9 +1,9 @@
 """Time operators of a step in another dtype, layout or kernel, on this machine during the analysis, so that advice only
 promises measured gains.
 
-How much faster a convolution, a batch norm, a matrix product or an attention is in bfloat16 or channels last depends on
-the libraries' kernels, and no model of the hardware predicts it. So each is repeated alone, on random data of the same
-shapes (see `repeating`).
+The gain of bfloat16 or channels last for a convolution, a batch norm, a matrix product or an attention depends on the
+libraries' kernels, and no model of the hardware predicts it. So each operator is repeated alone, on random data of the
+same shapes (see `repeating`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from rooftop.analysis.report_contents import OperatorRow
 from rooftop.cost import CallSpec, TensorSpec
 from rooftop.hardware.kernel_times import Variant, kernel_times
 
-MOST_TIME, MOST_CALLS = 0.95, 40  # limits of what is timed again: share of the operators' time, and number of calls
+# limits for the calls that are timed again: share of the operators' time, and number of calls
+MOST_TIME, MOST_CALLS = 0.95, 40
 
 
 def repeated_ratios(
@@ -31,9 +32,9 @@ def repeated_ratios(
 ) -> dict[CallSpec | None, float]:
     """For recorded calls, the time in another dtype or layout divided by the original time.
 
-    It times the longest calls: at most `MOST_CALLS`, which together take `MOST_TIME` of the time. Others get the mean
-    ratio of their kind (see `_kind`). If no call of a kind could be timed, its calls keep their times, so no gain is
-    promised.
+    The longest calls are timed: at most `MOST_CALLS`, which together take `MOST_TIME` of the time. Other calls get the
+    mean ratio of their kind (see `_kind`). If no call of a kind could be timed, its calls keep their times, so no gain
+    is promised.
 
     Args:
         operators: recorded operators; kinds other than those in `_TIMED_AGAIN` are ignored.
@@ -113,7 +114,7 @@ MOST_NORMS = 3
 def layer_norms_ms(rows: Sequence[OperatorRow]) -> list[float]:
     """Time in ms of the calls in these rows of the table, with Rooftop's layer norm.
 
-    The longest rows are timed; others get the mean ratio of their direction.
+    The longest rows are timed; other rows get the mean ratio of their direction.
     """
     by_direction: dict[str, list[OperatorRow]] = {}
     for row in sorted(rows, key=lambda row: -row.measured_ms):

@@ -27,8 +27,8 @@ IN_BFLOAT16 = {
     "cpu": _MATRIX_WORK,
     "cuda": _MATRIX_WORK | {"mv", "addmv", "addr", "_cudnn_rnn", "_prelu_kernel"},
 }
-"""Operators that run in bfloat16 under autocast. Their backward operators do so, too, because gradients have the dtype
-of the outputs.
+"""Operators that run in bfloat16 under autocast. Their backward operators run in bfloat16, too, because gradients have
+the dtype of the outputs.
 """
 
 _LOSSES = {
@@ -148,10 +148,10 @@ LAYERS, REPEATS = 64, 7  # number of products in the chain whose launch is timed
 
 def cast_host_ms(device: str, training: bool) -> float:
     """The host's time for a cast of autocast, timed here: an allocation, a copy and, in training, a node of the graph.
-    Together they take much longer than a launch.
+    All together take much longer than a launch.
 
-    It launches a chain of small products plainly and under autocast, forward and (for training) backward. Other work of
-    the host only adds to a time, so the shortest of several counts.
+    The measurement launches a chain of small products with and without autocast, forward and (for training) backward.
+    Other work of the host only adds to a time, so the shortest of several counts.
     """
     weights = [torch.zeros(16, 16, device=device, dtype=torch.float32, requires_grad=training) for _ in range(LAYERS)]
     x = torch.zeros(16, 16, device=device, dtype=torch.float32)

@@ -6,8 +6,8 @@ kernels, which read their inputs from memory and write their results there. So f
 saves nothing, but fusing it with a norm or a sum saves a write and a read.
 
 For a GPU a compiler also writes the kernels of norms, sums and copies that have no neighbour to join. Many of PyTorch's
-own kernels are far below the memory's rate there, because they are written for every shape; the compiler's are for one
-shape. On a CPU PyTorch's own kernels are as fast as the compiler's.
+own kernels are far below the memory's rate, because they are written for every shape, while the compiler's kernels are
+for one shape. On a CPU PyTorch's own kernels are as fast as the compiler's.
 
 A kernel of joined operators reads each input once, and writes the results that other kernels read or the program keeps.
 A backward kernel may compute a value of the forward pass again instead of reading it, if that moves less memory.
@@ -44,7 +44,7 @@ SUMS_OVER_ROWS = {
 """Operators that also need sums over all rows, which take a second pass over the kernel's input."""
 BATCH_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "batch_norm_with_update"}
 """Operators that also need sums over all rows in training."""
-LONGEST_ROW_BYTES = 64 * 1024  # bytes of a row that one block keeps on the chip; longer rows are read again
+LONGEST_ROW_BYTES = 64 * 1024  # bytes of a row that one block keeps on the chip; longer rows are read twice
 REDUCTIONS_OF_CHOICE = {"sum", "mean", "amax", "amin", "var", "var_mean"}
 """Reductions that join their neighbours if they are along rows. Over columns, each gets a separate kernel."""
 USUAL_SHARE = 0.85  # share of the roof that elementwise kernels usually reach
@@ -80,20 +80,20 @@ Value = tuple[int, int]
 class _Node:
     """One operator in the data flow."""
 
-    reads: dict[Value, int] = field(default_factory=dict)  # and the value's bytes
+    reads: dict[Value, int] = field(default_factory=dict)  # and the bytes of the value
     writes: dict[Value, int] = field(default_factory=dict)
     joins: bool = False
-    alone: bool = False  # whether it gets a compiled kernel that no other operator joins
+    alone: bool = False  # whether it gets a compiled kernel of its own
     elements: int = 0
     level: int = 0  # number of separate kernels on the longest path to it
 
 
 def fused(operators: Sequence[MeasuredOperator], ceilings: Ceilings) -> Fused:
-    """The operators for which a compiler would write kernels, except for those that would gain nothing.
+    """The operators for which a compiler would write kernels, except for operators that would gain nothing.
 
     Args:
-        operators: in order of execution. Operators without a record of their tensors (the optimizer's, those of
-            compiled code) are not fused.
+        operators: in order of execution. Operators without a record of their tensors (in the optimizer, in compiled
+            code) are not fused.
     """
     nodes = _flow(operators)
     groups = _groups(nodes)
@@ -166,7 +166,7 @@ def _joins(op: MeasuredOperator) -> bool:
 
 
 def _crosses(op: MeasuredOperator) -> bool:
-    """Whether it copies between the host's memory and the GPU's, which no kernel does."""
+    """Whether an operator copies between the memory of the host and of the GPU, which no kernel does."""
     return any("HtoD" in kernel or "DtoH" in kernel for kernel in op.kernels)
 
 
@@ -300,8 +300,8 @@ def _trains(op: MeasuredOperator) -> bool:
 def _share_of_roof(operators: Sequence[MeasuredOperator], nodes: Sequence[_Node], ceilings: Ceilings) -> float:
     """The share of their roof that the best quarter of this step's elementwise operators, by bytes, reaches.
 
-    `USUAL_SHARE` if there are none. Compiled kernels are assumed to reach it as well. The slower eager kernels say
-    little about compiled ones: some are limited by arithmetic (powers in bfloat16), others by index computations.
+    `USUAL_SHARE` if there are none. Compiled kernels are assumed to reach this share as well. Slower eager kernels say
+    little about compiled ones, since some are limited by arithmetic (powers in bfloat16), others by index computations.
     """
     seen = []
     for op, node in zip(operators, nodes, strict=True):

@@ -1,4 +1,4 @@
-"""Advice about what happens between host and device: launches, waits, transfers, data, batch size."""
+"""Advice about host and device: launches, waits, transfers, data, batch size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def launch_gap(findings: Findings) -> list[Advice]:
     """Advise a CUDA graph, or else a larger batch. Both remove the same gap, so there is one item for both.
 
     In a replayed graph, a kernel follows the previous one at once. If the host waits for values of the step, a graph
-    cannot contain the step. But twice the samples cost the host no more, unless it computes itself.
+    cannot contain the step. But twice the samples take no more time of the host, unless the host computes itself.
     """
     if findings.ceilings.kind != "cuda" or findings.gaps.launch_gap_ms <= 0 or not findings.summary.busy_ms:
         return []
@@ -58,7 +58,7 @@ def _larger_batch(findings: Findings) -> list[Advice]:
 
 
 def host_synchronizations(findings: Findings) -> list[Advice]:
-    """If the host waits for a value, the device afterwards waits for the host."""
+    """Advise against waits for values: after the host has waited for the device, the device waits for the host."""
     if findings.plain is None or not findings.plain.waiting_ms:
         return []
     places = Counter(
@@ -81,7 +81,9 @@ def _short(name: str) -> str:
 
 
 def unpinned_transfers(findings: Findings) -> list[Advice]:
-    """Copies from pageable memory go through a buffer of the driver; copies from pinned memory do not."""
+    """Advise pinned memory: copies from pageable memory go through a buffer of the driver, copies from pinned memory do
+    not.
+    """
     if findings.plain is None:
         return []
     rates, gain_ms, total_ms, count = findings.ceilings.transfers, 0.0, 0.0, 0
@@ -109,10 +111,10 @@ def unpinned_transfers(findings: Findings) -> list[Advice]:
 
 
 def data_loading(findings: Findings) -> list[Advice]:
-    """Batches that are not ready when the step needs them."""
+    """Advise on a loader whose batches are not ready when the step needs them."""
     if findings.plain is None:
         return []
-    # of one step, which may be a slow one
+    # a single step, which may have been slow
     loading_ms = gain_ms = min(findings.plain.loading_ms, findings.summary.wall_ms)
     if findings.on_gpu:  # work that overlaps the GPU's is already hidden
         gain_ms = min(loading_ms, findings.gaps.launch_gap_ms)
@@ -127,7 +129,7 @@ def data_loading(findings: Findings) -> list[Advice]:
 
 
 def freed_memory(findings: Findings) -> list[Advice]:
-    """On a CPU: memory pages that malloc returns to the system and requests again in each step."""
+    """Advise on memory pages that malloc, on a CPU, returns to the system and requests again in each step."""
     faults, threads = findings.faults, findings.ceilings.threads
     if faults.count < MANY:
         return []

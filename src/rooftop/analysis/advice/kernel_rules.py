@@ -1,4 +1,4 @@
-"""Rules about kernels: those that could be merged, and those that are slower than similar ones."""
+"""Rules about kernels that could be merged, and about kernels that are slower than similar ones."""
 
 from __future__ import annotations
 
@@ -79,8 +79,9 @@ def saved_by_padding_ms(findings: Findings) -> float:
 
 
 def uneven_kernels(findings: Findings) -> list[Advice]:
-    """Shapes of an operator that are further from the roof than the better half (by time) of its shapes in the same
-    run."""
+    """Shapes of an operator that are further from the roof than the better half (by time) of the operator's shapes in
+    the same run.
+    """
     families: dict[tuple[str, str], list[OperatorRow]] = defaultdict(list)
     for row in findings.rows:
         if row.percent_of_roof is not None and not row.flagged and row.bound != "launch":
@@ -113,7 +114,7 @@ def layer_norms(findings: Findings) -> list[Advice]:
         return []
     rows = [row for row in findings.rows if row.name in LAYER_NORMS and row.measured_ms > 0]
     if sum(row.measured_ms - row.roof_ms for row in rows) < LEAST_GAIN * findings.summary.wall_ms:
-        return []  # if they are at their roof, they would not gain enough to be worth timing
+        return []  # layer norms at their roof cannot gain enough to be worth timing
     from rooftop.analysis.advice.alternatives import layer_norms_ms
 
     now_ms = sum(row.measured_ms for row in rows)

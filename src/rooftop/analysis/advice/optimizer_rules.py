@@ -1,4 +1,4 @@
-"""Advice about the optimizer: PyTorch's fused kernel for it, timed now on parameters of the same shapes."""
+"""Advice about the optimizer: time PyTorch's fused kernel for it on parameters of the same shapes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rooftop.analysis.report_contents import Advice
 
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 """Optimizers for which PyTorch 2.11 has a fused kernel on a GPU."""
-MOST_MEMORY = 0.5  # share of the free memory, because parameters, gradients and state are allocated again
+MOST_MEMORY = 0.5  # share of the free memory, since copies of parameters, gradients and state are allocated
 
 
 def fused_optimizer(findings: Findings) -> list[Advice]:

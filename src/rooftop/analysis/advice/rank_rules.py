@@ -10,7 +10,7 @@ from rooftop.analysis.report_contents import Advice
 
 
 def rank_advice(ranks: Ranks) -> list[Advice]:
-    """Advice for the step of all ranks, by falling gain."""
+    """Advice for the step of all ranks, the largest gain first."""
     rows, late = ranks.rows, ranks.slowest
     advice = [
         Advice(

@@ -7,7 +7,7 @@ tensors. While a profiler is active, each call of the compiled code runs inside 
         ## rooftop sizes 4,128 ##
             the kernels of the graph
 
-With these values the graph is rebuilt with numbers, and its kernels' work is that of the call.
+The graph is rebuilt with these numbers in the place of symbols. The work of its kernels is then the work of that call.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SizeSource:
 
 
 def is_dynamic(graph: fx.Graph) -> bool:
-    """Whether it was compiled for dynamic sizes."""
+    """Whether the graph was compiled for dynamic sizes."""
     return any(True for _ in _symbolic(graph))
 
 
@@ -69,13 +69,13 @@ def _symbolic(graph: fx.Graph) -> Iterator[Any]:
 
 
 def strides_of(tensor: Tensor) -> tuple[Any, ...]:
-    """() for a tensor that has no strides."""
+    """The strides of a tensor; () if it has none."""
     return tensor.stride() if tensor.layout == torch.strided else ()
 
 
 def size_sources(graph: fx.Graph) -> tuple[SizeSource, ...] | None:
-    """The sources of the graph's symbols in each call; () if it has no symbols. None if its inputs do not determine a
-    symbol.
+    """The sources of the graph's symbols in each call; () if it has no symbols. None if the inputs of a call do not
+    determine a symbol.
     """
     sources: dict[Any, SizeSource] = {}
     for number, node in enumerate(node for node in graph.nodes if node.op == "placeholder"):
@@ -115,7 +115,9 @@ def named_sizes(name: str) -> Sizes | None:
 
 
 def kept(graph: fx.Graph) -> fx.Graph:
-    """A copy with only the parts that are needed to rebuild it with numbers, so without module and constants."""
+    """A copy of the graph with only the parts that are needed to rebuild it with numbers, so without module and
+    constants.
+    """
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph, {}))
     for node in copied.nodes:

@@ -38,7 +38,7 @@ from rooftop.hardware.interruptions import pass_on
 TORCH = os.path.dirname(torch.__file__) + os.sep
 GRAPH_KEY = "rooftop graph "
 SWITCHES = {
-    "trace.provenance_tracking_level": 1,  # makes inductor keep which nodes are in which kernel
+    "trace.provenance_tracking_level": 1,  # makes inductor keep the nodes of each kernel
     "cpp.enable_kernel_profile": True,  # on a CPU a kernel appears in the profile only if it records itself
     "fx_graph_cache": False,  # a graph from a cache has no nodes
     "fx_graph_remote_cache": False,
@@ -82,7 +82,7 @@ class DynamicGraph:
     Attributes:
         graph: with symbols for dynamic sizes.
         kernels: (name, nodes) in the order of their launches.
-        sources: where a call gives its sizes; None if it does not.
+        sources: the places at which a call gives its sizes; None if it does not.
         ran: the works at the sizes of earlier runs.
     """
 
@@ -100,19 +100,21 @@ class DynamicGraph:
             return _unreadable(error, backward)
 
 
-_numbers = itertools.count()  # numbers of graphs in this process, since code of an earlier analysis keeps its key
+_numbers = itertools.count()  # graphs are numbered per process, since code of an earlier analysis keeps its key
 _RECORDED: dict[str, CompiledGraph] = {}
-"""Graphs of all analyses, because code that one analysis compiled is not compiled again when another runs it."""
+"""The graphs of all analyses: code that one analysis has compiled is not compiled again for the next one."""
 
 
 def recorded_graph(key: str) -> CompiledGraph | None:
-    """The graph with that key, whichever analysis compiled it; None if there is none."""
+    """The graph with that key, from any analysis; None if there is none."""
     return _RECORDED.get(key)
 
 
 @dataclass
 class CompiledGraphs:
-    """Record what is compiled while active (`with`). Graphs are stored by the key that the profiler shows."""
+    """Record all graphs that are compiled while it is active (`with`). Graphs are stored by the key that the profiler
+    shows.
+    """
 
     graphs: dict[str, CompiledGraph] = field(default_factory=dict)
     _breaks: list[tuple[str, str]] = field(default_factory=list)  # (file:line, reason)
@@ -139,7 +141,7 @@ class CompiledGraphs:
             self._stack.close()
 
     def _recording(self, compile_fx: Any) -> Callable[..., Any]:
-        """`compile_fx` with an inner compiler that keeps the graph and the kernels, of forward and backward alike."""
+        """`compile_fx` with an inner compiler that keeps the graph and the kernels, for forward and for backward."""
         from torch._inductor import config, debug
 
         original = compile_fx.compile_fx
@@ -159,7 +161,7 @@ class CompiledGraphs:
                 key = compiled._fx_graph_cache_key = f"{GRAPH_KEY}{next(_numbers)}"
                 graph = _graph(gm, kernels, bool(options.get("is_backward")))
                 self.graphs[key] = _RECORDED[key] = graph
-                call = getattr(compiled, "current_callable", None)  # including its CUDA graphs, if it has any
+                call = getattr(compiled, "current_callable", None)  # includes its CUDA graphs, if it has any
                 if call is not None and graph.dynamic is not None and graph.dynamic.sources is not None:
                     compiled.current_callable = naming_its_sizes(call, graph.dynamic.sources)
                 return compiled
@@ -176,7 +178,7 @@ class CompiledGraphs:
         self._breaks.append((found[1] if found else "", detail or (reason[1] if reason else lines[0])))
 
     def compilation(self) -> Compilation:
-        """What was compiled and how long it took, graph breaks, and recompilations."""
+        """The compilations with their durations, graph breaks, and recompilations."""
         frames = [frame for frame in self._frames if frame.compile_id and not frame.is_runtime and frame.co_name]
         seconds = {f"{frame.co_filename}:{frame.co_firstlineno}": _seconds(frame) for frame in frames}
         breaks = [GraphBreak(line, reason, seconds.get(line, 0.0)) for line, reason in dict.fromkeys(self._breaks)]

@@ -3,12 +3,11 @@
 The profiler's events nest: a run of a compiled graph contains the launches of its kernels and the operators that it
 calls. From the outside in, the first event that has a cost becomes an operator:
 
-    a kernel of a compiled graph      the work that its graph knows of it (see `kernel_work`)
-    an operator with a formula        made again on meta tensors (see `reconstruction`)
-    an operator without               uncovered
+    a kernel of a compiled graph the work of its nodes in the graph (see `kernel_work`) an operator with a formula
+    its call, repeated on meta tensors (see `reconstruction`) an operator without               uncovered
 
-A graph that is replayed as a CUDA graph has one event with all its kernels. They are matched with the graph's list in
-order; the names of the generated kernels are the anchors.
+A graph that is replayed as a CUDA graph has one event with all its kernels. These kernels are matched with the graph's
+list in order, and the names of generated kernels serve as anchors.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def join_compiled(
     Args:
         events: events of the profiler, recorded with shapes.
         graphs: compiled graphs, by key.
-        device: where it ran, for the records.
+        device: the device of the step, for the records.
         lists: the tensors in lists, by event (see `reconstruction.listed_tensors`). An operator whose lists are missing
             there is uncovered.
     """
@@ -262,7 +261,7 @@ class _Walk:
         return orphans
 
     def _replayed(self, region: _Region) -> list[Kernel]:
-        """Operators for the replayed CUDA graphs of one run of a compiled graph; and the remaining kernels."""
+        """Operators for the replayed CUDA graphs of one run of a compiled graph, and the remaining kernels."""
         if not region.replayed:
             return []
         at_ns, graph = region.event.start_ns, region.graph
@@ -294,7 +293,7 @@ class _Walk:
 
 
 def _cost_of_launch(work: KernelWork, event: _Event) -> Cost | None:
-    """The cost of a kernel's work, where the traffic is at most the bytes behind its pointers.
+    """The cost of a kernel's work, with at most the traffic of the bytes behind the kernel's pointers.
 
     If a kernel only changes the layout of an operand for a library, the pointers show which operand it is.
     """
@@ -365,8 +364,8 @@ def _one_by_one(works: list[KernelWork], kernels: list[Kernel]) -> Iterator[tupl
 class _Matcher:
     """Find the work of each event of one run of a graph; both have the same order.
 
-    A generated kernel is known by its name. A library call may be missing in the graph (a copy of an input). So it is
-    searched only up to the next generated kernel, which has its own event.
+    A generated kernel is known by its name. A library call may be missing in the graph (a copy of an input). So the
+    search for it ends at the next generated kernel, which has its own event.
     """
 
     def __init__(self, works: Sequence[KernelWork]) -> None:

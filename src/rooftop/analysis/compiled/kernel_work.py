@@ -60,7 +60,7 @@ class KernelWork:
 
 
 def _laying_out(name: str, served: Sequence[fx.Node]) -> KernelWork:
-    """A kernel that copies operands of these calls into the layout that the library needs."""
+    """Work of a kernel that copies operands of these calls into the layout that the library needs."""
     operands = [
         min((v for n in node.all_input_nodes for v in _values(n) if v.dim() > 1), key=tensor_bytes, default=None)
         for node in served
@@ -87,7 +87,7 @@ def _calls(name: str, group: list[fx.Node]) -> list[fx.Node]:
 
 
 def _without(group: list[fx.Node], called: Mapping[fx.Node, int], done: set[fx.Node]) -> list[fx.Node]:
-    """The group without its library calls and without their operands that are already computed.
+    """The group without its library calls, and without operands of these calls that are already computed.
 
     Those operands are in memory and only get another layout. An operand that is not yet computed is computed here, in
     the needed layout.
@@ -238,7 +238,7 @@ def _without_what_leads_to(end: fx.Node, group: list[fx.Node]) -> list[fx.Node]:
 
 
 def _drop_what_is_read(generated: Sequence[bool], groups: list[list[fx.Node]]) -> None:
-    """Remove from each group the values that an earlier kernel has written, because the group's kernel reads them.
+    """Remove values that an earlier kernel has written from each group, because the group's kernel reads them.
 
     Inductor also names such values as origins of the kernel if it only decided later to write them once (the input of a
     pooling). A value that no node of its group uses is the kernel's output, so it is written there. For a reduction in
@@ -335,10 +335,10 @@ class _Kernel:
         return any(number not in self.kernels_of[node] for number in kernels) or not kernels
 
     def _stored_tensors(self, node: fx.Node) -> list[Tensor]:
-        """For an operator with several results, the used ones."""
+        """The used results of an operator with several results."""
         picked = [user for user in node.users if _is_getitem(user)]
         if isinstance(node.meta.get("val"), Tensor) or not picked:
-            # For a value that is read only through views (a slice), the views.
+            # The views of a value that is read only through views (a slice).
             views = [user for user in node.users if self._uses_from_memory(user, node)]
             if views and all(_is_view(view) for view in views):
                 parts = [tensor for view in views for tensor in _values(view)]
@@ -388,8 +388,8 @@ class _Kernel:
                 continue
             for tensor in _values(value):
                 whole = tensor_bytes(tensor)
-                # A gather reads no more of its table than its formula says, and an operator computes no more than its
-                # users need.
+                # A gather reads at most as much of its table as its formula counts, and an operator computes only what
+                # its users need.
                 if _is_gather(node) and value is node.args[0]:
                     others = (t for v in node.all_input_nodes if v is not value for t in _values(v))
                     least = int(share * (cost.read_bytes - distinct_bytes(others)))
@@ -447,7 +447,7 @@ def _is_view(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     name = _operator(node)
-    free = _cost(node) == FREE and any(value.numel() for value in _values(node))  # without elements, everything is free
+    free = _cost(node) == FREE and any(value.numel() for value in _values(node))  # without elements, there is no work
     return not name.startswith(_ALLOCATIONS) and (free or name in ("reshape", "contiguous"))
 
 

@@ -6,7 +6,7 @@ other arguments as text. From these the call is repeated on meta tensors, which 
 counted.
 
 For a list of tensors (`cat`, `_foreach_add_`, fused optimizers), an event has the shapes. Only the profiler's tree of
-events has their types, and says which tensors are the same: see `listed_tensors`.
+events has the types of these tensors, and says which of them are the same (see `listed_tensors`).
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _value(
             same.setdefault(number, _meta(one, step, dtype))
         return [same[number] for _, number in listed]
     if takes_tensor:
-        if kind:  # a number instead of a tensor belongs to another overload
+        if kind:  # a number in the place of a tensor belongs to another overload
             raise NotReconstructedError(f"{kind} was recorded, {wanted} is expected")
         if not str(wanted).startswith("Optional["):  # the indices of `index`: a list in which some may be missing
             raise NotReconstructedError(f"an argument of type {wanted} was not recorded")
@@ -191,7 +191,7 @@ def _meta(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Te
 
 
 def _literal(text: Any, kind: str, wanted: str) -> Any:
-    # the numbers may not be recorded, but that it is a list always is
+    # the type "list" is always recorded, the numbers may not be
     if kind == "ScalarList" and "List" not in wanted:
         raise NotReconstructedError(f"a list of numbers was recorded, {wanted} is expected")
     if not isinstance(text, str):

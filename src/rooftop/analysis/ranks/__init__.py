@@ -1,1 +1,1 @@
-"""Several processes that run one step together: measure them together, and show them in one report."""
+"""Measure several processes that run one step together, and show them in one report."""

@@ -67,7 +67,7 @@ def first_to_say(message: str) -> bool:
     try:
         store = agent_store()
         return store is None or bool(store.add(f"rooftop/said/{start}/{message}", 1) == 1)
-    except RuntimeError:  # better printed twice than not at all
+    except RuntimeError:  # printing twice is better than not at all
         return True
 
 
@@ -86,8 +86,8 @@ def agent_store() -> Any:
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[torch.device]:
-    """Set up torch.distributed as `torchrun` requests. A group that was created here ends here; an existing group is
-    left alone.
+    """Set up torch.distributed as `torchrun` requests. A group that is created here ends with the block; an existing
+    group is left alone.
 
     Args:
         device: its type selects the backend: NCCL for "cuda", gloo for "cpu".
@@ -150,12 +150,13 @@ def process_groups_kept() -> Iterator[None]:
     ):
         yield
     if kept:
-        gc.collect()  # objects that use them may be part of a cycle
+        gc.collect()  # objects that use the groups may be part of a cycle
         kept.clear()
 
 
 def distributed(target: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """A module as data-parallel training runs it: wrapped in DistributedDataParallel, which averages the gradients.
+    """A module prepared for data-parallel training: wrapped in DistributedDataParallel, which averages the
+    gradients.
 
     A target is returned unchanged if it is not a module, is distributed already, has nothing to train or runs in a
     single process.
@@ -169,7 +170,9 @@ def distributed(target: Callable[..., Any], device: torch.device) -> Callable[..
 
 
 def _is_distributed(part: nn.Module) -> bool:
-    """DistributedDataParallel, FullyShardedDataParallel, `fully_shard` and tensor parallelism (sharded parameters)."""
+    """Whether a module is distributed: DistributedDataParallel, FullyShardedDataParallel, `fully_shard`, or tensor
+    parallelism (sharded parameters).
+    """
     return type(part).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel") or any(
         type(p).__name__ == "DTensor" for p in part.parameters(recurse=False)
     )
@@ -188,7 +191,7 @@ def barrier(device: torch.device) -> None:
 
 
 def on_all_ranks(work: Callable[[], T]) -> list[T]:
-    """Do the work on every rank; every rank gets the outcomes of all ranks, in order.
+    """Do the work on every rank; return the outcomes of all ranks, in order, on every rank.
 
     Every rank must call this, in the same order relative to its other calls. Outcomes must be picklable.
 

@@ -1,9 +1,9 @@
-"""Measure a rank's part of a step: when it communicates, and when other work runs.
+"""Measure a rank's part of a step: the times of communication, and of other work.
 
-Sources of the figures (PyTorch 2.13). On a GPU, its kernels: NCCL's have "nccl" in their names. On a CPU, the spans
-"gloo:all_reduce", "gloo:broadcast", "gloo:recv", ...: they last from the call of a collective to its end, including
-waits, even if operators of the calling thread, which are the other work, run at the same time. Time of Python itself
-during a collective counts as exposed, and so does that of compiled CPU kernels, which leave no events.
+Sources of the figures (PyTorch 2.13). On a GPU these are kernels: those of NCCL have "nccl" in their names. On a CPU
+these are the spans "gloo:all_reduce", "gloo:broadcast", "gloo:recv", ...: they last from the call of a collective to
+its end, including waits, even if operators of the calling thread, which are the other work, run at the same time. Time
+of Python itself during a collective counts as exposed, and so does that of compiled CPU kernels, which leave no events.
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ def _work_on_gpu(events: Sequence[Any], device: torch.device) -> tuple[list[Inte
 
 
 def _work_on_cpu(events: Sequence[Any]) -> tuple[list[Interval], list[Interval]]:
-    """Communication and other work: the innermost operators (one that waits inside for a collective does not work)."""
+    """Communication and other work. Only the innermost operators count as work, because an operator that waits for a
+    collective inside does not work.
+    """
     communication = [_span(event) for event in events if HOST_COLLECTIVE.match(event.name())]
     threads: dict[int, list[tuple[int, int, str]]] = defaultdict(
         list

@@ -1,11 +1,11 @@
-"""The ranks of a distributed step compared: exposed communication, stragglers, imbalance.
+"""Compare the ranks of a distributed step: exposed communication, stragglers, imbalance.
 
 Communication is *exposed* while nothing else runs on the device: this part makes the step longer.
 
-All ranks leave a collective together, so all need the same time for a step, whichever rank is late. Ranks differ in
-their *own* time, the wall time without the exposed communication. A late rank finds the others waiting for it, so it
-has the least exposed communication and the largest own time. If the others have more exposed communication than that,
-they *waited* for the difference.
+All ranks leave a collective together, so all need the same time for a step, even if one rank is late. Ranks differ in
+their *own* time, the wall time without the exposed communication. The other ranks are already waiting for a late rank,
+so it has the least exposed communication and the largest own time. If the others have more exposed communication than
+that, they *waited* for the difference.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class RankRow:
 
     Attributes:
         rank, device: the rank, and its device, with the host if there are several.
-        wall_ms: of a step.
+        wall_ms: wall time of a step.
         busy_ms: time in which the device works (GPU), or operators or collectives run (CPU).
         communication_ms: time in which collectives, sends and receives run.
-        exposed_ms: the part of it in which nothing else runs on the device.
+        exposed_ms: the part of the communication during which nothing else runs on the device.
         waited_ms: the part of exposed_ms in which the rank waits for a later one (0 until the ranks are gathered).
         own_spread_ms: interquartile range of the own time over the steps.
     """
@@ -90,7 +90,7 @@ class Ranks:
 
     @property
     def waited_ms(self) -> float:
-        """Waiting time of the rank that waits longest."""
+        """Waiting time of the rank that waits the longest."""
         return max(row.waited_ms for row in self.rows)
 
     @property

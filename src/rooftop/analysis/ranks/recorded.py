@@ -76,7 +76,8 @@ def gathered_rows(row: RankRow | None, why_none: str) -> tuple[Ranks | None, lis
     """Leave this rank's row; on the first rank, also return the rows of all, and a note on each rank without one.
 
     Args:
-        row: this rank's measurements. why_none: the reason, if there are none.
+        row: this rank's measurements.
+        why_none: the reason, if there are none.
     """
     ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     store = agent_store() or _own_store()
@@ -100,7 +101,7 @@ def _collected(store: Any, ranks: int) -> tuple[Ranks | None, list[str]]:
             store.wait([key], patience)
             plain, why_none = json.loads(store.get(key))
         except RuntimeError:  # a timeout is a RuntimeError, and so is a lost connection
-            patience = timedelta(seconds=1)  # the other ranks have had this time too
+            patience = timedelta(seconds=1)  # the other ranks have had this time, too
             notes.append(f"Rank {rank} of {ranks} is not in the report: it ended before it sent its measurements.")
             continue
         if plain is None:
@@ -118,7 +119,7 @@ def _own_store() -> Any:
 
 
 def with_ranks(report: Report, ranks: Ranks) -> Report:
-    """The report of the first rank with the rows of all ranks, and the advice that follows from them."""
+    """The report of the first rank with the rows of all ranks, and the advice that follows from these rows."""
     advice = sorted([*report.advice, *rank_advice(ranks)], key=lambda item: -item.gain_ms)
     gap = "kernel gap" if report.device["kind"] == "cuda" else "launch gap"  # NCCL's kernels keep a GPU busy
     first = ranks.rows[0]

@@ -38,9 +38,8 @@ SQUARE = TileConfig(elements=8192, columns=64, warps=8)  # for a tensor that is 
 # Sums over columns need whole rows in a tile; sums over rows need several tiles per program.
 SUMS = TileConfig(elements=4096, columns=4096, warps=4)
 LONG_SUMS = TileConfig(elements=4096, columns=1024, warps=8)
-PROGRAMS_PER_SM = (
-    8  # programs that sum over rows have many tiles, so that they write few sums for the data that they read
-)
+# programs that sum over rows have many tiles, so that they write few sums for the data that they read
+PROGRAMS_PER_SM = 8
 
 # ---- results in existing memory --------------------------------------------------------------------------------------
 

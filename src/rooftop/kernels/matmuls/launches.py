@@ -271,9 +271,8 @@ def backward(dy: Tensor, saved: Tensor, activation: str, of_output: bool, sums: 
     block = min(BACKWARD_COLUMNS, power_of_two(columns))
     blocks = -(-columns // block)
     wanted = max(1, BACKWARD_PROGRAMS_PER_SM * processors(dy) // blocks)
-    height = (
-        BACKWARD_ROWS * 2 // dy.element_size()
-    )  # the same number of bytes in float32, so that registers do not spill
+    # the same number of bytes in float32, so that registers do not spill
+    height = BACKWARD_ROWS * 2 // dy.element_size()
     rows_of_chunk = -(-rows // (wanted * height)) * height
     chunks = -(-rows // rows_of_chunk)
     partial = torch.empty((chunks if sums else 0, columns), dtype=torch.float32, device=dy.device)

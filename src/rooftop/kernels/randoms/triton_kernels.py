@@ -131,9 +131,8 @@ def normal(word, table):
     """The normal quantile of (word + 1/2) / 2^32, float32: see `normal_quantiles_reference`."""
     negative = (word >> 31) == 0
     tail = (tl.where(negative, word, word ^ 0xFFFFFFFF) << 1) | 1
-    leading = (tail & ((tail >> 1) ^ 0xFFFFFFFF)).to(
-        tl.float32
-    )  # its second bit is 0, so rounding does not change the exponent
+    # its second bit is 0, so rounding does not change the exponent
+    leading = (tail & ((tail >> 1) ^ 0xFFFFFFFF)).to(tl.float32)
     octave = 158 - (leading.to(tl.int32, bitcast=True) >> 23)
     place = (((tail << octave.to(tl.uint32)) << 1) ^ 0x80000000).to(tl.int32, bitcast=True)
     row = table + octave * 8

@@ -65,9 +65,8 @@ class Staging:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self._stream):
                 self._copy(sources)
-            self._event = torch.cuda.Event(
-                blocking=True
-            )  # a thread waits for this event, and must not keep a core busy
+            # a thread waits for this event, and must not keep a core busy
+            self._event = torch.cuda.Event(blocking=True)
             self._event.record(self._stream)
             return
         self._thread = threading.Thread(target=self._copy_guarded, args=(sources,), name="rooftop staging")
@@ -134,7 +133,6 @@ def _memory_file(size: int) -> int:
         os.unlink(path)
     os.ftruncate(descriptor, max(size, 1))
     if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(
-            descriptor, 0, max(size, 1)
-        )  # if memory is too small, this raises an error now instead of a signal later
+        # if memory is too small, this raises an error now instead of a signal later
+        os.posix_fallocate(descriptor, 0, max(size, 1))
     return descriptor

@@ -90,9 +90,8 @@ def load_trained_gpt(
     for name, parameter in parameters.items():
         whole = Box.whole(parameter.shape)
         shard = shards.get(name, Shard((Piece(whole),)))
-        shape = (
-            shard.pieces[0].box.shape if shard.pieces else saved.entries[name].shape
-        )  # unknown if all rows are padding
+        # unknown if all rows are padding
+        shape = shard.pieces[0].box.shape if shard.pieces else saved.entries[name].shape
         entry_of(saved, record.folder, name, saved.entries[name].dtype, shape)
         if shard.padding:
             parameter[len(parameter) - shard.padding :] = 0

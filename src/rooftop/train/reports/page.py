@@ -153,11 +153,8 @@ def page_of(template: str, plotly: str, charts: list[dict[str, Any]], **values: 
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     data = json.dumps(charts, allow_nan=False, separators=(",", ":"))
-    for character, escaped in (
-        ("&", "\\u0026"),
-        ("<", "\\u003c"),
-        (">", "\\u003e"),
-    ):  # so that the JSON cannot end its own element
+    # so that the JSON cannot end its own element
+    for character, escaped in (("&", "\\u0026"), ("<", "\\u003c"), (">", "\\u003e")):
         data = data.replace(character, escaped)
     return environment.from_string((files / template).read_text(encoding="utf-8")).render(
         charts=charts,

@@ -151,9 +151,8 @@ def errors(model: nn.Module, videos: Tensor) -> dict[str, Tensor]:
     expected, copied = (videos[:, 1:], videos[:, :-1]) if every else (videos[:, -1], videos[:, -2])
     if every:
         entropy = {"BCE": F.binary_cross_entropy_with_logits(logits, expected, reduction="none")}
-        squeezed = copied.clamp(
-            LEAST, MOST
-        ).logit()  # autocast does not support the binary cross entropy of probabilities
+        # autocast does not support the binary cross entropy of probabilities
+        squeezed = copied.clamp(LEAST, MOST).logit()
         copying = F.binary_cross_entropy_with_logits(squeezed, expected, reduction="none")
     else:
         copying, entropy = (copied - expected).abs(), {}

@@ -32,11 +32,8 @@ KINDS: dict[str, np.dtype[Any]] = {
 PLACES, LOOKED_AT = 64, 8192  # places in a file; bytes read at each, a multiple of the widest number
 UPPER_HALF, NEIGHBOUR = 1 / 64, 1 / 4  # ratios of means, as described above
 TEXT_BYTES = 64  # this many bytes of 16-bit tokens nearly always contain a zero or are not UTF-8
-BYTE_PAIRS, BYTE_VALUES, SAME = (
-    1 << 11,
-    224,
-    0.1,
-)  # pairs to compare two distributions; values of bytes in text; largest distance
+# pairs to compare two distributions; values of bytes in text; largest distance
+BYTE_PAIRS, BYTE_VALUES, SAME = 1 << 11, 224, 0.1
 
 
 def found_kind(path: Path) -> str:

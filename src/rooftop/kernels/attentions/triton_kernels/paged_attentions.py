@@ -31,9 +31,8 @@ def attend_pages(
     begin = length * 0
     if WINDOW:
         begin = tl.maximum(length - WINDOW, 0)
-    part = (
-        tl.cdiv(tl.cdiv(length - begin, KEYS), SPLITS) * KEYS
-    )  # in whole tiles, so that all parts except the last are full
+    # in whole tiles, so that all parts except the last are full
+    part = tl.cdiv(tl.cdiv(length - begin, KEYS), SPLITS) * KEYS
     first = begin + split * part
     last = tl.minimum(length, first + part)
 

@@ -378,9 +378,8 @@ def room(chance: Random) -> tuple[list[Solid], list[Place]]:
     sides = (((0, -b, 0.0), a), ((a, 0, math.pi / 2), b), ((0, b, math.pi), a), ((-a, 0, -math.pi / 2), b))
     free = _Floor(a, b, chance)
     doorway = chance.randrange(4)
-    for number, ((x, y, yaw), half) in enumerate(
-        sides
-    ):  # in its own frame the wall lies on y = 0, and the room is beyond it
+    # in its own frame the wall lies on y = 0, and the room is beyond it
+    for number, ((x, y, yaw), half) in enumerate(sides):
         wall = [Solid(BOX, WALL, (0, -0.1, tall / 2), (half + 0.2, 0.1, tall / 2), WHITE_PAINT)]
         if number == doorway or chance.random() < 0.15:
             at = chance.uniform(-1, 1) * (half - 0.7)
