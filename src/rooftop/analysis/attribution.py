@@ -225,7 +225,7 @@ class ModuleTracker:
         return self._maker_of(node), False
 
     def _maker_of(self, node: Any) -> str:
-        variable = getattr(node, "variable", None)  # of an AccumulateGrad node
+        variable = getattr(node, "variable", None)  # only an AccumulateGrad node has it
         maker = self._paths.owner(variable) if isinstance(variable, Tensor) else self._makers.of(node)
         return AUTOGRAD if maker is None else maker
 

@@ -27,7 +27,7 @@ class Change:
     Attributes:
         name: the name of a figure, an operator as "aten::add (backward)", or a module's path.
         before, after: its values.
-        calls_before, calls_after: for an operator.
+        calls_before, calls_after: numbers of calls of an operator.
     """
 
     name: str

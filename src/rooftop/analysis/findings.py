@@ -21,7 +21,7 @@ class Findings:
     """One step, as the input of the rules.
 
     Attributes:
-        operators: in order of execution.
+        operators: the operators, in order of execution.
         rows: the same operators, grouped.
         summary, gaps: the step as a whole.
         ceilings: ceilings to compare with.

@@ -43,7 +43,7 @@ class OtherProcesses:
     """While active (`with`), note the processes that this one starts. `said` and `cpu_s` are available afterwards.
 
     Attributes:
-        children: by process id.
+        children: the started processes, by process id.
         own_s, cpu_s: CPU seconds of this process, and of all that it started, inside the block.
     """
 

@@ -80,7 +80,7 @@ class Profile:
 
     Attributes:
         device: the device of the step.
-        operators: in order of execution.
+        operators: the operators, in order of execution.
         wall: wall time of a step in sequence.
         latency: time of one step alone; None on a CPU, where the two are the same, and if no single step was run.
         host_ms: host time to launch a step; None if unknown (a CPU, or a step with so many kernels that the host must
@@ -130,7 +130,7 @@ def profile_program(
     progress: Progress = lambda what, fraction: None,
     trace: str | os.PathLike[str] | None = None,
 ) -> Profile:
-    """Measure one step of a program. Its state is preserved (see `Program.preserved`).
+    """Measure one step of a program. The program's state is preserved (see `Program.preserved`).
 
     Args:
         program: the program to measure.

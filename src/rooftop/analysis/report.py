@@ -103,7 +103,7 @@ class Report(ReportContents):
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: it is not a report.
+            ValueError: the file is not a report.
         """
         try:
             plain = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -156,8 +156,8 @@ def _show_script(run: ScriptRun, json_path: Path | None, html_path: Path | None,
 
     Raises:
         InputError: the script succeeded, but it has nothing to report.
-        ModelRunError: it raised.
-        KeyboardInterrupt: it was interrupted.
+        ModelRunError: the script raised.
+        KeyboardInterrupt: the script was interrupted.
     """
     if isinstance(run.error, SystemExit) and not isinstance(run.error.code, (int, NoneType)):
         with suppress(Exception):  # like Python, print nothing if the value cannot be printed

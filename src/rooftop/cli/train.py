@@ -300,7 +300,7 @@ def layout_of(ranks: int, tensor: int, pipeline: int, context: int, sequence_par
     """The layout of all ranks according to the options.
 
     Raises:
-        ValueError: no such layout exists, or it cannot train.
+        ValueError: there is no such layout, or it does not fit the training.
     """
     return Layout.of_world(ranks, tp=tensor, pp=pipeline, cp=context, sequence_parallel=sequence_parallel)
 

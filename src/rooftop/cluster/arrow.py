@@ -11,7 +11,7 @@ def load_arrow() -> ModuleType:
     """Return the module `pyarrow`, with `pyarrow.parquet` loaded.
 
     Raises:
-        MissingExtraError: it is not installed.
+        MissingExtraError: pyarrow is not installed.
     """
     try:
         import pyarrow

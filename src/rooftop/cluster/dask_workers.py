@@ -33,7 +33,7 @@ def load_distributed() -> ModuleType:
     """Return the module `distributed`.
 
     Raises:
-        MissingExtraError: it is not installed.
+        MissingExtraError: Dask is not installed.
     """
     try:
         import distributed

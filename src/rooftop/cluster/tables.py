@@ -19,7 +19,7 @@ from rooftop.cluster.items import Item
 from rooftop.errors import InputError
 
 FIXED = ("input", "place", "error")
-MOST_CHARACTERS = 500  # of an error
+MOST_CHARACTERS = 500  # longest error
 
 
 @dataclass(frozen=True)

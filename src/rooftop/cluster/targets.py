@@ -178,7 +178,7 @@ def pickled(target: Any, name: str) -> bytes:
     """Pickle a callable with all the objects that it needs.
 
     Raises:
-        TargetError: it cannot be pickled.
+        TargetError: the callable cannot be pickled.
     """
     import cloudpickle
 
@@ -196,7 +196,7 @@ def imported(where: str, attribute: str) -> Any:
     """Import a name from a file or a module.
 
     Raises:
-        TargetError: no such file, module or name.
+        TargetError: there is no such file, module or name.
         ModelRunError: importing it raised.
     """
     try:

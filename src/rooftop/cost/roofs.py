@@ -60,7 +60,7 @@ that far off."""
 
 
 def raise_ceilings(ceilings: Ceilings, cost: Cost, ms: float, by: str) -> Ceilings:
-    """Ceilings under which work that took `ms` is not above its roof.
+    """Raise ceilings so that work that took `ms` is not above its roof.
 
     Each figure that alone would give a roof longer than `ms` is raised to the rate that was reached. The other figures
     stay unchanged.

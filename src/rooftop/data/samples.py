@@ -104,4 +104,4 @@ def name_of(samples: Samples, index: int) -> str | None:
     if name is not None:
         return str(name(index)) if callable(name) else None
     inner, indices = getattr(samples, "dataset", None), getattr(samples, "indices", None)
-    return name_of(inner, indices[index]) if inner is not None and indices is not None else None  # of torch's Subset
+    return name_of(inner, indices[index]) if inner is not None and indices is not None else None  # for torch's Subset

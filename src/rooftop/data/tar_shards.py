@@ -59,7 +59,7 @@ class TarShards:
     Args:
         paths: tar files, not compressed: a list; or one text with a number range in braces or with * and ?; or a folder
             of them.
-        transform: of photographs, as in `ImageFolder`.
+        transform: transform of photographs, as in `ImageFolder`.
         fields: the files of a sample, by suffix, as a tuple; "image" stands for the photograph. None: all of them as a
             dict, with "__key__".
 

@@ -68,7 +68,7 @@ class LiveTensor:
     """An allocation that a tensor holds.
 
     Attributes:
-        size_bytes: as requested, before the allocator's rounding.
+        size_bytes: requested size, before the allocator's rounding.
         kind: one of the kinds above ("parameters", "activations", ...).
         name: name of a parameter, gradient, buffer or optimizer state: "encoder.layers.3.linear1.weight".
         module: path of the running module; None: no module was running, or the allocation was not recorded.

@@ -62,7 +62,7 @@ class StreamRace:
     first.
 
     Attributes:
-        first, second: in the order in which they were launched.
+        first, second: the uses, in the order of their launches.
         reused: whether the first use is of a tensor that has been freed since, and the second of another tensor in the
             same memory.
     """

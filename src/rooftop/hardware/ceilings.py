@@ -84,7 +84,7 @@ class Ceilings:
         launch_eager_ms, launch_graph_ms: time for each of many tiny kernels, launched eagerly and from a graph.
         transfers: bytes/s between host and device, pageable and pinned.
         links: between GPUs, copies and the bus bandwidth of collectives. Empty until they are requested.
-        spread: by figure, the relative distance of the best two samples.
+        spread: for each figure, the relative distance of its best two samples.
         disturbed: in words, the figures whose best was not reproduced within 10%, or that were measured while other
             programs used the machine.
         sustained: for each precision, the matrix rate of a product that runs continuously, under the power limit.

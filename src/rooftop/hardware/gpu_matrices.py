@@ -65,7 +65,7 @@ class Product:
     Attributes:
         layout: "nn", "nt", "tn": which operand is a transposed view.
         bias: added by the same call.
-        batch: of `bmm`.
+        batch: batch size of `bmm`.
     """
 
     m: int

@@ -54,7 +54,7 @@ class Measurement:
 
     Attributes:
         at: UTC, ISO 8601.
-        spread: by figure, the relative distance of its best two samples.
+        spread: for each figure, the relative distance of its best two samples.
         conditions: see `rooftop.hardware.conditions`.
         disturbed: the disturbed figures, if known; None: spread and conditions decide.
     """

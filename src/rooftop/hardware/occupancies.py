@@ -35,7 +35,7 @@ class Multiprocessor:
         registers: number of 32-bit registers. A block can use all of them.
         register_unit: allocation unit of a warp's registers.
         sub_partitions: number of parts that share warps and registers (the calculator's "warp allocation granularity").
-        max_registers_per_thread, max_threads_per_block: for any launch.
+        max_registers_per_thread, max_threads_per_block: limits of any launch.
     """
 
     max_warps: int
@@ -113,7 +113,8 @@ class Occupancy:
 
     Attributes:
         capability: compute capability.
-        threads_per_block, registers_per_thread, shared_bytes_per_block: of the launch; shared memory is static plus
+        threads_per_block, registers_per_thread, shared_bytes_per_block: those of the launch; shared memory is static
+        plus
             dynamic.
         limits: the number of blocks for which "warps", "blocks", "registers" and "shared memory" each have room. None:
             the kernel does not use the resource. 0: the launch fails.
@@ -177,7 +178,7 @@ class Occupancy:
     def nearest_change(self) -> Change | None:
         """The smallest change of a single resource that raises the occupancy, relative to its value.
 
-        None: no such change raises it.
+        None: no such change raises the occupancy.
         """
         return next(iter(self.changes()), None)
 

@@ -96,7 +96,7 @@ def run_together(
     """Run each call in a thread. When all have ended, raise the exception that came first.
 
     Args:
-        threads: at least one per call.
+        threads: a pool with at least one thread per call.
         cancel: called at an exception in a call or in this thread (a keyboard interrupt).
     """
     failures: list[BaseException] = []

@@ -34,7 +34,7 @@ class NvLink:
 
     Attributes:
         number: number of the link on its GPU.
-        version: of NVLink, e.g. "4.0".
+        version: version of NVLink, e.g. "4.0".
         rate: bytes/s in each direction, as the driver reports it.
         remote: the kind of the other end: "gpu", "switch" or "other".
         remote_pci: the other end's PCI address.
@@ -125,7 +125,7 @@ def peers(
     """The paths from GPU `index` to each other GPU.
 
     Args:
-        uuids, links: of all GPUs, by index.
+        uuids, links: UUIDs and NVLink links of all GPUs, by index.
         access: for each other GPU's index, whether this GPU can access that GPU's memory directly.
     """
     found = {}

@@ -67,7 +67,7 @@ def start(
     Args:
         kernel: a `triton.jit` function, not interpreted.
         grid: programs in one to three dimensions.
-        index: of the current device, which has the tensors; -1 for tensors on the CPU.
+        index: index of the current device, which has the tensors; -1 for tensors on the CPU.
         args, parameters: positional arguments; constants and launch parameters.
 
     Returns:
@@ -92,7 +92,7 @@ def facts_of(args: Sequence[Any], index: int) -> tuple[list[Any], list[Any]] | N
 
     Args:
         args: positional arguments of a launch.
-        index: of the device; -1 for the CPU.
+        index: index of the device; -1 for the CPU.
     """
     facts: list[Any] = []
     given = list(args)

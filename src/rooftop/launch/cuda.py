@@ -120,7 +120,7 @@ class Kernel:
 
     Attributes:
         binary: machine code and its properties: registers, shared memory, the compiler's log.
-        name, arch: as compiled.
+        name, arch: the compiled name and architecture.
         max_threads_per_block: the limit that its registers set; `__launch_bounds__` may set a lower one.
     """
 
@@ -350,7 +350,7 @@ class Kernel:
         """The result of a driver call.
 
         Raises:
-            LaunchError: it failed.
+            LaunchError: the call failed.
         """
         status, *values = results
         if int(status) != 0:

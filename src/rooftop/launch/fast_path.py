@@ -126,7 +126,7 @@ def recording(name: str, forward: Callable[..., Any], backward: Callable[..., An
     """A function that autograd records.
 
     Args:
-        name: of the operator.
+        name: name of the operator.
         forward: computes the results from (ctx, *arguments).
         backward: computes gradients of the arguments from (ctx, wanted, *slopes); `wanted` says which need one.
     """

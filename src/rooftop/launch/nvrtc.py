@@ -38,7 +38,7 @@ class Options:
         defines: macros, as (name, value).
         fast_math: approximate division, roots and transcendentals; denormals are zero.
         fused_multiply_add: contract products and sums into one rounding.
-        max_registers: for each thread; None lets the compiler choose.
+        max_registers: largest number of registers of a thread; None lets the compiler choose.
     """
 
     arch: str
@@ -53,7 +53,7 @@ class Binary:
     """A compiled kernel.
 
     Attributes:
-        name: as requested, `scale<float>`.
+        name: the requested name, such as `scale<float>`.
         arch: sm_90, ...
         symbol: the kernel's name in the cubin.
         types: C++ types of its parameters.
@@ -129,7 +129,7 @@ def version() -> tuple[int, int]:
     """NVRTC's version.
 
     Raises:
-        MissingExtraError: it is not installed.
+        MissingExtraError: NVRTC is not installed.
     """
     major, minor = _nvrtc("nvrtcVersion")
     return int(major), int(minor)
@@ -249,7 +249,7 @@ def require_cuda_core() -> Any:
     """The package `cuda.core`.
 
     Raises:
-        MissingExtraError: it cannot be imported, or is older than 0.5.
+        MissingExtraError: `cuda.core` cannot be imported, or is older than 0.5.
     """
     try:
         import cuda.core as core

@@ -98,7 +98,7 @@ def declare(
     """Register an operator as `torch.ops.rooftop.<name>` for all devices, and return the function that calls it.
 
     Args:
-        name: of the operator.
+        name: name of the operator.
         signature: a `typing.NamedTuple` class with the methods of `Signature`. Its annotations and the return
             annotation of `run` give the schema.
         mutates: arguments that `run` changes. Such an operator has no derivative.
@@ -262,7 +262,7 @@ def _differentiate(
         if not alone and {*map(type, given[0] if gives_list else given)} == _NONE:
             return nothing[: len(wanted)]
         kind, together, others = ctx.kept
-        kept = tuple.__new__(kind, together((*ctx.saved_tensors, *others)))  # as before
+        kept = tuple.__new__(kind, together((*ctx.saved_tensors, *others)))  # the order of the call
         found = gradients(kept, wanted, *given[:slopes])
         return (*found, *nothing[len(found) : len(wanted)])
 

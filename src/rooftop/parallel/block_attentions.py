@@ -38,7 +38,7 @@ class Blocks:
     Args:
         blocks: all causal, or none. No two share a query.
         batch, queries, keys: sizes of the tensors: B, S and T.
-        device: of the tensors.
+        device: the device of the tensors.
     """
 
     def __init__(self, blocks: Sequence[Block], batch: int, queries: int, keys: int, device: torch.device) -> None:
@@ -87,7 +87,7 @@ class Blocks:
         Args:
             given: gradients and results of the queries.
             key, value: as in `attended`.
-            dtype: of the gradients.
+            dtype: the dtype of the gradients.
         """
         if self._only is not None and self._only.block.queries == self._all_queries:
             return _three(each.to(dtype) for each in self._only.gradients(given, key, value))
@@ -133,7 +133,7 @@ class Given:
         dout: gradient of the merged result, (B, H, S, D).
         query: (B, H, S, D).
         out, lse: the merged result in the queries' dtype, and its log-sum-exp (B, H, S).
-        scale: of the scores.
+        scale: the factor of the scores.
     """
 
     dout: Tensor

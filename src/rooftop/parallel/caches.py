@@ -21,7 +21,7 @@ BATCH_DIMS = {
     "values": 0,
     "conv_states": 0,  # for linear attention: {number of the state: (B, channels, kernel)}
     "recurrent_states": 0,
-    "indexer_keys": 0,  # of sparse attention: (B, T, D)
+    "indexer_keys": 0,  # for sparse attention: (B, T, D)
     "indexer_position_ids": 1,  # (kinds of position, B, T)
 }
 

@@ -37,7 +37,7 @@ class Opened:
 
     Attributes:
         names: names of the values: indices, keys, then "attribute ..." for values in attributes.
-        values: in the order of the names.
+        values: the values, in the order of the names.
         made: a container of the same kind with other values, in the same order and number (lists and tuples: any
             number). Raises TypeError, with a remedy, if its class does not allow that.
     """
@@ -174,7 +174,7 @@ def _opened_dict(part: dict[Any, Any]) -> Opened:
     attributes = {name: value for name, value in own.items() if name not in twice}
 
     def made(values: list[Any]) -> Any:
-        new = copy.copy(part)  # of the same class, in the same order
+        new = copy.copy(part)  # has the same class and order
         items = dict(zip(keys, values[: len(keys)], strict=True))
         for key, value in items.items():
             new[key] = value

@@ -9,8 +9,7 @@
 |---|---|---|
 | `all_gather` | all keys and values that a rank needs, at once; their gradients return | in one step |
 | `p2p` | the same rows, from one rank after the other, while others are being used | in a step for each rank, merged |
-| `a2a` | queries, keys and values: positions are exchanged for heads; the result returns | over whole sequences, of
-some heads |
+| `a2a` | queries, keys and values: positions exchanged for heads; the result returns | some heads, whole sequences |
 | `a2a+p2p` | `a2a` within groups of neighbours, `p2p` between the groups | of both kinds |
 
 A rank sends only rows that the receiver's queries attend to. For backward, a rank keeps its own keys and values, and

@@ -114,7 +114,7 @@ def parallel_apply(
     Args:
         modules: the modules to call.
         inputs: for each module, the positional arguments in a tuple or list, or a single argument of any other type.
-        kwargs: for each, the keyword arguments. Default: none.
+        kwargs: for each module, the keyword arguments. Default: none.
         devices: the device of each module. Default: the device of the first tensor in its arguments, else the CPU.
 
     Returns:

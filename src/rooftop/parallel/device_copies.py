@@ -38,7 +38,7 @@ def copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[l
 
     Args:
         tensors: all on one device.
-        devices: with indices. A repeated device, or the tensors' own, still gets separate copies.
+        devices: the devices, with indices. A repeated device, or the tensors' own, still gets separate copies.
 
     Returns:
         For each device, the copies in the order of the tensors.

@@ -120,7 +120,7 @@ def unfinished(dumps: Sequence[Mapping[str, Any]], groups: Mapping[str, tuple[in
     """The operations that a rank has launched and that have not ended, the oldest first.
 
     Args:
-        dumps: of this rank.
+        dumps: the dumps of this rank.
         groups: ranks by a group's name, if a dump does not include them.
     """
     found = [

@@ -51,7 +51,8 @@ class ModelGradients:
     Args:
         model: this rank's model; the `shards` of its layers say what is split. Data ranks may share it
             (`fully_sharded`).
-        groups: by name, "tp" and "dp-cp", with a pipeline also "tp-pp" and "embedding", as in `Layout.process_groups`.
+        groups: groups by name, "tp" and "dp-cp", with a pipeline also "tp-pp" and "embedding", as in
+            `Layout.process_groups`.
         sequence_parallel: whether the tensor ranks' activations were split along the sequence.
         tied: the name of the parameter that the first and the last stage of a pipeline both hold, on different ranks
             (`rooftop.models.gpt.stages.GptStages.tied`); None if this rank has none.

@@ -272,7 +272,7 @@ def _balanced(documents: Documents, ranks: int) -> list[Chunks]:
             best, least = held, most
         if least <= BALANCED:
             break
-    return best or [Chunks.zigzag(length, index, ranks) for index in range(ranks)]  # this raises the error
+    return best or [Chunks.zigzag(length, index, ranks) for index in range(ranks)]  # raises the error
 
 
 def _handed_out(documents: Documents, ranks: int, count: int) -> tuple[list[Chunks], float]:

@@ -49,7 +49,7 @@ class Pipeline:
         schedule: a schedule for the group's number of ranks.
         group: the ranks of the pipeline; None: only this one.
         shape: shape of the tensors between stages, on this rank.
-        dtype, device: of these tensors.
+        dtype, device: dtype and device of these tensors.
         deferral: deferral of the model's layers; a schedule that splits backwards needs it.
 
     Attributes:
@@ -191,7 +191,7 @@ class _Step:
         sending: sends that are not known to have arrived. On a GPU, sends posted before a completed receive from the
             same rank have arrived. gloo reports arrival only when waited for, at the end.
         later: deferred weight gradients, from I to W.
-        losses: by micro-batch.
+        losses: the losses, by micro-batch.
         place: place of the next instruction in `Pipeline.progress`.
     """
 

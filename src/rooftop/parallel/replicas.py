@@ -43,7 +43,7 @@ def replicate(module: nn.Module, devices: Sequence[torch.device | str], detach: 
     leaves: their `.grad` stays None.
 
     Args:
-        module: on the first device.
+        module: a module on the first device.
         devices: GPUs or "cpu"; one may be named several times.
         detach: whether replicas are detached from autograd. The first one is then a replica too, which shares its
             memory with the module.

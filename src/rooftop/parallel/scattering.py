@@ -32,10 +32,9 @@ def scatter(inputs: Any, devices: Sequence[torch.device | str], dim: int = 0) ->
     Args:
         inputs: a tensor, or tensors in tuples, named tuples, lists, Mappings and dataclasses. Tensors with a dimension
             are split, and must have the same size along `dim`, the number of samples. Tensors without a dimension are
-            copied to each
-            device. A container with one item per sample is split with them: lists (also of one tensor or dict per
-            sample), tuples of strings or of objects other than numbers, and NumPy arrays. Any other value is the same
-            object in every share.
+            copied to each device. A container with one item per sample is split with them: lists (also of one tensor
+            or dict per sample), tuples of strings or of objects other than numbers, and NumPy arrays. Any other value
+            is the same object in every share.
         devices: with n samples at most the first n devices get a share. With no samples, only the first device does;
             without tensors to split, all devices do.
         dim: the dimension along which tensors and arrays are split; may be negative.

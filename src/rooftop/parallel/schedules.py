@@ -165,7 +165,7 @@ class Timeline:
 
     Attributes:
         times: (start, end) of each instruction.
-        makespan: from the first start to the last end of all ranks.
+        makespan: time from the first start to the last end on all ranks.
         idle: time in which ranks compute nothing, summed over all ranks.
         held: for each rank, the maximum number of (stage, micro-batch) pairs whose activations it keeps at a time: from
             the start of their forward to the end of their backward, or of their weight gradients.
@@ -493,7 +493,7 @@ def schedule_of(name: str, ranks: int, micro_batches: int, stages_per_rank: int 
     """The schedule with that name.
 
     Args:
-        name: of `SCHEDULES`.
+        name: a name in `SCHEDULES`.
         ranks: number of ranks of the pipeline.
         micro_batches: micro-batches of a step; may be fewer than the ranks.
         stages_per_rank: None: the schedule's own number, 1 or 2. An interleaved schedule needs a number.

@@ -167,7 +167,7 @@ class RowParallelLinear(Deferring, LinearAct):
 
     Args:
         in_features: features of the whole input; each rank holds a part of them.
-        out_features: of the result.
+        out_features: features of the result.
         bias: whole on every rank; it is added to the sum.
         group: the ranks; None: an ordinary layer.
         sequence_parallel: whether the result is split along dimension -2.

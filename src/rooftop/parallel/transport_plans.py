@@ -21,7 +21,7 @@ LINK = 1.5e11
 measured yet."""
 MERGE = 1.5e12
 """Bytes per second that a merge reads and writes. This is an assumption: about half of the rate of an H100's memory."""
-START_S = 2e-5  # of an exchange
+START_S = 2e-5  # time to start an exchange
 WIDTH = 2  # bytes of an element
 
 
@@ -50,7 +50,7 @@ class TransportPlan:
 
     Attributes:
         transport: one of `rooftop.parallel.TRANSPORTS`.
-        reason: in words.
+        reason: the reason, in words.
         exposed_s: the formula's estimate for each possible transport.
     """
 
@@ -94,7 +94,7 @@ def _can(name: str, exchange: Exchange) -> bool:
 def _exposed_s(exchange: Exchange) -> dict[str, float]:
     ranks, held = exchange.ranks, exchange.length // exchange.ranks
     work_s = 2 * exchange.length**2 * exchange.heads * exchange.features / ranks / RATE
-    rows_s = 2 * held * exchange.kv_heads * exchange.features * WIDTH / LINK  # of one rank's keys and values
+    rows_s = 2 * held * exchange.kv_heads * exchange.features * WIDTH / LINK  # time of one rank's keys and values
     merge_s = 10 * held * exchange.heads * exchange.features / MERGE
     moved_s = 2 * held * (exchange.heads + exchange.kv_heads) * exchange.features * WIDTH * (ranks - 1) / ranks / LINK
     others = ranks - 1

@@ -102,9 +102,9 @@ def begin_sum(x: Tensor, group: Group) -> OnItsWay:
 
 
 def begin_copy(x: Tensor, group: Group) -> OnItsWay:
-    """`copy_to_ranks` that returns x at once. The communication of the gradient runs during other computation. The
-    gradient is
-    overwritten, so only one function may use it.
+    """`copy_to_ranks` that returns x at once. The communication of the gradient runs during other computation.
+
+    The gradient is overwritten, so only one function may use it.
     """
     return OnItsWay(x, _already, lambda given: start_sum(given, group))
 

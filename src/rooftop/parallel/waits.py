@@ -64,7 +64,7 @@ class Waits:
 
         Args:
             places: activities of all ranks, by rank.
-            now: in seconds.
+            now: the present time, in seconds.
         """
         for rank, place in places.items():
             awaited = place.operations[0] if place.operations else place.awaited or None

@@ -95,7 +95,7 @@ class Watch:
 
     Attributes:
         store: this thread's store of the block.
-        processes: of all ranks.
+        processes: the processes of all ranks.
         launcher: the process that started this rank and ends it; None: unknown.
         termination: whether this process has received a request to end.
         timeout_s: how long ranks may wait for a live one.

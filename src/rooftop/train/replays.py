@@ -58,8 +58,8 @@ class Replayed:
         """Return the outputs of the function for these inputs.
 
         Args:
-            *inputs: on the device, or on the CPU (pinned, if the host must not wait); every call needs the same shapes
-                and dtypes.
+            *inputs: tensors on the device, or on the CPU (pinned, if the host must not wait); every call needs the same
+                shapes and dtypes.
 
         Raises:
             ValueError: the number, shapes or dtypes of the inputs of a replay differ from the capture.

@@ -92,8 +92,8 @@ def fused(operators: Sequence[MeasuredOperator], ceilings: Ceilings) -> Fused:
     """The operators for which a compiler would write kernels, except for operators that would gain nothing.
 
     Args:
-        operators: in order of execution. Operators without a record of their tensors (in the optimizer, in compiled
-            code) are not fused.
+        operators: the operators, in order of execution. Operators without a record of their tensors (in the optimizer,
+            in compiled code) are not fused.
     """
     nodes = _flow(operators)
     groups = _groups(nodes)

@@ -68,7 +68,8 @@ def saved_by_layout_ms(findings: Findings) -> float:
     return sum(
         op.measured_ms - after[id(op)]
         for op in findings.operators
-        if id(op) in after and any(part in op.record.name for part in ("convolution", "max_pool2d"))  # others are fused
+        if id(op) in after
+        and any(part in op.record.name for part in ("convolution", "max_pool2d"))  # other operators are fused
     )
 
 

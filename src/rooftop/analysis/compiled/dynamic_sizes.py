@@ -36,10 +36,10 @@ class SizeSource:
     """The place in a call's inputs that gives the value of a symbol.
 
     Attributes:
-        symbol: of sympy.
+        symbol: symbol of sympy.
         input: position among the inputs of the graph.
         what: "value" (the input is the number), "size" or "stride" of a tensor.
-        dimension: of the tensor.
+        dimension: dimension of the tensor.
     """
 
     symbol: Any

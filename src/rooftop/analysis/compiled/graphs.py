@@ -80,7 +80,7 @@ class DynamicGraph:
     """A graph of symbols.
 
     Attributes:
-        graph: with symbols for dynamic sizes.
+        graph: the graph, with symbols for dynamic sizes.
         kernels: (name, nodes) in the order of their launches.
         sources: the places at which a call gives its sizes; None if it does not.
         ran: the works at the sizes of earlier runs.

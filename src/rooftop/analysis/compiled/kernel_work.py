@@ -242,8 +242,7 @@ def _drop_what_is_read(generated: Sequence[bool], groups: list[list[fx.Node]]) -
 
     Inductor also names such values as origins of the kernel if it only decided later to write them once (the input of a
     pooling). A value that no node of its group uses is the kernel's output, so it is written there. For a reduction in
-    two stages
-    both kernels may have all nodes; the second one writes the results.
+    two stages both kernels may have all nodes; the second one writes the results.
     """
     begun: set[fx.Node] = set()
     written: set[fx.Node] = set()

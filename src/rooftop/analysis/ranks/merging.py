@@ -135,7 +135,7 @@ class Ranks:
         """Read the result of `to_dict`.
 
         Raises:
-            ValueError: other data.
+            ValueError: the data are not rows of ranks.
         """
         try:
             names = RankRow.__dataclass_fields__

@@ -137,7 +137,7 @@ def _linear(tokens: Tensor, inputs: int, outputs: int) -> dict[str, int]:
 
 def _attention_flops(query: Tensor, keys: int, heads: int) -> dict[str, int]:
     batch, queries, width = query.shape
-    pairs = batch * queries * keys  # of each head
+    pairs = batch * queries * keys  # pairs of each head
     return merged(matrix_flops(query, 2 * pairs * width), arithmetic(pairs * heads * SOFTMAX_FLOPS, [query]))
 
 

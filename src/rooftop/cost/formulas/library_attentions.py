@@ -67,7 +67,7 @@ def _lengths(call: Call) -> list[Tensor | None]:
 
 
 _STARTS = ("cum_seq_q", "cu_seqlens_q", "cu_seq_q")
-"""Names of the argument with the start of each sequence of queries, and the end of the last one."""
+"""Names of the argument that holds the start of each sequence of queries, and the end of the last one."""
 
 
 def _pairs(call: Call) -> int:

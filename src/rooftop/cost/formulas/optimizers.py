@@ -36,7 +36,7 @@ class FusedStep:
 
     Attributes:
         states: lists, besides the parameters, that are read and written.
-        flops: for each element of the parameters.
+        flops: flops for each element of the parameters.
     """
 
     states: Callable[[Call], list[str]]

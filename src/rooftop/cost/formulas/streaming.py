@@ -40,7 +40,7 @@ def streaming(
     """A formula for an operator that reads its inputs once and writes its outputs once.
 
     Args:
-        flops: for each element of `per`.
+        flops: flops for each element of `per`.
         per: the argument whose elements count (all its tensors if it is a list); None: the first result.
         and_per_result: additional flops for each element of the first result.
         unread: arguments whose values are not needed: only their shape is used, or they are overwritten before they are

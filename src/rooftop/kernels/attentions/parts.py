@@ -29,7 +29,7 @@ def attention_part(
         key, value: (B, H_k, S_k, D), where H_k divides H.
         mask: (S_q, S_k) bool, True where a query attends to a key; None: all.
         is_causal: as in `attention`.
-        scale: of the scores.
+        scale: factor of the scores.
     """
     with torch.no_grad():
         return attention(

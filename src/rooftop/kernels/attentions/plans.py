@@ -44,7 +44,7 @@ class Rule:
     order: tuple[str, ...]
     capability: tuple[int, int] = (0, 0)  # at least
     most_features: int = MOST_FEATURES
-    least_positions: int = 0  # of queries
+    least_positions: int = 0  # least number of queries
     causal: bool | None = None
     dtype: torch.dtype | None = None
 

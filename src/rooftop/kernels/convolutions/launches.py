@@ -186,8 +186,9 @@ class Boxes:
 
     Attributes:
         base: the memory.
-        shape, strides: of the five dimensions.
-        geometry: of the convolution of this image; `out` is the size of the whole result in the kernels' terms.
+        shape, strides: sizes and strides of the five dimensions.
+        geometry: geometry of the convolution of this image; `out` is the size of the whole result in the kernels'
+            terms.
     """
 
     base: Tensor

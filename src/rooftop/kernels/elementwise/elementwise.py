@@ -267,9 +267,8 @@ class FusedProgram(NamedTuple):
         kept: tuple[Any, ...], wanted: Sequence[Any], slopes: list[Tensor | None]
     ) -> tuple[list[Tensor | None], list[None] | None]:
         tensors, rest = kept[:-1], kept[-1]
-        groups: list[
-            dict[int, Tensor]
-        ] = []  # one shape per group, because a summing kernel would compute smaller outputs repeatedly
+        # one shape per group, because a summing kernel would compute smaller outputs repeatedly
+        groups: list[dict[int, Tensor]] = []
         for i, slope in enumerate(slopes):
             if slope is not None:
                 slope = slope.expand(rest.summed[i]) if i in rest.summed else slope

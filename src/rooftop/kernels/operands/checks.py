@@ -98,8 +98,8 @@ def two_integers(name: str, argument: str, given: Any, least: int) -> tuple[int,
     """For images: one number for height and width, or one for each.
 
     Raises:
-        TypeError: it is neither an integer nor a sequence of one or two integers.
-        ValueError: one of them is below `least`.
+        TypeError: the value is neither an integer nor a sequence of one or two integers.
+        ValueError: a number is below `least`.
     """
     values = (given,) if isinstance(given, int) else tuple(given) if isinstance(given, tuple | list) else ()
     if len(values) == 1:

@@ -39,7 +39,7 @@ def table_of(numbers: bytes, dtype: torch.dtype, device: torch.device) -> Table:
 
     Args:
         numbers: the numbers as bytes. As keys, -0.0 and 0.0 differ, and a NaN equals itself.
-        dtype: of the numbers.
+        dtype: dtype of the numbers.
         device: the device for the table.
 
     Raises:

@@ -6,8 +6,7 @@ slower than the first one from memory. Here each block of a cluster keeps a part
 blocks exchange their partial results. Rows may begin at any address, and loads still have 16 bytes (clusters.cu).
 
 The kernels need sm_90 and `cuda.core`. Triton computes rows with masks or class weights, and results of another dtype
-than the
-rows. Results are deterministic, since there are no atomics.
+than the rows. Results are deterministic, since there are no atomics.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def softmax_forward(
     target = y + row[:, None] * columns + lane[None, :]
     mask_rows = _rows_of_mask(row, mask_middle, mask_inner, outer_stride, middle_stride, inner_stride)
     largest = tl.full((ROWS, COLUMNS), float("-inf"), tl.float32)
-    values = ()  # of all blocks
+    values = ()  # the values of all blocks, masked
     for block in tl.static_range(BLOCKS):
         column = block * COLUMNS + lane
         inside = is_inside(row, rows, column, columns, EVEN or block < BLOCKS - 1)
@@ -60,7 +60,7 @@ def softmax_forward(
         largest = tl.maximum(largest, scores)
     maximum = tl.max(largest, axis=1)[:, None]
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    held = ()  # of all blocks: exponentials, or their arguments
+    held = ()  # the exponentials of all blocks, or their arguments
     for block in tl.static_range(BLOCKS):
         column = block * COLUMNS + lane
         apart = _scores(values[block], scale, column, columns, MASK, EVEN or block < BLOCKS - 1) - maximum
@@ -143,7 +143,7 @@ def softmax_backward(
     dy_rows = dy + row[:, None] * (dy_stride * UNIT) + lane[None, :]  # (ROWS, COLUMNS)
     y_rows = y + row[:, None] * columns + lane[None, :]
     mask_rows = _rows_of_mask(row, mask_middle, mask_inner, outer_stride, middle_stride, inner_stride)
-    gradients = ()  # of all blocks, as loaded
+    gradients = ()  # dy, and y below: all blocks, as loaded
     results = ()
     total = tl.zeros((ROWS, COLUMNS), tl.float64 if WIDE else tl.float32)
     whole = tl.zeros((ROWS, COLUMNS), tl.float64)  # only if WIDE

@@ -54,7 +54,7 @@ def convert(
 
     Raises:
         InputError: the checkpoint is damaged, `out` is not empty, or the model cannot be split among that many ranks.
-        OSError: it cannot be written.
+        OSError: the new checkpoint cannot be written.
     """
     out = Path(out)
     check_new(out)

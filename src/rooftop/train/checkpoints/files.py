@@ -105,7 +105,7 @@ def write_file(
         contents: the bytes of each piece; the next piece is requested after the previous one is written.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     sums: list[list[str]] = []
     with path.open("wb", buffering=0) as file, ThreadPoolExecutor(CHECKERS) as pool:
@@ -142,8 +142,8 @@ def read_header(path: Path) -> tuple[bytes, dict[str, Any]]:
     """Return (the bytes up to the data, the JSON in them) of a file.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is not a safetensors file, or its header is cut off.
+        OSError: the file cannot be read.
+        ValueError: the file is not a safetensors file, or its header is cut off.
     """
     with path.open("rb") as file:
         start = file.read(8)

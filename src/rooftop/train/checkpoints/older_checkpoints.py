@@ -40,12 +40,12 @@ class OlderTensors:
     """The tensors in the folder of a step.
 
     Args:
-        folder: of the step.
+        folder: folder of the step.
         ranks: number of tensor parallel ranks that saved it.
         own: (this tensor parallel rank, its parts) if as many ranks resume as saved; then only its own file is read.
 
     Attributes:
-        entries: by name.
+        entries: the tensors' entries, by name.
 
     Raises:
         InputError: a file is missing or damaged, or does not record the pieces of each rank.

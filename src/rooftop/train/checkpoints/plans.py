@@ -32,7 +32,7 @@ class Held:
     """The part of a tensor that a rank holds.
 
     Attributes:
-        name: in the whole model.
+        name: the tensor's name in the whole model.
         dtype: a key of `ITEM_BYTES`.
         shape: shape of the whole tensor.
         pieces: start and size of each piece; they lie one after another along the first dimension.

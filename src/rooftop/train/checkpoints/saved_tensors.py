@@ -85,7 +85,7 @@ class Readable(Protocol):
     """Tensors on disk, in any format.
 
     Attributes:
-        entries: by name.
+        entries: the tensors' entries, by name.
     """
 
     @property
@@ -130,11 +130,11 @@ class SavedTensors:
     """The tensors in the folder of a step.
 
     Args:
-        folder: of the step.
+        folder: folder of the step.
         index_checksum: required checksum of index.json.
 
     Attributes:
-        entries: by name.
+        entries: the tensors' entries, by name.
         files: size in bytes and checksum of the header of each file.
         step: the last step before they were saved.
 
@@ -301,7 +301,7 @@ def index_of(folder: Path, files: Sequence[str], step: int) -> str:
     """The text of index.json, from the headers of the files in a folder.
 
     Raises:
-        OSError: one cannot be read.
+        OSError: a file cannot be read.
         ValueError: a file is incomplete.
     """
     tensors: dict[str, Any] = {}

@@ -196,7 +196,7 @@ class Saver:
         """Wait for the save in progress; return `saved`.
 
         Raises:
-            OSError: it cannot be written; raised on all ranks.
+            OSError: the save cannot be written; raised on all ranks.
         """
         with self._blocking():
             self._finish()
@@ -256,7 +256,7 @@ class Saver:
         """Raise a failure of any rank, in the same words on all ranks.
 
         Args:
-            error: of this rank.
+            error: the error on this rank.
 
         Raises:
             OSError, RuntimeError: the failure.

@@ -24,7 +24,7 @@ class Staging:
     """Memory for all bytes that a rank writes.
 
     Args:
-        size: in bytes.
+        size: the size in bytes.
         device: device of the tensors that will be copied.
 
     Attributes:

@@ -32,8 +32,8 @@ class SavedTraining:
     """The description of the training in a folder.
 
     Attributes:
-        folder: of the step.
-        config: of the model.
+        folder: folder of the step.
+        config: config of the model.
         step: the last step before it was saved.
         ranks: number of tensor parallel ranks that saved it.
         text: whether its tokens were bytes of text; None: unknown.

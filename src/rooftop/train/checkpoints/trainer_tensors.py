@@ -1,9 +1,9 @@
 """The tensors of a trainer in a checkpoint: weights and optimizer state, under names of the whole model.
 
-    layers.0.mlp.up.weight                         a weight, in float32 or float64 even if the model computes in a
-    narrower dtype optimizer.exp_avg.layers.0.mlp.up.weight       its moments
-    optimizer.exp_avg_sq.layers.0.mlp.up.weight optimizer.step.layers.0.mlp.up.weight          the number of its steps,
-    ()
+    layers.0.mlp.up.weight                         a weight; float32 or float64 even if the model's dtype is narrower
+    optimizer.exp_avg.layers.0.mlp.up.weight       its moments
+    optimizer.exp_avg_sq.layers.0.mlp.up.weight
+    optimizer.step.layers.0.mlp.up.weight          the number of its steps, ()
 
 A rank holds parts of these tensors (`Shard`), without padding, since whole tensors have none.
 """
@@ -98,7 +98,7 @@ def fill_trainer(trainer: GptTrainer, saved: Readable, folder: Path) -> None:
         for kind in MOMENTS:
             state[kind] = torch.zeros_like(weight)
             _fill(state[kind], shard, saved, folder, moment_name(kind, name))
-        state[STEPS] = torch.zeros(())  # the optimizer knows the device
+        state[STEPS] = torch.zeros(())  # the optimizer moves it to its device
         _fill(state[STEPS], None, saved, folder, moment_name(STEPS, name))
         states[numbers[id(weight)]] = state
     groups = trainer.optimizer.state_dict()["param_groups"]

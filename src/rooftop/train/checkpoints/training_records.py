@@ -40,7 +40,7 @@ class TrainingRecord:
     """The description in the folder of a step.
 
     Attributes:
-        folder: of the step.
+        folder: folder of the step.
         format: 2, or 1 for `older_checkpoints`.
         step: the last step before it was saved.
         layout: layout of the ranks that saved it: the sizes of `Layout`, and "words".

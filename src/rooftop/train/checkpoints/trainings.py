@@ -44,7 +44,7 @@ def save_training(folder: str | Path, trainer: GptTrainer, *, keep_last: int | N
         The folder of this step.
 
     Raises:
-        OSError: it cannot be written; raised on all ranks. `latest` still names the previous step.
+        OSError: the step cannot be written; raised on all ranks. `latest` still names the previous step.
     """
     saver = Saver(folder, trainer, asynchronous=False, keep_last=keep_last)
     try:
@@ -67,7 +67,7 @@ def find_training(folder: str | Path, training: GptTraining) -> tuple[Path, int]
     communication.
 
     Raises:
-        InputError: there is none, or it belongs to another training.
+        InputError: there is no checkpoint, or it belongs to another training.
     """
     record = read_record(folder)
     check_same(record, training)

@@ -20,7 +20,7 @@ def write_now(path: Path, pieces: Sequence[FilePiece], sources: Sequence[Tensor]
     """Write pieces from their tensors, one after another; pieces on a GPU are copied one at a time.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     path.parent.mkdir(exist_ok=True)
     write_file(path, pieces, _contents(sources))
@@ -36,16 +36,16 @@ class WritingProcess:
     """Writes pieces from a copy, in a process. Call it once, in any thread.
 
     Args:
-        path: of the file.
+        path: path of the file.
         pieces: pieces of the copy, one after another.
         staging: the copy, which may still be in progress.
         sources: the tensors that are copied; kept until the copy is complete.
 
     Attributes:
-        seconds: from the end of the copy until the file is on the disk.
+        seconds: time from the end of the copy until the file is on the disk.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
         RuntimeError: the process failed for another reason.
     """
 

@@ -25,7 +25,7 @@ class Evaluator:
         gathered: gathers a value from each rank, in the order of ranks; all ranks call it.
 
     Attributes:
-        loader: of the validation data.
+        loader: loader of the validation data.
     """
 
     def __init__(

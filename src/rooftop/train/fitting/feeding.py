@@ -26,7 +26,7 @@ class Part:
     """The samples of one forward and backward pass of a rank.
 
     Attributes:
-        batch: on the device.
+        batch: the batch, on the device.
         places: (N,) int64 on the CPU; places of the samples in the whole batch of the step.
         indices: (N,) int64 on the CPU; numbers of the samples in the data.
         weight: weight of these samples' mean in the mean over the whole batch.

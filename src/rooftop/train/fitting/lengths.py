@@ -16,7 +16,7 @@ class Lengths:
         batch: samples of a step, over all ranks: as in the recipe, or all samples if there are fewer.
         parts: forward and backward passes of a step.
         per_epoch: steps per epoch; samples that do not fill a last batch are left out.
-        steps: of the run.
+        steps: number of steps of the run.
         between_evaluations, between_saves: steps.
     """
 

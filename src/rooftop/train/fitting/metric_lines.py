@@ -23,11 +23,11 @@ class MetricLines:
     """Adds lines to the file of a run.
 
     Args:
-        path: of the file.
+        path: path of the file.
         after: the step that is resumed; 0: the file starts empty.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
 
     def __init__(self, path: Path, after: int) -> None:
@@ -41,7 +41,7 @@ class MetricLines:
         """Write lines, so that they are on the disk before the next checkpoint.
 
         Raises:
-            OSError: they cannot be written.
+            OSError: the lines cannot be written.
         """
         content = memoryview("".join(map(_line, records)).encode())
         try:

@@ -13,9 +13,9 @@ class Facts:
     """The facts known before the first step.
 
     Attributes:
-        parameters: of the model; trained: the parameters that are not frozen.
-        samples: of the training data; held_out: of the validation data.
-        steps: of the whole run; steps_per_epoch: of one pass.
+        parameters: parameters of the model; trained: the parameters that are not frozen.
+        samples: samples of the training data; held_out: samples of the validation data.
+        steps: steps of the whole run; steps_per_epoch: steps of one pass.
         before: steps that the checkpoint already contains.
         ranks, device: number of ranks, and their device.
         loading: the way in which samples are read, in words, with its measurement; "" if the ways are still to be
@@ -39,14 +39,14 @@ class StepRecord:
     """One optimizer step.
 
     Attributes:
-        step: from 1.
+        step: the step, from 1.
         epoch: passes over the data so far, with a fraction.
         loss: mean over the whole batch, before the step.
         grad_norm: before clipping.
         learning_rate: the highest of all groups.
-        samples_per_s: of all ranks, and waiting: fraction of the time in which the loop waited for data; both over the
-            steps that were read together.
-        peak_bytes: of this rank so far.
+        samples_per_s: rate of all ranks, and waiting: fraction of the time in which the loop waited for data; both over
+            the steps that were read together.
+        peak_bytes: peak memory of this rank so far.
         skipped: whether the weights stayed unchanged, because a number was not finite.
     """
 
@@ -82,7 +82,7 @@ class Fitted:
 
     Attributes:
         steps: total number of steps.
-        seconds: of this run.
+        seconds: duration of this run.
         reason: "done", "no better for N evaluations", "stopped by SIGTERM", "stopped by Ctrl-C".
         last, best: the last and the best evaluation; None without validation data.
         out: folder of the run; None: nothing was written.

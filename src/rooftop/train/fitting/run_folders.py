@@ -61,9 +61,9 @@ class Saved:
     """A checkpoint that was read.
 
     Attributes:
-        folder: of the step.
+        folder: folder of the step.
         progress: progress of the training; JSON values.
-        state: of the stepper.
+        state: state of the stepper.
     """
 
     folder: Path
@@ -159,7 +159,7 @@ class RunFolder:
         """Write a checkpoint, completely or not at all, and remove older ones.
 
         Raises:
-            OSError: it cannot be written; the previous one is kept.
+            OSError: the checkpoint cannot be written; the previous one is kept.
         """
         tensors: dict[str, Tensor] = {}
         described = {
@@ -189,7 +189,7 @@ class RunFolder:
         """Read the last checkpoint; None: there is none.
 
         Raises:
-            InputError: it is damaged, or belongs to another training; the message lists the differences.
+            InputError: the checkpoint is damaged, or belongs to another training; the message lists the differences.
         """
         folder = self.last()
         if folder is None:

@@ -68,7 +68,7 @@ class Stepper:
         """Make a step.
 
         Args:
-            number: from 1.
+            number: number of the step, from 1.
 
         Returns:
             (4,) float64 on the device: the loss of the whole batch, the norm of its gradient before clipping, whether

@@ -19,7 +19,7 @@ def check_no_training(folder: str | Path) -> None:
     """Refuse a folder with a training of Rooftop.
 
     Raises:
-        InputError: it has one.
+        InputError: the folder has one.
     """
     folder = Path(folder)
     if (folder / TRAINING).is_file() or last_step(folder) is not None:
@@ -35,7 +35,7 @@ def fill_from(model: Gpt | GptStages, folder: str | Path, unshared: Callable[[],
     Args:
         model: result of `parallel_gpt`, `parallel_gpt_stages` or `fully_sharded_gpt`, with the folder's config. If data
             parallel ranks shard it, each reads the part of its tensor parallel rank once, on the CPU.
-        folder: with config.json and .safetensors files.
+        folder: a folder with config.json and .safetensors files.
         unshared: makes the same part of an unsharded model on the meta device.
 
     Raises:

@@ -50,7 +50,7 @@ def metrics_file(path: Path, after: int | None = None) -> Iterator[TextIO]:
 
     Raises:
         InputError: see `kept_lines`; the file stays unchanged.
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     if after is not None and path.is_file():
         text = "".join(f"{line}\n" for line in kept_lines(path, after))

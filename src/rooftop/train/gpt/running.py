@@ -33,10 +33,10 @@ class StepReport:
     """The report of one step.
 
     Attributes:
-        step: from 1.
+        step: the step, from 1.
         loss: loss of its batch, before the step.
         grad_norm: norm of the gradient before clipping.
-        learning_rate: of the step.
+        learning_rate: learning rate of the step.
         tokens_per_s: over all ranks, averaged over the steps that were read together.
         mfu, percent_of_roof: those of this rank; None if the roof is unknown.
         peak_bytes: peak memory of this rank so far.

@@ -29,7 +29,7 @@ class StepRoof:
 
     Attributes:
         ms: the fused roof.
-        flops: of the rank.
+        flops: flops of the rank.
         peak: fastest measured matrix rate in the dtype, in flop/s.
     """
 

@@ -54,9 +54,9 @@ class GptTrainer:
     Args:
         training: the description of the training.
         tokens: the data, the same on all ranks.
-        layout: of the ranks.
+        layout: layout of the ranks.
         groups: `layout.process_groups()`.
-        device: of this rank.
+        device: device of this rank.
         fully_shard: whether data parallel ranks shard parameters, gradients and optimizer state
             (`rooftop.parallel.fully_sharded`).
         initial: a folder of Hugging Face (config.json, .safetensors files) with the initial weights; None: random

@@ -42,7 +42,7 @@ class GptTraining:
     """A training, independent of the layout.
 
     Attributes:
-        config: of the model.
+        config: config of the model.
         length: tokens per sequence.
         global_batch: sequences per step, of all ranks.
         micro_batch: sequences in one forward pass of a rank. It changes only memory and speed.
@@ -134,7 +134,7 @@ class GptTraining:
 
     def _check_documents(self) -> None:
         if self.transport is not None:
-            Context(None, self.transport)  # it is one
+            Context(None, self.transport)  # raises for an unknown transport
         end = self.document_end
         if end is not None and (isinstance(end, bool) or not isinstance(end, int)):
             raise ValueError(f"GptTraining: document_end must be a token (an int), got {end!r}")
@@ -244,7 +244,7 @@ class GptTraining:
         """Check without communication that a layout can do this training.
 
         Args:
-            layout: of the ranks.
+            layout: layout of the ranks.
             world_size: number of ranks.
             device: device of the ranks, "cuda" or "cpu".
             fully_shard: whether data parallel ranks shard the model.

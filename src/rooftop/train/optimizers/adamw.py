@@ -94,7 +94,7 @@ class AdamW(torch.optim.AdamW):
         saved = zip(state_dict["param_groups"], self.param_groups, strict=False)
         groups = [{**group, "fused": _is_fused(own)} for group, own in saved]
         if len(groups) != len(self.param_groups):
-            groups = state_dict["param_groups"]  # which PyTorch refuses
+            groups = state_dict["param_groups"]  # so that PyTorch refuses another number of groups
         super().load_state_dict({**state_dict, "param_groups": groups})
 
     def __getstate__(self) -> dict[str, Any]:

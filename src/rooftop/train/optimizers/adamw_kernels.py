@@ -37,7 +37,7 @@ def adamw_steps(
     rows,  # (weights, 8) int64, a row: addresses of weight, gradient, average, square, narrow; elements; the first
     # program; the row of `numbers`. The elements of each are contiguous; narrow is the model's weight, or 0
     row_of,  # (programs,) int32
-    numbers,  # (any, 8) float64, of `adamw_numbers`
+    numbers,  # (any, 8) float64, from `adamw_numbers`
     scale,  # (), the factor of the gradients, or None
     WEIGHT: tl.constexpr, GRADIENT: tl.constexpr, AVERAGE: tl.constexpr, SQUARE: tl.constexpr,
     MODEL: tl.constexpr,  # the dtypes at the addresses

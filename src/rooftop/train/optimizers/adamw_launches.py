@@ -42,7 +42,7 @@ class AdamWOptions:
 
     Attributes:
         rate: a number, or a tensor of one element on a GPU.
-        betas, eps, decay: of AdamW.
+        betas, eps, decay: constants of AdamW.
     """
 
     rate: float | Tensor
@@ -75,8 +75,8 @@ class AdamWPlan:
 
     Args:
         parameters: floating point, each filling its memory; of sharded ones the part of this rank is stepped.
-        states: of the parameters: "step" () float32 on the device; "exp_avg" and "exp_avg_sq" with the memory layout of
-            the parameter.
+        states: states of the parameters: "step" () float32 on the device; "exp_avg" and "exp_avg_sq" with the memory
+            layout of the parameter.
         models: the weight of the model for each parameter, or None.
     """
 
@@ -132,7 +132,7 @@ class AdamWPlan:
 
         Args:
             gradients: gradients of the parameters, in any floating dtype.
-            options: of AdamW.
+            options: options of AdamW.
             scale: () on the device, the factor for gradients, or None.
 
         """

@@ -156,7 +156,7 @@ class MainWeights:
         """Add to the gradient of one of `named`, as backward does; the given tensor may be kept.
 
         Raises:
-            ValueError: it has another shape, or no floating dtype.
+            ValueError: the tensor has another shape, or no floating dtype.
         """
         if gradient.shape != main.shape or not gradient.is_floating_point():
             raise ValueError(

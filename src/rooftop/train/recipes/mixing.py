@@ -5,7 +5,7 @@
 
 Mixup (Zhang et al. 2018, arXiv:1710.09412): the mean of two images and of their targets, with weights lam and 1 - lam,
 where lam is drawn from Beta(alpha, alpha). Cutmix (Yun et al. 2019, arXiv:1905.04899): a box of the second image is put
-into the first, and lam is the remaining part of the first. With both, each pair uses one of them with equal
+into the first, and lam is the remaining share of the first image. With both, each pair uses one of them with equal
 probability.
 
 The pairs are the samples at places 2k and 2k + 1 of the whole batch. Each pair has its own generator, so the result

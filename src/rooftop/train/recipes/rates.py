@@ -27,8 +27,8 @@ def rate_factor(schedule: Schedule, step: int, steps: int) -> float:
 
     Args:
         schedule: the section of the recipe; its fractions of the run are rounded to whole steps.
-        step: from 1 to `steps`.
-        steps: of the whole run.
+        step: a step from 1 to `steps`.
+        steps: number of steps of the whole run.
 
     Raises:
         ValueError: the step is not one of the run.

@@ -26,7 +26,7 @@ class Started:
     Attributes:
         report: the assignment of keys.
         renewed: keys of the model's head that keep their initial values.
-        num_classes: of the model.
+        num_classes: number of classes of the model.
     """
 
     report: LoadReport
@@ -51,7 +51,7 @@ def start_from(model: nn.Module, weights: str | Path, num_classes: int, *, name:
     """Load weights into a model, except those of a head for another number of classes.
 
     Args:
-        model: on any device, in any dtype.
+        model: a model on any device, in any dtype.
         weights: a file, or a published name, which needs `name`.
         num_classes: number of classes that the model was built for.
         name: the model's builder, e.g. "resnet50".

@@ -126,7 +126,7 @@ class Ablation:
         metric: used to compare runs.
         maximize: whether more is better.
         values: metric of the whole recipe by seed, for finished runs.
-        worths: of the switches with at least one finished pair.
+        worths: worths of the switches with at least one finished pair.
         finished, runs: number of finished runs, and of all runs.
     """
 
@@ -264,7 +264,7 @@ def ablate(
         runs: the result of `runs_of`.
         results: the result of `results_of`; with several ranks, read before any rank trains.
         train: trains one run. It may resume an interrupted run.
-        metric: of the last evaluation; maximize: whether more is better.
+        metric: the compared metric of the last evaluation; maximize: whether more is better.
         told: called after each run with the run, its metric, and the ablation so far.
         write: whether this process writes results; with several ranks, the first one.
 

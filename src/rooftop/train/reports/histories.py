@@ -18,7 +18,7 @@ class History:
         facts, task: known from the beginning.
         steps, evaluations, notes: so far, including those of an earlier run in the same folder.
         earlier: the number of `steps` that belong to an earlier run.
-        peak_bytes: of rank 0 so far.
+        peak_bytes: peak memory of rank 0 so far.
         fitted: None while the training runs.
         began_s: the start of the training, on the clock of `time.monotonic`.
     """

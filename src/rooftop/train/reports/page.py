@@ -35,7 +35,7 @@ class Page:
     """An observer that writes the page.
 
     Args:
-        path: of the page.
+        path: path of the page.
         name: name of the training, for the title.
         recipe: its recipe.
         earlier: returns the steps and evaluations of an earlier run in the same folder, up to a given step.

@@ -38,10 +38,10 @@ class TaskRoof:
     """The limits of this machine for one step of a rank.
 
     Attributes:
-        fused_ms: with everything fused.
-        op_ms: every operator at its own roof.
-        flops: of the step.
-        samples: of the step, on this rank.
+        fused_ms: the roof with everything fused.
+        op_ms: the roof with every operator at its own roof.
+        flops: flops of the step.
+        samples: samples of the step on this rank.
     """
 
     fused_ms: float

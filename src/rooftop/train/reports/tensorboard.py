@@ -36,7 +36,7 @@ class TensorBoard:
     """An observer that writes event files.
 
     Args:
-        folder: for the event files. Those of an earlier run stay; repeated steps replace the earlier ones.
+        folder: folder for the event files. Files of an earlier run stay; repeated steps replace the earlier ones.
         recipe: the recipe of the training.
 
     Raises:

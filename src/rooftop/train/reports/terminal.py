@@ -16,7 +16,7 @@ class Terminal:
     """An observer that prints.
 
     Args:
-        recipe: of the training.
+        recipe: recipe of the training.
         say: prints a line of the result.
         warn: prints a note.
         progress: called with (the current activity, fraction done).

@@ -39,7 +39,7 @@ def find_task(name: str, data: str | None = None, device: str = "cpu") -> tuple[
     """Return the function that builds a task, and the defaults of its recipe.
 
     Args:
-        name: of a built-in task; of a model that one of them trains, e.g. "resnet50"; or `my_pkg.task:build` or
+        name: name of a built-in task, or of a model that a task trains, e.g. "resnet50"; or `my_pkg.task:build` or
             `my_pkg/task.py:build`.
         data: the value of --data; defaults may depend on it.
         device: "cpu" or "cuda", the device of the training.

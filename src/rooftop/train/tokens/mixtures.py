@@ -129,7 +129,7 @@ def checked_weights(weights: Sequence[float | Fraction]) -> list[Fraction]:
     """Check weights and make them exact decimals: 0.1 is a tenth.
 
     Raises:
-        ValueError: one is negative or not finite, or all are 0.
+        ValueError: a weight is negative or not finite, or all weights are 0.
     """
     for weight in weights:
         if not math.isfinite(weight) or weight < 0:

@@ -69,7 +69,7 @@ def binary_numbers(path: Path, kind: str | None = None) -> Numbers:
     """The tokens of a `.bin`.
 
     Args:
-        path: of the file.
+        path: path of the file.
         kind: a name of `KINDS`, for a file that does not state its type; None: detected.
 
     Raises:
@@ -101,7 +101,7 @@ def array_numbers(path: Path, kind: str | None = None) -> Numbers:
     """The tokens of a `.npy`.
 
     Raises:
-        InputError: it is not a 1-D array of integers, or `kind` contradicts its dtype.
+        InputError: the file is not a 1-D array of integers, or `kind` contradicts its dtype.
     """
     try:
         array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)

@@ -10,14 +10,13 @@ rows.
 Statistics are float32. The variance comes from squared deviations from the mean instead of from squares, so rows with a
 large common offset keep their accuracy. The mean itself is rounded to float32; in a row with a large offset its error
 exceeds the rounding of the deviations. For float32 rows (CORRECTED) the kernel therefore subtracts the mean of the
-deviations
-too. A sum is multiplied by 1 / N, not divided by N, because the fast division is not exact even for N = 1. A sum with a
-residual is rounded before it is normalized, so that backward, which reads the stored sum, uses the same numbers. In
-nearly constant rows the large 1 / std would magnify a difference.
+deviations too. A sum is multiplied by 1 / N, not divided by N, because the fast division is not exact even for N = 1. A
+sum with a residual is rounded before it is normalized, so that backward, which reads the stored sum, uses the same
+numbers. In nearly constant rows the large 1 / std would magnify a difference.
 
 `units` and the strides count groups of UNIT elements, so that the compiler knows a divisor of N and loads several
-elements at a time; EVEN says that N fills the tile. All offsets of rows are 64-bit. Tensors that may be None are
-compiled out.
+elements at a time; EVEN says that N fills the tile. All offsets of rows are 64-bit. No code is compiled
+for tensors that are None.
 
 Shifted kernels are for two-byte elements and an N that eight does not divide, whose rows begin at odd addresses. They
 load the groups of eight elements that enclose a row, 16 bytes at a time; lane i then holds column i - shift. A program
@@ -52,7 +51,7 @@ def norm_forward(
     lane = tl.arange(0, COLUMNS)
     source = x + row[:, None] * (x_stride * UNIT) + lane[None, :]  # (ROWS, COLUMNS)
     target = row[:, None] * columns + lane[None, :]
-    values = ()  # of all blocks, as loaded
+    values = ()  # the elements of all blocks, as loaded
     for block in tl.static_range(BLOCKS):
         inside = is_inside(row, rows, block * COLUMNS + lane, columns, EVEN or block < BLOCKS - 1)
         values = values + (tl.load(source + block * COLUMNS, mask=inside, other=0.0),)
@@ -128,7 +127,7 @@ def norm_forward_shifted(
     """Normalizes every (number of programs)-th tile of rows; all of a program's parameters stay in registers."""
     lane = tl.arange(0, COLUMNS)
     shift = shift_of(tl.program_id(0) * ROWS + tl.arange(0, ROWS), columns)[:, None]  # (ROWS, 1)
-    weights = ()  # of all blocks, as loaded
+    weights = ()  # the weights of all blocks, as loaded
     biases = ()
     input_biases = ()
     for block in tl.static_range(BLOCKS):
@@ -235,7 +234,7 @@ def norm_backward(
     CORRECTED: tl.constexpr = not RMS and x.dtype.element_ty == tl.float32
     columns = units * UNIT
     lane = tl.arange(0, COLUMNS)
-    held = ()  # of all blocks
+    held = ()  # the weights of all blocks
     weight_sums = ()
     bias_sums = ()
     for block in tl.static_range(BLOCKS):
@@ -252,7 +251,7 @@ def norm_backward(
         if not RMS:
             average = tl.load(mean + row, mask=row < rows, other=0.0)[:, None]
         scale = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
-        gradients = ()  # of all blocks, as loaded
+        gradients = ()  # dy, and x below: all blocks, as loaded
         values = ()
         for block in tl.static_range(BLOCKS):
             inside = is_inside(row, rows, block * COLUMNS + lane, columns, EVEN or block < BLOCKS - 1)
@@ -348,7 +347,7 @@ def norm_backward_shifted(
     lane = tl.arange(0, COLUMNS)
     first = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     shift = shift_of(first, columns)[:, None]  # (ROWS, 1)
-    weights = ()  # of all blocks, as loaded
+    weights = ()  # the weights of all blocks, as loaded
     weight_sums = ()
     bias_sums = ()
     for block in tl.static_range(BLOCKS):

@@ -33,7 +33,7 @@ def sparse_conv_rows(
     sites, rows,  # N, M
     HAS_BIAS: tl.constexpr, HAS_ORDER: tl.constexpr, SORTED: tl.constexpr, MIRRORED: tl.constexpr, WIDE: tl.constexpr,
     TAPS: tl.constexpr, CHANNELS: tl.constexpr, OUT_CHANNELS: tl.constexpr,
-    TAP_STRIDE: tl.constexpr, CHANNEL_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr,  # of the weight
+    TAP_STRIDE: tl.constexpr, CHANNEL_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr,  # weight's
     WIDTH: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr, BY_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip

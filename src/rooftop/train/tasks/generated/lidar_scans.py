@@ -23,7 +23,7 @@ from torch import Tensor
 from rooftop.models.point_clouds.clouds import Cloud, Colour
 from rooftop.train.tasks.generated.lidar_scenes import BOX, CEILING, ELLIPSOID, ROOM, STREET, Place, Solid, room, street
 
-SECTORS = 32  # of a turn
+SECTORS = 32  # sectors of a turn
 SLACK_RAD = 1e-3  # overlap of sectors; float32's error in an angle of a few degrees is smaller
 
 
@@ -199,7 +199,7 @@ class Scanner:
 
     Attributes:
         beams: above each other, at equal angles.
-        steps: of a turn.
+        steps: number of steps in a turn.
         lowest_deg, highest_deg: elevations of the beams.
         farthest_m: anything farther is not measured.
         noise_m: standard deviation of a range.
