@@ -209,8 +209,7 @@ def _fakes_of(mode: FakeTensorMode) -> list[FakeTensor]:
 def _where_kept(fakes: list[FakeTensor], emptied: list[Any]) -> str | None:
     """The first place in the program that keeps one of these tensors.
 
-    It is the name of a global, a class attribute or a cache. If there is none, it is the class of an object that holds
-    the tensor.
+    The place is the name of a global, a class attribute or a cache, else the class of an object that holds the tensor.
 
     None if they are reached only from PyTorch, from variables of running functions, or from emptied places.
     """

@@ -185,7 +185,7 @@ class Findings:
 
 
 def waits_for_device(op: MeasuredOperator) -> bool:
-    """Whether the host waits for an operator. It only waits for copies that go to the host or come from pageable
+    """Whether the host waits for an operator. The host only waits for copies that go to the host or come from pageable
     memory."""
     if not op.record.place:
         return False

@@ -256,7 +256,7 @@ def _containers_of(value: Any, of_modules: bool, installed: bool) -> Iterator[Co
 
 
 def mapping_of(mapping: dict[Any, Any], owner: Any) -> Container:
-    """Keys and values, alternating. They are written with the methods of `dict`, even if a subclass overrides these."""
+    """Keys and values, alternating; written with the methods of `dict`, even if a subclass overrides these."""
     kind: type[MutableMapping[Any, Any]] = OrderedDict if isinstance(mapping, OrderedDict) else dict
 
     def write(items: list[Any]) -> None:

@@ -248,8 +248,7 @@ def _counted(program: Program, tracker: ModuleTracker, on_gpu: bool) -> list[Rec
 
 
 class _DeviceCounting(CountingMode):
-    """Count what the device does. An optimizer's step counters belong to the host, and fake tensors know their
-    numbers."""
+    """Count the device's work. An optimizer's step counters belong to the host, and fake tensors know their numbers."""
 
     def observe(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._locate()[1] == "optimizer":

@@ -69,8 +69,8 @@ LEAST_LABELLED, MOST_LABELLED = 3, 9  # ... and at most this many. On a GPU one 
 # kernels as the steps without labels: their times are known.
 LONG_LABELLED_S = 4.0  # two are enough after this time
 _measuring = threading.RLock()
-"""Analyses in several threads take turns. They would disturb each other, and a second profiler at the same time ends
-the process with a segmentation fault (PyTorch 2.13)."""
+"""Analyses in several threads take turns. Otherwise they would disturb each other, and a second profiler at the same
+time ends the process with a segmentation fault (PyTorch 2.13)."""
 UNEXPLAINED = 0.01  # share of the wall time; kernels that together exceed the wall time by more contradict it
 
 

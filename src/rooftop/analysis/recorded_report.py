@@ -127,7 +127,7 @@ def _watched(laps: Laps) -> list[Watched]:
 def _of_enough(laps: Laps) -> tuple[StepTime, list[str]]:
     """The wall time of unwatched steps, and a note if it comes from the steps before the profiler.
 
-    The steps before the profiler are few. They count only if later steps, with CUPTI still attached, are slower by more
+    The steps before the profiler are few, and count only if later steps, with CUPTI still attached, are slower by more
     than the variation.
     """
     after = StepTime.of_loop(laps.steady_ms) if laps.steady_ms else None

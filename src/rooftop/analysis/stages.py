@@ -122,7 +122,7 @@ class Laps:
         laps: the first steps, timed by the host's clock.
         whole, early: labelled steps for a program that ends soon.
         plain, labelled: the step under the profiler, and the labelled ones.
-        timed_ms, timed_calls: durations of undisturbed steps, and what each called.
+        timed_ms, timed_calls: durations of undisturbed steps, and the calls in each.
         before_ms, before_calls: the same for steps before a profiler that stays attached.
         faults: page faults of a timed step; 0 on a GPU.
     """

@@ -72,7 +72,8 @@ class Watcher(Protocol):
 
     def step_ends(self, calls: tuple[int, int], whole: bool) -> None:
         """A step ends. `calls`: calls of modules with parameters and of backward since the last step. `whole`: whether
-        it began where a step of the same kind ended."""
+        the step began where a step of the same kind ended.
+        """
 
     def compiles(self) -> None:
         """The program calls `torch.compile`."""

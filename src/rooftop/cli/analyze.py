@@ -220,7 +220,7 @@ def _check_combination(
     """Refuse options that exclude each other, before anything runs.
 
     Raises:
-        click.UsageError: it does not.
+        click.UsageError: options exclude each other.
     """
     script = target.endswith(".py")
     if arguments and not script:

@@ -94,7 +94,7 @@ class DaskWorkers:
     # ---- chunks ------------------------------------------------------------------------------------------------------
 
     def has_room(self, careful: bool = False) -> bool:
-        """Whether workers have fewer than two chunks on average; a careful chunk runs alone."""
+        """Whether workers have fewer than two chunks on average. While a careful chunk runs, no other chunk does."""
         if careful or any(chunk.careful for chunk, _ in self._flying.values()):
             return not self._flying and self._count() > 0
         return len(self._flying) < CHUNKS_OF_A_WORKER * self._count()

@@ -45,7 +45,7 @@ KEPT = 64  # samples whose content is kept in memory
 
 @dataclass(frozen=True)
 class Row:
-    """A stage, and its samples per second alone."""
+    """A stage, and its samples per second when it runs alone."""
 
     stage: str
     samples_per_s: float

@@ -53,7 +53,7 @@ class Here:
 
 
 class Threads:
-    """Makes batches by a pool of threads. They help if samples release the GIL, as Pillow and NumPy do."""
+    """Makes batches by a pool of threads. Threads help if samples release the GIL, as Pillow and NumPy do."""
 
     def __init__(self, job: Job, workers: int, ahead: int) -> None:
         self._job = job

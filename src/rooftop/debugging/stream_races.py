@@ -153,8 +153,8 @@ class _Launch:
 
 
 class _Watcher:
-    """Records the last uses of each storage, and which streams have waited for which. It is told of launches,
-    allocations and synchronization.
+    """Records the last uses of each storage, and which streams have waited for which. Hooks report launches,
+    allocations and synchronization to it.
     """
 
     def __init__(self, races: list[StreamRace]) -> None:

@@ -135,7 +135,7 @@ def _products(precision: str, dtype: torch.dtype) -> Iterator[Candidate]:
 
 
 def _convolutions(precision: str, dtype: torch.dtype) -> Iterator[Candidate]:
-    """Convolutions. Another library than that of products computes them, on some CPUs up to twice as fast."""
+    """Convolutions. Another library computes convolutions than products, on some CPUs up to twice as fast."""
     for batch, channels, side, kernel in CONVOLUTIONS:
         x = torch.randn(batch, channels, side, side).to(dtype)
         weight = torch.randn(channels, channels, kernel, kernel).to(dtype)

@@ -108,7 +108,7 @@ class Samples:
 
     @property
     def spread(self) -> dict[str, float]:
-        """For each figure, the relative distance of its best two samples. A figure with a single sample has none."""
+        """For each figure, the relative distance of its best two samples. A figure with a single sample is omitted."""
         return {name: distance(*values) for name, values in self._two.items() if len(values) > 1}
 
 

@@ -34,7 +34,7 @@ class Variant:
     """One call to be timed.
 
     Attributes:
-        run: the call. It must launch at least one kernel.
+        run: the call; must launch at least one kernel.
         prepare: runs before each call and is not timed: it decides the contents of the caches.
         repeats: the number of calls.
         pause_s: pause of the device before the first call, so that its clocks are high again.

@@ -183,8 +183,8 @@ def _add(path: Path, found: History, replace_corrupt: bool) -> History:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """A lock, with which only one process at a time changes the file. It ends with the process, however the process
-    ends."""
+    """A lock, with which only one process at a time changes the file. The lock ends with the process, however the
+    process ends."""
     with open(path.with_suffix(".lock"), "a", encoding="utf-8") as lock:
         try:
             import fcntl  # not on Windows, where the last of two simultaneous writers wins

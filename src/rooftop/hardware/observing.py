@@ -1,7 +1,7 @@
 """Dispatch modes that watch the operators of a program, without ending or changing the program.
 
-Under a dispatch mode PyTorch refuses to compile, and remembers that for good. That function would never be compiled
-afterwards, and `torch.cond`, which must be compiled, would raise. So these modes disable compilation.
+Under a dispatch mode PyTorch refuses to compile a function, and does not compile it later either. `torch.cond`, which
+must be compiled, would raise. So these modes disable compilation.
 
 Operators that take functions (`torch.cond`, `while_loop`, `map`, `scan`, `flex_attention`) rely on the compiler to turn
 all tensors that their functions use into arguments. Without it their own gradients would fail. So autograd

@@ -58,8 +58,8 @@ class Blocks:
             query: (B, H, S, D).
             key, value: (B, H_k, T, D), where H_k divides H.
             scale: factor of the scores.
-            dtype: dtype of the result, which has the layout of `empty_like_rows`. The log-sum-exp (B, H, S) has that of
-                `wide_dtype`.
+            dtype: dtype of the result, which has the layout of `empty_like_rows`. The log-sum-exp (B, H, S) has the
+                dtype `wide_dtype`.
         """
         if self._only is not None and self._only.block.queries == self._all_queries:
             out, lse = self._only.attended(query, key, value, scale)
@@ -99,7 +99,7 @@ class Blocks:
     def add_gradients(
         self, given: Given, key: Tensor, value: Tensor, dquery: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Add the gradient of queries to `dquery`; return those of keys and values.
+        """Add the gradient of queries to `dquery`; return the gradients of keys and values.
 
         Args:
             given, key, value, dtype: as in `gradients`.

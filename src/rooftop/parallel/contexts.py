@@ -252,8 +252,8 @@ class _RankPlan:
         return tuple(self._step({to}, {of}) for to, of in zip(apart, apart[::-1], strict=True))
 
     def dtype_of_sums(self, x: Tensor) -> torch.dtype:
-        """The dtype in which parts of x are merged and summed. With at most two parts it is that of x, because the
-        result is rounded only once anyway.
+        """The dtype in which parts of x are merged and summed. With at most two parts this is the dtype of x, because
+        the result is rounded only once anyway.
         """
         return wide_dtype(x) if len(self.steps) > 1 else x.dtype
 

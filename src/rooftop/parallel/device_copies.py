@@ -163,9 +163,9 @@ def _current_streams(devices: Sequence[torch.device]) -> Streams:
 def _entered(streams: Streams, home: torch.device) -> Iterator[None]:
     """Enter these streams within an autograd node, which only knows one device.
 
-    Autograd adds gradients on a device's default stream unless it knows a better one. It assumes that a node's results
-    are ready on the default stream of its device or on the node's own. So this context makes those default streams and
-    these streams wait for each other.
+    Autograd adds gradients on a device's default stream unless it knows a better one. Autograd assumes that a node's
+    results are ready on the default stream of its device or on the node's own. So this context makes those default
+    streams and these streams wait for each other.
     """
     autograds = [(torch.cuda.current_stream(device), torch.cuda.default_stream(device)) for device in streams]
     for stream, others in zip(streams.values(), autograds, strict=True):

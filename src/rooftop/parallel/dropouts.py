@@ -34,7 +34,7 @@ class Place:
     """The place of a forward pass in the whole training.
 
     Attributes:
-        step: training step, from 0: each step has other masks. It may be a tensor, as for
+        step: training step, from 0: each step has other masks. A tensor is allowed, too, as for
             `rooftop.kernels.counter_dropout`.
         batch: the part of the step's whole batch, along dimension 0.
         chunks: the positions of its sequences; None: all.
@@ -97,8 +97,8 @@ class CounterDropouts:
             self.half = before
 
     def boxes(self, shape: tuple[int, ...], of_weights: bool) -> list[Box]:
-        """The parts of the whole mask for a local tensor of this shape. They follow each other along dimension 1, or
-        along dimension 2 for attention's weights."""
+        """The parts of the whole mask for a local tensor of this shape. The parts follow each other along dimension 1,
+        or along dimension 2 for attention's weights."""
         (batch, batches), (half, halves) = self.place.batch, self.half
         part, parts = self.heads if of_weights else self.split
         chunks, along = self.place.chunks, 2 if of_weights else 1

@@ -206,7 +206,7 @@ def lacks(unfinished_of: Mapping[int, Sequence[Operation]]) -> list[Lack]:
     """All collectives in which ranks wait. If a rank that lacks a collective is not waiting itself, that collective
     comes first.
 
-    A rank that lacks one collective may be waiting in another. It is then held up, and is not the cause.
+    A rank that lacks one collective may be waiting in another. Such a rank is held up, and is not the cause.
 
     Args:
         unfinished_of: for each rank, its launched operations that have not ended.

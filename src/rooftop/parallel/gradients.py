@@ -103,7 +103,7 @@ class ModelGradients:
         """Within the block, backward starts to sum each gradient over the data ranks when it is ready; `sum_` then
         waits for the sums.
 
-        It is for the last backward of a step, on all ranks alike. Gradients must not be changed until `sum_`.
+        All ranks use this for the last backward of a step. Gradients must not be changed until `sum_`.
 
         Raises:
             RuntimeError: there is a second backward, or earlier sums are not finished.
@@ -238,7 +238,7 @@ class ModelGradients:
 def targets_of_all_ranks(targets: Tensor, data: Group, ignore_index: int = -100) -> Tensor:
     """The number of targets that count over all data ranks, (), int64, by which the sum of their losses is divided.
 
-    It is at least 1. So if no target counts, the loss and its gradient are 0.
+    The number is at least 1. So if no target counts, the loss and its gradient are 0.
     """
     counted: Tensor = start_sum((targets != ignore_index).sum(), data)()
     return counted.clamp(min=1)

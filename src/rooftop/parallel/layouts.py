@@ -159,8 +159,8 @@ class Layout:
         - "tp", "cp", "dp", "pp": along one axis;
         - "dp-cp": gradients are averaged over it; "tp-cp": one stage's activations are spread over it; "tp-pp": one
           model's parameters are spread over it;
-        - "embedding": the first and the last stage of each pipeline, which sum the gradients of tied embeddings. It has
-          one rank if there is one stage. Ranks of the stages in between are in no such group.
+        - "embedding": the first and the last stage of each pipeline, which sum the gradients of tied embeddings. This
+          group has one rank if there is one stage. Ranks of the stages in between are in no such group.
         """
         named = {name: self.groups_along(name) for name in (*AXES, *COMBINED)}
         return {**named, "embedding": [sorted({group[0], group[-1]}) for group in named["pp"]]}

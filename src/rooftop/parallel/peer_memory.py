@@ -112,7 +112,7 @@ def of_all(own: Any, group: ProcessGroup) -> list[Any]:
 # ---- waits that end ------------------------------------------------------------------------------------------------
 
 _stops: list[Tensor] = []
-"""The stops of all groups so far. They stay for kernels that still wait after their group has ended."""
+"""The stops of all groups so far. Stops are kept for kernels that still wait after their group has ended."""
 
 
 def stop_of_waits() -> Tensor:

@@ -184,7 +184,7 @@ class _Step:
     """The state of a rank during a step.
 
     Attributes:
-        inputs, outputs: by (stage, micro-batch): the stage's input, and the start of its backward. They are kept from F
+        inputs, outputs: by (stage, micro-batch): the stage's input, and the start of its backward. Both are kept from F
             to B or I.
         receiving: data in transit to this rank, by the instruction that computes them.
         made: data to send next, or for another stage of this rank, by the instruction that computed them.

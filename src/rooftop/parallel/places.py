@@ -131,7 +131,7 @@ def _line() -> str:
 
 
 def _name(frame: FrameType) -> str:
-    """The name of the function. An expression has no name: the name is then that of the enclosing function."""
+    """The name of the function. An expression has no name: the name of the enclosing function is used."""
     named = [part for part in frame.f_code.co_qualname.split(".") if not part.startswith("<")]
     return named[-1] if named else frame.f_code.co_name
 

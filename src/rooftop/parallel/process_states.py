@@ -35,7 +35,7 @@ class Process:
         return cls(f"{socket.gethostname()} {namespace}", os.getpid(), found[1])
 
     def state(self) -> str:
-        """ALIVE, STOPPED (by a signal; not by a debugger) or GONE. It works only for a process on this machine."""
+        """ALIVE, STOPPED (by a signal; not by a debugger) or GONE; only for a process on this machine."""
         found = _stat(self.number)
         if found is None or found[1] != self.began or found[0] in "ZXx":
             return GONE

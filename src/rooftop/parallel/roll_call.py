@@ -37,8 +37,8 @@ from rooftop.parallel.watching import first_line, poll
 JUDGING = 1.2
 """Rank 0 decides the roll call when its patience ends. Another rank decides after this many times that long."""
 LINGER_S = 3.0
-"""A rank that runs the store, or has failed, stays for this many seconds so that the others can learn the reason. They
-need a tenth of this time.
+"""A rank that runs the store, or has failed, stays for this many seconds so that the others can learn the reason, which
+takes a tenth of this time.
 """
 ANSWER_S = 1.0
 """Seconds in which a waiting rank answers."""

@@ -403,7 +403,7 @@ def zb_h1(ranks: int, micro_batches: int) -> Schedule:
 
 def zbv(ranks: int, micro_batches: int) -> Schedule:
     """Two stages per rank in the shape of a V, with split backwards. Ranks idle only while the pipeline fills, and
-    memory is that of 1F1B.
+    memory is as in 1F1B.
 
     The first half of the model goes down the ranks and the second half up again. So the first rank has both ends,
     including embedding and head. The order is the best for forwards, input gradients and weight gradients of equal

@@ -148,7 +148,7 @@ class ParallelSelfAttention(nn.Module):
         return (query, key) if rotation is None else rope_pair(query, key, *rotation)
 
     def _merged(self, seen: Tensor, shape: torch.Size) -> Tensor:
-        """The result (B, H, S, D) as rows for the output layer. `shape`: that of this rank's input."""
+        """The result (B, H, S, D) as rows for the output layer. `shape`: the shape of this rank's input."""
         return self._out_of_order(seen.transpose(1, 2).flatten(2), shape)
 
     def _again(
@@ -167,7 +167,7 @@ class ParallelSelfAttention(nn.Module):
         return x if self._ranks == 1 else x.flatten(0, 1)
 
     def _in_order(self, rows: Tensor, shape: torch.Size) -> Tensor:
-        """Rows of all positions in sequence order, (B, S, features). `shape`: that of this rank's input."""
+        """Rows of all positions in sequence order, (B, S, features). `shape`: the shape of this rank's input."""
         if self._ranks == 1:
             return rows
         return rows.view(self._ranks, *shape[:2], rows.shape[-1]).transpose(0, 1).flatten(1, 2)

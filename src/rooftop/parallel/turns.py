@@ -66,7 +66,7 @@ class OnItsWay:
 
     Args:
         x: tensor to exchange.
-        there, back: start its exchange, and that of the result's gradient.
+        there, back: start the exchange of x, and the exchange of the result's gradient.
     """
 
     def __init__(self, x: Tensor, there: Start, back: Start) -> None:

@@ -294,7 +294,7 @@ class Watch:
         return Failure(words, tuple(ranks))
 
     def _let_wait(self, store: Any) -> Failure | None:
-        """Check which ranks wait for which. Rank 0 does this, or rank 1 if rank 0 gives no signs of life."""
+        """Check which ranks wait for which. Rank 0 checks, or rank 1 if rank 0 gives no signs of life."""
         now = time.monotonic()
         if self.rank > 1 or now - self._looked_at < LOOK_S:
             return None

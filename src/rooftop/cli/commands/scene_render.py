@@ -48,7 +48,7 @@ centre of the first pixel at (0, 0).
 )  # fmt: skip
 @click.option(
     "--show", "shows", type=click.Choice(names.SURFACES), multiple=True, default=("color",), show_default=True,
-    help="What to show; repeat for several. They share one picture, unless {show} is in its name.",
+    help="What to show; repeat for several. All share one picture, unless {show} is in its name.",
 )  # fmt: skip
 @click.option(
     "--orbit", callback=numbers(2, 3), metavar="AZIMUTH,ELEVATION[,DISTANCE]",

@@ -38,8 +38,8 @@ def all_reduce(call: Call) -> Cost:
 
 @cost_of("c10d::send", "c10d::reduce_")
 def given(call: Call) -> Cost:
-    """Each tensor is read. One rank also writes the sum. That is not counted, because the formula does not know that
-    rank.
+    """Each tensor is read. One rank also writes the sum. This write is not counted, because the formula does not know
+    that rank.
     """
     return Cost(distinct_bytes(tensors_in(call["tensors"])))
 

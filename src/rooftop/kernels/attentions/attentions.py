@@ -357,8 +357,9 @@ def _mask_dtype(mask: Tensor | None, query: Tensor) -> torch.dtype:
 
 
 def _mask_gradient(dscores: Tensor | None, mask: Tensor | None, query: Tensor) -> Tensor:
-    """Sum the gradient of the mask over the dimensions in which the mask was broadcast. It is empty if it is not
-    needed."""
+    """Sum the gradient of the mask over the dimensions in which the mask was broadcast. The result is empty if no
+    gradient is needed.
+    """
     if mask is None or dscores is None:
         return query.new_empty(0, dtype=_mask_dtype(mask, query))
     wide = dscores.dtype if dscores.dtype == torch.float64 else torch.float32
@@ -440,11 +441,11 @@ def attention(
         query: (B, H, S_q, D), bfloat16, float16, float32 or float64, any strides.
         key, value: (B, H, S_k, D) and (B, H, S_k, D_v), or with `enable_gqa` fewer heads that divide H.
         attn_mask: broadcastable to (B, H, S_q, S_k). Numbers are added to the scores; in a boolean mask, False excludes
-            a key. It cannot be combined with `is_causal`.
+            a key. A mask cannot be combined with `is_causal`.
         is_causal: a query attends to the keys up to its own position, counted from the first.
         scale: factor of the scores; 1 / sqrt(D) if not given.
         enable_gqa: each head of the keys serves a group of heads of the queries.
-        return_lse: also return the log-sum-exp of each row's scores, for `merge_attention_states`. It is
+        return_lse: also return the log-sum-exp of each row's scores, for `merge_attention_states`. This is
             differentiable, too (not in float16 on a GPU).
 
     Returns:

@@ -248,8 +248,9 @@ def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: T
             means attention to no keys: the merge ignores that row of the output.
 
     Returns:
-        (out, lse). The output has the wider of both dtypes, so that an output accumulated in float32 stays float32. It
-        is 0 for rows that attend to no keys in either part. The arithmetic is done in the dtype of the log-sum-exps.
+        (out, lse). The output has the wider of both dtypes, so that an output accumulated in float32 stays float32. The
+        output is 0 for rows that attend to no keys in either part. The arithmetic is done in the dtype of the
+        log-sum-exps.
 
     Raises:
         TypeError: a tensor is not dense, or its dtype does not match.

@@ -89,7 +89,7 @@ MOST_SUMS = 8192  # largest query heads times features of a program, limited by 
 
 
 def paged_config(group: int, width: int, element_bytes: int) -> PagedConfig:
-    """Launch parameters for these sizes. They compile for sm_90 without spills, and are not measured yet.
+    """Launch parameters for these sizes. The kernels compile for sm_90 without spills, and are not measured yet.
 
     With one query head per key head, the kernel sums in registers; with several, it uses matrix products of 16 rows or
     more. Products in float32 are sums in registers, too, and use the smallest tiles.

@@ -66,8 +66,9 @@ def conv_act_reference(
 
 
 class Kept(NamedTuple):
-    """The values that backward needs. `saved` is the result of the activation if `of_output`, else its input. It is
-    None without an activation. It is also None in a traced program, which keeps bias and residual instead."""
+    """The values that backward needs. `saved` is the result of the activation if `of_output`, else its input. `saved`
+    is None without an activation, and in a traced program, which keeps bias and residual instead.
+    """
 
     x: Tensor
     weight: Tensor

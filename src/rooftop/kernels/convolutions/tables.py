@@ -274,8 +274,8 @@ def _predicted(problem: Problem, library: Backend) -> ConvPlan:
 
 
 def fitted(tile: ConvTile, problem: Problem) -> ConvTile:
-    """Adapt a tile for launch. It gets no more channels (of a tap and of the result) than the convolution has, and no
-    empty part of K. Its kernel is "gathered" if nothing can be copied."""
+    """Adapt a tile for launch. The tile gets no more channels (of a tap and of the result) than the convolution has,
+    and no empty part of K. Its kernel is "gathered" if nothing can be copied."""
     geometry = problem.geometry
     kernel: Kernel = tile.kernel if problem.copied else "gathered"
     least = 16 if kernel == "gathered" else 64  # least size of an operand of a tensor core's instruction

@@ -565,8 +565,8 @@ def derivatives(
     """The gradients of sum(outputs * gradients) with respect to the arguments `wanted`; None for arguments without a
     gradient.
 
-    They have the shape of the outputs: the caller still sums the gradient of a broadcast argument. Reverse accumulation
-    over the tree, along the nodes that depend on the wanted arguments.
+    The gradients have the shape of the outputs: the caller still sums the gradient of a broadcast argument. Reverse
+    accumulation over the tree, along the nodes that depend on the wanted arguments.
     """
     nodes = topological(outputs)
     depends: set[int] = set()

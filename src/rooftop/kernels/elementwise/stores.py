@@ -118,8 +118,8 @@ def _check_double(plan: Plan) -> None:
 
 
 class Stored(NamedTuple):
-    """A past launch, which can be repeated with other tensors. They must have the same layout and the same offset from
-    a multiple of 16 bytes.
+    """A past launch, which can be repeated with other tensors of the same layout and the same offset from a multiple of
+    16 bytes.
 
     Attributes:
         launch: the kernel with its arguments.

@@ -347,9 +347,9 @@ MOST_KNOWN = 4096
 
 
 def _is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `torch.nn.functional.linear` computes the whole call with less work for the host. That is so if the
-    library computes the product, rows are aligned, and there is no bias whose gradient a kernel sums faster. This
-    function raises no errors."""
+    """Whether `torch.nn.functional.linear` computes the whole call with less work for the host. True if the library
+    computes the product, rows are aligned, and there is no bias whose gradient a kernel sums faster. This function
+    raises no errors."""
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if INTERPRETED or not all(isinstance(t, Tensor) and t.is_cuda and t.layout == torch.strided for t in tensors):
         return False

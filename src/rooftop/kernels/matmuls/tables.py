@@ -39,7 +39,7 @@ class Tile:
         programs_per_sm: number of persistent programs on an SM (descriptors): with two, one computes while the other
             finishes.
         lag: delay of the later half of the programs (descriptors), in clock cycles per element of K. Without the delay,
-            two programs that begin together would also finish together. It is about half of a tile's time.
+            two programs that begin together would also finish together. The delay is about half of a tile's time.
         early: whether the kernel may be launched while the previous one still runs (single); it then waits for the
             previous one itself.
         more: additional columns of a tile (single), 0 or `columns // parts`; for example 128 + 64 columns make a tile

@@ -75,7 +75,7 @@ def backward(
     dweight: Tensor | None,
     dbias: Tensor | None,
 ) -> Tensor:
-    """dx, with `dtotal` added, by the plan's kernels. They also fill dweight and dbias, unless these are None.
+    """dx, with `dtotal` added, by the plan's kernels, which also fill dweight and dbias, unless these are None.
 
     dy, dtotal, x (M, N) have unit column stride, weight (N,) is contiguous. `mean` is None for an RMS norm.
     """

@@ -238,8 +238,8 @@ norm_backward = declare("norm_backward", NormBackward, known=True)
 
 
 def runs_reference(x: Tensor) -> bool:
-    """Whether plain PyTorch computes the norm instead of a kernel. It always does for empty rows, for which nothing can
-    be launched.
+    """Whether plain PyTorch computes the norm instead of a kernel. Always true for empty rows, for which nothing can be
+    launched.
     """
     return without_kernels(x.dtype, x.shape[1], device_facts(x.device).triton) is not None
 

@@ -99,8 +99,8 @@ BACKWARD = (
 FORWARD_HELD = ForwardConfig(columns=65536, rows=1, block=16384, warps=32)
 
 # Rows at odd addresses, loaded 16 bytes at a time. Forward with 381 to 1002, 2601 or 12287 elements is faster with
-# loads of two bytes, one warp for each row. There the masks of the first and the last group cost more instructions than
-# the wide loads save.
+# loads of two bytes, one warp for each row. In these rows the masks of the first and the last group cost more
+# instructions than the wide loads save.
 FORWARD_SHIFTED = (BackwardConfig(columns=256, rows=4, block=256, warps=4, programs_per_sm=8, stages=1),)
 BACKWARD_SHIFTED = (
     BackwardConfig(columns=512, rows=4, block=256, warps=4, programs_per_sm=4, stages=3),

@@ -1,4 +1,4 @@
-"""The dtype of an operator's result under autocast, which is that of the corresponding PyTorch function.
+"""The dtype of an operator's result under autocast: the same as for the corresponding PyTorch function.
 
 PyTorch has a list of functions for each kind of device. A GPU's list computes norms, softmaxes and sums in float32. The
 CPU's list keeps their input's dtype, and computes only losses in float32. Operators get the dtype of their result as an

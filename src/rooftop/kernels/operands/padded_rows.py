@@ -17,8 +17,9 @@ TILE = {"ROWS": 4, "COLUMNS": 1024, "num_warps": 4}
 
 
 def missing_columns(columns: int, x: Tensor) -> int:
-    """The number of columns, in the dtype of x, to add so that rows are multiples of 128 bytes. It is 0 if they are
-    multiples of 16 bytes, and on a CPU."""
+    """The number of columns, in the dtype of x, to add so that rows are multiples of 128 bytes. 0 if rows are already
+    multiples of 16 bytes, and on a CPU.
+    """
     size = x.element_size()
     return -columns % (ROW_BYTES // size) if x.device.type == "cuda" and columns * size % ALIGNMENT else 0
 

@@ -329,8 +329,8 @@ def counter_dropout(x: Tensor, p: float, key: int, *, step: int | Tensor = 0, bo
         p: from 0 to 1; round(p * 2^32) of the generator's 2^32 words drop their element.
         key: as in `random_uniform`.
         step: training step, from 0 to 2^63 - 1; each step has its own mask. If it is a tensor, () int64 on x's device,
-            the kernel reads it there, so each replay of a CUDA graph can have its own mask. It must not change before
-            backward; a negative step is not detected.
+            the kernel reads it there, so each replay of a CUDA graph can have its own mask. The tensor must not change
+            before backward; a negative step is not detected.
         box: the part of a whole tensor that x is, with as many elements in the same order; None: x is the whole.
 
     Returns:

@@ -100,8 +100,8 @@ def write_described(temporary: Path, files: Sequence[str], described: Mapping[st
 def last_step(folder: Path) -> Path | None:
     """Return the folder of the last complete step; None if there is none.
 
-    That is the step named by `latest`. If `latest` is missing, the training was killed after naming the first step: a
-    step with its final name is complete.
+    `latest` names this step. If `latest` is missing, the training was killed after naming the first step: a step with
+    its final name is complete.
 
     Raises:
         InputError: `latest` names a step that does not exist, but others do.

@@ -10,8 +10,8 @@ and reads its own parts (`saved_tensors`). So a checkpoint does not depend on a 
 context and pipeline parallel ranks can resume it, with a sharded model or not. The step determines the schedule and the
 next data; seed and step determine the dropout masks.
 
-`savers.Saver` writes in the background; this file has the blocking form, and loading. It also reads checkpoints of
-format 1 (`older_checkpoints`).
+`savers.Saver` writes in the background; this file has the blocking form, and loading. This file also reads checkpoints
+of format 1 (`older_checkpoints`).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 In a step each rank must at least do its share of the flops, read its weights in forward and backward, and write their
 gradients. Its optimizer must read weights, gradients and state, and write weights and state. The fused roof is the time
-of all this in one kernel. It treats all micro-batches as one batch, keeps activations on the chip, and counts neither
-recomputation nor communication. No training can beat this bound.
+of all this in one kernel. This roof treats all micro-batches as one batch, keeps activations on the chip, and counts
+neither recomputation nor communication. No training can beat this bound.
 """
 
 from __future__ import annotations

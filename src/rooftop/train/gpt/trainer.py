@@ -5,7 +5,7 @@
     while trainer.step < 100:
         loss, norm = trainer.advance()
 
-Sequences and dropout masks depend on the seed, the step and the place in the whole batch. They depend neither on the
+Sequences and dropout masks depend on the seed, the step and the place in the whole batch. Both depend neither on the
 rank of a sequence nor on the micro-batch size.
 """
 

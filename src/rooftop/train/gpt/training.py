@@ -45,7 +45,7 @@ class GptTraining:
         config: config of the model.
         length: tokens per sequence.
         global_batch: sequences per step, of all ranks.
-        micro_batch: sequences in one forward pass of a rank. It changes only memory and speed.
+        micro_batch: sequences in one forward pass of a rank. The size changes only memory and speed.
         learning_rate, weight_decay: settings of AdamW; 1-D weights (norms and biases) do not decay.
         warmup: steps of linear warmup; the last of them has `learning_rate`.
         decay: schedule of the rate after the warmup, a name of `DECAYS`.
@@ -57,7 +57,7 @@ class GptTraining:
         recompute: what backward recomputes instead of keeping it (`rooftop.parallel.recomputing`). False: nothing; True
             or "full": whole blocks; "selective": large tensors that are cheap to compute.
         halves: compute the two halves of a micro-batch alternately, so that tensor parallel ranks communicate for one
-            half while they compute the other. It doubles the launches: set `cuda_graph` too, or the host is too slow.
+            half while they compute the other. This doubles the launches: set `cuda_graph` too, or the host is too slow.
         sum_once: with a sharded model, sum gradients once a step instead of after each micro-batch. Each rank then
             holds the gradients of all parameters it computes with, 4 bytes each.
         pipeline_schedule: order in which pipeline ranks compute micro-batches, a name of

@@ -64,14 +64,14 @@ class Optimizer:
             Source: AdamW: Loshchilov and Hutter 2019, arXiv:1711.05101; Muon: Jordan et al. 2024,
             https://kellerjordan.github.io/posts/muon.
         lr: the highest learning rate.
-        momentum: of SGD and Muon; Muon's authors use 0.95.
+        momentum: momentum of SGD and Muon; Muon's authors use 0.95.
         nesterov: Nesterov's momentum, for SGD and Muon; Muon's authors use it.
             Source: Sutskever et al. 2013.
-        betas: of AdamW.
-        eps: of AdamW.
-        weight_decay: of weights.
-        norm_weight_decay: of norms' parameters. Source: He et al. 2019, "Bag of Tricks", arXiv:1812.01187.
-        bias_weight_decay: of biases, and of tables of positions. Source: He et al. 2019, arXiv:1812.01187.
+        betas: decay of AdamW's two moments.
+        eps: AdamW's addition to the divisor.
+        weight_decay: decay of weights.
+        norm_weight_decay: decay of norms' parameters. Source: He et al. 2019, "Bag of Tricks", arXiv:1812.01187.
+        bias_weight_decay: decay of biases, and of tables of positions. Source: He et al. 2019, arXiv:1812.01187.
         layer_decay: factor of the learning rate from one layer to the layer before it; 1: off.
             Source: Howard and Ruder 2018, arXiv:1801.06146; Bao et al. 2021, arXiv:2106.08254.
         clip: largest norm of the gradient; 0: off. Source: Pascanu et al. 2013, arXiv:1211.5063.
@@ -139,7 +139,7 @@ class Augment:
             a random order; 0: off. Source: Howard 2013, arXiv:1312.5402.
         hue: largest change of the hue in colour jitter, as a fraction of its circle, up to 0.5; 0: off.
         rand_augment: number of operations of RandAugment; 0: off. Source: Cubuk et al. 2020, arXiv:1909.13719.
-        magnitude: of RandAugment, from 0 to 10.
+        magnitude: strength of RandAugment's operations, from 0 to 10.
         erase: probability of random erasing. Source: Zhong et al. 2020, arXiv:1708.04896.
         repeats: copies of a sample in a batch, each changed in its own way; a pass has as many samples as before, so it
             sees fewer different ones. Source: Hoffer et al. 2020, arXiv:1901.09335.
@@ -223,9 +223,9 @@ class Faults:
     """Reactions to faults.
 
     Attributes:
-        not_finite: at a loss or gradient that is not finite: "stop", or "skip" the step.
+        not_finite: action at a loss or gradient that is not finite: "stop", or "skip" the step.
         most_skipped: steps in a row that may be skipped.
-        damaged: at a sample that cannot be read: "stop", or "skip" it.
+        damaged: action at a sample that cannot be read: "stop", or "skip" it.
     """
 
     not_finite: str = "stop"

@@ -2,8 +2,8 @@
 
 For each seed, the whole recipe is trained once, and once more for each switch with that switch off: at its default in
 `Recipe`, or at a given value. The worth of a switch is the mean over seeds of the metric with the switch minus the
-metric without it. It is negated if less is better, so a positive worth means that the switch helps. Both runs of a
-difference have the same seed, so initial values, order and augmentation are the same unless the switch changes them.
+metric without it. The worth is negated if less is better, so a positive worth means that the switch helps. Both runs of
+a difference have the same seed, so initial values, order and augmentation are the same unless the switch changes them.
 The standard error is that of the mean of these differences. A worth whose 95% interval (Student's t) contains 0 is
 within noise.
 """

@@ -37,7 +37,7 @@ class Mixture:
 
     Raises:
         InputError: text is mixed with other tokens, or vocabularies differ.
-        ValueError: the number of weights differs from that of rows, or `checked_weights` refuses them.
+        ValueError: the numbers of weights and rows differ, or `checked_weights` refuses them.
     """
 
     def __init__(self, rows: Sequence[Tokens], weights: Sequence[float | Fraction] | None = None) -> None:
