@@ -54,8 +54,8 @@ class ModuleTraffic:
         calls: forward calls.
         input_bytes: distinct bytes of the input tensors; `grad_input_bytes`: of those that require a gradient.
         output_bytes: distinct bytes of the returned tensors.
-        parameter_bytes: bytes of parameters and buffers, counted once; `trainable_bytes`: of those that receive a
-            gradient.
+        parameter_bytes: bytes of parameters and buffers, counted once; `trainable_bytes`: bytes of the parameters that
+            receive a gradient.
         parameters: elements of each parameter, by its id.
     """
 

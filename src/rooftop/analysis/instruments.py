@@ -127,7 +127,7 @@ class PlainInstrument:
     """See `Plain`.
 
     Args:
-        device: where the step runs.
+        device: the device on which the step runs.
         base_bytes: memory allocated before the step.
         trace: a file for the profiler's trace in Chrome's format, which Perfetto opens.
     """

@@ -20,8 +20,8 @@ from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.defaults import usual_defaults
 
 LIKELY = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16", "fp16")}
-"""Precisions that a program probably needs. The others take long to measure: float64 is slow, and so is float16 on a
-CPU."""
+"""Precisions that a program probably needs. Other precisions take long to measure: float64 is slow, and so is float16
+on a CPU."""
 
 
 def likely_ceilings(device: torch.device) -> Ceilings:

@@ -1,8 +1,8 @@
 """Find a script's work in other processes and its time, because a report of the script does not include it.
 
 Processes are noted when the script starts them: `multiprocessing` (hogwild, `mp.spawn`), the workers of a `DataLoader`,
-other programs. Their CPU time is read from time to time while they live. Processes that ended between two readings are
-included in the operating system's count for all awaited processes.
+other programs. The CPU time of these processes is read from time to time while they live. Processes that ended between
+two readings are included in the operating system's count for all awaited processes.
 """
 
 from __future__ import annotations

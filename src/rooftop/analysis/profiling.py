@@ -97,7 +97,7 @@ class Profile:
         compilation: what `torch.compile` did, None if nothing is compiled.
         load: other programs' use of the CPU during the measurement.
         faults: page faults of a plain step.
-        labelled_faults: those of a labelled step. Both are 0 on a GPU.
+        labelled_faults: page faults of a labelled step. Both are 0 on a GPU.
         pulse: the CPU's speed during the measurement; None on a GPU and for a recorded program.
         otherwise: page faults and time of later plain steps, if their page faults differ from those of the first steps.
         notes: facts about this measurement that a reader should know.

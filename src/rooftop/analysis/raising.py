@@ -52,7 +52,7 @@ def raised(ceilings: Ceilings, operators: Sequence[MeasuredOperator], device: to
 
     Args:
         operators: operators of a step, with costs in precisions that the ceilings include.
-        device: where they ran.
+        device: the device on which they ran.
     """
     above: dict[CallSpec, list[MeasuredOperator]] = defaultdict(list)
     for op in operators:

@@ -38,7 +38,7 @@ class ScriptRun:
     Attributes:
         report: None if too little ran, and on all ranks except the first.
         status: its exit status.
-        problem: one line about why it failed or why there is no report; "" if neither applies.
+        problem: one line with the reason why the script failed or has no report; "" if neither applies.
         error: the exception that it raised; KeyboardInterrupt means Ctrl-C.
         traceback: Python's output for the error; "" if the script's own `sys.excepthook` has printed it.
         resume: restores the script's final environment (`sys.argv`, `sys.path`, `sys.stdout`, the current folder,
@@ -200,8 +200,8 @@ def _run(script: Path, one_of_ranks: bool) -> None:
     """Run the script. A process that the script forked ends here, because only the first process reports.
 
     Args:
-        one_of_ranks: whether it is one of several ranks. Its variables are then deleted at its end, because users of a
-            process group must end before the group (see `process_groups_kept`).
+        one_of_ranks: whether the script is one of several ranks. Its variables are then deleted at its end, because
+            users of a process group must end before the group (see `process_groups_kept`).
     """
     process = os.getpid()
     status = 1

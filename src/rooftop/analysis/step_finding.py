@@ -62,7 +62,7 @@ class Watcher(Protocol):
         """Whether the watcher accepts reports now; otherwise events are forgotten."""
 
     def work_begins(self, compiled: bool) -> None:
-        """The first call of a module begins. `compiled`: whether it is compiled by `torch.compile`."""
+        """The first call of a module begins. `compiled`: whether `torch.compile` compiles the module."""
 
     def work_goes_on(self) -> None:
         """A call of a module begins, from outside any module."""
@@ -84,8 +84,8 @@ class StepFinder:
 
     Attributes:
         level: level of the leading marker; None until one has occurred.
-        began_at: (`time.perf_counter`) when the first step of the leading kind began: its first call of a module, with
-            gradients if they are computed. None if no module was called.
+        began_at: the time (`time.perf_counter`) at which the first step of the leading kind began: its first call of a
+            module, with gradients if they are computed. None if no module was called.
         threads: CPU seconds of each other thread in calls of modules, by the thread's name; for `MOST_THREADS`, and for
             all others together under the name "".
     """

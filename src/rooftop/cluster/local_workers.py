@@ -105,7 +105,7 @@ class LocalWorkers:
 
     Args:
         job: the work.
-        division: how the machine is divided.
+        division: the division of the machine among workers.
 
     Raises:
         ModelRunError: a worker cannot load the target, or workers end during their start.

@@ -143,7 +143,7 @@ def map_items(
         out: the folder of the results; it is made.
         kind: "image", "clip", "cloud", "text", "row" or "path". None: by the suffixes.
         batch: the target gets a list of at most this many items, and returns a list of as many results.
-        frames, step, stride: for clips: the number of frames, the distance between frames, and the distance between
+        frames, step, stride: of clips, the number of frames, the distance between frames, and the distance between
             clips (None: clips share no frames).
         point_columns: numbers per point in a .bin file.
         workers: processes on this machine. None: one per GPU; on the CPU one per four cores.

@@ -3,8 +3,8 @@
     out.parquet/
       part-00000.parquet     rows: input, place, error, and the columns of the results
       part-00001.parquet
-      _rooftop.json          target and arguments; readers of Parquet ignore names that begin with _ or . .lock
-      held by the run that writes
+      _rooftop.json          target and arguments; readers of Parquet ignore names that begin with _ or .
+      .lock                  held by the run that writes
 
 Only the parts record which items are done: a run reads their columns `input` and `place`, and does the missing items.
 """

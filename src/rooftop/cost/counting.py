@@ -39,7 +39,7 @@ class TensorSpec:
     """Properties of a tensor, without its data.
 
     Attributes:
-        channels_last: whether it is a batch of images, or convolution weights, in channels last format.
+        channels_last: whether the tensor is a batch of images, or convolution weights, in channels last format.
         memory: a number for the tensor's memory. Views of one tensor have the same number, and so does a new tensor in
             the memory of a released one. 0 if the tensor has no memory of its own. Comparisons of specs ignore this
             number.
@@ -90,7 +90,8 @@ class Record:
         device: the device on which it ran, e.g. "cuda:0".
         scope: the module to which it belongs (see `rooftop.analysis`); "" outside all modules.
         phase: "forward", "backward" or "optimizer".
-        cost: None if the operator is uncovered. uncovered: the reason if there is no cost, otherwise "".
+        cost: None if the operator is uncovered.
+        uncovered: the reason if there is no cost, otherwise "".
         place: the line of the program ("train.py:12"), for operators that make the host wait for a GPU, or a GPU wait
             for the host's memory. "" for other operators, and if no line of the program is running (backward).
         spec: the call in repeatable form, for PyTorch's own operators.

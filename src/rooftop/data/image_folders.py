@@ -36,7 +36,7 @@ class ImageFolder:
 
     Attributes:
         classes: names of the folders, sorted; a class's number is its place.
-        paths, labels: those of the samples, sorted by class, then by path.
+        paths, labels: paths and labels of the samples, sorted by class, then by path.
 
     Raises:
         InputError: the folder does not exist, has no folders, or has a class without photographs. From `data[i]`: a

@@ -41,7 +41,7 @@ class Made:
 
     Attributes:
         value: collated samples; None if there are none.
-        places, indices: those of the samples, as in `Order.part`.
+        places, indices: places and indices of the samples, as in `Order.part`.
         damaged: samples that were skipped.
         finished: time of completion, by `time.monotonic`, which is one clock for all processes.
     """

@@ -103,7 +103,7 @@ class MemoryExplanation:
     Attributes:
         memory: allocated, reserved, free and total bytes.
         requested_bytes: size of the failed allocation; None: memory has not run out.
-        module, line: where it failed.
+        module, line: the module and the line in which the allocation failed.
         by_kind: kind -> bytes, largest first; the sum is the number of bytes that live tensors requested.
         tensors: the largest, in order.
         groups: the largest, in order.

@@ -10,8 +10,8 @@
     measure_crossover                         from which size on the GPU beats the CPU
     diagnose                                  what works here and what does not
 
-Names are loaded on first use, so this package can be imported if torch is broken. Some are defined in `rooftop.doctor`
-(below this package) and `rooftop.debugging` (above it).
+Names are loaded on first use, so this package can be imported if torch is broken. Some names are defined in
+`rooftop.doctor` (below this package) and `rooftop.debugging` (above it).
 """
 
 from __future__ import annotations

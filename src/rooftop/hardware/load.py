@@ -56,7 +56,8 @@ def _busy_s() -> float:
 
 
 def _own_s() -> float:
-    """CPU seconds of all threads of this process. Its child processes do not count: they take cores from it like any
-    other program."""
+    """CPU seconds of all threads of this process. Child processes do not count: they take cores from this process like
+    any other program.
+    """
     own = psutil.Process().cpu_times()
     return float(own.user + own.system)

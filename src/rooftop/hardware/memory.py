@@ -150,7 +150,7 @@ def track(device: torch.device | str | None = None) -> Iterator[TrackedMemory]:
 
 
 _open_blocks: list[TrackedMemory] = []
-"""The running blocks on GPUs. Before a reset of the peak counter, each must get its value."""
+"""The running blocks on GPUs. Before a reset of the peak counter, each of them must get the counter's value."""
 
 
 @contextmanager

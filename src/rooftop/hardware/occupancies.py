@@ -113,9 +113,8 @@ class Occupancy:
 
     Attributes:
         capability: compute capability.
-        threads_per_block, registers_per_thread, shared_bytes_per_block: those of the launch; shared memory is static
-        plus
-            dynamic.
+        threads_per_block, registers_per_thread, shared_bytes_per_block: the launch's figures; shared memory is static
+            plus dynamic.
         limits: the number of blocks for which "warps", "blocks", "registers" and "shared memory" each have room. None:
             the kernel does not use the resource. 0: the launch fails.
     """

@@ -57,7 +57,7 @@ NO_FAULTS = PageFaults()
 
 
 def page_faults() -> PageFaults:
-    """Page faults since the process started. All are 0 if the system does not count them."""
+    """Page faults since the process started. All counts are 0 if the system does not count page faults."""
     if resource is None:
         return NO_FAULTS
     used = resource.getrusage(resource.RUSAGE_SELF)

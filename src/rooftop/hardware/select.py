@@ -193,7 +193,7 @@ class Ensemble(nn.Module):
 
     Args:
         modules: the models; they are moved to their devices, in place. They may not share parameters across devices.
-        devices: one for each model. Default: those of `select_devices`, or the CPU if there are no GPUs.
+        devices: one for each model. Default: the choice of `select_devices`, or the CPU if there are no GPUs.
         combine: makes one result from the list of outputs, all of them on the first device. Default: `torch.stack`.
 
     Raises:

@@ -62,7 +62,7 @@ def measure(
 
     Args:
         fn: called without arguments; it must run on `device` and, on a GPU, need not synchronize.
-        device: where it runs.
+        device: the device on which the call runs.
         seconds, warm_up_seconds: about how long to measure and to warm up (at least `LEAST_SAMPLES` samples).
         graph: capture the call in a CUDA graph and time its replays (GPU only).
 

@@ -1,7 +1,8 @@
 """Read the parameters of a CUDA C++ kernel from its mangled name, and check Python values against them.
 
-    pointers    a tensor with the pointer's dtype, on the device of the launch; None is a null pointer integers    an
-    int within the type's range floats      a float or an int that does not overflow
+    pointers    a tensor with the pointer's dtype, on the device of the launch; None is a null pointer
+    integers    an int within the type's range
+    floats      a float or an int that does not overflow
 
 A kernel does not know strides: pass the strides that it needs as integers.
 """

@@ -61,8 +61,9 @@ class Signature(Protocol[Result_co]):
     """A class that declares an operator. Its fields are the operator's arguments. It must have `run`; the other methods
     are optional.
 
-    An argument may have the name of a method of its class, or of all tuples (`count`, `index`). Then its field ends in
-    an underscore, `keep_` or `count_`, which the schema omits. Defaults of fields are defaults of the schema.
+    An argument may have the name of a method of its class, or of all tuples (`count`, `index`). Then the argument's
+    field ends in an underscore, `keep_` or `count_`, which the schema omits. Defaults of fields are defaults of the
+    schema.
 
     Methods:
         run(): computes the results. They share memory neither with the arguments nor with each other. `run` changes no
@@ -103,7 +104,7 @@ def declare(
             annotation of `run` give the schema.
         mutates: arguments that `run` changes. Such an operator has no derivative.
         slopes: the number of leading results that have gradients; None: all. A list of tensors is one result.
-        derivative: for a backward operator without a derivative: `no_second_derivative(...)`, which raises.
+        derivative: `no_second_derivative(...)`, which raises, for a backward operator without a derivative.
         known: whether all decisions of `run` depend on shapes, strides, dtypes, alignment, device and other values
             alone. They are then made once (known_calls.py). A function, from the arguments to a value of Python, gives
             the settings that they depend on, too. "itself": `run` remembers its decisions itself.

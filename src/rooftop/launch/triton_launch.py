@@ -79,7 +79,7 @@ class Repeated:
     Args:
         kernel: a `triton.jit` function.
         grid: programs in each dimension, none of them 0.
-        device: where the tensors are.
+        device: the device of the tensors.
         arguments: all arguments that are not constants, with any values in place of the pointers.
         places: indices of the pointers among the arguments.
         **parameters: constants and launch parameters (num_warps, ...).

@@ -78,7 +78,7 @@ class Context:
 
     @staticmethod
     def of(group: Group, transport: str = "p2p", near: int | None = None) -> Context:
-        """The context of a group. All ranks of all such groups call it together, since it may create groups.
+        """The context of a group. All ranks of all such groups call it together, since the call may create groups.
 
         Args:
             group: as in `Layout.process_groups()["cp"]`.

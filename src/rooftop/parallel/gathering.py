@@ -24,7 +24,7 @@ def gather(outputs: Sequence[Any], device: torch.device | str, dim: int = 0) -> 
     Args:
         outputs: one for each replica, all of one structure: tensors in tuples, named tuples, lists, Mappings (with the
             same keys) and dataclasses, including Hugging Face's ModelOutput and caches. Other values are None, numbers,
-            strings and similar ones that are equal in all.
+            strings and the like, and must be equal in all outputs.
         device: the device of the result.
         dim: the dimension along which tensors are joined; may be negative. Tensors without dimensions become a vector
             (replicas,).

@@ -56,7 +56,7 @@ class ColumnParallelLinear(Deferring, LinearAct):
         in_features: features of the input, which every rank has whole.
         out_features: features of the whole result. For several linear layers of one input: name -> features, in their
             order in the result and in the rows of the weight; each layer is split separately.
-        bias: whether there is one; it is split like the features.
+        bias: whether the layer has a bias, which is split like the features.
         activation: as in `rooftop.nn.LinearAct`.
         blocks: name -> number of equal blocks, such as heads, into which its features may be split. Fewer blocks than
             ranks: several ranks hold the same one.

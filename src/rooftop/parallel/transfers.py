@@ -78,7 +78,7 @@ def stage_after(instruction: Instruction, stages: int) -> int | None:
 
 def program_of(schedule: Schedule, rank: int, ahead: int = AHEAD) -> list[Step]:
     """A rank's program in a step: its instructions, sends and receives. Receives are posted up to `ahead` instructions
-    early, even if the other ranks post theirs later.
+    early, even if other ranks post their sends later.
 
     Receives and sends have the order of `transfers_of`. An instruction's receives come before it, and its send comes
     directly after it.

@@ -44,7 +44,7 @@ class Wait:
     Attributes:
         words: the message: which ranks, for how long, and where they are.
         culprits: these ranks; empty if all ranks are waiting.
-        seconds: how long the others have been waiting.
+        seconds: the time for which the others have been waiting.
     """
 
     words: str

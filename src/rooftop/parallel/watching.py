@@ -101,7 +101,7 @@ class Watch:
         timeout_s: how long ranks may wait for a live one.
         failure: the first failure, once it is noticed.
         at: the position of this rank's GPU at that time.
-        noticed: whether there is a failure.
+        noticed: whether this rank knows of a failure.
     """
 
     store: Any

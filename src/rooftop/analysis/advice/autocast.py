@@ -61,10 +61,10 @@ class Recast:
     """An operator of the step, under autocast.
 
     Attributes:
-        matrix: whether it does matrix work in bfloat16.
+        matrix: whether the operator does matrix work in bfloat16.
         bytes_ratio: bytes of its tensors, divided by their present bytes.
-        casts: for each tensor that it casts between float32 and bfloat16, the number of elements; each cast is a
-            kernel.
+        casts: for each tensor that the operator casts between float32 and bfloat16, the number of elements; each cast
+            is a kernel.
     """
 
     matrix: bool

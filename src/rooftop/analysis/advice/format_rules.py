@@ -1,7 +1,7 @@
 """Rules about the formats of numbers and images: bfloat16 instead of float32, channels last instead of first.
 
 The decisive operators, matrix work and norms, are timed in the other format with their own shapes, on the machine of
-the step (`alternatives`). Their gain depends on the libraries' kernels, and no model of the hardware predicts it. All
+the step (`alternatives`). The gain depends on the libraries' kernels, and no model of the hardware predicts it. All
 others keep their percent of roof.
 """
 

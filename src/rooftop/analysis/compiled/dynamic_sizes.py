@@ -1,7 +1,7 @@
 """Graphs compiled for dynamic sizes: the sizes of each of their calls.
 
-Such a graph has symbols in place of numbers. Their values are among the inputs of each call, as numbers or as sizes of
-tensors. While a profiler is active, each call of the compiled code runs inside an event that names them:
+Such a graph has symbols in place of numbers. The symbols' values are among the inputs of each call, as numbers or as
+sizes of tensors. While a profiler is active, each call of the compiled code runs inside an event that names them:
 
     ## Call CompiledFxGraph rooftop graph 7 ##
         ## rooftop sizes 4,128 ##

@@ -54,7 +54,7 @@ class CompiledGraph:
 
     Attributes:
         works: the work of its kernels in launch order; for dynamic sizes, at the sizes for which it was compiled.
-        backward: whether it is a backward pass.
+        backward: whether the graph is a backward pass.
         problem: why its kernels are unknown, "" if they are known.
         dynamic: the data to compute them for other sizes; None for fixed sizes.
     """

@@ -3,8 +3,9 @@
 The profiler's events nest: a run of a compiled graph contains the launches of its kernels and the operators that it
 calls. From the outside in, the first event that has a cost becomes an operator:
 
-    a kernel of a compiled graph the work of its nodes in the graph (see `kernel_work`) an operator with a formula
-    its call, repeated on meta tensors (see `reconstruction`) an operator without               uncovered
+    a kernel of a compiled graph      the work of its nodes in the graph (see `kernel_work`)
+    an operator with a formula        its call, repeated on meta tensors (see `reconstruction`)
+    an operator without               uncovered
 
 A graph that is replayed as a CUDA graph has one event with all its kernels. These kernels are matched with the graph's
 list in order, and the names of generated kernels serve as anchors.

@@ -44,8 +44,8 @@ class KernelWork:
         shapes: shapes of its inputs from other kernels.
         dtype: dtype of the first floating-point value that it reads or writes.
         scope: path of the module that its nodes share.
-        lays_out: whether it only changes the layout of an operand of a library's call. The graph does not tell which
-            operand, so the cost is that of the smallest one.
+        lays_out: whether the kernel only changes the layout of an operand of a library's call. The graph does not tell
+            which operand, so the cost is that of the smallest one.
         title: name in reports, for a library's call whose own name is ambiguous.
     """
 
@@ -213,7 +213,7 @@ def _leading_to(ends: Iterable[fx.Node], group: list[fx.Node], allowed: set[fx.N
 def _take_fills_out(groups: list[list[fx.Node]]) -> dict[fx.Node, int]:
     """Move scatters that two kernels share to the first one, which fills the memory that the second adds to.
 
-    The first keeps its other work.
+    The first kernel keeps its other work.
     """
     sharing: dict[fx.Node, list[int]] = {}
     for number, group in enumerate(groups):

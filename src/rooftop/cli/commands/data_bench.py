@@ -18,7 +18,7 @@ Examples:
 \b
 How to read the table:
   Each row shows the samples per second of one stage alone, with its input already in memory.
-  loader  all stages of a sample together, as in training. Its rate must be above that of model.
+  loader  all stages of a sample together, as in training. Its rate must be above the rate of model.
   bounds  the stage to improve first.
 
 \b

@@ -1,4 +1,4 @@
-"""Operators that touch no element: views, allocations, queries about a tensor.
+"""Operators that access no elements: views, allocations, queries about a tensor.
 
 These operators are listed by name, so an unlisted operator counts as uncovered and never as free.
 """

@@ -1,7 +1,7 @@
 """Optimizer steps: operators on lists of tensors (`_foreach_*`), and whole steps in one operator (`_fused_*`).
 
-Every tensor of every list counts once. A fused step's schema allows it to change gradients. That counts as a write only
-if the step unscales them.
+Every tensor of every list counts once. A fused step's schema allows it to change gradients. This counts as a write only
+if the step unscales the gradients.
 """
 
 from __future__ import annotations

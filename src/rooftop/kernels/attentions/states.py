@@ -267,7 +267,7 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
 
     Args:
         out, lse: (B, H, S, D) and (B, H, S); views with contiguous features.
-        part, part_lse: of the same shapes.
+        part, part_lse: tensors of the same shapes.
     """
     rows = lse.contiguous()
     with torch.no_grad():

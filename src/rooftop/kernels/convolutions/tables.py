@@ -38,7 +38,8 @@ class ConvTile:
         parts: parts of a tile's pixels, finished one after the other (not gathered).
         split: number of parts of K that are summed separately (not persistent); no part is empty.
         programs_per_sm: number of persistent programs on an SM: with two, one computes while the other finishes.
-        early: whether it is launched while the previous kernel may still run, and waits for it (not persistent).
+        early: whether the kernel is launched while the previous kernel may still run, and waits for it (not
+            persistent).
     """
 
     kernel: Kernel
@@ -60,8 +61,8 @@ class ConvTile:
 
 class Geometry(NamedTuple):
     """The shapes of a convolution: x (batch, channels, height, width) and weight (out_channels, channels / groups,
-    *kernel). The others are pairs: for lines, and for pixels within a line. The class is a tuple, since each call makes
-    and hashes one."""
+    *kernel). The other attributes are pairs: for lines, and for pixels within a line. The class is a tuple, since each
+    call makes and hashes one."""
 
     batch: int
     channels: int

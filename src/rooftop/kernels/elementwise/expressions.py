@@ -45,7 +45,7 @@ class Operation:
             no gradient at all.
         flops: flops of one element.
         symbol: its notation, if it is not written as a function call.
-        autocast: whether it is computed in float32 under autocast on a GPU, as in PyTorch.
+        autocast: whether the operation is computed in float32 under autocast on a GPU, as in PyTorch.
     """
 
     typing: str

@@ -205,7 +205,7 @@ def check_arguments(function: str, features: Tensor, points: Tensor) -> None:
     """Refuse wrong arguments of `trilinear_interpolate_cuda` before anything is launched.
 
     Raises:
-        TypeError, ValueError: as `trilinear_interpolate_cuda`.
+        TypeError, ValueError: as in `trilinear_interpolate_cuda`.
     """
     for name, tensor, shape in (("features", features, "(B, 8, C)"), ("points", points, "(B, 3)")):
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:

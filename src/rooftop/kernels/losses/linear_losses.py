@@ -271,7 +271,7 @@ def linear_cross_entropy(
         () in the dtype of hidden, float32 under autocast.
 
     Raises:
-        TypeError, ValueError: as `cross_entropy`.
+        TypeError, ValueError: as in `cross_entropy`.
     """
     check_tensors("linear_cross_entropy", None, ("bias",), hidden=hidden, weight=weight, bias=bias)
     check_tensors("linear_cross_entropy", target=target)

@@ -382,7 +382,7 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
         As `torch.matmul`, with float32 sums (float64 for float64).
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `linear_act`.
+        TypeError, ValueError, NotImplementedError: as in `linear_act`.
     """
     check_tensors("matmul", FLOATS, input=input, other=other)
     if not under_autocast(input):

@@ -84,7 +84,7 @@ class Entry:
 
 # ---- tables ----------------------------------------------------------------------------------------------------
 
-# With two programs of 128 x 128 on an SM, one multiplies while the other finishes. That hides more time than one
+# With two programs of 128 x 128 on an SM, one multiplies while the other finishes. This hides more time than one
 # program of 128 x 256.
 TWO_AN_SM = Tile("descriptors", 128, 128, 64, 4, 3, group=16, parts=2, programs_per_sm=2)
 # With one tile for each SM, the kernel is launched while the previous one still runs.

@@ -3,11 +3,11 @@
 Three kernels compute the product. Their tiles are float32, ROWS by COLUMNS, and they step through K by DEPTH. They
 visit the tiles in bands of GROUP rows of tiles, so that tiles in progress at the same time share operands in L2:
 
-- `linear_act_descriptors` copies tiles with the tensor memory accelerator (TMA) of Hopper and later GPUs. Its programs
-  are persistent, so that the first copies of a tile are in flight while the previous tile is finished. A tile is
-  finished in PARTS of its columns, so that the staging for the store leaves more shared memory for copies. With two
-  programs on a multiprocessor, one multiplies while the other finishes. Programs that begin together would stay in step
-  and leave the tensor cores idle at the same time. So OUT_OF_STEP delays the later half of the programs.
+- `linear_act_descriptors` copies tiles with the tensor memory accelerator (TMA) of Hopper and later GPUs. The programs
+  of this kernel are persistent, so that the first copies of a tile are in flight while the previous tile is finished. A
+  tile is finished in PARTS of its columns, so that the staging for the store leaves more shared memory for copies. With
+  two programs on a multiprocessor, one multiplies while the other finishes. Programs that begin together would stay in
+  step and leave the tensor cores idle at the same time. So OUT_OF_STEP delays the later half of the programs.
 - `linear_act_single` also copies with TMA, one tile a program, for results with at most one tile for each
   multiprocessor: bias and residual are loaded before the product. MORE columns allow tiles whose width is not a power
   of two.

@@ -284,7 +284,7 @@ def random_normal(
     Args:
         box: the part, or the shape of a whole tensor.
         key, step, device: as in `random_uniform`.
-        mean, std: those of the distribution before truncation; finite, rounded to float32.
+        mean, std: mean and standard deviation of the distribution before truncation; finite, rounded to float32.
         low, high: all numbers are between these, as in `torch.nn.init.trunc_normal_`; rounded to float32.
         dtype: the numbers are computed in float32, up to 6.3 standard deviations from the mean. bfloat16 and float16
             round them and the bounds; float64 has the float32 values.

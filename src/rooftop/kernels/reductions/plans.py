@@ -150,7 +150,7 @@ def choose(
     Args:
         kind: one of `KINDS`.
         direction: "backward" for the gradient.
-        shape, strides: those of x. The gradient has the memory layout of x if x is dense.
+        shape, strides: shape and strides of x. The gradient has the memory layout of x if x is dense.
         dims: the reduced dimensions.
         dtype, result: dtypes of x and of the reduction.
         processors: multiprocessors of the device; None if no kernel runs on it.

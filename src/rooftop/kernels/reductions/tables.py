@@ -47,7 +47,7 @@ class AllConfig:
     """Parameters for one result of up to `total_bytes` in contiguous memory.
 
     `early`: whether the kernel is launched while the previous one may still run; it then waits for that one (compute
-        capability 9.0).
+    capability 9.0).
     """
 
     total_bytes: int

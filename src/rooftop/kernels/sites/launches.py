@@ -332,7 +332,7 @@ def weight_gradient(
     """(O, T, C) from dy (M, O), features (N, C), and a table (M, T) or an `order` that contains it.
 
     `pairs`: as from `pairs_of`, or, if `order` contains the table, from `blocks_of`. None: they are computed if the
-        order contains the table, and for tables with many rows.
+    order contains the table, and for tables with many rows.
     """
     require_triton()
     from rooftop.kernels.sites.triton_kernels.sparse_convs import sparse_conv_weight_gradient, sum_pieces

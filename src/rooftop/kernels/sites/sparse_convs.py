@@ -337,9 +337,9 @@ def sparse_conv(
             computed together; they may contain the tables. Any other order of the rows is possible, too: (M,) and (N,)
             int32 or int64. Without tables and order of the reverse direction, `order` serves both directions. None:
             computed for tables with many rows.
-        pairs: for the gradient of the weight. Either sites and results of each tap's pairs, (2, T, P) int32, and their
-            number, (T,) int32, as `get_indice_pairs` returns them. Or, for an `order` that contains the table, (T,
-            blocks) and (T,) int32, as `blocks_of` returns them. None: computed if they help.
+        pairs: the pairs of each tap, for the gradient of the weight. Either sites and results of each tap's pairs, (2,
+            T, P) int32, and their number, (T,) int32, as `get_indice_pairs` returns them. Or, for an `order` that
+            contains the table, (T, blocks) and (T,) int32, as `blocks_of` returns them. None: computed if they help.
         pair_count: number of pairs over all taps, which only serves to count flops. None: M is assumed, the fewest
             possible.
 

@@ -1,9 +1,11 @@
 """The folder of a training's checkpoints: a step appears once it is complete, and `latest` names the last one.
 
     save/
-      latest                          the name of the last complete step step-00000100/
-        training.json                 the training, its layout and step; index.json's checksum index.json
-        the place of each tensor, with checksums rank-00000.safetensors        the tensors that each rank wrote
+      latest                          the name of the last complete step
+      step-00000100/
+        training.json                 the training, its layout and step; index.json's checksum
+        index.json                    the place of each tensor, with checksums
+        rank-00000.safetensors        the tensors that each rank wrote
         rank-00001.safetensors
       .step-00000200.8f3a.unfinished  a step that is being written, or was when the training was killed
 

@@ -67,7 +67,7 @@ class Entry:
     """A tensor of a checkpoint.
 
     Attributes:
-        dtype, shape: those of the whole tensor.
+        dtype, shape: dtype and shape of the whole tensor.
         pieces: its pieces; together they cover it exactly once.
     """
 

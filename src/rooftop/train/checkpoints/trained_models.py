@@ -68,7 +68,7 @@ def load_trained_gpt(
 
     Args:
         folder: the folder of `rooftop train gpt --save`, which means its last step, or the folder of one step.
-        device, dtype: those of the parameters. Saved parameters are float32 or float64. Default: float32.
+        device, dtype: device and dtype of the parameters. Saved parameters are float32 or float64. Default: float32.
         group: tensor parallel ranks that share the model; each reads its own part. None: this process has all of it.
 
     Returns:

@@ -1,9 +1,11 @@
 """A training on disk: saved atomically in any layout, and resumed in any other.
 
     save/
-      latest              the name of the last complete step step-00000100/
-        training.json     the training and its layout index.json        the place of each tensor rank-00000.safetensors
-        ...
+      latest              the name of the last complete step
+      step-00000100/
+        training.json     the training and its layout
+        index.json        the place of each tensor
+        rank-00000.safetensors ...
 
 A checkpoint holds the tensors of the whole model by name: weights and moments. Each rank writes parts of them (`plans`)
 and reads its own parts (`saved_tensors`). So a checkpoint does not depend on a layout: any number of tensor, data,
@@ -108,7 +110,8 @@ def open_tensors(record: TrainingRecord, own: tuple[int, Mapping[str, Shard]] | 
     """Open the tensors of a checkpoint, in either format.
 
     Args:
-        own: for format 1: this tensor parallel rank and its parts, if as many ranks resume as saved it.
+        own: this tensor parallel rank and its parts, if the checkpoint has format 1 and as many ranks resume as saved
+            it.
 
     Raises:
         InputError: a file is missing or damaged.

@@ -431,7 +431,7 @@ class _Fitting:
                 self._export(LAST)
 
     def _judge(self, step: int) -> bool:
-        """Evaluate once; return whether it is the best so far."""
+        """Evaluate once; return whether the result is the best so far."""
         if self.evaluator is None:
             self.task.model.eval()
             return False

@@ -2,7 +2,8 @@
 
     kept = PutBack()
     kept.take(tensors)       # copies
-    ... # change the tensors kept.put_back(skip)      # a bool tensor, (): if true, the tensors get their earlier values
+    ...                      # change the tensors
+    kept.put_back(skip)      # a bool tensor, (): if true, the tensors get their earlier values
 
 So a step whose numbers are not finite leaves no trace, with any optimizer. Tensors of one dtype are copied together:
 three launches for each dtype, not for each tensor.

@@ -67,7 +67,7 @@ class EvaluationRecord:
 
     Attributes:
         values: "loss" and the task's metrics, by name.
-        best: whether it is the best so far.
+        best: whether this evaluation is the best so far.
     """
 
     step: int

@@ -38,7 +38,7 @@ class StepReport:
         grad_norm: norm of the gradient before clipping.
         learning_rate: learning rate of the step.
         tokens_per_s: over all ranks, averaged over the steps that were read together.
-        mfu, percent_of_roof: those of this rank; None if the roof is unknown.
+        mfu, percent_of_roof: the values of this rank; None if the roof is unknown.
         peak_bytes: peak memory of this rank so far.
         valid_loss: mean loss of the validation data after this step; None if it was not validated.
     """

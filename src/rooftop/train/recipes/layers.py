@@ -41,10 +41,10 @@ class _Unit:
 
     Attributes:
         names: names of its parameters.
-        chained: whether it is a member of a chain.
-        between: whether it is a member of a chain and precedes another chain inside the same chain.
-        leaf: whether it has no modules of its own.
-        norm, own: whether it is a norm, and whether it consists of the direct parameters of a divided module.
+        chained: whether the layer is a member of a chain.
+        between: whether the layer is a member of a chain and precedes another chain inside the same chain.
+        leaf: whether the layer has no modules of its own.
+        norm, own: whether the layer is a norm, and whether it consists of the direct parameters of a divided module.
     """
 
     names: list[str]

@@ -75,7 +75,7 @@ class Worth:
 
     Attributes:
         with_it, without_it: the metrics of the seeds for which both runs have finished.
-        differences: with - without, positive if the switch helps.
+        differences: the metric with the switch minus the metric without it, positive if the switch helps.
     """
 
     switch: Switch

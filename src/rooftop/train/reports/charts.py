@@ -79,8 +79,8 @@ def _series(name: str, points: Sequence[tuple[float, float]], mode: str, colour:
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:
-    """At most this many points. Each is the mean of the same number of neighbours; the last one may be the mean of
-    fewer.
+    """At most this many points. Each drawn point is the mean of the same number of neighbours; the last one may be the
+    mean of fewer.
     """
     each = -(-len(points) // most)
     if each <= 1:

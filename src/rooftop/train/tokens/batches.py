@@ -71,7 +71,7 @@ def shuffled(place: int, count: int, key: str) -> int:
     """Return the number at a place in a permutation of 0 to count - 1 that the key determines.
 
     No list is created: a Feistel network permutes the smallest power of four that is large enough, and is applied until
-        the number is in range. Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains".
+    the number is in range. Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains".
     """
     half = max(1, -(-(count - 1).bit_length() // 2))
     mask = (1 << half) - 1

@@ -28,7 +28,7 @@ class Mixture:
     """Rows of tokens and their weights.
 
     Args:
-        rows: at least one. Either all are text, or all have tokens of one vocabulary.
+        rows: the rows of the mixture, at least one. Either all are text, or all have tokens of one vocabulary.
         weights: weights of the rows, 0 or more, in any unit; None: the number of sequences of each row, so that a pass
             has every sequence once.
 
