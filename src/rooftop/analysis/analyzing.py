@@ -45,7 +45,7 @@ def analyze(
     Args:
         target: an `nn.Module`, which runs in eval mode without gradients, or with `train=True` forward and backward in
             training mode. Or any other callable, which is called directly.
-        *args, **kwargs: its arguments.
+        *args, **kwargs: arguments of the program.
         train: also run the backward pass.
         optimizer: also step this optimizer.
         loss: computes the loss from the output. Without `loss`, a one-element output is the loss; other outputs get

@@ -26,7 +26,7 @@ class Change:
 
     Attributes:
         name: the name of a figure, an operator as "aten::add (backward)", or a module's path.
-        before, after: its values.
+        before, after: values of the quantity.
         calls_before, calls_after: numbers of calls of an operator.
     """
 

@@ -320,7 +320,7 @@ def kernel_rows(launches: Iterable[KernelCounters]) -> list[KernelRow]:
 def counted_step(program: Program) -> None:
     """Warm a program up as in `analyze`, then run one more step, in which ncu counts.
 
-    Without ncu, this is a step like any other. The program's state is preserved.
+    Without ncu, this runs an ordinary step. The program's state is preserved.
 
     Raises:
         ModelRunError: the program raised.

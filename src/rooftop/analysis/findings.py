@@ -22,7 +22,7 @@ class Findings:
 
     Attributes:
         operators: the operators, in order of execution.
-        rows: the same operators, grouped.
+        rows: the operators, grouped.
         summary, gaps: the step as a whole.
         ceilings: ceilings to compare with.
         plain: the run under the profiler alone, None where nothing was run.

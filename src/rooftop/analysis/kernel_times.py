@@ -77,9 +77,9 @@ def watch_kernels(step: Callable[[], object], device: torch.device, step_ms: flo
 
     Args:
         step: runs one step.
-        device: its device, a GPU.
-        step_ms: about how long it takes.
-        kernels: about how many it launches.
+        device: the program's device, a GPU.
+        step_ms: approximate time of a step.
+        kernels: approximate number of kernels that a step launches.
     """
     wanted = min(MOST_WATCHED_STEPS, math.ceil(1e3 * WATCHED_S / max(step_ms, 1e-3)))
     steps = LEAD + max(1, min(wanted, MOST_WATCHED_KERNELS // max(1, kernels) - LEAD))

@@ -66,7 +66,7 @@ def predict(
 
     Args:
         target: a module or callable; its weights may be real, fake (see `fake_tensors`) or on the meta device.
-        *args, **kwargs: its arguments; only shape, strides and dtype of tensors are used.
+        *args, **kwargs: arguments of the program; only shape, strides and dtype of tensors are used.
         ceilings: ceilings of the other machine (`rooftop.hardware.ceilings_of("h200")`, or `Ceilings.load(file)`).
         train: also the backward pass.
         loss: as for `analyze`.

@@ -94,7 +94,7 @@ class Profile:
         tracker: inputs and outputs of the modules and optimizers.
         runs: number of labelled runs.
         host_work: bytes and flops of a GPU's step that the CPU computed.
-        compilation: what `torch.compile` did, None if nothing is compiled.
+        compilation: the work of `torch.compile`, None if nothing is compiled.
         load: other programs' use of the CPU during the measurement.
         faults: page faults of a plain step.
         labelled_faults: page faults of a labelled step. Both are 0 on a GPU.

@@ -31,7 +31,7 @@ class Program:
 
     Args:
         target: a module or any callable.
-        args, kwargs: its arguments, the same at every step.
+        args, kwargs: arguments of the program, the same at every step.
         train: also run the backward pass. The loss is `loss(output)`. Without `loss`, an output of one element is the
             loss itself, and other outputs get fixed random gradients.
         optimizer: steps after each backward pass (it changes the parameters).

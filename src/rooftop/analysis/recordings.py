@@ -230,7 +230,7 @@ class Recording:
             self._stage, self._instrument = Stage("unwatched", 1), None
 
     def work_goes_on(self) -> None:
-        """See `step_finding.Watcher`. If an apparent step contains a long evaluation, it is not watched to its end."""
+        """See `step_finding.Watcher`. An apparent step that contains a long evaluation is not watched to its end."""
         if self._instrument is None or self._stage.name not in ("early", "plain", "labelled", "ranks"):
             return
         self._calls_in_stage += 1

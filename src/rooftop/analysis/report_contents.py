@@ -119,7 +119,7 @@ class Advice:
 
     Attributes:
         gain_ms: gain of a step in sequence.
-        low_ms, high_ms: its interval from the noise of the wall time, None if nothing was measured.
+        low_ms, high_ms: interval of the gain from the noise of the wall time, None if nothing was measured.
         command: a command to type or code to write, None if no single line does it.
     """
 
@@ -153,7 +153,7 @@ class Recompilation:
 
 @dataclass(frozen=True)
 class Compilation:
-    """What `torch.compile` did while the program was analyzed: graphs, their kernels, seconds, graph breaks and
+    """The work of `torch.compile` while the program was analyzed: graphs, their kernels, seconds, graph breaks and
     recompilations."""
 
     graphs: int
@@ -169,15 +169,15 @@ class Summary:
 
     Attributes:
         wall_ms: time of a step in a sequence of steps, as a loop runs them.
-        wall_spread: width of its interval divided by itself.
+        wall_spread: width of the wall time's interval, divided by the wall time.
         busy_ms: time during which the device works.
         op_roof_ms, fused_roof_ms: see `rooftop.analysis.floors`.
         kernels: launches of one step.
         samples: samples of one step, from its first input (see `Program.samples`).
         repeats: number of times that each operator was timed.
-        wall_low_ms, wall_high_ms: its interval: the fastest steps, and the median.
+        wall_low_ms, wall_high_ms: interval of the wall time: the fastest steps, and the median.
         latency_ms: time of one step alone, from an idle device to the end of its work: the waiting time of one request.
-        latency_low_ms, latency_high_ms: its interval.
+        latency_low_ms, latency_high_ms: interval of the latency.
         disturbed: whether other programs used resources that this one needed, or its times were not reproduced (a note
             says which).
 
@@ -269,7 +269,7 @@ class ReportContents:
 
     @property
     def pace(self) -> str:
-        """What limits a loop of such steps, and the latency of one step alone; "" if no GPU was timed."""
+        """The limit of a loop of such steps, and the latency of one step alone; "" if no GPU was timed."""
         summary = self.summary
         if self.predicted or summary.latency_ms is None:
             return ""

@@ -37,7 +37,7 @@ class ScriptRun:
 
     Attributes:
         report: None if too little ran, and on all ranks except the first.
-        status: its exit status.
+        status: exit status of the script.
         problem: one line with the reason why the script failed or has no report; "" if neither applies.
         error: the exception that it raised; KeyboardInterrupt means Ctrl-C.
         traceback: Python's output for the error; "" if the script's own `sys.excepthook` has printed it.

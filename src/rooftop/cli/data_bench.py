@@ -83,7 +83,7 @@ def training_step(
     """Normalization, forward, loss, backward and SGD of a model that classifies.
 
     Raises:
-        TargetError: its output is not (N, classes).
+        TargetError: the model's output is not (N, classes).
         InputError, ModelRunError: as in `resolve_target`.
     """
     target = resolve_target(name, [f"{batch}x3x{size}x{size}"], device, None, recipe.run.channels_last)

@@ -44,7 +44,7 @@ class Target:
     Attributes:
         name: shown in the report.
         model: the module or callable.
-        args, kwargs: its arguments.
+        args, kwargs: arguments of the model.
         classifies: whether its outputs are class logits; training then uses cross-entropy with random labels.
     """
 

@@ -148,7 +148,7 @@ def earlier_call(folder: Path, resume: bool) -> Call | None:
 
 
 def call_of(given: Call, before: Call | None, folder: Path, *, repeats_given: bool) -> Call:
-    """The call to make: the given arguments, and for the others those of the earlier run.
+    """The call to make: the given arguments; missing ones come from the earlier run.
 
     Raises:
         InputError: the folder holds a run of another task, or of other data.

@@ -43,7 +43,7 @@ ROWS_AT_ONCE = 1024  # rows of a Parquet file in memory at a time
 
 @dataclass(frozen=True)
 class Decoding:
-    """How items are decoded.
+    """Settings for the decoding of items.
 
     Attributes:
         kind: one of `KINDS`.

@@ -83,7 +83,7 @@ class CallableTarget:
     Attributes:
         name: "my.py:fn", "package.module:fn", or a description of an object.
         place: (file or module, name), from which workers import the callable; None: they unpickle `pickled`.
-        batch: None: the function is called with one value.
+        batch: values of a call; None: the function is called with one value.
     """
 
     name: str

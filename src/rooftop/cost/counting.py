@@ -4,9 +4,8 @@
         model(x)
     print(sum(r.cost.total_flops for r in counted.records if r.cost))
 
-The mode is below autograd, so it sees the backward pass and the optimizer as well as the forward pass. It also works on
-fake
-tensors: counting needs no computation.
+The mode is below autograd, so it sees the backward pass and the optimizer as well as the forward pass. Fake tensors
+are possible, too, because counting needs no computation.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def explain_memory(
     Modules and lines are known only for memory that was allocated inside `explained_memory`.
 
     Args:
-        module: its parameters, gradients and buffers are named.
+        module: a module whose parameters, gradients and buffers are named.
         optimizers: optimizers whose states are named.
         device: index of the GPU; by default the current one.
         most: largest number of listed tensors and groups.
@@ -183,9 +183,9 @@ def memory_error_in_words(error: BaseException) -> str | None:
 def explained_memory(module: nn.Module | None = None, *, most: int = 10) -> Iterator[MemoryRecording]:
     """Within the block, an out-of-memory error gets a note that explains what holds the memory.
 
-    Costs a few microseconds per allocation. Without a GPU it does nothing. A history that is already being recorded
-    (`torch.cuda.memory._record_memory_history`) is used and left running. Tensors that only the failing expression held
-    are freed before they can be counted.
+    Costs a few microseconds per allocation. Without a GPU the context does nothing. A history that is already being
+    recorded (`torch.cuda.memory._record_memory_history`) is used and left running. Tensors that only the failing
+    expression held are freed before they can be counted.
 
     Args:
         module: the root of the paths; by default the first module that is called.

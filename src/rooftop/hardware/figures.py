@@ -77,8 +77,8 @@ class Raise:
     """A record of a ceiling that was raised (a kernel floor: lowered), because an operator of a program exceeded it.
 
     Attributes:
-        figure: its name.
-        before, after: its values.
+        figure: name of the figure.
+        before, after: values of the figure.
         by: the operator, in words.
         at: the time, UTC, ISO 8601.
     """

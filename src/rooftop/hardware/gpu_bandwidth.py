@@ -2,8 +2,7 @@
 
 The previous operator has just written this operator's input, so part of the input is still in L2. This operator's
 output may stay in L2 after its last kernel has ended. So each pattern is timed after each of several preparations,
-which run
-backwards: they leave the beginning of the input in the cache, where the timed kernel begins.
+which run backwards: they leave the beginning of the input in the cache, where the timed kernel begins.
 """
 
 from __future__ import annotations

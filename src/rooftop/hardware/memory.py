@@ -131,9 +131,9 @@ def release() -> list[Released]:
 def track(device: torch.device | str | None = None) -> Iterator[TrackedMemory]:
     """Measure the memory of a block of code; blocks may be nested.
 
-    On a GPU it reads the allocator's figures, of all threads; PyTorch's peak counter is reset at the start. On the CPU
-    it counts, from 0, the storages that PyTorch operators create in the block. It does not count earlier storages,
-    workspaces of kernels, or allocations of compiled code (`torch.compile`).
+    On a GPU, tracking reads the allocator's figures, of all threads; PyTorch's peak counter is reset at the start. On
+    the CPU, tracking counts, from 0, the storages that PyTorch operators create in the block. Earlier storages,
+    workspaces of kernels, and allocations of compiled code (`torch.compile`) are not counted.
 
     Args:
         device: by default the current GPU, or the CPU if there is none.

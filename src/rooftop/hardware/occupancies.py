@@ -89,7 +89,7 @@ class Change:
 
     Attributes:
         resource: "registers per thread", "bytes of shared memory per block" or "threads per block".
-        before, after: its value.
+        before, after: values of the resource.
         fraction: the occupancy that `after` reaches.
     """
 

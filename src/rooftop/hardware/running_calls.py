@@ -25,7 +25,7 @@ class _Call:
 class RunningCalls:
     """The calls that hooks have reported, the outermost first. Keeps no frame alive.
 
-    A frame of one call may get the memory address of an earlier frame. When its call enters here, all calls above its
+    A frame of one call may get the memory address of an earlier frame. When this call begins, all calls above its
     caller are known to have ended.
     """
 

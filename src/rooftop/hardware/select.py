@@ -33,7 +33,7 @@ NVLINK_PATHS = ("NVLink", "NVLink switch")
 
 
 class DeviceSelectionError(RooftopError, ValueError):
-    """Fewer GPUs qualify than requested; the message gives the reason for each of the others."""
+    """Fewer GPUs qualify than requested; the message gives the reason for each GPU that does not."""
 
 
 def select_devices(
@@ -140,7 +140,7 @@ def on_each(
     its work on the stream has ended.
 
     Args:
-        jobs: each is called with its device; its result may be on that device.
+        jobs: functions, each called with its device; the result may be on that device.
         devices: default: all GPUs that torch can use, or the CPU if there are none. A device named twice runs two jobs
             at a time.
 

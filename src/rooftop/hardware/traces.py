@@ -75,7 +75,7 @@ class Trace:
     """The profiler around a `with` block.
 
     Args:
-        device: if a GPU, its work is recorded.
+        device: if this is a GPU, its work is recorded.
         host: records operators, labels and calls of the CUDA runtime, too.
         save_to: a file for the events in Chrome's format, which Perfetto opens.
         read: called with the native result at the end of the block; the result does not outlive it.
@@ -83,7 +83,7 @@ class Trace:
 
     Attributes:
         events: all events, of host and device, in no order; after the block.
-        found: what `read` returned.
+        found: the result of `read`.
         beginning: whether a profiler of this class is starting now.
         switching: returns a context around each start and each end of a profiler.
     """

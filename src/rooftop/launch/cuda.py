@@ -71,7 +71,7 @@ def compile(
         name: name of a `__global__` function; `scale<float, 4>` instantiates a template.
         arch: architecture, such as "sm_90"; None takes that of `device`. Compiling for a named architecture needs no
             GPU.
-        device: None takes the current one.
+        device: the device; None takes the current one.
         defines: macros.
         fast_math: approximate division, roots and transcendentals; denormals become zero.
         fused_multiply_add: contract products and sums into one rounding.

@@ -62,7 +62,7 @@ def compiled_loop(source: str, name: str, constants: Mapping[str, Any]) -> Calla
 
     Args:
         source: Python code that Numba can compile.
-        constants: the values of its global names.
+        constants: the values of the function's global names.
     """
     import numba
 

@@ -36,7 +36,7 @@ class Blocks:
     """Blocks of one kind, prepared once and computed in each layer of a model.
 
     Args:
-        blocks: all causal, or none. No two share a query.
+        blocks: the blocks, either all causal or none. No two share a query.
         batch, queries, keys: sizes of the tensors: B, S and T.
         device: the device of the tensors.
     """
@@ -127,7 +127,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Given:
-    """What backward needs from the queries.
+    """The values that backward needs from the queries.
 
     Attributes:
         dout: gradient of the merged result, (B, H, S, D).

@@ -23,7 +23,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 """Types of values that contain no other values."""
 
 CODE = (type, ModuleType, FunctionType)
-"""Types whose objects are not searched, whatever they refer to."""
+"""Types whose objects are never searched."""
 
 BOUND = (MethodType, BuiltinMethodType, MethodWrapperType)
 """Functions bound to an object."""

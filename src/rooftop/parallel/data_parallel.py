@@ -9,7 +9,7 @@ Its limits: one Python process launches for all devices, parameters go out and g
 device at every step, and nothing overlaps with the backward. It is meant for small jobs and for learning. One process
 per GPU (torchrun and DistributedDataParallel) has none of these limits.
 
-On the CPU it works with "cpu" named several times; the tests use this.
+On the CPU, "cpu" can be named several times, which the tests do.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class DataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on its arguments, split as `scatter` does.
 
-        Without arguments it runs on the first device; with arguments but no tensors on all devices.
+        Without arguments only the first device runs; with arguments but no tensors, all devices do.
 
         Returns:
             The result of `gather` for the outputs.

@@ -37,7 +37,7 @@ def copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[l
     from a GPU to the CPU.
 
     Args:
-        tensors: all on one device.
+        tensors: the tensors to copy, all on one device.
         devices: the devices, with indices. A repeated device, or the tensors' own, still gets separate copies.
 
     Returns:

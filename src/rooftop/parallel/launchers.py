@@ -26,8 +26,8 @@ class Launch:
     """This process among those that were started with it.
 
     Attributes:
-        rank, size: its rank, and the number of ranks.
-        local_rank: its index among the ranks on this machine.
+        rank, size: rank of this process, and the number of ranks.
+        local_rank: index of this rank among the ranks on this machine.
         launcher: "torchrun", "slurm" or "alone".
         address, port: where the ranks meet; meaningless for a single process.
         served: whether the launcher runs the store at that address; if not, rank 0 runs it.

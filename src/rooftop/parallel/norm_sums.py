@@ -125,7 +125,7 @@ def _made(group: ProcessGroup, device: torch.device) -> NormSums:
 
 
 def _lacking() -> str:
-    """What this rank lacks to compile the kernel."""
+    """The missing tools without which this rank cannot compile the kernel."""
     try:
         require_cuda_core()
     except MissingExtraError as error:

@@ -87,7 +87,7 @@ class Pipeline:
         self.progress = Progress(self._places(), device) if device.type == "cuda" else None
 
     def _places(self) -> Iterator[str]:
-        """The words for two places of each instruction: its wait and its computation."""
+        """For each instruction, the words for its wait and for its computation."""
         arriving = {each.transfer.made_by: each.transfer for each in self.program if isinstance(each, Receive)}
         for instruction in (each for each in self.program if isinstance(each, Instruction)):
             awaited = [arriving[each] for each in self.schedule.needs(instruction) if each in arriving]

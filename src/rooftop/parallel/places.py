@@ -27,7 +27,7 @@ TORCH, ROOFTOP = LIBRARIES
 STANDARD = f"{threading.__file__.rpartition('/')[0]}/"
 INSTALLED = "/site-packages/"
 WAITING = "this rank was awaiting "
-"""How the words for a GPU's place begin, if the GPU waits there."""
+"""The beginning of the words for a GPU's place, if the GPU waits there."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Place:
     """The present activity of a rank.
 
     Attributes:
-        reported: its last reported line, "step 12"; "" if there is none.
-        line: "train/gpt/trainer.py:231, in _gradients_of", the innermost line of its main thread outside of libraries.
-        awaited: its wait, in words, if its program or its GPU names one.
-        operations: communication that it has launched and that has not ended.
+        reported: the last line that it reported, "step 12"; "" if there is none.
+        line: the innermost line of the main thread outside of libraries, "train/gpt/trainer.py:231, in _gradients_of".
+        awaited: the rank's wait, in words, if its program or its GPU names one.
+        operations: communication that the rank has launched and that has not ended.
         long: the other ranks are expected to wait for it.
     """
 

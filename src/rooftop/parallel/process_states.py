@@ -19,7 +19,7 @@ class Process:
     Attributes:
         machine: machine and process namespace: containers on one machine count separately.
         number: its PID.
-        began: its start, in ticks since the machine started; needed because PIDs are reused. 0: unknown.
+        began: start of the process, in ticks since the machine started; needed because PIDs are reused. 0: unknown.
     """
 
     machine: str

@@ -72,8 +72,8 @@ class World:
     """This process among the others.
 
     Attributes:
-        rank, size: its rank, and the number of ranks.
-        device: its device for computation; the current device of torch.cuda if it is a GPU.
+        rank, size: rank of this process, and the number of ranks.
+        device: the device for computation; the current device of torch.cuda if it is a GPU.
     """
 
     rank: int

@@ -35,12 +35,11 @@ PLAIN = {bool, int, float, str, type(None)}
 def replicate(module: nn.Module, devices: Sequence[torch.device | str], detach: bool = False) -> list[nn.Module]:
     """The module on each device; gradients of the replicas' parameters are added to those of the module.
 
-    The first replica is the module itself. What its forward writes to buffers (running statistics of batch norms) and
-    attributes stays; writes of the other replicas are lost. Parameters and modules with several names keep them in each
-    replica. Tensors in attributes (also in lists, tuples, dicts and dataclasses) are copied if they are on the module's
-    device, as are modules and bound methods in attributes. `parameters()` of a replica returns its tensors, which are
-    not
-    leaves: their `.grad` stays None.
+    The first replica is the module itself. Its forward's writes to buffers (running statistics of batch norms) and
+    attributes stay; writes of the other replicas are lost. Parameters and modules with several names keep all names
+    in each replica. Tensors in attributes (also in lists, tuples, dicts and dataclasses) are copied if they are on the
+    module's device, as are modules and bound methods in attributes. `parameters()` of a replica returns its tensors.
+    These are not leaves, so their `.grad` stays None.
 
     Args:
         module: a module on the first device.

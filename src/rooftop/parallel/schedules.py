@@ -496,7 +496,8 @@ def schedule_of(name: str, ranks: int, micro_batches: int, stages_per_rank: int 
         name: a name in `SCHEDULES`.
         ranks: number of ranks of the pipeline.
         micro_batches: micro-batches of a step; may be fewer than the ranks.
-        stages_per_rank: None: the schedule's own number, 1 or 2. An interleaved schedule needs a number.
+        stages_per_rank: number of stages per rank; None: the schedule's own number, 1 or 2. An interleaved schedule
+            needs a number.
 
     Raises:
         TypeError: the name is not a str, or a size is not an int.

@@ -153,7 +153,7 @@ def shard_here(parameter: Tensor, shard: Shard | None) -> Shard:
     """This rank's part of a sharded parameter. Its tensor parallel rank holds `shard` of the parameter.
 
     Args:
-        shard: None: the whole parameter.
+        shard: the tensor parallel part; None: the whole parameter.
     """
     held = shard or Shard((Piece(Box.whole(parameter.shape)),))
     return held.rows(*_rows_here(parameter)) if isinstance(parameter, DTensor) else held

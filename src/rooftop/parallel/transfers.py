@@ -26,7 +26,7 @@ class Transfer:
     """An instruction's result, on its way to the next or the previous stage.
 
     Attributes:
-        number: its index in the order of all ranks.
+        number: index of the transfer in the order of all ranks.
         made_by: the instruction that computes it.
         source, target: ranks of the pipeline.
     """

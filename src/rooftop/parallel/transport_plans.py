@@ -50,7 +50,7 @@ class TransportPlan:
 
     Attributes:
         transport: one of `rooftop.parallel.TRANSPORTS`.
-        reason: the reason, in words.
+        reason: the reason for the choice, in words.
         exposed_s: the formula's estimate for each possible transport.
     """
 

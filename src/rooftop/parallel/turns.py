@@ -10,7 +10,7 @@ halves alternate. S (sums) and G (gathers) of the halves a and b, between their 
 `first` is the linear layer that begins with the gathered tensor, `second` the rest up to the linear layer that ends
 with a sum, `norm` the operation after the sum. Backward takes the reverse order: autograd runs the latest operations
 first. In forward, an exchange begins before a phase of the other half and is awaited after that phase. So in backward
-it surrounds that phase, too.
+the exchange surrounds that phase, too.
 
 Source: Wang et al. 2024, "Domino: Eliminating Communication in LLM Training via Generic Tensor Slicing and Overlapping"
 (arXiv:2409.15241).

@@ -159,8 +159,7 @@ def distributed(target: Callable[..., Any], device: torch.device) -> Callable[..
     gradients.
 
     A target is returned unchanged if it is not a module, is distributed already, has nothing to train or runs in a
-    single process.
-    Every rank must call this: the wrapper sends rank 0's parameters to the others.
+    single process. Every rank must call this: the wrapper sends rank 0's parameters to the others.
     """
     if not several_ranks() or not isinstance(target, nn.Module):
         return target

@@ -77,7 +77,7 @@ def gathered_rows(row: RankRow | None, why_none: str) -> tuple[Ranks | None, lis
 
     Args:
         row: this rank's measurements.
-        why_none: the reason, if there are none.
+        why_none: the reason, if there are no measurements.
     """
     ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     store = agent_store() or _own_store()

@@ -35,7 +35,7 @@ DATA = {
     "conv_lstm": "digits (generated, moving), or a folder of videos",
     "sparse_unet": "scans (generated)",
 }
-"""What --data takes, by task."""
+"""The data that --data takes, by task."""
 
 BETWEEN = re.compile(r",(?=\s*(?:\w+\.[a-z_]+\s*(?:[=,]|$)|,|$))")
 """Matches commas between switches, but not commas in a list of values."""

@@ -99,8 +99,8 @@ def segment_reduce_backward(call: Call) -> Cost:
 def scattering(addressed: Callable[[Call], int], flops: int = 0, *, accumulates: bool | str = False) -> Formula:
     """A formula for an operator that writes elements of `self` at computed positions.
 
-    In place it touches only these; otherwise it writes a full copy of `self`, and reads the elements that are not
-    overwritten.
+    In place, the operator accesses only these; otherwise it writes a full copy of `self`, and reads the elements that
+    are not overwritten.
 
     Args:
         addressed: the number of elements that the indices address.

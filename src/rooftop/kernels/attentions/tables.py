@@ -34,8 +34,8 @@ class WindowConfig:
 
 # These parameters were chosen by the compiler's report for sm_90, and are not measured yet. Forward: no spills in half
 # precision; for windows of more than 64 positions, a program has 16 query positions. Backward: no spills in half
-# precision with plain scores. Cosine attention and float32 spill a few hundred bytes a thread in backward, no matter
-# whether with 4, 8 or 16 warps.
+# precision with plain scores. Cosine attention and float32 spill a few hundred bytes a thread in backward, with 4, 8
+# and 16 warps alike.
 WINDOW_FORWARD = (
     WindowConfig(positions=64, features=64, queries=64, warps=4, measured=False),
     WindowConfig(positions=64, features=128, queries=64, warps=8, measured=False),

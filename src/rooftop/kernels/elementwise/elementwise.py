@@ -152,7 +152,7 @@ class BackwardCall(NamedTuple):
     """The call that computes gradients.
 
     Attributes:
-        program: its text; "" if nothing is computed.
+        program: text of the program; "" if nothing is computed.
         tensors, slopes, numbers: which of the tensors, of the outputs' gradients and of the numbers the call takes, in
             order.
         found: for each gradient, its shape and dtype, and the output whose gradient it takes unchanged; None if the
@@ -335,7 +335,7 @@ class Fused:
 
     Attributes:
         names: names of the arguments.
-        text: its expression, with arguments a0, a1, ... in their order.
+        text: the function's expression, with arguments a0, a1, ... in their order.
     """
 
     def __init__(self, function: Function) -> None:

@@ -44,7 +44,7 @@ class Operation:
         gradients: a function from (gradient of the result, result, *operands) to the gradients of the operands; None:
             no gradient at all.
         flops: flops of one element.
-        symbol: its notation, if it is not written as a function call.
+        symbol: notation of the operation, if it is not written as a function call.
         autocast: whether the operation is computed in float32 under autocast on a GPU, as in PyTorch.
     """
 

@@ -41,8 +41,8 @@ class Step(NamedTuple):
 
     Attributes:
         used: numbers of the program's arguments that the kernel takes first.
-        stored: numbers of the results that it takes next.
-        sizes: its last arguments.
+        stored: numbers of the results that the kernel takes next.
+        sizes: the kernel's last arguments.
     """
 
     kernel: Any

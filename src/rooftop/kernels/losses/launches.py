@@ -65,8 +65,9 @@ def total_of(losses: Tensor, inverse: Tensor | None, dtype: torch.dtype) -> Tens
 def losses_of_rows(
     x: Tensor, target: Tensor, terms: Terms, inverse: Tensor | None, dx: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """(losses (N,), statistics (2, N)) of logits x (N, V). If `dx` is given, it fills dx instead of the statistics. The
-    rows of dx need not be contiguous. Losses of float32 logits are float64, except from cluster kernels."""
+    """(losses (N,), statistics (2, N)) of logits x (N, V). If `dx` is given, the kernel fills dx instead of the
+    statistics. The rows of dx need not be contiguous. Losses of float32 logits are float64, except from cluster
+    kernels."""
     require_triton()
     from rooftop.kernels.losses import triton_kernels as kernels
 

@@ -71,8 +71,8 @@ class Tile:
 class Entry:
     """The choice for results of up to `tiles` tiles of 128 x 128 for each SM.
 
-    `tile`: None for the library. `tile_ms`, `library_ms`: times of the best tile and the library at `shape` (M, N, K),
-    measured in the same run; None if not measured yet.
+    `tile`: the tile; None for the library. `tile_ms`, `library_ms`: times of the best tile and the library at `shape`
+    (M, N, K), measured in the same run; None if not measured yet.
     """
 
     tiles: float

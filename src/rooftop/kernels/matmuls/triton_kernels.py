@@ -251,9 +251,9 @@ def linear_act_backward(
 ):  # fmt: skip
     """dz = dy * activation', and with SUM the column sums of dz over a chunk of rows.
 
-    `saved` is the activation's input or, with OF_OUTPUT, its result. Without an activation it computes only the sums. A
-    chunk may have very many rows, so its sums are compensated, except with HALF, where the final rounding is far
-    coarser.
+    `saved` is the activation's input or, with OF_OUTPUT, its result. Without an activation the kernel computes only the
+    sums. A chunk may have very many rows, so its sums are compensated, except with HALF, where the final rounding is
+    far coarser.
     """
     columns = units * UNIT
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)

@@ -18,7 +18,7 @@ from rooftop.launch.triton_launch import launch, require_triton
 
 @cache
 def _kernel(name: str) -> Any:
-    """The Triton kernel of that name. From the second call on, this is a dictionary look-up."""
+    """The Triton kernel of that name. All calls after the first are a dictionary look-up."""
     require_triton()
     from rooftop.kernels.norms.triton_kernels import long_norms, norms
 

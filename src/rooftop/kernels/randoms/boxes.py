@@ -83,7 +83,7 @@ class Box:
         return (1,) * len(self.shape) if self.stride is None else self.stride
 
     def of(self, whole: Tensor) -> Tensor:
-        """The part of a tensor with prod(shape) elements, with the shape `size`; a view if possible."""
+        """This part, of shape `size`, of a whole tensor with prod(shape) elements; a view if possible."""
         seen = whole.reshape(self.shape)
         ends = zip(self.start, self.size, self.strides, strict=True)
         return seen[tuple(slice(first, first + count * pace, pace) for first, count, pace in ends)]

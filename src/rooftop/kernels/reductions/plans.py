@@ -155,8 +155,8 @@ def choose(
         dtype, result: dtypes of x and of the reduction.
         processors: multiprocessors of the device; None if no kernel runs on it.
         early: whether kernels can be launched on the device while the previous ones still run.
-        counted: whether counters are available, by which a program recognizes that it is the last to arrive. In a CUDA
-            graph they may be used up.
+        counted: whether counters are available, by which a program recognizes that it is the last to arrive. A capture
+            of CUDA graphs may have used up all counters.
     """
     if torch.float64 in (dtype, result):
         return ReductionPlan("reference", "float64")

@@ -33,7 +33,7 @@ class SoftmaxPlan:
     Attributes:
         backend: "tiles" (a program holds whole rows), "long" (a program reads a row twice, block by block), "clusters"
             (CUDA C++: the shared memory of a cluster of blocks holds a row), "reference" (plain PyTorch).
-        kernel: its name; empty if nothing is launched.
+        kernel: name of the kernel; empty if nothing is launched.
         grid: programs of a Triton kernel.
         sizes: the Triton kernel's arguments after its tensors: rows, then columns and their stride in groups of UNIT
             elements.

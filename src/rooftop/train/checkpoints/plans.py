@@ -63,7 +63,7 @@ def planned(held: Sequence[Sequence[Held]]) -> list[list[FilePiece]]:
     """Return the pieces that each rank writes; the plan is the same on all ranks.
 
     Args:
-        held: what each rank holds.
+        held: the parts that each rank holds.
 
     Raises:
         ValueError: the ranks do not hold each element of a tensor exactly once, or disagree on its shape or dtype.

@@ -50,7 +50,7 @@ def put_together(here: Shard | None, shape: Sequence[int], parts: Sequence[tuple
     Args:
         here: the part; None: the whole.
         shape: shape of the part that the rank holds, with padding.
-        parts: the shard that each of those ranks held, in order, and its tensor. None: each held the whole.
+        parts: the shard that each of those ranks held, in order, and its tensor. None: each rank held the whole.
 
     Returns:
         A new tensor of that shape on the CPU; padding is 0.

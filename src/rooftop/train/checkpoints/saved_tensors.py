@@ -51,7 +51,7 @@ class Stored:
     Attributes:
         file: name of its file in the folder of the checkpoint.
         offset: position of its first byte in the file.
-        start, size: its box in the whole.
+        start, size: box of the piece in the whole tensor.
         checksums: CRC-32 of each block.
     """
 
@@ -68,7 +68,7 @@ class Entry:
 
     Attributes:
         dtype, shape: dtype and shape of the whole tensor.
-        pieces: its pieces; together they cover it exactly once.
+        pieces: pieces that together cover the tensor exactly once.
     """
 
     dtype: torch.dtype

@@ -14,7 +14,7 @@ def prepare_model(task: Task, recipe: Recipe, *, ranks: int = 1, begins: bool = 
     """Check the recipe. Then load initial weights, switch on dropout and stochastic depth, and freeze parts.
 
     Args:
-        task: its model is changed. Its metadata contain the model's name and number of classes.
+        task: the task, whose model is changed. Its metadata contain the model's name and number of classes.
         begins: whether this is the first run; a resumed run has its weights in a checkpoint.
 
     Returns:

@@ -205,7 +205,7 @@ class Ema:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """When validation is run, and when training ends early.
+    """The times of validation, and the early end of training.
 
     Attributes:
         every: epochs between two evaluations; the last epoch is always evaluated.
@@ -235,7 +235,7 @@ class Faults:
 
 @dataclass(frozen=True)
 class Loading:
-    """How samples are read.
+    """The reading of samples.
 
     Attributes:
         how: "here" (in the loop), "threads", "processes", or "auto": the fastest of these, measured at the start.

@@ -40,7 +40,7 @@ class Switch:
 
     Attributes:
         name: "section.name".
-        on, off: its values.
+        on, off: values of the switch.
     """
 
     name: str

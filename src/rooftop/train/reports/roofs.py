@@ -75,7 +75,7 @@ def task_roof(task: Any, model: nn.Module, recipe: Recipe, facts: Facts) -> Task
 
     Raises:
         InputError: the ceilings were not measured yet, or the step cannot be counted without values.
-        Exception: whatever the task raises on fake tensors.
+        Exception: any error of the task on fake tensors.
     """
     device = next(model.parameters()).device
     history = ceilings_history(device)

@@ -31,7 +31,9 @@ DIGITS: Values = {
 
 
 def defaults(data: str | None, cuda: bool) -> Values:
-    """Defaults of the recipe. For folders they are those of a Swin transformer, because of the attention layers."""
+    """Defaults of the recipe. For folders, the defaults of a Swin transformer are used, because of the attention
+    layers.
+    """
     return defaults_by_data(data, cuda, of_digits=DIGITS, of_folders=FOLDERS, of_folders_on_gpu=FOLDERS_ON_GPU)
 
 

@@ -28,7 +28,7 @@ MAPPED_BYTES = 16 << 20  # smaller files are read, because a process can map onl
 META = "meta.pkl"
 LLMC_HEADER_BYTES = 256 * 4
 LLMC_TOKENS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
-"""For the first number of a header: its version, and the dtype of the tokens after it."""
+"""The version of a header and the dtype of its tokens, by the first number of the header."""
 LLMC_OTHERS = {
     20240326: "a model",
     20240327: "a model's state for tests",

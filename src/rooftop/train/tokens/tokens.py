@@ -45,7 +45,7 @@ class Tokens:
 
     Args:
         parts: 1-D arrays, one after another.
-        source: its name in errors.
+        source: name of the source in errors.
         text: whether tokens are bytes.
         vocabulary: vocabulary size; None: unknown, or 256 for text.
     """
