@@ -66,7 +66,7 @@ def test_other_work_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "out.parquet"
     with opened(out, kind="image", top=5) as parts:
         parts.settle(schema())
-    with pytest.raises(InputError, match=r"top was 5 and is 1\. To start again, remove it"):
+    with pytest.raises(InputError, match=r"top was 5 and is 1\. To start again, remove the folder"):
         opened(out, kind="image", top=1)
     with pytest.raises(InputError, match=r"of my\.py:fn, not of resnet50"):
         Parts(out, "resnet50", {"kind": "image", "top": 5})

@@ -153,8 +153,9 @@ def _let_autocast_reach_the_cpu(stack: ExitStack) -> None:
 
 
 def _let_flex_attention_have_gradients(stack: ExitStack) -> None:
-    """Allow a function that refuses tensors that require a gradient on a CPU. A program that uses it has imported its
-    module."""
+    """Allow a function that refuses tensors that require a gradient on a CPU. A program that uses this function has
+    imported its module.
+    """
     module = sys.modules.get("torch.nn.attention.flex_attention")
     refuse = getattr(module, "_validate_device", None)
     if refuse is None:

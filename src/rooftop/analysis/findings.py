@@ -118,7 +118,9 @@ class Findings:
         return torch.device(self.ceilings.kind)
 
     def undisturbed_ms(self, labelled_ms: float) -> float:
-        """The time of operators in a plain step. Together it is at most the time in which the device is busy there."""
+        """The time of operators in a plain step. All operators together take at most the time in which the device is
+        busy in that step.
+        """
         return labelled_ms * self._undisturbed
 
     @cached_property

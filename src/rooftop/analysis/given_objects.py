@@ -218,7 +218,7 @@ class _Value:
         self.here: Any = tensor.detach().clone() if small else None  # on its device
 
     def is_written(self) -> bool:
-        """Whether the step wrote to it; unknown for tensors made under `torch.inference_mode`."""
+        """Whether the step wrote to the tensor; unknown for tensors made under `torch.inference_mode`."""
         return self._version is not None and self.tensor._version != self._version
 
     def is_changed(self) -> bool:

@@ -73,7 +73,7 @@ def _dropout(func: Any, input: Tensor, p: float, train: bool) -> Tensor:
 
 
 def _composed(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute it by other operators, as on the CPU."""
+    """Compute an operator by other operators, as on the CPU."""
     return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 

@@ -166,7 +166,9 @@ def _is_of_libraries(value: Any) -> bool:
 
 
 def _is_installed(value: Any) -> bool:
-    """Whether a function or a class belongs to an installed package. Following it would traverse the whole package."""
+    """Whether a function or a class belongs to an installed package. Following such an object would traverse the whole
+    package.
+    """
     return isinstance(value, (types.FunctionType, type)) and _is_in_site_packages(value.__module__)
 
 

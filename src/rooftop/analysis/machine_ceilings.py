@@ -2,7 +2,7 @@
 
 A program's needs are known after it has run: the precisions of its operators, and whether it copies between host and
 device. So `analyze` measures after the run. A recording measures the ceilings that most programs need before its
-program runs, while the device's memory is still free; after the run it measures only missing ceilings. Either way,
+program runs, while the device's memory is still free; after the run it measures only missing ceilings. In both cases,
 operators above their roof raise the ceilings.
 """
 

@@ -81,8 +81,8 @@ class NodeMakers:
 
         Args:
             scope: in the backward pass, the operator's scope.
-            recomputed: whether its module is being recomputed. If its node runs at all, it runs in a pass that was
-                started by a node.
+            recomputed: whether its module is being recomputed. Nodes of a recomputed module run, if at all, in a pass
+                that another node started.
         """
         made = self._of_this_thread()
         since, made.next = made.next, _next_number()

@@ -151,7 +151,7 @@ class _CountedStep:
     """The counts of a step on fake tensors, without any of these tensors.
 
     Attributes:
-        ended: the mode that made them; None if the caller's mode is still active.
+        ended: the mode that made the fake tensors; None if the caller's mode is still active.
         emptied: see `fake_leftovers`.
     """
 

@@ -224,8 +224,8 @@ def _labelled_runs(
     """Run as many labelled steps as fit into their time; return them with the tracker and the page faults of the last
     one.
 
-    On a CPU, blocks of plain steps run between the first labelled runs. The two are compared, so both must see the same
-    machine.
+    On a CPU, blocks of plain steps run between the first labelled runs. Plain and labelled runs are compared, so both
+    must see the same machine.
 
     Args:
         blocks: largest number of blocks.

@@ -53,7 +53,8 @@ def recorded_report(
 
     Args:
         recorded: the steps of each marker that was leading, the coarsest first.
-        measures: whether the ceilings are this machine's. If so, missing ones are measured, and operators raise them.
+        measures: whether the ceilings are this machine's. If so, missing ceilings are measured, and operators above
+            them raise them.
         start_up: the time before the first step, if known.
         needed: number of steps of a complete recording.
         traced: whether a trace was requested.

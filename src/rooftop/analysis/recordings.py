@@ -10,7 +10,7 @@ With `step()` at the end of each iteration, or with found steps (`step_finding`)
 first ones warm up, one runs under the profiler alone, a few are labelled, the next are timed undisturbed, and the rest
 run unwatched. A block without steps is one step. It is labelled as a whole, which slows the host down, so the cost of
 the labels is measured and subtracted from its wall time. The first of several steps is labelled too, in case too few
-follow. Nothing is compiled while it is labelled, because PyTorch would later not compile code that it has seen under
+follow. Nothing is compiled in labelled steps, because PyTorch would later not compile code that it has seen under
 labels.
 """
 
@@ -273,7 +273,9 @@ class Recording:
                 self._begin()
 
     def _program_profiles(self) -> None:
-        """Called when the program uses PyTorch's profiler itself. Our use of it ends and does not start again."""
+        """Called when the program uses PyTorch's profiler itself. The recording then stops using the profiler for
+        good.
+        """
         if self._profiles(self._stage.name) and self._thread == threading.get_ident():
             self._now.close()
             self._stage, self._left, self._instrument = Stage("unwatched", 1), 1, None

@@ -220,8 +220,9 @@ class StepFinder:
         return step
 
     def _compiling(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The replacement of `torch.compile`. A module that imports it by name (`from torch import compile`) keeps it
-        longer than we need it."""
+        """The replacement of `torch.compile`. A module that imports the function by name (`from torch import compile`)
+        keeps the replacement longer than we need it.
+        """
         known = weakref.ref(self)
 
         @wraps(original)

@@ -3,7 +3,7 @@
 A program may ask PyTorch whether it is being compiled or captured, and then run other operators. For example,
 transformers omits an attention mask that masks nothing, but not if reading the mask would break the capture; and
 attention with a mask is slower. Advice to compile or to capture must take this into account. So this module detects
-whether a program asks. If it does, some steps run with "yes" as the answer.
+whether a program asks. If a program asks, some steps run with "yes" as the answer.
 
 PyTorch itself asks as well (its optimizers refuse to be captured unprepared), and gets the true answer. A program with
 compiled parts is not watched: the replaced functions would be compiled into them, in a separate graph.

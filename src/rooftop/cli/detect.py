@@ -138,7 +138,7 @@ def _pictures(found: Sequence[Path], folder: Path) -> list[Path]:
 
 
 def _table(photographs: Sequence[Detected]) -> Table:
-    """One line per object; the first line of a photograph has its path."""
+    """One line per object; the first line of a photograph has the photograph's path."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("photograph", overflow="fold")
     table.add_column("object", overflow="fold")

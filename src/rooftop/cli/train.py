@@ -306,7 +306,8 @@ def layout_of(ranks: int, tensor: int, pipeline: int, context: int, sequence_par
 
 
 def neighbours_of(sizes: tuple[int, int], layout: Layout) -> int:
-    """Number of context parallel ranks that exchange heads: the first size. The product of both is the number of ranks.
+    """Number of context parallel ranks that exchange heads: the first size. The product of both sizes is the number of
+    ranks.
 
     Raises:
         InputError: the product differs.

@@ -1,4 +1,4 @@
-"""Imports pyarrow, which reads and writes Parquet. No other file of this package imports it."""
+"""Imports pyarrow, which reads and writes Parquet. No other file of this package imports pyarrow."""
 
 from __future__ import annotations
 

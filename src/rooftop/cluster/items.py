@@ -284,9 +284,9 @@ LOADED = {"image": ["rooftop.media.images"], "clip": ["rooftop.media"], "cloud":
 
 
 def decoder(decoding: Decoding) -> Callable[[Item], Any]:
-    """Return the function that decodes an item for the target. Threads may call it concurrently.
+    """Return the function that decodes an item for the target. Threads may call this function concurrently.
 
-    It raises `InputError` for a damaged item, and any error of a reader.
+    The function raises `InputError` for a damaged item, and any error of a reader.
     """
     for module in LOADED.get(decoding.kind, ()):
         importlib.import_module(module)

@@ -140,7 +140,7 @@ def map_items(
         target: "my.py:fn" or "package.module:fn", a function, a class that is instantiated once per worker, or a target
             of `model_target`. It is called with one item: `rooftop.cluster.items` describes each kind.
         inputs: files, or folders, which are searched recursively.
-        out: the folder of the results; it is made.
+        out: the folder of the results, which is created.
         kind: "image", "clip", "cloud", "text", "row" or "path". None: by the suffixes.
         batch: the target gets a list of at most this many items, and returns a list of as many results.
         frames, step, stride: of clips, the number of frames, the distance between frames, and the distance between
@@ -210,7 +210,7 @@ def map_items(
 
 
 def _inside(files: Sequence[Path], folder: Path) -> Path | None:
-    """The first of these files that is in a folder; None if none is."""
+    """The first of these files that is in a folder; None if all are elsewhere."""
     return next((path for path in files if path.resolve().is_relative_to(folder.resolve())), None)
 
 

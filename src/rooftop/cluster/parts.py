@@ -156,8 +156,8 @@ class Parts:
         mine = json.loads(json.dumps(self._made_by))
         if made_by != mine:
             raise InputError(
-                f"{self.folder} has results of another job: {_differences(made_by, mine)}. To start again, remove it "
-                "or give another name"
+                f"{self.folder} has results of another job: {_differences(made_by, mine)}. To start again, remove the "
+                "folder or give another name"
             )
         if encoded is not None:
             pa = load_arrow()

@@ -30,7 +30,7 @@ class Failure:
 
     @staticmethod
     def of(error: BaseException) -> Failure:
-        """Make it from an exception, whose type precedes the message, except for errors of Rooftop."""
+        """Describe an exception: its type, then its message; for errors of Rooftop only the message."""
         said = " ".join(str(error).split())
         kind = type(error).__name__
         text = said if isinstance(error, InputError) and said else f"{kind}: {said}" if said else kind

@@ -154,7 +154,7 @@ def callable_target(given: str | Callable[..., Any], batch: int | None = None) -
     Raises:
         TargetError: there is no such file, module or name, the object is not callable, or it cannot be sent to other
             processes.
-        ModelRunError: importing it raised.
+        ModelRunError: importing the module raised.
         InputError: `batch` is below 1.
     """
     if batch is not None and batch < 1:
@@ -197,7 +197,7 @@ def imported(where: str, attribute: str) -> Any:
 
     Raises:
         TargetError: there is no such file, module or name.
-        ModelRunError: importing it raised.
+        ModelRunError: importing the module raised.
     """
     try:
         module = _of_file(Path(where)) if where.endswith(".py") else _of_name(where)

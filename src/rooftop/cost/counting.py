@@ -359,6 +359,6 @@ def _require_figures(cost: Cost) -> None:
 
 
 def _in_place(cost: Cost, call: Call) -> Cost:
-    """The cost with the memory that the call both reads and writes marked as shared."""
+    """The cost, in which memory that the call both reads and writes is marked as shared."""
     touched = distinct_bytes([*call.read_tensors, *call.written_tensors])
     return replace(cost, shared_bytes=max(0, cost.bytes - touched))

@@ -31,8 +31,8 @@ def covered_operators() -> list[str]:
 
 
 def later_cost(func: Any, args: tuple[Any, ...], out: Any) -> Callable[[], Cost] | None:
-    """A function that computes the cost of an operator with function arguments. Call it after the step, because it may
-    read values and make the host wait. None if the operator has no formula.
+    """A function that computes the cost of an operator with function arguments. Call this function after the step,
+    because it may read values and make the host wait. None if the operator has no formula.
     """
     from rooftop.cost.formulas import flex_attention
 

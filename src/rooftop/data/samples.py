@@ -24,8 +24,8 @@ DAMAGE = (
 class Samples(Protocol):
     """A data set with numbered samples, e.g. any map-style data set of torch.utils.data.
 
-    A loader may call it from several threads at once. A data set that does not allow this has an attribute `thread_safe
-    = False`. If a data set has a method `name(index)`, messages about damaged samples use it.
+    A loader may use the data set from several threads at once. A data set that does not allow this has an attribute
+    `thread_safe = False`. If a data set has a method `name(index)`, messages about damaged samples use it.
     """
 
     def __len__(self) -> int: ...

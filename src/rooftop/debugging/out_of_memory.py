@@ -1,9 +1,9 @@
 """Explain what fills a GPU's memory: list the tensors with the module and line that allocated each, and give advice.
 
-While `explained_memory` is active, it records every allocation with its Python stack (`torch.cuda.memory`'s history),
-and marks each one with the running module. If memory runs out, it adds a note to the error that lists the largest live
-tensors. Parameters, gradients, buffers and optimizer states are known by their address; other memory allocated during a
-forward pass is an activation.
+An active `explained_memory` records every allocation with its Python stack (`torch.cuda.memory`'s history), and marks
+each one with the running module. If memory runs out, it adds a note to the error that lists the largest live tensors.
+Parameters, gradients, buffers and optimizer states are known by their address; other memory allocated during a forward
+pass is an activation.
 """
 
 from __future__ import annotations

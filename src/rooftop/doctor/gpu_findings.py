@@ -172,8 +172,8 @@ def runs_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
     """Whether code built for these targets ("sm_80", "sm_90a", "compute_90") runs on a GPU of this compute capability.
 
     Machine code runs on its own major version, from its minor version on. PTX ("compute_") runs on its own version and
-    all later ones. With the suffix "a" both run only on their own version (CUDA C++ Programming Guide, "Binary
-    compatibility" and the following sections).
+    all later ones. With the suffix "a", machine code and PTX run only on their own version (CUDA C++ Programming Guide,
+    "Binary compatibility" and the following sections).
     """
     for architecture in architectures:
         code = _capability(architecture)

@@ -65,8 +65,9 @@ class Watch:
             self._ask_for_state()
 
     def _ask_for_others(self) -> None:
-        """The GPU's utilization if another process uses the GPU. Otherwise the utilization would be this process's own
-        work."""
+        """Record the GPU's utilization if another process uses the GPU; without one, the utilization is this process's
+        own work.
+        """
         uuid = gpu_uuid(self._device.index or 0)
         with nvml_session() as nvml:
             users = nvml.gpu(uuid, lambda m, h: len(m.nvmlDeviceGetComputeRunningProcesses(h)))

@@ -42,7 +42,8 @@ stays_for = ""
 
 
 def detach() -> bool:
-    """Detach CUPTI from this process until a profiler begins again. Returns True if it was attached and now is not.
+    """Detach CUPTI from this process until a profiler begins again. Returns True if CUPTI was attached and now is
+    not.
 
     No profiler may be active. This waits for all work on the devices first, as CUPTI requires. CUPTI stays attached if
     another thread may be in a call of the CUDA runtime.
@@ -97,7 +98,9 @@ def _keeping_the_gil() -> Iterator[None]:
 
 
 def _loaded(name: str) -> str | None:
-    """The path of a library that this process has loaded. None if it is not loaded or the system does not tell."""
+    """The path of a library that this process has loaded. None if the library is not loaded or the system does not
+    tell.
+    """
     if not _MAPS.exists():
         return None
     for line in _MAPS.read_text().splitlines():

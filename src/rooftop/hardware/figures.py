@@ -7,7 +7,7 @@
     pulse product                     the present speed of a CPU (see `pulse`), which is no ceiling
     kernel_floor_ms, launch_eager_ms, launch_graph_ms
 
-A figure is the best of its samples. It is reproduced if the second best is close.
+A figure is the best of its samples. A figure counts as reproduced if the second best sample is close.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def measure_ceilings(
 def keep(ceilings: Ceilings, device: torch.device | str | None = None) -> Ceilings:
     """Write raised ceilings into the cache of a device, and return the best known values.
 
-    Two processes may do so at once: neither loses the other's values.
+    Two processes may call this at once: neither loses the other's values.
 
     Raises:
         ValueError: the device is not on this machine, or the ceilings are those of another device.

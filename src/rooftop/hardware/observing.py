@@ -4,8 +4,9 @@ Under a dispatch mode PyTorch refuses to compile a function, and does not compil
 must be compiled, would raise. So these modes disable compilation.
 
 Operators that take functions (`torch.cond`, `while_loop`, `map`, `scan`, `flex_attention`) rely on the compiler to turn
-all tensors that their functions use into arguments. Without it their own gradients would fail. So autograd
-differentiates the operators inside their functions. Control flow runs eagerly, so that the mode sees its operators.
+all tensors that their functions use into arguments. Without the compiler, the gradients of these operators would fail.
+So autograd differentiates the operators inside their functions. Control flow runs eagerly, so that the mode sees its
+operators.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class RunningCalls:
         """Forget the calls of this thread that belong neither to this frame nor to any of its callers; return whether
         there were any.
 
-        Calls that began in another thread stay, because they wait for this one: autograd runs backward passes in its
+        Calls that began in another thread stay, because they wait for this thread: autograd runs backward passes in its
         own threads.
         """
         if not self._calls or self._calls[-1].thread != threading.get_ident():

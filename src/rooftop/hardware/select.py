@@ -292,8 +292,9 @@ def _stacked(outputs: list[Any]) -> Tensor:
 
 
 def _copied(values: Any, device: torch.device, from_gpu: bool | None) -> Any:
-    """The values with their tensors moved to the device. from_gpu: move only the tensors on a GPU (True), only the
-    others (False), or all (None)."""
+    """The values with their tensors moved to the device. from_gpu: move only tensors on a GPU (True), only tensors on
+    the CPU (False), or all tensors (None).
+    """
 
     def copy(tensor: Tensor) -> Tensor:
         if from_gpu is not None and tensor.is_cuda != from_gpu:

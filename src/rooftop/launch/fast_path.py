@@ -21,7 +21,9 @@ from torch.autograd import forward_ad
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _LISTS = (list, tuple)
-_NO_TENSORS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))  # types of most other arguments
+_NO_TENSORS = frozenset(
+    (type(None), bool, int, float, str, torch.dtype, torch.device)
+)  # types of most arguments that are not tensors
 # These functions are looked up once, since every call uses them.
 _include_set = torch._C._dispatch_tls_local_include_set
 _is_included = torch._C._dispatch_tls_is_dispatch_key_included

@@ -3,7 +3,7 @@
 Partial results are merged in float32, so that the error does not grow with the number of blocks. Backward starts from
 the merged result and its log-sum-exp, so no result of a block is kept (`rooftop.kernels.attentions.parts`).
 
-Large blocks run one by one in the fastest back end for their shape. Small ones, such as short documents, run together
+Large blocks run one by one in the fastest back end for their shape. Small units, such as short documents, run together
 in one launch of flash attention's kernels for packed sequences.
 """
 

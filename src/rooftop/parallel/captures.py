@@ -1,8 +1,8 @@
 """End CUDA graphs before the communication inside them.
 
-An NCCL communicator counts the CUDA graphs that contain its work. Destroying it waits until the last of them is gone
-(NVIDIA, NCCL User Guide, "Using NCCL with CUDA Graphs"). If a trainer, a traceback or a reference cycle still holds
-such a graph, the process never ends.
+An NCCL communicator counts the CUDA graphs that contain its work. Destroying the communicator waits until the last of
+these graphs is gone (NVIDIA, NCCL User Guide, "Using NCCL with CUDA Graphs"). If a trainer, a traceback or a reference
+cycle still holds such a graph, the process never ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 def graphs_end_here() -> Iterator[None]:
     """Reset all CUDA graphs that were captured in the `with` block, even if other code captured or still holds them.
 
-    PyTorch raises a RuntimeError if such a graph is replayed afterwards. Its tensors keep their memory.
+    PyTorch raises a RuntimeError if such a graph is replayed afterwards. The tensors of the graph keep their memory.
     """
     begin = torch.cuda.CUDAGraph.capture_begin
     graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()

@@ -52,7 +52,7 @@ class DataParallel(nn.Module):
     seed of an earlier one gets the next free seed). On the CPU replicas draw from one generator, in any order.
 
     Args:
-        module: moved to the first device, in place.
+        module: the module; it is moved to the first device, in place.
         devices: default: all GPUs, or the CPU if there are none. A device may be named several times.
         output_device: where outputs are gathered. Default: the first device.
         dim: dimension along which inputs are split and outputs are joined.

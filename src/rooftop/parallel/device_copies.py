@@ -2,8 +2,8 @@
 
 In forward every tensor goes to every device; in backward the gradients of the copies return and are added. This is a
 broadcast and a reduction, each the derivative of the other. Both are bound by the link or, for small tensors, by the
-launch of a copy. So tensors of up to `COALESCED_BYTES` travel together, in one buffer for each dtype. Larger ones are
-copied directly, without a second pass through memory.
+launch of a copy. So tensors of up to `COALESCED_BYTES` travel together, in one buffer for each dtype. Larger tensors
+are copied directly, without a second pass through memory.
 
 Each copy has its tensor's strides (channels last stays channels last), an address that is aligned for vector loads
 (`ALIGNMENT_BYTES`), and its own version counter, so that one copy may be written to while autograd keeps another.
@@ -44,7 +44,8 @@ def copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[l
         For each device, the copies in the order of the tensors.
     """
     learning = [n for n, tensor in enumerate(tensors) if tensor.requires_grad and torch.is_grad_enabled()]
-    # A tensor that was computed gets a separate node. In a common node, its graph would be traversed at each backward.
+    # A tensor that was computed gets a separate node. In a common node, each backward would traverse the graphs of all
+    # these tensors.
     computed = [n for n in learning if tensors[n].grad_fn is not None]
     leaves = [n for n in learning if tensors[n].grad_fn is None]
     fixed = [n for n in range(len(tensors)) if n not in set(learning)]
@@ -124,7 +125,7 @@ def _copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         buffer = torch.empty(size, dtype=dtype, device=group[0].device)
         torch._foreach_copy_(_slices(buffer, group, starts), group)
         arrived = buffer.to(device, non_blocking=to_gpu)
-        # .data: unlike slices, these are not views and do not share a version counter.
+        # .data: unlike slices, the results are not views and do not share a version counter.
         made |= {n: part.data for n, part in zip(numbers, _slices(arrived, group, starts), strict=True)}
     return [made[number] for number in range(len(tensors))]
 

@@ -8,10 +8,10 @@
 | `scattered_sum_of_ranks` | this rank's part of the sum over the ranks | the ranks' parts, joined |
 | `join_of_ranks` | the ranks' parts, joined | this rank's part |
 
-The first two surround the layers that tensor parallel ranks split. The next two replace them if the activations between
-these layers are split along the sequence. The last one, `join_of_ranks`, is for a result that all ranks use alike.
-Without a group nothing is communicated, and each function returns its argument. Gradients can be differentiated again,
-since they consist of the same functions.
+The first two surround the layers that tensor parallel ranks split. The next two replace the first two if the
+activations between these layers are split along the sequence. The last one, `join_of_ranks`, is for a result that all
+ranks use alike. Without a group nothing is communicated, and each function returns its argument. Gradients can be
+differentiated again, since they consist of the same functions.
 
 Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3; Korthikanti et al., "Reducing Activation
 Recomputation in Large Transformer Models" (arXiv:2205.05198), section 4.2.2.
@@ -127,7 +127,8 @@ def sum_of_ranks(x: Tensor, group: Group) -> Tensor:
 
 
 def gather_of_ranks(x: Tensor, dim: int, group: Group) -> Tensor:
-    """All ranks' parts joined along a dimension. The ranks use it differently, so its gradient is the sum of theirs.
+    """All ranks' parts joined along a dimension. Each rank uses the result differently, so the gradient is the sum over
+    the ranks.
 
     Raises:
         ValueError: in backward, if the dimension cannot be split among the ranks.

@@ -183,9 +183,9 @@ class Lack:
     """A collective that some ranks of its group have not launched or not reached.
 
     Attributes:
-        operation: as the waiting ranks record it.
-        by: the ranks that lack it.
-        awaited_by: the ranks that wait in it.
+        operation: the operation, as the waiting ranks record it.
+        by: the ranks that lack the operation.
+        awaited_by: the ranks that wait in the operation.
     """
 
     operation: Operation

@@ -202,7 +202,7 @@ class ModelGradients:
         first = place_in(self.tensor)[0] == 0
         for name, gradient in self._here():
             if name == self.tied and place_in(self.tied_group)[0] > 0:
-                continue  # the first stage counts it
+                continue  # the first stage counts this gradient
             if name in self.shards:
                 yield from (part for piece, part in self.shards[name].parts(gradient) if piece.first)
             elif first:

@@ -23,16 +23,16 @@ FIRST_PORT, PORTS = 20_000, 12_000  # below 32768, where the ports begin that Li
 
 @dataclass(frozen=True)
 class Launch:
-    """This process among those that were started with it.
+    """This process among all processes that were started together.
 
     Attributes:
         rank, size: rank of this process, and the number of ranks.
         local_rank: index of this rank among the ranks on this machine.
         launcher: "torchrun", "slurm" or "alone".
-        address, port: where the ranks meet; meaningless for a single process.
+        address, port: the address at which the ranks meet; meaningless for a single process.
         served: whether the launcher runs the store at that address; if not, rank 0 runs it.
-        attempt: the number of times that the launcher has restarted the ranks. Each of several launchers has its own
-            count.
+        attempt: the number of times that the launcher has restarted the ranks. If there are several launchers, each
+            counts for itself.
         elastic: whether torchrun itself started this process, and ends with it.
     """
 

@@ -49,7 +49,7 @@ class NormSums:
     reason: str = ""
 
     def refused(self, rows: int, columns: int, dtype: torch.dtype) -> str:
-        """Why NCCL must sum these rows; empty if the kernel can. The answer is the same on all ranks."""
+        """The reason why NCCL must sum these rows; empty if the kernel can. The answer is the same on all ranks."""
         return self.reason if self.mailboxes is None else self.mailboxes.refused(rows, columns, dtype)
 
     def summed_and_normed(
@@ -98,7 +98,7 @@ _of_groups: WeakKeyDictionary[ProcessGroup, NormSums] = WeakKeyDictionary()
 
 
 def norm_sums(group: Group, device: torch.device) -> NormSums:
-    """The sums of a group. The first call creates them: all ranks must make it, and it waits for them."""
+    """The sums of a group. The first call creates them; all ranks must make this call, which waits for all of them."""
     if group is None or group.size() == 1:
         return NormSums(reason="there is one rank")
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""Memory on each rank's GPU into which the other ranks' GPUs write. Kernels get its address.
+"""Memory on each rank's GPU into which the other ranks' GPUs write. Kernels get the address of this memory.
 
 Each rank allocates memory with the driver, and passes a handle (CUDA IPC) to the other ranks, which map the memory. A
 kernel may then store to it over NVLink or PCIe. Memory stays until the process ends, because another rank may still
@@ -77,7 +77,7 @@ def peer_memory(bytes: int, group: ProcessGroup, device: torch.device, lacking: 
 
 
 def refusal(offers: list[Offer]) -> str:
-    """Why these ranks cannot share memory; empty if they may try."""
+    """The reason why these ranks cannot share memory; empty if they may try."""
     failures = [f"rank {rank}: {offer.failed}" for rank, offer in enumerate(offers) if offer.failed]
     if failures:
         return failures[0]

@@ -69,7 +69,7 @@ CUT = re.compile(r"Connection (closed|reset)|Broken pipe")
 
 @dataclass(frozen=True)
 class World:
-    """This process among the others.
+    """This process as one of the ranks.
 
     Attributes:
         rank, size: rank of this process, and the number of ranks.

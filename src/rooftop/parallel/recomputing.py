@@ -64,7 +64,7 @@ def granularity_of(recompute: Recompute, caller: str) -> str | None:
 
 
 def recomputed(function: Callable[..., Result], masks: CounterDropouts | None, *given: Tensor | None) -> Result:
-    """Return the result of a function. Backward computes it again, with the same dropout masks.
+    """Return the result of a function. Backward computes the result again, with the same dropout masks.
 
     Args:
         masks: masks of the dropouts inside. None: there are other dropouts, or none; the generators' states are then

@@ -96,7 +96,7 @@ def _check(module: nn.Module, home: torch.device) -> None:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether it was compiled by torch.compile(module) or module.compile()."""
+    """Whether the module was compiled by torch.compile(module) or module.compile()."""
     return "_orig_mod" in module._modules or vars(module).get("_compiled_call_impl") is not None
 
 

@@ -1,5 +1,5 @@
-"""The roll call checks that all ranks are present, can start and have the same settings. Otherwise it tells all ranks
-which rank fails to.
+"""The roll call checks that all ranks are present, can start and have the same settings. If not, the roll call tells
+all ranks which rank is the cause.
 
 Ranks meet in a store. A launcher's store outlives the ranks: when the launcher restarts the ranks, perhaps with fewer
 or other ones, entries of the earlier ranks still exist. So ranks have numbered meetings. A rank goes to the first

@@ -35,13 +35,13 @@ def scatter(inputs: Any, devices: Sequence[torch.device | str], dim: int = 0) ->
             copied to each device. A container with one item per sample is split with them: lists (also of one tensor
             or dict per sample), tuples of strings or of objects other than numbers, and NumPy arrays. Any other value
             is the same object in every share.
-        devices: with n samples at most the first n devices get a share. With no samples, only the first device does;
-            without tensors to split, all devices do.
+        devices: with n samples at most the first n devices get a share. With no samples, only the first device gets a
+            share; without tensors to split, all devices do.
         dim: the dimension along which tensors and arrays are split; may be negative.
 
     Returns:
-        The shares, each like `inputs`, in order. The first ones have one more sample if the batch cannot be divided. A
-        share that stays on its device is a view.
+        The shares, each like `inputs`, in order. The first shares have one more sample if the batch cannot be divided
+        equally. A share that stays on its device is a view.
 
     Raises:
         ValueError: there are no devices, tensors lack this dimension or have different sizes along it, or the tensors

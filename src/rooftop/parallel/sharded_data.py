@@ -44,9 +44,9 @@ def fully_sharded(
 ) -> None:
     """Shard a model's parameters over data ranks, in place. Every rank of the group must call this.
 
-    Afterwards parameters are DTensors, and each rank holds some of their rows. Backward stores in them the sum over the
-    data ranks, so a mean loss must be divided by the targets of all ranks. Call the model itself, not its parts: only
-    then are its own parameters gathered.
+    Afterwards parameters are DTensors, and each rank holds some of their rows. Backward stores the sum over the data
+    ranks in the parameters' `.grad`, so a mean loss must be divided by the targets of all ranks. Call the model itself,
+    not its parts: only then are its own parameters gathered.
 
     Args:
         model: preferably on the meta device, so that no rank ever holds the whole; `to_empty` then gives it memory.
@@ -83,8 +83,8 @@ def fully_sharded(
 
 
 def sum_in_backward(model: nn.Module, wanted: bool) -> None:
-    """Set whether the next backward of a sharded model sums gradients over the data ranks. If so, each rank gets its
-    rows of the sums.
+    """Set whether the next backward of a sharded model sums gradients over the data ranks. If it does, each rank gets
+    its rows of the sums.
 
     Otherwise each rank accumulates whole gradients, which take memory, until a backward sums them.
     """

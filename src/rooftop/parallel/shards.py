@@ -22,7 +22,7 @@ class Piece:
     Attributes:
         box: the part of the whole parameter.
         holders: the number of ranks with the same rows, adjacent in their group.
-        first: whether this rank is the first of these ranks.
+        first: whether this rank is the first of the ranks that hold the piece.
     """
 
     box: Box

@@ -1,7 +1,7 @@
 """Sums of many tensors over ranks, each started as soon as the tensor is ready.
 
-A tensor that is large enough for full bandwidth is summed in place. Small ones are copied together into a bucket, whose
-sum starts when it is full, and copied back at the end.
+A tensor that is large enough for full bandwidth is summed in place. Small tensors are copied together into a bucket,
+whose sum starts when it is full, and copied back at the end.
 """
 
 from __future__ import annotations

@@ -220,7 +220,7 @@ def vocab_parallel_cross_entropy(
         logits: (..., columns), this rank's classes, as many on each rank; bfloat16, float16, float32 or float64.
         target: (...), int64, classes of the whole vocabulary; the same on all ranks.
         group: the ranks, in the order of their classes; None: all classes are here.
-        vocabulary: number of classes; None: all columns of all ranks. Columns after them are padding and are ignored.
+        vocabulary: number of classes; None: all columns of all ranks. Any further columns are padding and are ignored.
         ignore_index, reduction, label_smoothing, z_loss: as in `rooftop.kernels.cross_entropy`.
 
     Returns:

@@ -55,7 +55,7 @@ from rooftop.parallel.waits import Waits, context
 WATCH_S = 0.2
 """Seconds between a rank's heartbeats, and between its checks whether another rank has failed."""
 SILENT_S = 20.0
-"""A rank on another machine without a sign of life for this long has failed. A thread sends the signs during any
+"""A rank on another machine without a sign of life for this long has failed. A thread sends signs of life during any
 computation of the rank, unless code that holds Python's lock stops that thread.
 """
 STOPPED_S = 8.0
@@ -76,7 +76,7 @@ LOOK_S = 1.0
 STUCK_S = 2.0
 """The flight recorder is read only if no collective has finished for this long, since reading it takes 0.1 s."""
 LEAVING_S = 60.0
-"""Seconds that a program has to leave the block after a failure. Then its process is ended."""
+"""Seconds that a program has to leave the block after a failure. Then the rank's process is ended."""
 ENDED = ("its process has ended", "their processes have ended")
 NO_TAG = (1 << 30) + 7  # tag of a message that is never sent
 

@@ -31,7 +31,7 @@ class WeightPlaces:
         """Check that each place still has its original parameter.
 
         Raises:
-            RuntimeError: a place has another parameter. The message begins with `who` and has the remedy.
+            RuntimeError: a place now has a different parameter. The message begins with `who` and has the remedy.
         """
         for name, _, found in self._replaced():
             what = "nothing" if found is None else "another tensor"

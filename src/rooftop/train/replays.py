@@ -3,9 +3,9 @@
     gradients = Replayed(gradients_of_step, device)
     loss, norm = gradients(tokens, step)
 
-A step of a model has thousands of launches. If its layers are small or split, the host takes longer to launch them than
-the GPU to compute. A replay is one launch. It reads and writes the memory of the capture, so all data that change from
-step to step must be input tensors, which are copied to that memory.
+A step of a model has thousands of launches. If the layers of a model are small or split, the host takes longer to
+launch them than the GPU to compute. A replay is one launch. It reads and writes the memory of the capture, so all data
+that change from step to step must be input tensors, which are copied to that memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Replayed:
 
     Attributes:
         captured: whether calls are replays now. Tensors that the function stored during the capture, such as gradients,
-            belong to the graph. Keep them, because each replay writes them again.
+            belong to the graph. Keep these tensors, because each replay writes them again.
 
     Raises:
         ValueError: the device is not a GPU, or `warm_up` is negative.
@@ -65,8 +65,8 @@ class Replayed:
             ValueError: the number, shapes or dtypes of the inputs of a replay differ from the capture.
             OutOfMemoryError: the graph needs separate memory, in addition to the memory that the allocator keeps from
                 earlier calls.
-            RuntimeError: the function cannot be captured; the message gives the reason. Release the tensors that it
-                stored, such as gradients, because they have no values.
+            RuntimeError: the function cannot be captured; the message gives the reason. Release the tensors that the
+                function stored, such as gradients, because they have no values.
         """
         with torch.cuda.device(self._device):
             if self._graph is None and self._left:

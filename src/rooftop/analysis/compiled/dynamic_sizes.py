@@ -93,7 +93,7 @@ def size_sources(graph: fx.Graph) -> tuple[SizeSource, ...] | None:
 
 
 def naming_its_sizes(call: Callable[..., Any], sources: Sequence[SizeSource]) -> Callable[..., Any]:
-    """The compiled code, whose calls record their sizes in a profile. Without a profiler, it only runs."""
+    """The compiled code, whose calls record their sizes in a profile. Without a profiler, the code only runs."""
 
     def running(inputs: Sequence[Any]) -> Any:
         if not torch.autograd.profiler._is_profiler_enabled:

@@ -5,7 +5,7 @@
     flops   those of every operator in the kernel, even if another kernel computes that operator again
 
 Inductor splits large reductions into two kernels with the same nodes. The second kernel only finishes the first one's
-partial results, which are not necessary work. So only its writes count.
+partial results, which are not necessary work. So only the writes of that kernel count.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ def kernel_works(
     graph = with_known_sizes(graph, sizes)
     by_name = {node.name: node for node in graph.nodes}
     groups = [[by_name[name] for name in names if name in by_name] for _, names in kernels]
-    # Only the library's kernel does the library's work. Generated kernels also name it as their origin, for example a
-    # kernel that adds its bias or changes the layout of its operands.
+    # Only the library's kernel does the library's work. Generated kernels also name the library's node as their origin,
+    # for example a kernel that adds its bias or changes the layout of its operands.
     groups = [
         group if is_generated(name) else _calls(name, group) for (name, _), group in zip(kernels, groups, strict=True)
     ]
@@ -186,8 +186,8 @@ def _ready(
 ) -> list[fx.Node]:
     """The part of a kernel's group that it can compute.
 
-    A kernel that lays out an operand for a library names all sources of the library's call. It computes none of these
-    that wait for a later call, and no reductions if it is a pointwise kernel.
+    A kernel that lays out an operand for a library names all sources of the library's call. The kernel computes no
+    sources that wait for a later call, and no reductions if it is a pointwise kernel.
     """
     members = set(group)
     pointwise = name.startswith("triton_poi_") and not members.isdisjoint(called)

@@ -254,7 +254,7 @@ def _watching(number: int) -> Iterator[None]:
         yield
         return
     done = threading.Event()
-    store = _store().clone()  # a separate connection: the other may be waiting
+    store = _store().clone()  # a separate connection, because the first connection may be waiting
 
     def watch() -> None:
         try:

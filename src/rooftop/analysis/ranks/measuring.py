@@ -1,9 +1,10 @@
 """Measure a rank's part of a step: the times of communication, and of other work.
 
-Sources of the figures (PyTorch 2.13). On a GPU these are kernels: those of NCCL have "nccl" in their names. On a CPU
-these are the spans "gloo:all_reduce", "gloo:broadcast", "gloo:recv", ...: they last from the call of a collective to
-its end, including waits, even if operators of the calling thread, which are the other work, run at the same time. Time
-of Python itself during a collective counts as exposed, and so does that of compiled CPU kernels, which leave no events.
+Sources of the figures (PyTorch 2.13). On a GPU the sources are kernels: NCCL's kernels have "nccl" in their names. On a
+CPU the sources are the spans "gloo:all_reduce", "gloo:broadcast", "gloo:recv", ...: they last from the call of a
+collective to its end, including waits, even if operators of the calling thread, which are the other work, run at the
+same time. Time of Python itself during a collective counts as exposed, and so does that of compiled CPU kernels, which
+leave no events.
 """
 
 from __future__ import annotations

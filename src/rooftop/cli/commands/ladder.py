@@ -35,7 +35,7 @@ Ladders:
 def command() -> None:
     """Measure one piece of work in ever faster versions. Each rung is checked, timed and compared with the roof.
 
-    The ladders python and memory also run on a CPU (docs/speed.md). The others are kernels in CUDA C++ and Triton
-    (docs/ladder.md). Without a GPU these are not timed: Triton kernels run small sizes in Triton's interpreter and are
-    checked; CUDA C++ kernels are only compiled.
+    The ladders python and memory also run on a CPU (docs/speed.md). The other ladders are kernels in CUDA C++ and
+    Triton (docs/ladder.md). Without a GPU, the kernels are not timed: Triton kernels run small sizes in Triton's
+    interpreter and are checked; CUDA C++ kernels are only compiled.
     """

@@ -48,8 +48,8 @@ def embedding_bag(call: Call) -> Cost:
 def embedding_bag_backward(call: Call) -> Cost:
     """Adds the gradient of its bag to the row of each index; the whole table of gradients is written.
 
-    Several arguments say to which bag an index belongs (`offset2bag`, `offsets`, `bag_size`). Only one of them is
-    counted as read.
+    Several arguments say to which bag an index belongs (`offset2bag`, `offsets`, `bag_size`). Only one of these
+    arguments is counted as read.
     """
     gradient, indices = call["grad"], call["indices"]  # (bags, E), (indices,)
     read = [gradient, indices, _bags(call), call["per_sample_weights"]]
@@ -104,7 +104,7 @@ def scattering(addressed: Callable[[Call], int], flops: int = 0, *, accumulates:
 
     Args:
         addressed: the number of elements that the indices address.
-        flops: per element, if it accumulates.
+        flops: flops per element, if the operator accumulates.
         accumulates: whether the old value is needed. A str names an argument; the old value is needed if that argument
             is given and true.
     """

@@ -52,7 +52,7 @@ cost_of(
     *aten("_fake_quantize_learnable_per_tensor_affine_backward"),
 )(streaming(FAKE + 4, per="self"))
 
-# operator: flops between dequantizing its operands and quantizing the result
+# operator: flops between dequantizing the operands and quantizing the result
 POINTWISE: dict[str, int] = {
     "add": 1,
     "add_relu": 2,

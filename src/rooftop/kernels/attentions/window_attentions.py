@@ -76,7 +76,9 @@ def window_attention_backward_reference(
     shift: Sequence[int],
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the first four arguments. Gradients of an absent padding or cosine_scale are empty."""
+    """Gradients of the first four inputs (query_key_value, bias, padding, cosine_scale). Gradients of an absent padding
+    or cosine_scale are empty.
+    """
     query, key, value = _cut_heads(query_key_value, padding, heads, window, shift)
     left, right, factor = _scaled(query, key, cosine_scale, scale)
     weights = _weights(left, right, factor, bias, _shift_mask(query_key_value, window, shift))
@@ -226,8 +228,8 @@ class Sizes:
 
 
 def _sizes(x: Tensor, heads: int, window: Sequence[int], shift: Sequence[int], scale: float) -> Sizes:
-    """The sizes in a call of the operator. Read them at each call, because a traced program may run with another map
-    size.
+    """The sizes in a call of the operator. The sizes are read at each call, because a traced program may run with
+    another map size.
     """
     return Sizes(heads, window, _moved(x, window, shift), scale)
 

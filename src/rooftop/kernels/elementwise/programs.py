@@ -50,7 +50,7 @@ class Program:
     """The kinds of the arguments, and the trees.
 
     `kinds` has a letter for each argument: t a tensor, n a number, - none (not used). `kept` has a digit for each
-    dimension of a summed output: 1 if it stays, 0 if it becomes 1. It is empty for other outputs.
+    dimension of a summed output: 1 if it stays, 0 if it becomes 1. For other outputs the text is empty.
     """
 
     kinds: str

@@ -83,8 +83,8 @@ def store_fused(
         numbers: Python numbers. Floats are float32; a float64 number is passed as an integer with the same bits,
             `float64_of_bits(a0)`.
         out: the memory of the result. It may be the same as a tensor's, but must not overlap a tensor in part.
-        rows: numbers that repeat along the last dimension of `out`, whose size is a multiple of their count. Among the
-            program's arguments they come after the tensors.
+        rows: numbers that repeat along the last dimension of `out`, whose size is a multiple of their count. Numbers
+            come after the tensors among the program's arguments.
 
     Returns:
         The launch, which can be repeated on other memory. None if there was no launch, or several launches, or a launch

@@ -70,8 +70,8 @@ FORWARD_NARROW = (
     ForwardConfig(columns=1024, rows=1, block=256, warps=1),
 )
 
-# Longer half precision rows of four-element groups, which begin at multiples of 8 bytes. Up to this many elements they
-# are faster than staging in shared memory (`clusters`).
+# Longer half precision rows of four-element groups, which begin at multiples of 8 bytes. Up to this many elements,
+# these loads are faster than staging in shared memory (`clusters`).
 FORWARD_FOURS, FORWARD_FOURS_RMS = (
     (ForwardConfig(columns=16_384, rows=1, block=2048, warps=8),),
     (ForwardConfig(columns=24_568, rows=1, block=2048, warps=8),),

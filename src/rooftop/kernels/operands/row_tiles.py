@@ -63,7 +63,7 @@ def long_tile(table: Sequence[LongConfig], row_bytes: int, element_bytes: int) -
 
 
 def group_of(elements: int, element_bytes: int) -> int:
-    """The number of neighbouring elements that a thread loads at once, at most 16 bytes. A thread finds their maximum
-    alone.
+    """The number of neighbouring elements that a thread loads at once, at most 16 bytes. One thread finds the maximum
+    of a group alone.
     """
     return math.gcd(elements, 16 // element_bytes)

@@ -339,7 +339,8 @@ def sparse_conv(
             computed for tables with many rows.
         pairs: the pairs of each tap, for the gradient of the weight. Either sites and results of each tap's pairs, (2,
             T, P) int32, and their number, (T,) int32, as `get_indice_pairs` returns them. Or, for an `order` that
-            contains the table, (T, blocks) and (T,) int32, as `blocks_of` returns them. None: computed if they help.
+            contains the table, (T, blocks) and (T,) int32, as `blocks_of` returns them. None: the pairs are computed if
+            they save time.
         pair_count: number of pairs over all taps, which only serves to count flops. None: M is assumed, the fewest
             possible.
 

@@ -45,7 +45,7 @@ def convert(
 
     Args:
         record: record of the checkpoint to read.
-        out: folder for `--load`, new or empty. It appears once it is complete.
+        out: folder for `--load`, new or empty. The folder appears once it is complete.
         tensor_ranks: number of tensor parallel ranks, with one file for each; 1: one file with whole tensors.
         progress: called with (the tensor, the fraction done).
 

@@ -5,7 +5,7 @@
     state = {name: parameter for name, parameter in model.named_parameters()}  # tensors and DTensors, of any mesh
     dcp.load(state, storage_reader=CheckpointReader("run"))
 
-PyTorch's planner finds out which parts of which tensors each rank needs. `SavedTensors` reads only those parts and
+PyTorch's planner finds out which parts of which tensors each rank needs. `SavedTensors` reads only the needed parts and
 verifies their checksums. Names are those of `rooftop checkpoint inspect --json`. Nothing is pickled on the disk.
 """
 
@@ -51,7 +51,7 @@ class CheckpointReader(StorageReader):
             self.saved: Readable = open_tensors(read_record(Path(checkpoint_id)))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the dtype and whole shape of each tensor. Planners need not know its pieces."""
+        """Return the dtype and whole shape of each tensor. Planners need not know the pieces of a tensor."""
         return Metadata(
             {
                 name: TensorStorageMetadata(

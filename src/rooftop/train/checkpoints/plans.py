@@ -45,7 +45,7 @@ class Held:
 
     @classmethod
     def of(cls, name: str, dtype: str, shape: Sequence[int], shard: Shard | None) -> Held:
-        """Make it from a shard; None: the whole tensor of that shape.
+        """Make the description from a shard; None: the whole tensor of that shape.
 
         Raises:
             ValueError: the shard has elements that are not contiguous in the whole.

@@ -33,7 +33,7 @@ def _contents(sources: Sequence[Tensor]) -> Iterator[memoryview]:
 
 
 class WritingProcess:
-    """Writes pieces from a copy, in a process. Call it once, in any thread.
+    """Writes pieces from a copy, in a process. Call the object once, in any thread.
 
     Args:
         path: path of the file.
@@ -82,7 +82,7 @@ class WritingProcess:
         self.seconds = time.perf_counter() - began
 
     def give_up(self) -> None:
-        """End the process if it runs, and keep it from starting."""
+        """End the process if it runs; if not, prevent its start."""
         self._given_up = True
         if self._process is not None and self._process.poll() is None:
             self._process.kill()

@@ -70,7 +70,8 @@ def fit(
     """Train a task by a recipe. Under torchrun every rank calls it.
 
     Args:
-        task: the task, whose model is moved to the device. At the end it has the trained weights, not their mean.
+        task: the task, whose model is moved to the device. At the end the model has the trained weights, not their
+            mean.
         device: "cuda" or "cpu"; a GPU if there is one.
         out: folder for checkpoints, metrics and weights, which all ranks see; None: nothing is written.
         resume: continue from the last checkpoint in `out`; without a checkpoint the training starts at its first step.
@@ -78,8 +79,8 @@ def fit(
         save_every: steps between checkpoints; None: an epoch.
         keep_last: number of checkpoints kept.
         interval: number of steps that are read from the device and reported together; None: 10 on a GPU, 1 on a CPU.
-        stop: if its `requested` is set, the training ends after a step, on all ranks. None: SIGTERM and Ctrl-C end it,
-            if `out` is given.
+        stop: if its `requested` is set, the training ends after a step, on all ranks. None: SIGTERM and Ctrl-C end the
+            training, if `out` is given.
 
     Returns:
         The result. A stopped training is saved.

@@ -177,7 +177,7 @@ class Stepper:
         wrong = wrong_loss | ~norm.isfinite()
         fault = wrong_loss if self.scaler.is_enabled() else wrong
         if self.recipe.faults.not_finite == "stop":
-            self._stuck |= fault  # the weights stay those before the fault until the host reads it
+            self._stuck |= fault  # the weights stay as before the fault until the host reads the flag
         return wrong | self._stuck, fault
 
     @torch.no_grad()

@@ -34,7 +34,7 @@ def fill_from(model: Gpt | GptStages, folder: str | Path, unshared: Callable[[],
 
     Args:
         model: result of `parallel_gpt`, `parallel_gpt_stages` or `fully_sharded_gpt`, with the folder's config. If data
-            parallel ranks shard it, each reads the part of its tensor parallel rank once, on the CPU.
+            parallel ranks shard the model, each rank reads its tensor parallel part once, on the CPU.
         folder: a folder with config.json and .safetensors files.
         unshared: makes the same part of an unsharded model on the meta device.
 

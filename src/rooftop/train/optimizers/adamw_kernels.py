@@ -123,7 +123,7 @@ def step_of_block(
     g = tl.load(gradient + lane, mask=inside).to(WIDE)
     m = tl.load(average + lane, mask=inside).to(WIDE)
     v = tl.load(square + lane, mask=inside).to(WIDE)
-    if NARROW:  # if it differs from the rounded weight, new values were loaded into it, and the step starts from there
+    if NARROW:  # a narrow weight other than the rounded weight was loaded anew: the step starts from it
         n = tl.load(narrow + lane, mask=inside)
         w = tl.where(w.to(narrow.dtype.element_ty) == n, w, n.to(WIDE))
     if SCALED:

@@ -74,7 +74,7 @@ class AdamWPlan:
     """The plan of a step on one device: addresses and launches.
 
     Args:
-        parameters: floating point, each filling its memory; of sharded ones the part of this rank is stepped.
+        parameters: floating point, each filling its memory; of sharded parameters, this rank's part is stepped.
         states: states of the parameters: "step" () float32 on the device; "exp_avg" and "exp_avg_sq" with the memory
             layout of the parameter.
         models: the weight of the model for each parameter, or None.

@@ -84,7 +84,7 @@ class MeanWeights:
         """Load the result of `state_dict`.
 
         Raises:
-            InputError: names or shapes are not those of the model.
+            InputError: names or shapes differ from those of the model.
         """
         own = self.state_dict()
         wrong = [name for name in own if name not in tensors or tensors[name].shape != own[name].shape]

@@ -37,8 +37,8 @@ def mixer(mix: Mix, classes: int) -> Alter | None:
     stays unchanged.
 
     Raises:
-        InputError: there are fewer than two classes. The returned function raises it for images that are not floating
-            point, or have no height and width for cutmix.
+        InputError: there are fewer than two classes. The returned function raises InputError for images that are not
+            floating point, or have no height and width for cutmix.
     """
     if not mix.mixup and not mix.cutmix:
         return None

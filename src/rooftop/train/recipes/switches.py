@@ -23,7 +23,7 @@ class Switch:
     Attributes:
         path: section.name.
         default: the default value.
-        meaning: the description of its effect.
+        meaning: the description of the switch's effect.
         source: the publication; "": none.
     """
 

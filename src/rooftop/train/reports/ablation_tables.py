@@ -38,7 +38,7 @@ HEADINGS = ("switch", "on (off)", "with", "without", "worth", "std. error", "")
 
 
 def row_of(worth: Worth) -> tuple[str, ...]:
-    """The row of a switch, under HEADINGS. All its numbers have the same number of decimals."""
+    """The row of a switch, under HEADINGS. All numbers of a row have the same number of decimals."""
     decimals = decimals_of(max(map(abs, (*worth.with_it, *worth.without_it))))
     return (
         worth.switch.name,

@@ -140,7 +140,8 @@ def _llmc_numbers(path: Path, kind: str | None) -> Numbers | None:
     size = path.stat().st_size
     header = np.fromfile(path, "<i4", min(size, LLMC_HEADER_BYTES) // 4)
     magic = int(header[0]) if len(header) else 0
-    # After the count a header has only zeros. Otherwise the first token happens to be this number.
+    # After the count a header has only zeros. Otherwise this is no header, and the first token happens to be this
+    # number.
     if magic not in LLMC_TOKENS | LLMC_OTHERS or header[32:].any():
         return None
     if magic in LLMC_OTHERS:
