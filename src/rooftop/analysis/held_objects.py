@@ -138,7 +138,9 @@ class _Gradient:
 
 @cache
 def _is_closed(kind: type[Any], training: bool = False) -> bool:
-    """Whether objects of a class are not followed. Iterators, for example, are not, because they cannot be set back."""
+    """Whether objects of a class are not followed. Iterators, for example, are not followed, because they cannot be set
+    back.
+    """
     if issubclass(kind, Tensor):
         return False
     if issubclass(kind, _CLOSED) or hasattr(kind, "__next__"):

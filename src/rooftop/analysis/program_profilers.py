@@ -33,7 +33,7 @@ class ProgramProfilers:
         begins: called before the program's first profiler begins.
 
     Attributes:
-        used: whether one has begun.
+        used: whether such a profiler has begun.
     """
 
     def __init__(self, begins: Callable[[], None]) -> None:

@@ -189,7 +189,7 @@ def _beginning(laps: Laps, start_up: StartUp | None, label_ms: float) -> list[st
 
 
 def _plain_of(labelled: Labelled) -> Plain:
-    """The result of a labelled run alone: the operators' time as busy time."""
+    """The result if there are only labelled runs; the operators' time counts as busy time."""
     busy_ms = sum(ms for ms, _ in labelled.times) + labelled.unattributed_ms
     return Plain(busy_ms, [], [], 0.0, 0.0, compiled=False)
 

@@ -168,8 +168,8 @@ class Recording:
         """End the running stage, as the end of the block does. This is for programs that end their process inside the
         block.
 
-        Called from another thread, this does not wait, because the program may hang. It gives up the current stage and
-        keeps the steps that have been timed.
+        Called from another thread, this does not wait, because the program may hang. The call gives up the current
+        stage and keeps the steps that have been timed.
         """
         if not self._open:
             return

@@ -38,7 +38,7 @@ class Form:
         dtype: replaces its floating-point dtypes; None: unchanged.
         channels_last: images and convolution weights are channels last; else their layout is unchanged. An image of one
             pixel counts as channels first, because PyTorch treats maps that are averaged to one pixel this way.
-        multiple: sides of matrices and lengths of vectors are rounded up to a multiple of it.
+        multiple: sides of matrices and lengths of vectors are rounded up to a multiple of this number.
     """
 
     dtype: torch.dtype | None = None

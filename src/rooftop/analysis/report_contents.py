@@ -27,7 +27,7 @@ class OperatorRow:
         dtype: dtype of the first floating-point one.
         calls: executions; the figures below are totals over them.
         bound: the limit that sets the roof: "memory", "compute", "launch", "none" (a view) or "uncovered".
-        modules: paths of the modules that called it.
+        modules: paths of the modules that called the operator.
         kernels: names of its work on the device.
         uncovered: why there is no cost formula, "" if there is one.
     """
@@ -236,7 +236,7 @@ class ReportContents:
         modules: the tree's root.
         advice: the largest gain first.
         memory: (ms since the step began, allocated bytes) and `peak_bytes`.
-        compilation: what `torch.compile` did, None if nothing is compiled.
+        compilation: the work of `torch.compile`, None if nothing is compiled.
         ranks: ranks of a distributed step, None in a single process; all other data are then those of rank 0.
         predicted: whether nothing was measured, and each operator takes its roof (see `rooftop.predict`).
         notes: facts about the measurement that a reader should know.

@@ -67,8 +67,8 @@ def stages(*, found: bool, compiled: bool, ranks: bool, stays: bool = False) -> 
     Args:
         found: whether the steps were found instead of reported by the program. Only for found steps is it known at the
             first step whether the program compiles.
-        compiled: something is compiled.
-        ranks: this is one of several ranks.
+        compiled: whether something is compiled.
+        ranks: whether this is one of several ranks.
         stays: whether CUPTI stays attached once a profiler has begun. If so, the profiler begins late.
     """
     first = "unwatched" if compiled or stays else "whole"

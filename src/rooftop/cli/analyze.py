@@ -243,7 +243,7 @@ def _check_prediction(options: dict[str, Any]) -> None:
     """Refuse options that a prediction would ignore.
 
     Raises:
-        click.UsageError: one of these is given.
+        click.UsageError: such an option is given.
     """
     given = [name for name, value in options.items() if value]
     if given:
@@ -257,7 +257,7 @@ def _check_script_options(script: str, options: dict[str, Any]) -> None:
     """Refuse options that would change the model of a script.
 
     Raises:
-        click.UsageError: one of these is given.
+        click.UsageError: such an option is given.
     """
     given = [name for name, value in options.items() if value]
     if given:

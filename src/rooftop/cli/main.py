@@ -128,7 +128,7 @@ def _fail(message: str, status: int, debug: bool, error: BaseException | None = 
 
 
 def _failure_behind(error: BaseException | None) -> str | None:
-    """The first failure among the ranks, if this error ended all ranks. The text is the same on all of them."""
+    """The first failure among the ranks, if this error ended all ranks. The text is the same on all ranks."""
     while error is not None:
         failure = getattr(error, FAILURE, None)
         if isinstance(failure, str):

@@ -29,7 +29,7 @@ class Choice:
         overlaps: whether making batches can overlap with the work of a device; the device waits if the loop makes them.
         seconds: seconds per batch, by way, if timed.
         refused: ways that failed, with the reason.
-        chosen: None: some ways are still to be tried.
+        chosen: the chosen way; None: some ways are still to be tried.
     """
 
     ways: Sequence[str]

@@ -73,7 +73,7 @@ class LiveTensor:
         name: name of a parameter, gradient, buffer or optimizer state: "encoder.layers.3.linear1.weight".
         module: path of the running module; None: no module was running, or the allocation was not recorded.
         line: line of the user's program; None: not recorded, or made by autograd's own thread.
-        shape, dtype: None if no Python object holds the tensor (autograd saved it).
+        shape, dtype: shape and dtype; None if no Python object holds the tensor (autograd saved it).
     """
 
     size_bytes: int
@@ -337,7 +337,7 @@ def explanation_of(
         memory: the figures of the GPU.
         known: address -> the tensor that starts there.
         device: index of the GPU in the snapshot.
-        out: memory ran out: the trace's last "oom" entry says where.
+        out: whether memory ran out; the trace's last "oom" entry then says where.
         most: largest number of listed tensors and groups.
     """
     traces = snapshot["device_traces"]

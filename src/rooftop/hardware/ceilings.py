@@ -117,9 +117,10 @@ class Ceilings:
     def rate(self, working_set_bytes: int, in_place: bool = False) -> float:
         """Upper bound of the bandwidth for work of this size, bytes/s.
 
-        Start at the largest measured working set that is not larger than this one. The bound is the fastest rate of any
-        pattern there or at any larger working set. So it is never pessimistic, and never rises with the working set. A
-        rate that an operator reached also counts for smaller working sets, down to the next measured one.
+        Start at the largest measured working set that is not larger than this working set. The bound is the fastest
+        rate of any pattern there or at any larger working set. So it is never pessimistic, and never rises with the
+        working set. A rate that an operator reached also counts for smaller working sets, down to the next measured
+        one.
 
         Args:
             in_place: whether the work overwrites its input.

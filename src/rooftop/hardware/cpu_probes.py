@@ -135,7 +135,7 @@ def _products(precision: str, dtype: torch.dtype) -> Iterator[Candidate]:
 
 
 def _convolutions(precision: str, dtype: torch.dtype) -> Iterator[Candidate]:
-    """Convolutions. Another library computes convolutions than products, on some CPUs up to twice as fast."""
+    """Convolutions. They come from another library than products, and are up to twice as fast on some CPUs."""
     for batch, channels, side, kernel in CONVOLUTIONS:
         x = torch.randn(batch, channels, side, side).to(dtype)
         weight = torch.randn(channels, channels, kernel, kernel).to(dtype)

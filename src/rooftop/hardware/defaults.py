@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 @contextmanager
 def usual_defaults() -> Iterator[None]:
     """Within the block, the defaults are float32 and the CPU, and no mode of the program is active. The program's
-    settings return afterwards.
+    settings are restored afterwards.
     """
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)

@@ -52,7 +52,7 @@ def captured_into(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: 
         except BaseException as error:
             if within is None or error is within:
                 raise
-        # raised outside the block, because otherwise frames of the consequence would hold the error
+        # raised outside the block: inside, the frames of the later error would keep this error alive
         if within is not None:
             raise within
     finally:

@@ -99,7 +99,7 @@ class History:
     raises: tuple[Raise, ...] = field(default=())
 
     def merged(self, other: History) -> History:
-        """The union of two histories. The order does not matter; the newer one describes the machine."""
+        """The union of two histories. The order does not matter; the newer history describes the machine."""
         newer = max(self, other, key=lambda history: (history.measurements[-1].at, _text(history.machine)))
         measurements = _union(self.measurements, other.measurements)
         return History(newer.machine, _kept(measurements), _union(self.raises, other.raises))

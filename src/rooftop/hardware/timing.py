@@ -123,7 +123,7 @@ def compare_slow(variants: Mapping[str, Callable[[], object]], samples: int = SL
 
 
 def balanced_orders(count: int) -> list[list[int]]:
-    """Orders of `count` items in which each item directly follows each other one equally often.
+    """Orders of `count` items in which each item directly follows every other item equally often.
 
     One Latin square for an even count, two for an odd count: Williams 1949, "Experimental designs balanced for the
     estimation of residual effects of treatments".

@@ -403,7 +403,9 @@ def _current_stream(device: int) -> Any:
 
 
 def _bind_context(device: int) -> None:
-    """Give this thread a CUDA context. Calls of CUDA's runtime do so, but launches through the driver do not."""
+    """Give this thread a CUDA context. Calls of CUDA's runtime create a context, but launches through the driver do
+    not.
+    """
     if not getattr(_thread, "bound", False):
         nvrtc.require_cuda_core().Device(device).set_current()
         _thread.bound = True

@@ -66,8 +66,8 @@ class Signature(Protocol[Result_co]):
     schema.
 
     Methods:
-        run(): computes the results. They share memory neither with the arguments nor with each other. `run` changes no
-            argument except those in `mutates` of `declare`. It may return None: no result.
+        run(): computes the results. The results share memory neither with the arguments nor with each other. `run`
+            changes no argument except those in `mutates` of `declare`. It may return None: no result.
         fake(): results with the same shapes, strides and dtypes but without values, as in
             `torch.library.register_fake`.
         cost(made): the least cost of the call; `made` are its results.

@@ -123,7 +123,7 @@ class ContextAttention:
 
     Args:
         context: the ranks.
-        packing: which rank has which positions. Data prepared for one layer are reused by the next ones.
+        packing: which rank has which positions. Data prepared for one layer are reused by the next layers.
     """
 
     def __init__(self, context: Context, packing: Packing) -> None:

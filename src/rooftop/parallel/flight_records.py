@@ -58,7 +58,7 @@ class Operation:
         ranks: the group's ranks.
         number: counts the group's collectives from 1; sends and receives are counted separately.
         what: shape and dtype of its first tensor; "" without one.
-        between_two: a send or receive.
+        between_two: whether this is a send or a receive.
     """
 
     name: str

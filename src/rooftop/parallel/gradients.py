@@ -90,7 +90,7 @@ class ModelGradients:
         self._sharing = {count: self._group_of(count) for count in sorted(holders)}
 
     def _group_of(self, holders: int) -> Group:
-        """The group of this rank and those that hold the same parameter."""
+        """The group of all ranks that hold the same parameter as this rank."""
         index, count = place_in(self.tensor)
         if holders == count or self.tensor is None:
             return self.tensor

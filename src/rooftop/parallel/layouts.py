@@ -7,7 +7,7 @@
 `order` names the axes, from the one whose ranks are adjacent to the one whose ranks are farthest apart. With
 "tp-cp-dp-pp" the rank is `tp + TP * (cp + CP * (dp + DP * pp))`, with small letters for coordinates and capitals for
 sizes. Tensor parallel ranks communicate most, so they are neighbours on one machine. Pipeline stages, which communicate
-least, may be on different ones. A layout is arithmetic: only `mesh` and `process_groups` need torch.
+least, may be on different machines. A layout is arithmetic: only `mesh` and `process_groups` need torch.
 
 Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053); the order is that of Megatron-Core's `parallel_state`.
 """
@@ -141,7 +141,8 @@ class Layout:
         """All groups along an axis ("tp") or several ("dp-cp"): their ranks differ only in these axes.
 
         Returns:
-            Each group in ascending order, the groups in the order of their first ranks. Every rank is in one.
+            Each group in ascending order, the groups in the order of their first ranks. Every rank is in exactly one
+            group.
 
         Raises:
             ValueError: no axis has such a name, or one is named twice.

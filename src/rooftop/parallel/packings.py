@@ -25,7 +25,7 @@ from rooftop.parallel.chunks import Chunks
 from rooftop.parallel.documents import Documents, Span
 
 CHUNKS_OF_RANK = (2, 4, 8, 16, 32, 64)
-"""Numbers of chunks per rank to try for packed documents. The smallest one that balances the work is used, since few
+"""Numbers of chunks per rank to try for packed documents. The smallest number that balances the work is used, since few
 chunks make large blocks."""
 BALANCED = 1.01
 """Largest work of a rank divided by the mean. Once the ratio is below this, no finer chunks are tried."""

@@ -1,8 +1,8 @@
 """Random numbers that do not depend on the layout: initial values and dropout masks by seed, name and global position.
 
 A rank with a part of a tensor draws exactly the values that the whole tensor has there. A `Box` describes the part. So
-a model is the same bit for bit on CPU and GPU, on any number of ranks, and for any way of splitting it. Its dropout is
-the same too, even when forward is recomputed. The numbers are those of `rooftop.kernels.random_normal`,
+a model is the same bit for bit on CPU and GPU, on any number of ranks, and for any way of splitting it. The dropout of
+this file is the same too, even when forward is recomputed. The numbers are those of `rooftop.kernels.random_normal`,
 `random_uniform` and `counter_dropout`.
 """
 
@@ -26,7 +26,7 @@ class Stream:
     """All random numbers of a seed, from 0 to 2^64 - 1; each name has its own.
 
     Names are those of the whole model, the same on every rank. In each method, `box` is the part of the whole tensor.
-    Several boxes follow each other along the first dimension. None: the tensor is the whole.
+    Several boxes follow each other along the first dimension. None: the whole tensor.
     """
 
     seed: int

@@ -35,7 +35,9 @@ from rooftop.parallel.process_states import Process
 from rooftop.parallel.watching import first_line, poll
 
 JUDGING = 1.2
-"""Rank 0 decides the roll call when its patience ends. Another rank decides after this many times that long."""
+"""Rank 0 decides the roll call when its patience ends. Another rank decides after this multiple of rank 0's
+patience.
+"""
 LINGER_S = 3.0
 """A rank that runs the store, or has failed, stays for this many seconds so that the others can learn the reason, which
 takes a tenth of this time.

@@ -246,7 +246,8 @@ def attend_with_dropout(query: Tensor, key: Tensor, value: Tensor, seen: Tensor,
     Args:
         query: (B, H, S, D).
         key, value: (B, H_k, T, D), where H_k divides H.
-        seen: True where a query attends to a key; broadcastable to (B, H, S, T). Each query attends to at least one.
+        seen: True where a query attends to a key; broadcastable to (B, H, S, T). Each query attends to at least one
+            key.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))

@@ -100,7 +100,7 @@ class Watch:
         termination: whether this process has received a request to end.
         timeout_s: how long ranks may wait for a live one.
         failure: the first failure, once it is noticed.
-        at: the position of this rank's GPU at that time.
+        at: the position of this rank's GPU at the time of the failure.
         noticed: whether this rank knows of a failure.
     """
 
@@ -370,7 +370,9 @@ class Watch:
             return ()
 
     def _wake(self, ranks: Iterable[int]) -> None:
-        """Wake stopped ranks of this machine, so that they learn of the failure and end. Launchers wait for that."""
+        """Wake stopped ranks of this machine, so that they learn of the failure and end. Launchers wait until these
+        ranks have ended.
+        """
         for rank in ranks:
             if rank in self._here and self.processes[rank].state() == STOPPED:
                 with suppress(OSError):

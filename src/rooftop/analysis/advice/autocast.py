@@ -62,7 +62,7 @@ class Recast:
 
     Attributes:
         matrix: whether the operator does matrix work in bfloat16.
-        bytes_ratio: bytes of its tensors, divided by their present bytes.
+        bytes_ratio: bytes of the operator's tensors under autocast, divided by their present bytes.
         casts: for each tensor that the operator casts between float32 and bfloat16, the number of elements; each cast
             is a kernel.
     """

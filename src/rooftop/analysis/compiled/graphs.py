@@ -112,9 +112,7 @@ def recorded_graph(key: str) -> CompiledGraph | None:
 
 @dataclass
 class CompiledGraphs:
-    """Record all graphs that are compiled while it is active (`with`). Graphs are stored by the key that the profiler
-    shows.
-    """
+    """Record all graphs that are compiled in a `with` block. Graphs are stored by the key that the profiler shows."""
 
     graphs: dict[str, CompiledGraph] = field(default_factory=dict)
     _breaks: list[tuple[str, str]] = field(default_factory=list)  # (file:line, reason)

@@ -108,8 +108,8 @@ def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 _ON_META: dict[str, Any] = {"device": torch.device("meta"), "pin_memory": False}
-"""Operators that create tensors (`randn`) create them on the meta device, too. Elsewhere they would take memory and
-advance the program's random generator."""
+"""Operators that create tensors (`randn`) create them on the meta device, too. On another device they would take memory
+and advance the program's random generator."""
 
 
 @lru_cache(maxsize=4096)

@@ -95,7 +95,7 @@ class Ranks:
 
     @property
     def transfer_ms(self) -> float:
-        """Exposed communication without waiting: that of the rank with the least."""
+        """Exposed communication without waiting: the exposed communication of the rank that has the least."""
         return min(row.exposed_ms for row in self.rows)
 
     @property

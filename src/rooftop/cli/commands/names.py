@@ -27,7 +27,7 @@ OTHER_LADDERS = {
     "python": ("one function, from plain Python to the roof", "points"),
     "memory": ("rate and latency of each level of the memory, and Little's law", ""),
 }
-"""Ladders that are also measured on a CPU. The last one has no size."""
+"""Ladders that are also measured on a CPU; the ladder memory has no size."""
 SURFACES = (
     *("depth", "normal", "instance", "cluster", "triangle", "level", "uv", "velocity", "material", "coverage"),
     *("material_depth", "color", "base_color", "vertex_color", "overdraw", "shadow"),

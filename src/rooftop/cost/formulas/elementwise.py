@@ -14,7 +14,7 @@ from rooftop.cost.formulas.streaming import Flops, cover, each, streaming
 
 def _scaled(flops: int, of_complex: int | None = None) -> Callable[[Call], int]:
     """Flops of a factor (`alpha` of add, `value` of addcmul): one multiplication, or two for complex numbers times a
-    real factor. A factor of 1 costs none."""
+    real factor. A factor of 1 costs no flops."""
 
     def counted(call: Call) -> int:
         factor = call.get("alpha", call.get("value", 1)) != 1

@@ -73,7 +73,7 @@ class AttentionPlan:
 
     Attributes:
         backend: "flash", "cudnn", "efficient", or "reference" (plain PyTorch).
-        reason: why this one was chosen.
+        reason: why this back end was chosen.
         refused: for each back end that cannot compute the call, the reason.
     """
 

@@ -73,7 +73,7 @@ def copied(x: Tensor, weight: Tensor, residual: Tensor | None, geometry: Geometr
     if geometry.groups > 1 or geometry.out_channels % group or not aligned:
         return False
     if geometry.channels < LEAST_CHANNELS:
-        return True  # they are packed
+        return True  # few channels are packed
     if geometry.channels % (2 * group):
         return False
     strided = geometry.taps > 1 or geometry.padding != (0, 0)
@@ -145,7 +145,7 @@ def _by_library(
 
 
 def dense(t: Tensor) -> Tensor:
-    """The tensor, contiguous or channels last; itself if it is either."""
+    """The tensor itself if it is contiguous or channels last, else a contiguous copy."""
     return t if t.is_contiguous(memory_format=torch.channels_last) else t.contiguous()
 
 

@@ -114,7 +114,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     Args:
         gate: (..., N), bfloat16, float16, float32 or float64; or gate and up in one tensor (..., 2 N), the gate first,
             as one matrix product returns them.
-        up: like gate; None: gate holds both.
+        up: like gate; None: gate holds both tensors.
 
     Returns:
         (..., N), contiguous, of the inputs' dtype. The arithmetic is float32 (float64 for float64).

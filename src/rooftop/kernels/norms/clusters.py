@@ -2,8 +2,8 @@
 
 These kernels serve rows whose sums do not fit in a block's registers, and rows at odd addresses. A block, or a cluster
 of up to eight blocks, fetches the next rows to shared memory with Hopper's bulk copies, so that no thread spends
-instructions on loads (clusters.cu). `plans.py` asks this module for which rows that is possible; Triton computes the
-others.
+instructions on loads (clusters.cu). `plans.py` asks this module which rows the kernels support; Triton computes all
+other rows.
 """
 
 from __future__ import annotations

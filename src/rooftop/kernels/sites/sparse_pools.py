@@ -190,7 +190,7 @@ class SparsePoolBackward(NamedTuple):
         return self.dy.new_empty(self.sites, self.dy.shape[1])
 
     def cost(self, made: Tensor) -> Cost:
-        """A comparison or a division, and a sum, for each result; the tensors that are needed, and one table."""
+        """Flops: a comparison or a division, and a sum, for each result. Bytes: the needed tensors, and one table."""
         dy, y, features, counts, neighbours, reverse, _ = self
         read = distinct_bytes([dy, y, features, counts, neighbours if reverse is None else reverse])
         return Cost(read, distinct_bytes([made]), {precision_of(dy.dtype): 2 * dy.numel()} if dy.numel() else {})

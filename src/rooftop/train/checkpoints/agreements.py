@@ -25,7 +25,8 @@ T = TypeVar("T")
 
 
 class Agreement:
-    """Minima of numbers over all ranks. Every rank makes one and calls its methods together with the others.
+    """Minima of numbers over all ranks. Every rank makes an agreement and calls its methods together with the other
+    ranks.
 
     Args:
         count: the number of numbers that each rank sends.
@@ -56,7 +57,7 @@ class Agreement:
         return heard  # type: ignore[no-any-return]
 
     def finish(self) -> None:
-        """Wait for the last numbers of the others. No message may be in flight when the process group ends."""
+        """Wait for the last numbers of the other ranks. No message may be in flight when the process group ends."""
         if self._work is not None:
             self._work.wait()
             self._work = None

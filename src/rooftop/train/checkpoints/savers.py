@@ -50,7 +50,7 @@ WRITING, NAMING, NOTHING = "writing", "naming", ""
 
 
 class Saver:
-    """The saves of a training. Every rank makes one and calls its methods after the same steps, because they
+    """The saves of a training. Every rank makes a saver and calls its methods after the same steps, because they
     communicate.
 
     Args:

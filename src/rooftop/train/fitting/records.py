@@ -19,7 +19,7 @@ class Facts:
         before: steps that the checkpoint already contains.
         ranks, device: number of ranks, and their device.
         loading: the way in which samples are read, in words, with its measurement; "" if the ways are still to be
-            timed. A note then reports the choice.
+            timed. In that case a note reports the choice later.
     """
 
     parameters: int

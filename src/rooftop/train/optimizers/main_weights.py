@@ -91,7 +91,7 @@ class MainWeights:
     def adopt(self, contents: bool = True) -> None:
         """Take over values written to the model or to `named`, and tensors that replaced its parameters.
 
-        The code that makes a step calls it before the step; no other call is needed.
+        The code that makes a step calls this before the step; no other call is needed.
 
         Args:
             contents: compare each weight of the model with its copy. Otherwise check only what needs no pass over

@@ -269,7 +269,8 @@ def ablate(
         write: whether this process writes results; with several ranks, the first one.
 
     Returns:
-        The ablation. It lacks runs if one was stopped (`Fitted.reason`); the same call then continues with that run.
+        The ablation. The ablation lacks runs if one was stopped (`Fitted.reason`); the same call then continues with
+        that run.
 
     Raises:
         InputError: a run has no such metric.

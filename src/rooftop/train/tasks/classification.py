@@ -48,7 +48,7 @@ USUAL_SIZE = 224
 DIGIT_SIZE = 8
 HELD_OUT = 10  # one image in this many is held out if a folder has no val/
 SHOWN = 12  # number of examples on the page
-SHOWN_SIDE = 192  # least number of pixels of such a picture
+SHOWN_SIDE = 192  # least side of an example in pixels
 TOP = 5
 
 GPU = {"run": {"precision": "bf16", "channels_last": True}}
@@ -196,8 +196,8 @@ class DigitImages:
 def held_out(labels: Sequence[int]) -> tuple[list[int], list[int]]:
     """Indices of the training samples and of the held-out ones: a tenth of each class, at least one.
 
-    They do not depend on the recipe's seed. So runs with other seeds are evaluated on the same images, and a later
-    training never uses them.
+    The indices do not depend on the recipe's seed. So runs with other seeds are evaluated on the same images, and a
+    later training never uses them.
     """
     order = np.random.default_rng(0).permutation(len(labels)).tolist()
     of_class: dict[int, list[int]] = {}

@@ -307,7 +307,7 @@ def _examples(videos: Samples, model: nn.Module, device: torch.device) -> list[t
 
 
 def in_rows(rows: Sequence[Tensor], gap: int = 2) -> Image.Image:
-    """Rows of frames (T, H, W, C) in 0..1, each below the one before it."""
+    """Rows of frames (T, H, W, C) in 0..1, one row below the other."""
     count, height, width = rows[0].shape[:3]
     scale = max(1, SHOWN_SIDE // height)
     high, wide = height * scale + gap, width * scale + gap
