@@ -123,7 +123,7 @@ def find_inputs(inputs: Sequence[str | os.PathLike[str]], kind: str | None = Non
     """Find the kind of the items and their files: given files in order, files in folders (recursively) sorted by name.
 
     Args:
-        kind: one of `KINDS`, or None: the kind of all suffixes.
+        kind: one of `KINDS`; None: the kind to which all suffixes belong.
 
     Raises:
         InputError: inputs are empty, a path does not exist, a folder has no such files, or the kind is unclear.

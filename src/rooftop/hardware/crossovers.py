@@ -1,4 +1,4 @@
-"""Find the size from which on the GPU beats the CPU, for one operation, with and without transfers.
+"""Find the size from which the GPU beats the CPU, for one operation, with and without transfers.
 
 The measurement times three variants of the same eager call on the same random values, as they occur in programs:
 
@@ -180,7 +180,7 @@ class Crossover:
 
 
 def find_break_even(times: Sequence[tuple[int, float, float]]) -> BreakEven:
-    """The size from which on the second time is the smaller one.
+    """The size from which the second time is smaller.
 
     Args:
         times: (size, CPU ms, GPU ms), rising in size; at least one, all positive.

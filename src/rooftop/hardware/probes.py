@@ -1,8 +1,8 @@
 """The measurements behind the ceilings: the parts of a device, and one measurement of some parts.
 
 On a GPU every figure comes from the shortest duration of a kernel, as measured by the profiler, which also times
-operators. On a CPU it comes from the fastest of several bursts. A ceiling is the best result of the undisturbed
-machine.
+operators. On a CPU every figure comes from the fastest of several bursts. A ceiling is the best result of the
+undisturbed machine.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ Each rank watches the next one on its machine, and the first rank of a machine w
 gets `timeout_s`, because it may compile, save, read, or hold Python's lock (which keeps its own thread from sending
 heartbeats).
 
-The rank that detects a failure asks all others what they wait for, and writes the failure to the store with their
+The rank that detects a failure asks all other ranks what they wait for, and writes the failure to the store with their
 answers. Then each rank ends its waits in NCCL or gloo. A rank is killed if its main thread does not end by itself.
 """
 

@@ -1,8 +1,9 @@
 """The effect of autocast on a float32 step: the tensors that would be bfloat16, and the casts that it adds.
 
-Autocast decides operator by operator: matrix work takes bfloat16, sums and logarithms take float32, and all others keep
-their inputs' dtype. So this module follows the memory of a recorded step from operator to operator. Results of matrix
-work are bfloat16 until other values overwrite them. Autocast has a separate list of operators for each kind of device.
+Autocast decides operator by operator: matrix work takes bfloat16, sums and logarithms take float32, and all other
+operators keep their inputs' dtype. So this module follows the memory of a recorded step from operator to operator.
+Results of matrix work are bfloat16 until other values overwrite them. Autocast has a separate list of operators for
+each kind of device.
 """
 
 from __future__ import annotations

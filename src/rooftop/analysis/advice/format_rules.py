@@ -2,7 +2,7 @@
 
 The decisive operators, matrix work and norms, are timed in the other format with their own shapes, on the machine of
 the step (`alternatives`). The gain depends on the libraries' kernels, and no model of the hardware predicts it. All
-others keep their percent of roof.
+other operators keep their percent of roof.
 """
 
 from __future__ import annotations

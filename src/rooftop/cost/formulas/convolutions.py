@@ -1,7 +1,7 @@
 """Convolutions: 2 · N · C_out · prod(out) · C_in / groups · prod(kernel) flops.
 
-By the published convention, positions at which the kernel extends into the padding count like all others. A transposed
-convolution does as many flops for each *input* position. Each gradient costs as much as the forward pass.
+By the published convention, positions at which the kernel extends into the padding count like all other positions. A
+transposed convolution does as many flops for each *input* position. Each gradient costs as much as the forward pass.
 """
 
 from __future__ import annotations

@@ -225,7 +225,7 @@ def rope(
         x: (B, H, S, D), bfloat16, float16, float32 or float64; any strides (the transposed view of (B, S, H, D) is read
             and written without a copy). (H, S, D) and (S, D) are accepted as well.
         cos, sin: (T, R / 2), or (B, T, R / 2) for one table per sequence: T positions, and R <= D rotated features. The
-            other features are copied. Half or single precision (float64 x: any). The tables get no gradient.
+            other features are copied. Half or single precision; any with float64 x. The tables get no gradient.
         interleaved: whether pairs are neighbours (2 i, 2 i + 1) instead of (i, i + R / 2).
         offset: position of x's first row in the tables, one for all sequences or (B,) integers.
         inplace: write the result to x; without autograd only.

@@ -189,7 +189,7 @@ def norm_of_rank_sum_reference(
 ) -> tuple[Tensor, Tensor]:
     """The sum and its norm in PyTorch, from the partial rows of all ranks, in any floating point dtype.
 
-    The sum is in float32 (float64), in the order of the ranks, and rounded once.
+    The sum is computed in float32 (float64 for float64), in the order of the ranks, and rounded once.
     """
     dtype, shape = partials[0].dtype, partials[0].shape
     wide = partials[0].to(accumulator_dtype(dtype))

@@ -29,7 +29,7 @@ SPEEDS = {
     "near",
 }
 MAY_CHANGE = RATES | SPEEDS | {"cuda_graph"}
-"""Settings that may differ in a training that is resumed; all others must be those of the checkpoint."""
+"""Settings that may differ in a training that is resumed; all other settings must be those of the checkpoint."""
 SWITCHES = [field for each in (GptConfig, GptTraining) for field in fields(each)]
 NEWER = {field.name: field.default for field in SWITCHES if field.default is not MISSING}
 """Values of later options for a training that was saved before these options existed."""
