@@ -64,7 +64,7 @@ def test_loops_of_the_cpu() -> None:
 
 
 def test_little_s_law() -> None:
-    """100 ns at 20 GB/s: 2,000 bytes on their way; half of them give half of the rate."""
+    """100 ns at 20 GB/s: 2,000 bytes in flight; half of them give half of the rate."""
     assert LEVEL.in_flight_bytes == pytest.approx(2000)
     assert expected_rate(1000, LEVEL) == pytest.approx(1e10)
     assert expected_rate(64_000, LEVEL) == LEVEL.rate

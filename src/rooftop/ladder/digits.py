@@ -1,8 +1,8 @@
-"""A network of two layers, h = sigmoid(x W1^T + b1), y = sigmoid(h W2^T + b2), trained with only the ladder's kernels
-on the handwritten digits of scikit-learn (1,797 images of 8 x 8), and the same in PyTorch.
+"""Train a network on the handwritten digits of scikit-learn (1,797 images of 8 x 8): once with only the ladder's
+kernels, and once in PyTorch. It has two layers, h = sigmoid(x W1^T + b1) and y = sigmoid(h W2^T + b2).
 
-The loss is the cross entropy of the ten sigmoids, summed over them, mean over the batch. Its gradient before the last
-sigmoid is y - one_hot(target), divided by the batch; the rest is products:
+The loss is the cross entropy, summed over the ten sigmoids and averaged over the batch. Its gradient before the last
+sigmoid is y - one_hot(target), divided by the batch size; the other gradients are products:
 
     dz2 = (y - one_hot) / batch      dz1 = (dz2 W2) * h (1 - h)
     W2 -= rate * dz2^T h             W1 -= rate * dz1^T x           b -= rate * sum of dz over the batch
@@ -87,8 +87,8 @@ def step_in_pytorch(parameters: Parameters, x: Tensor, target: Tensor, rate: flo
 
 
 def train(operations: Operations | None, x: Tensor, target: Tensor, epochs: int) -> Parameters:
-    """The parameters after `epochs` epochs, with the same order of batches in every call; with operations None, trained
-    in PyTorch.
+    """Train for `epochs` epochs and return the parameters. Every call has the same order of batches. If `operations` is
+    None, PyTorch trains.
     """
     parameters = initial(x.device)
     random = torch.Generator().manual_seed(1)
@@ -136,6 +136,6 @@ def train_and_compare(tools: Mapping[str, Operations], device: torch.device) -> 
     said = ", ".join(f"{100 * share:.1f}% in {name}" for name, share in shares.items())
     tested = len(x) - TRAINING
     return (
-        f"A network 64-{HIDDEN}-10, trained with these kernels on {TRAINING:,} handwritten digits for {epochs} "
-        f"epochs, recognizes of {tested} others {said}.",
+        f"A network 64-{HIDDEN}-10 was trained with these kernels on {TRAINING:,} handwritten digits for "
+        f"{epochs} epochs. Of {tested} other digits it recognizes {said}.",
     )

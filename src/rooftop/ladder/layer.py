@@ -1,8 +1,8 @@
 """The layer ladder: y = sigmoid(x W^T + b) in float32, from n rows of n features to n rows of n features, on the CPU
 and on the GPU.
 
-2 n^3 flops for 12 n^2 bytes: bound by arithmetic once n is in the hundreds. TF32 is off: all rungs multiply in float32.
-The same kernels also train a network: see `digits.py`.
+The layer takes 2 n^3 flops for 12 n^2 bytes, so arithmetic bounds it once n is in the hundreds. TF32 is off: all rungs
+multiply in float32. The same kernels also train a network: see `digits.py`.
 """
 
 from __future__ import annotations

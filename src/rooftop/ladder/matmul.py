@@ -1,4 +1,5 @@
-"""The matmul ladder: C = A B, n x n, half precision, float32 sums. 2 n^3 flops for 6 n^2 bytes: bound by arithmetic.
+"""The matmul ladder: C = A B, n x n, half precision, float32 sums. With 2 n^3 flops for 6 n^2 bytes, arithmetic bounds
+it.
 
 The roof is that of the tensor cores. The first rungs convert to float32 and multiply on the ordinary cores: a line
 below the table gives the limit of those rungs.
@@ -21,15 +22,15 @@ EACH, TILED, REGISTERS = "one thread per element", "tiles in shared memory", "re
 TENSOR, AHEAD, PERSISTENT = "tensor cores", "tensor cores, tiles fetched ahead", "persistent, descriptors"
 CUBLAS = "cuBLAS"
 TILE = 32  # tile of TILED; the other instances define theirs in the source
-GROUP = 8  # rows of tiles that are worked on together
-TILES = {  # of the Triton twins: rows, columns, depth, warps, stages
+GROUP = 8  # rows of tiles in a group; programs compute group by group
+TILES = {  # of the Triton rungs: rows, columns, depth, warps, stages
     TILED: (32, 32, 32, 4, 1),
     REGISTERS: (128, 64, 16, 8, 2),
     TENSOR: (128, 128, 32, 8, 1),
     AHEAD: (128, 128, 64, 8, 3),
     PERSISTENT: (128, 256, 64, 8, 3),
 }
-"""Not tuned: they are the tiles of the CUDA C++ rungs where these have some; the last is from Triton's own tutorial."""
+"""Not tuned. Where a CUDA C++ rung has tiles, these are the same; the last is from Triton's own tutorial."""
 
 
 def make(size: int, device: torch.device) -> Ladder:

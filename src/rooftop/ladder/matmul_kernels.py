@@ -39,9 +39,7 @@ def product_persistent(
     a, b, c, n,  # tensor descriptors of (n, n): tiles are copied by the tensor memory accelerator where there is one
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """There are as many programs as multiprocessors; each goes from tile to tile, in groups of rows that fit into
-    L2.
-    """
+    """Launch as many programs as multiprocessors; each computes tile after tile, in groups of rows that fit into L2."""
     across, down = tl.cdiv(n, COLUMNS), tl.cdiv(n, ROWS)
     for tile in tl.range(tl.program_id(0), across * down, tl.num_programs(0), flatten=True):
         group = tile // (GROUP * across)

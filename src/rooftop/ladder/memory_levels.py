@@ -1,9 +1,9 @@
-"""The memory ladder: for each level of the memory, how long one load takes and how many bytes a second arrive.
+"""The memory ladder: for each level of the memory, how long one load takes and how many bytes arrive per second.
 
-Little's law (Little 1961, "A proof for the queuing formula L = lambda W") connects the two: to keep a memory of `rate`
-bytes/s busy whose loads take `latency`, rate x latency bytes must be on their way at any time. They are the product of
-concurrency (loads that one thread starts before it uses the first) and parallelism (threads that load at the same
-time).
+Little's law (Little 1961, "A proof for the queuing formula L = lambda W") connects the two: if loads take `latency` and
+the memory delivers `rate` bytes/s, rate x latency bytes must be in flight to keep it busy. The loads in flight are the
+product of concurrency (loads that one thread starts before it uses the first) and parallelism (threads that load at the
+same time).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Level:
 
     Attributes:
         name: "registers", "shared memory", "L1", "L2", "L3", "DRAM", "device memory", "host memory".
-        working_set_bytes: size of the memory that was loaded from; 0 for registers.
+        working_set_bytes: size of the memory that the loads read; 0 for registers.
         latency_ns: latency of a load whose address is the result of the previous load; for registers, of a
             multiply-add.
         rate: bytes/s that all cores or multiprocessors load together.
@@ -48,7 +48,7 @@ class Flight:
         parallelism: threads that load at the same time.
         bytes_each: bytes of one load.
         rate: bytes/s, measured.
-        expected: bytes/s by Little's law: the bytes on their way over the latency, but at most the level's rate.
+        expected: bytes/s by Little's law: bytes in flight divided by the latency, but at most the level's rate.
     """
 
     concurrency: int
@@ -59,13 +59,13 @@ class Flight:
 
     @property
     def in_flight_bytes(self) -> int:
-        """The bytes that are being loaded at any time."""
+        """The bytes in flight at any time."""
         return self.concurrency * self.parallelism * self.bytes_each
 
 
 @dataclass(frozen=True)
 class MemoryClimb:
-    """All levels of a device, nearest first, and Little's law tested in the farthest level of its own.
+    """All levels of a device's memory, nearest first, and a test of Little's law in the farthest level on the device.
 
     Attributes:
         device, kind: the device's name; "cpu" or "cuda".

@@ -21,13 +21,13 @@ from rooftop.launch.numba_loops import numba_works
 
 LINE_BYTES = 64  # bytes of a line, on every x86 and most ARM processors
 CHAINS = (1, 2, 4, 8, 16)
-BEYOND = 4  # times the last cache, which then serves at most a quarter of the loads
-LEAST_BYTES, MOST_BYTES = 64 << 20, 512 << 20  # at most, of the array that stands for DRAM
+BEYOND = 4  # times the last cache: size of the array for DRAM, so that the cache serves at most a quarter of the loads
+LEAST_BYTES, MOST_BYTES = 64 << 20, 512 << 20  # limits of the size of that array
 HOPS, HOPS_IN_THREADS = (
     2_000,
     20_000,
-)  # short enough that some samples are undisturbed; long compared with starting threads
-READ_BYTES = 8 << 20  # that a thread reads in one call: reading takes long compared with starting the thread
+)  # few, so that some samples are undisturbed; starting threads takes less time
+READ_BYTES = 8 << 20  # read by a thread in one call, which takes long compared with starting the thread
 SECONDS = 0.15
 FARTHEST = "DRAM"
 
@@ -35,7 +35,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def working_sets(caches: dict[str, int]) -> dict[str, int]:
-    """The bytes to load from for each level: half of each cache, and several times the last cache for DRAM."""
+    """The size in bytes of the array for each level: half of each cache, and several times the last cache for DRAM."""
     sizes = {name.removesuffix("d"): size // 2 for name, size in sorted(caches.items())}
     largest = max(caches.values(), default=LEAST_BYTES // BEYOND)
     return {**sizes, FARTHEST: min(MOST_BYTES, max(LEAST_BYTES, BEYOND * largest))}
@@ -118,7 +118,7 @@ def rate(size_bytes: int, threads: int, pool: ThreadPoolExecutor) -> float:
 
 
 def flown(level: Level, threads: int, pool: ThreadPoolExecutor) -> list[Flight]:
-    """Chains on one core, then on all cores: the rate at each number of loads on their way."""
+    """Chains on one core, then on all cores: the rate at each number of loads in flight."""
     from rooftop.ladder.memory_loops import chase_several
 
     following = ring(level.working_set_bytes)
@@ -162,10 +162,10 @@ def remarks(level: Level, flights: list[Flight], threads: int) -> list[str]:
     needed = level.in_flight_bytes / LINE_BYTES
     return [
         f"Little's law: {level.rate / 1e9:.3g} GB/s at {level.latency_ns:.3g} ns need {level.in_flight_bytes:,.0f} "
-        f"bytes on their way, {needed:.0f} lines of {LINE_BYTES} bytes.",
+        f"bytes in flight, {needed:.0f} lines of {LINE_BYTES} bytes.",
         f"One core follows one chain at {alone[0].rate / 1e9:.3g} GB/s and {most.concurrency} chains at "
         f"{most.rate / 1e9:.3g} GB/s: loads that wait for each other leave the memory idle. A sum knows its addresses "
         "ahead, so the core and its prefetchers start loads long before they are used.",
-        f"A linked list, a dict and a list of Python objects are such chains; an array is not. {threads} cores have "
-        f"{threads} times the loads on their way of one, until the memory is busy.",
+        f"A linked list, a dict and a list of Python objects are such chains; an array is not. {threads} "
+        f"cores have {threads} times as many loads in flight as one, until the memory is busy.",
     ]

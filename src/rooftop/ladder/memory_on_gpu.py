@@ -1,7 +1,7 @@
 """The memory of a GPU: registers, shared memory, L1, L2, device memory, and the host's memory over the bus.
 
-Latencies are differences: a chain of loads by one thread, and one twice as long. So neither the launch nor the misses
-of the first round in a small ring count.
+A latency is the difference between the times of two chains of loads by one thread, one twice as long as the other. So
+it includes neither the launch nor the misses of the first round in a small ring.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Stream:
 
 
 def register_stream(blocks: int, times: int, device: torch.device) -> Stream:
-    """Multiply-adds in as many chains for each thread as hide their latency."""
+    """Multiply-adds in enough chains per thread to hide their latency."""
     sums = torch.empty(blocks * BLOCK, device=device)
     name = f"stream_registers<{REGISTER_CHAINS}>"
     return Stream(
@@ -182,7 +182,8 @@ Measured = tuple[Chain, int, Stream, int]
 
 
 def _levels(device: torch.device, units: int, l2: int, far: int) -> dict[str, Callable[[], Measured]]:
-    """The levels, nearest first: each with its chain and hops, its stream, and the bytes that are loaded from."""
+    """The levels, nearest first: each with its chain and hops, its stream, and the size in bytes of the memory that it
+    reads."""
     wide = 2 * units  # blocks of 1,024 threads: all that a multiprocessor holds
 
     def registers() -> Measured:
@@ -258,7 +259,7 @@ def _remarks(level: Level, device: torch.device) -> list[str]:
     each = level.in_flight_bytes / level.units
     said = [
         f"Little's law: {level.rate / 1e12:.3g} TB/s at {level.latency_ns:.0f} ns need "
-        f"{level.in_flight_bytes / 1e6:.3g} MB on their way, {each / 1e3:.3g} KB for each of {level.units} "
+        f"{level.in_flight_bytes / 1e6:.3g} MB in flight, {each / 1e3:.3g} KB for each of {level.units} "
         "multiprocessors."
     ]
     capability = torch.cuda.get_device_capability(device)
@@ -268,10 +269,11 @@ def _remarks(level: Level, device: torch.device) -> list[str]:
     registers = kernel(FILE, f"stream<{FROM_L2}, {FLIGHT}>", device).binary.registers or 0
     share = occupancy(BLOCK, registers, 0, capability).fraction
     said.append(
-        f"A multiprocessor holds {most:,} threads. With one load of 4 bytes each {4 * most / 1e3:.3g} KB are on their "
-        f"way, with one of 16 bytes {16 * most / 1e3:.3g} KB, at full occupancy. For these a kernel must have "
-        f"{percent_text(100 * each / (4 * most))} or {percent_text(100 * each / (16 * most))} of the threads; with "
-        f"{FLIGHT} loads of 16 bytes a thread {percent_text(100 * each / (16 * FLIGHT * most))}. The kernel here uses "
-        f"{registers} registers, with which {percent_text(100 * share)} are there."
+        f"A multiprocessor holds {most:,} threads. At full occupancy, one load of 4 bytes per thread puts "
+        f"{4 * most / 1e3:.3g} KB in flight, and one of 16 bytes {16 * most / 1e3:.3g} KB. To keep the memory busy, a "
+        f"kernel needs {percent_text(100 * each / (4 * most))} of the threads with loads of 4 bytes, "
+        f"{percent_text(100 * each / (16 * most))} with loads of 16 bytes, and "
+        f"{percent_text(100 * each / (16 * FLIGHT * most))} with {FLIGHT} loads of 16 bytes per thread. The kernel "
+        f"here uses {registers} registers, with which {percent_text(100 * share)} of the threads fit."
     )
     return said

@@ -27,7 +27,7 @@ def table(climb: MemoryClimb) -> Table:
     shown = Table(box=None, padding=(0, 2, 0, 0))
     shown.add_column("level", no_wrap=True)
     of_unit = f"B/s of a {climb.unit}"
-    for name in ("loaded from", "latency", "B/s of all", of_unit, "on their way", f"of a {climb.unit}"):
+    for name in ("loaded from", "latency", "B/s of all", of_unit, "in flight", f"of a {climb.unit}"):
         shown.add_column(name, justify="right")
     for level in climb.levels:
         shown.add_row(
@@ -45,7 +45,7 @@ def table(climb: MemoryClimb) -> Table:
 def flight_table(climb: MemoryClimb) -> Table:
     """A row for each concurrency and parallelism: the law's prediction, and the measurement."""
     shown = Table(box=None, padding=(0, 2, 0, 0), title=f"Little's law in {climb.flown}", title_justify="left")
-    for name in ("loads of a thread", "threads", "bytes on their way", "B/s expected", "B/s measured", "of it"):
+    for name in ("loads of a thread", "threads", "bytes in flight", "B/s expected", "B/s measured", "of it"):
         shown.add_column(name, justify="right")
     for flight in climb.flights:
         percent = 100 * flight.rate / flight.expected
@@ -98,7 +98,7 @@ def page(climb: MemoryClimb) -> str:
 
 
 def _levels(climb: MemoryClimb) -> Any:
-    """The rates by latency, both logarithmic; levels on one dotted line have equally many bytes on their way."""
+    """The rates by latency, both logarithmic; levels on one dotted line have equally many bytes in flight."""
     from plotly import graph_objects
 
     figure = graph_objects.Figure()
@@ -140,11 +140,11 @@ def _label(level: Level) -> str:
 
 
 def _power(exponent: int) -> str:
-    return f"{quantity_text(10.0**exponent)}B on their way"
+    return f"{quantity_text(10.0**exponent)}B in flight"
 
 
 def _law(climb: MemoryClimb) -> Any:
-    """The measured rates by bytes on their way, with a line for each parallelism and the line of Little's law."""
+    """The measured rates by bytes in flight, with a line for each parallelism and the line of Little's law."""
     from plotly import graph_objects
 
     figure = graph_objects.Figure()
@@ -170,7 +170,7 @@ def _law(climb: MemoryClimb) -> Any:
             f"{' '.join(str(flight.concurrency) for flight in flights)} loads each",
             marker_color=COLOURS[number % len(COLOURS)],
         )
-    figure.update_xaxes(title=f"bytes on their way, {climb.flown}", type="log")
+    figure.update_xaxes(title=f"bytes in flight, {climb.flown}", type="log")
     figure.update_yaxes(title="B/s", type="log", exponentformat="SI")
     figure.update_layout(template="plotly_white", height=460, legend={"orientation": "h", "y": 1.12}, margin={"t": 60})
     return figure

@@ -1,8 +1,8 @@
 """The work of the python ladder: the squared distance of each point to the nearest of some centres.
 
 It is the inner loop of k-means, of reducing a picture to a palette, and of finding the nearest station. Points and
-centres have whole coordinates from 0 to 255: float32 holds every squared distance exactly, so every order of the sums,
-with or without fused multiply-add, gives the same bits. This file needs neither torch nor Numba: worker processes
+centres have integer coordinates from 0 to 255: float32 holds every squared distance exactly, so every order of the
+sums, with or without fused multiply-add, gives the same bits. This file needs neither torch nor Numba: worker processes
 import it.
 """
 
@@ -44,7 +44,7 @@ def in_python(points: Sequence[Point], centres: Sequence[Point]) -> list[float]:
 
 
 def broadcast(points: Array, centres: Array) -> Array:
-    """One expression: NumPy keeps all pairs, several times, in memory. (3, n) and (k, 3) to (n,)."""
+    """One expression: NumPy stores several arrays of all pairs. (3, n) and (k, 3) to (n,)."""
     differences = points.T[:, None, :] - centres[None, :, :]  # (n, k, 3)
     smallest: Array = (differences**2).sum(axis=2).min(axis=1)
     return smallest
@@ -54,7 +54,7 @@ BLOCK = 4096  # points of a block: five arrays of them, 80 KB, stay in a core's 
 
 
 def in_place(points: Array, centres: Array) -> Array:
-    """Compare a block of points with one centre at a time, in arrays that are used again. (3, n) and (k, 3) to (n,)."""
+    """Compare a block of points with one centre at a time, and reuse the arrays. (3, n) and (k, 3) to (n,)."""
     nearest = np.empty(points.shape[1], np.float32)
     differences, distances = np.empty((2, BLOCK), np.float32)
     for first in range(0, nearest.size, BLOCK):

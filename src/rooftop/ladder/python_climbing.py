@@ -37,8 +37,8 @@ class SpeedOutcome:
         roof: the roof that limits the rung: "one core", "all cores" or "GPU".
         stop: says when this rung is fast enough. note: a remark; after an error, its message.
         copied_bytes: bytes that one call copies between processes, or to and from the GPU; None if nothing is copied.
-        ms: time of the fastest call: other programs disturb a CPU, and a roof is also the fastest. spread: of all
-            calls.
+        ms: time of the fastest call, because other programs disturb a CPU, and a roof is a fastest time too. spread:
+            that of all calls.
         speed_up: the first rung's time over this rung's. percent_of_roof: 100 * roof / ms.
     """
 
@@ -167,7 +167,7 @@ def difference(found: Array, expected: Array) -> str:
 
 
 def _checked(ladder: SpeedLadder, progress: Progress) -> tuple[list[SpeedOutcome], list[float]]:
-    """Compare each rung with the first; give the outcomes and how long one call of each took.
+    """Compare each rung with the first; return the outcomes and the time of one call of each.
 
     If the first call was slow, a second is made: the first may also have compiled, or started processes.
     """
@@ -249,7 +249,7 @@ def _with_times(
 def _remarks(outcomes: list[SpeedOutcome]) -> list[str]:
     """Remarks that follow from the available figures."""
     remarks = [
-        f"The roof counts {FLOPS_PER_PAIR} operations a pair against a measured rate that counts a fused "
+        f"The roof assumes {FLOPS_PER_PAIR} operations per pair, at a measured rate that counts a fused "
         f"multiply-add as two. A pair takes at least {INSTRUCTIONS_PER_PAIR} instructions, so no rung can exceed "
         f"{percent_text(100 * FMA_SHARE)} of the roof."
     ]
@@ -261,15 +261,15 @@ def _remarks(outcomes: list[SpeedOutcome]) -> list[str]:
         said = ", ".join(f"{each.name.split(',')[0]} {(each.ms or 0.0) / shared.ms:.1f} times" for each in copying)
         copied = max(each.copied_bytes or 0 for each in copying)
         remarks.append(
-            f"The cost of copies: the same loop in the same number of processes takes {said} as long as with "
-            f"share_memory_. They copy {copied:,} bytes a call, it copies {shared.copied_bytes:,}."
+            "The cost of copies: compared with share_memory_, the same loop in as many processes takes "
+            f"{said} as long. Those copy {copied:,} bytes a call; share_memory_ copies {shared.copied_bytes:,}."
         )
     best = min((each for each in timed if each.roof != GPU), key=lambda each: each.ms or 0.0, default=None)
     plain = by_name.get((NUMBA, "the same loops, compiled"))
     if best is not None and best.percent_of_roof is not None and plain is not None:
         remarks.append(
             f"The fastest on the CPU is {best.tool}, {best.name}: {percent_text(best.percent_of_roof)} of the roof of "
-            f"{best.roof}, {best.speed_up or 0.0:,.0f} times as fast as plain Python. The loops as they were, "
-            f"compiled, reach {plain.speed_up or 0.0:,.0f} times."
+            f"{best.roof}, {best.speed_up or 0.0:,.0f} times as fast as plain Python. The original loops, "
+            f"only compiled, are {plain.speed_up or 0.0:,.0f} times as fast."
         )
     return remarks

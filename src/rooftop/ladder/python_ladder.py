@@ -1,6 +1,6 @@
 """The python ladder: the nearest centre of each point, from plain Python to the roof.
 
-With 64 centres, a point takes 576 operations for 16 bytes, those of the point and its result. So arithmetic limits the
+With 64 centres, a point takes 576 operations, and 16 bytes move: the point and its result. So arithmetic limits the
 work on every machine, and each rung has a clear roof: the measured float32 rate of one core, of all cores, or of the
 GPU.
 """
@@ -45,13 +45,13 @@ class SpeedRung:
 
     Attributes: name, tool: what it does, and with which tool.
         run: gives the distances (n,) as a list, an array or a tensor; None where `note` says why it cannot run.
-        roof: whose rate limits it: ONE, ALL or GPU.
+        roof: the unit whose rate limits it: ONE, ALL or GPU.
         stop: says when this rung is fast enough.
         copied: bytes that one call copies between processes, or between host and GPU; None if nothing is copied.
         clock: how it is timed: called on the host, replayed from a CUDA graph, or called between events on the GPU.
         note: a remark in a few words.
-        part: computes one of many equal parts. For rungs that take the same time for every point, if other work on the
-            machine would disturb a whole call.
+        part: computes one of many equal parts, which all take the same time. Other programs disturb the timing of a
+            part less than that of a whole call.
     """
 
     name: str
@@ -71,7 +71,7 @@ class SpeedLadder:
 
     Attributes:
         work: the work in words. cost: what any rung must compute and move.
-        processes: how many are used. rungs: usually from the slowest to the fastest.
+        processes: how many the ladder uses. rungs: usually from the slowest to the fastest.
         parts: how many parts make up the whole, for a rung that has a `part`.
     """
 
@@ -262,7 +262,7 @@ def torch_call(points: Tensor, centres: Tensor) -> Callable[[], Tensor]:
 
 
 def in_processes(points: Array, centres: Array, count: int, stack: ExitStack) -> tuple[SpeedRung, ...]:
-    """The rungs in processes: plain Python in a Pool; the compiled loop, with data passed in every way that Python has;
+    """The rungs in processes: plain Python in a Pool; the compiled loop, with each of Python's ways to pass data;
     Dask.
     """
     numba = find_spec("numba") is not None
@@ -306,7 +306,7 @@ def in_processes(points: Array, centres: Array, count: int, stack: ExitStack) ->
             "Queue, compiled",
             lambda: np.concatenate(workers().through_queue(parts, centres)),
             of_arrays,
-            "parts take unequal times: a free process takes the next part",
+            "some parts take longer: a free process takes the next part",
         ),
         (
             "Pipe, compiled",
@@ -327,7 +327,7 @@ def in_processes(points: Array, centres: Array, count: int, stack: ExitStack) ->
             PROCESSES,
             loops_in_pool,
             ALL,
-            "the code cannot be compiled (strings, dicts): at most as many times faster as there are cores",
+            "the code cannot be compiled (strings, dicts): N cores make it at most N times faster",
             of_lists,
             note=f"{count} processes",
         ),

@@ -1,7 +1,7 @@
-"""The reduction ladder: the sum of n float32. One addition for each 4 bytes: bound by memory at every size.
+"""The reduction ladder: the sum of n float32. One addition for each 4 bytes: memory bounds it at every size.
 
-The elements are small integers whose partial sums float32 holds exactly: every order of the additions must give the
-same sum to the last bit, so a missing element shows.
+The elements are small integers whose partial sums float32 holds exactly: every order of the additions gives the same
+sum to the last bit, so a missing element is noticed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def make(size: int, device: torch.device) -> Ladder:
     """The reduction ladder for `size` elements."""
     x = torch.randint(-LARGEST, LARGEST + 1, (size,), device=device, dtype=torch.int8).float()
     result = torch.empty(1, device=device)
-    sums = [torch.empty(-(-size // BLOCK), device=device) for _ in range(2)]  # sums of blocks, then of their blocks
+    sums = [torch.empty(-(-size // BLOCK), device=device) for _ in range(2)]  # sums of blocks, then of those sums
     names = (SEQUENTIAL, *UNROLLED.values(), ONE_PASS)
     without = tuple(Rung(name, TRITON, None, note=OWN) for name in (DIVERGENT, NEIGHBOURED, TEMPLATES, SHUFFLE))
     triton = triton_rungs(device, lambda: in_triton(x, result, sums), names)

@@ -32,7 +32,8 @@ class Rung:
         name: what it adds to the previous rung.
         tool: CUDA, TRITON, PYTORCH (or the library it calls) or CPU.
         run: does the work and gives the result; None where `note` says why it cannot run.
-        clock: how it is timed on a GPU: replayed from a graph, called (it waits by itself), or on the CPU.
+        clock: how it is timed on a GPU: replayed from a graph ("graph"), called between events ("device"), or on the
+            CPU ("host").
         kernels: instances of the ladder's CUDA C++ source that it launches.
         note: a remark in a few words.
     """
@@ -55,7 +56,7 @@ class Ladder:
         unit: unit of its rate, "B/s" or "FLOP/s".
         source: its CUDA C++.
         cost: bytes and flops that any rung needs.
-        exact: the result.
+        exact: the correct result.
         rtol, atol: how far an element may differ; 0 where every order of the sums gives the same result.
         rungs: from the first to the best.
         poisoned: output tensors of the rungs: filled with NaN before each rung is checked.
@@ -82,8 +83,8 @@ class Entry:
 
     Attributes:
         module: its file. summary: one line for the help text.
-        size: default on a GPU. small: default where Triton is interpreted. most: limit from a GPU of 16 GB, or from the
-            indices.
+        size: default on a GPU. small: default where Triton is interpreted. most: the largest size, limited by 16 GB of
+            GPU memory or by the indices.
         what: the quantity that the size counts. multiple: the size must be a multiple of this.
     """
 
@@ -156,8 +157,8 @@ def triton_missing(device: torch.device) -> str:
 
 
 def triton_rungs(device: torch.device, make: Callable[[], Sequence[Rung]], names: Sequence[str]) -> tuple[Rung, ...]:
-    """The Triton rungs; where they cannot run, rungs with only their names and the reason. `make` may import the
-    kernels.
+    """The Triton rungs. Where Triton cannot run, the rungs have only their names and the reason; `make`, which imports
+    the kernels, is not called.
     """
     missing = triton_missing(device)
     return tuple(Rung(name, TRITON, None, note=missing) for name in names) if missing else tuple(make())

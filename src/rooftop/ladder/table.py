@@ -10,7 +10,7 @@ from rooftop.ladder.climbing import COMPILED, FAILED, MEASURED, WRONG, Climb, Ou
 from rooftop.ladder.rungs import CUDA
 
 WITHOUT_GPU = (
-    "There is no GPU here, so no speeds are shown. Triton kernels ran in its interpreter and were checked; CUDA C++ "
+    "There is no GPU here, so no speeds are shown. Triton kernels were checked in Triton's interpreter; CUDA C++ "
     "kernels were compiled for sm_90 but not run."
 )
 BAR = 20  # columns for 100%

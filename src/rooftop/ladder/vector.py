@@ -1,4 +1,4 @@
-"""The vector ladder: z = x + y in float32. 12 bytes move for one addition: bound by memory at every size."""
+"""The vector ladder: z = x + y in float32. 12 bytes move for one addition: memory bounds it at every size."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def wrong_launches(x: Tensor, y: Tensor, z: Tensor) -> Sequence[str]:
         add.launch(n // BLOCK - (n % BLOCK == 0), BLOCK, x, y, z, n)
         left = int(z.isnan().sum())
         found.append(
-            f"a grid that is one block too small runs without an error; {left:,} of {n:,} elements are still the NaN "
-            "that the result was filled with: fill, then compare"
+            f"a grid that is one block too small runs without an error; {left:,} of {n:,} elements are still "
+            "the NaN that filled the result before: fill results with NaN, then compare"
         )
     return found

@@ -24,7 +24,7 @@ def add_block(x, y, z, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def add_grid_stride(x, y, z, n, BLOCK: tl.constexpr):
-    """There are as many programs as the GPU holds at a time."""
+    """Each of as many programs as the GPU holds at a time adds block after block."""
     for start in tl.range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
         at = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
         tl.store(z + at, tl.load(x + at, mask=at < n) + tl.load(y + at, mask=at < n), mask=at < n)

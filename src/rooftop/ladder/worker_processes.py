@@ -1,4 +1,4 @@
-"""Processes that compute parts of the python ladder's work, with data passed in each way that Python has.
+"""Processes that compute parts of the python ladder's work, with each of Python's ways to pass data.
 
 The bytes that are copied are counted: an object that goes through a Pool, a Queue or a Pipe is pickled, written to a
 pipe by one process, read by the other, and unpickled. Tensors after `share_memory_` lie in memory that both processes
@@ -19,16 +19,16 @@ from typing import Any, cast
 
 from rooftop.ladder.nearest import Array
 
-MOST = 16  # at most: more processes show nothing new
+MOST = 16  # the largest number of processes; more show nothing new
 JOIN_S = 10.0
-ANSWER_S = 120.0  # to wait for a queue: a worker that has died never answers
+ANSWER_S = 120.0  # time limit for a queue, since a worker that has died never answers
 SERVER = "forkserver"
 
 
 def context() -> BaseContext:
     """How processes are started: never by fork, which copies locks that other threads hold.
 
-    If there is a fork server, it imports what the workers need once for all of them.
+    A fork server, if there is one, imports once what all workers need.
     """
     if SERVER not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")

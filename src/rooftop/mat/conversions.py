@@ -3,9 +3,9 @@
     stored = saturate(round(alpha * x + beta))          rounding half to even; no rounding into floating depths
 
 alpha, beta and x are float32, and `alpha * x + beta` is rounded to float32 once (a fused multiply-add). Everything is
-float64 if float32 cannot represent either side: into 64F, 64S and 64U, and between 32- or 64-bit integers, 64F and 32F.
-Saturation: values beyond an integer depth become its nearest limit; NaN becomes its least value; Bool is `x != 0`, so
-NaN is true.
+in float64 if float32 cannot represent the numbers of the source or the target: into 64F, 64S and 64U, and between 32-
+or 64-bit integers, 64F and 32F. Saturation: values beyond an integer depth become its nearest limit; NaN becomes its
+least value; Bool is `x != 0`, so NaN is true.
 
 OpenCV on x86 behaves differently, although its documentation of saturate_cast promises the above. There, floating
 values of 2^31 and more become the *least* value (1e10 as CV_8U is 0), and values of CV_32U from 2^31 on wrap when

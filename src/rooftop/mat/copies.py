@@ -84,13 +84,13 @@ def _copy_block(some: Tensor, into: Tensor, chosen: Tensor) -> None:
 
 
 def apart(source: Tensor, target: Tensor) -> Tensor:
-    """The source, or a copy of it if writing to the target would change elements that are still to be read."""
+    """The source, or a copy if writing to the target would change elements before they are read."""
     return source.clone() if overlap(source, target) else source
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether writing to one tensor may change the other before it is read. Tensors of exactly the same elements do not
-    count."""
+    """Whether writing to one tensor may change the other before it is read. Two tensors of exactly the same elements do
+    not count as overlapping."""
     if one.device != other.device or not (one.numel() and other.numel()) or same_elements(one, other):
         return False
     return one.data_ptr() < end_of(other) and other.data_ptr() < end_of(one)

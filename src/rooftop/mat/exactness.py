@@ -23,7 +23,7 @@ from rooftop.mat.type_codes import CV_16BF, CV_16F, CV_32F, CV_64U, DEPTHS, CV_B
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32)
 _FLOAT32_BITS = 24
-_SMALL = 1 << 29  # twice as much has 2^-23 as half of float64's unit
+_SMALL = 1 << 29  # from twice this value on, float64 rounds by up to 2^-23
 _ROUNDED = Fraction(1, 1 << 23)
 _SMALL_QUOTIENT = 1 << 11  # the float32 quotient of smaller integers is never closer to a half than the exact quotient
 
@@ -177,7 +177,7 @@ def _float32_is_enough(root: MatExpr, nodes: list[MatExpr], bounds: BoundsOf, de
     """Whether no path rounds more than once in float32, and a rounded value is stored without another rounding."""
     narrow = {CV_32F: (CV_32F,), CV_16F: (CV_16F,), CV_16BF: (CV_16BF,)}.get(depth, ())
     rounded: dict[int, bool] = {}
-    leaves_allow = True  # a rounded value is stored alike, even after a conversion to float64
+    leaves_allow = True  # a rounded value is stored without change, also after a conversion to float64
     for each in nodes:
         operands = [rounded[id(operand)] for operand in each._operands]
         known = bounds[id(each)]

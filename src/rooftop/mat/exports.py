@@ -72,7 +72,7 @@ class ExportedHeader(Header):
             raise AttributeError(f"{self} is not on a CUDA device and has no __cuda_array_interface__")
         shape = self._sizes if self.channels() == 1 else (*self._sizes, self.channels())
         steps = self._steps if self.channels() == 1 else (*self._steps, self.elemSize1())
-        # 1 is the default stream in this protocol, whose handle is 0.
+        # In this protocol, 1 means the default stream, whose handle is 0.
         stream = torch.cuda.current_stream(self._device).cuda_stream or 1
         return {
             "shape": shape,

@@ -1,4 +1,4 @@
-"""Add and remove rows at the end of a Mat, like a std::vector: this reserves room for more rows than requested.
+"""Add and remove rows at the end of a Mat, like a std::vector: growth reserves room for more rows than requested.
 
 A header grows in place only into room that holds no rows of another header of the block. (OpenCV lets two headers push
 different rows to the same position.)

@@ -1,8 +1,8 @@
 """Expressions and conversions on the CPU as one loop that Numba compiles and that reads every Mat once.
 
 The loop depends on the expression's form. The same loop serves other Mats of the same layout, and other numbers.
-Compiling takes some tenths of a second. So a form is compiled once the blocks of `row_programs.py` have spent as long
-on it: the total is at most twice the optimum.
+Compiling takes some tenths of a second. So a form is compiled once the blocks of `row_programs.py` have spent as much
+time on it: the total time is at most twice the optimum.
 
 Some expressions are not compiled: those of transposed Mats (whose neighbours along a row are apart), of half precision
 (which Numba lacks on CPUs), of more Mats than the compiler checks for overlaps, with hundreds of operations, or of
@@ -124,7 +124,7 @@ def run_loop(
     """Run the loop over all elements of Mats with the expected layout, in several threads.
 
     Args:
-        views: a tensor for each array of the loop, of one shape, contiguous along the last dimension.
+        views: a tensor for each array of the loop, all of one shape, contiguous along the last dimension.
         rows: numbers for the channels.
         channels: the group size in the last dimension.
     """

@@ -1,7 +1,7 @@
 """Copies under a mask on a GPU, by one kernel that reads the mask and the chosen elements, and writes only these.
 
-Bound by memory if the mask has areas, as most masks do. At their edges, and everywhere if neighbours differ at random,
-numbers are stored one by one, which for bytes takes several times as long.
+Memory bounds the kernel if the mask consists of areas, as most masks do. At the edges of areas, and everywhere if
+neighbours differ at random, the kernel stores numbers one by one. For bytes that takes several times as long.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def form_of(nodes: Sequence[MatExpr], depth: int) -> Form:
         places[id(each)] = place
         if each._operation == "mat":
             form.append((each._type, each._value[1]))
-        elif each._operation == "numbers":  # 1, 1.0 and True are equal, as 0.0 and -0.0 are, and NaN is not
+        elif each._operation == "numbers":  # unlike ==, repr tells 1, 1.0 and True apart, and 0.0 and -0.0
             form.append((each._type, repr(each._value)))
         else:
             form.append((each._operation, each._type, *[places[id(operand)] for operand in each._operands]))

@@ -28,8 +28,8 @@ from rooftop.mat.exactness import Bounds, BoundsOf, depth_bounds, limits_in, tru
 from rooftop.mat.expressions import BITWISE, COMPARISONS, MatExpr, is_one, topological
 from rooftop.mat.type_codes import DEPTHS, CV_Bool
 
-BLOCK = 1 << 15  # elements: the most that torch computes in one thread. 16 KB to 256 KB per operand fit in an L2
-_LEAST_PER_THREAD = 1 << 18  # with fewer, a thread costs as much as it saves
+BLOCK = 1 << 15  # elements: the most that torch computes in one thread. An operand is 16 KB to 256 KB, which fits in L2
+_LEAST_PER_THREAD = 1 << 18  # elements; with fewer, an additional thread costs as much time as it saves
 _TILE_COLUMNS = 256  # columns of a block if an operand is transposed: both sides then use whole cache lines
 Block = tuple[slice, ...]
 Step = tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...], int | None]

@@ -73,7 +73,7 @@ def _unsigned(bits: int) -> tuple[int, int]:
     return 0, (1 << bits) - 1
 
 
-DEPTHS: Final[tuple[Depth, ...]] = (  # at their numbers
+DEPTHS: Final[tuple[Depth, ...]] = (  # the index of a depth is its code
     _depth("8U", torch.uint8, "uint8", _unsigned(8)),
     _depth("8S", torch.int8, "int8", _signed(8)),
     _depth("16U", torch.uint16, "uint16", _unsigned(16)),

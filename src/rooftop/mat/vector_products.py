@@ -18,8 +18,8 @@ def dot(x: Header, y: Header) -> float:
     """The sum of the products of all numbers over all channels, in float64.
 
     Raises:
-        TypeError: other types.
-        ValueError: other sizes.
+        TypeError: the types differ.
+        ValueError: the sizes differ.
     """
     _check_alike("a dot product", x, y)
     found = 0.0
@@ -32,8 +32,8 @@ def cross(x: Header, y: Header) -> Tensor:
     """The cross product (3,) of two vectors of three floating numbers, (3, 1), (1, 3) or one element of three channels.
 
     Raises:
-        TypeError: other types, or integers.
-        ValueError: not three numbers.
+        TypeError: the types differ, or are integers.
+        ValueError: a vector does not have three numbers.
     """
     _check_alike("a cross product", x, y)
     if x.depth() not in FLOATING:

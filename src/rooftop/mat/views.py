@@ -100,7 +100,7 @@ class Header(Shaped):
     _device: torch.device
     _cached: Tensor | None  # the elements, (..., channels)
 
-    # What it is.
+    # Properties.
 
     def elemSize(self) -> int:
         """Bytes of an element with all its channels."""

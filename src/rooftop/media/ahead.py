@@ -27,7 +27,7 @@ def in_order(
 ) -> Iterator[Result]:
     """Apply `function` to each item in a pool of threads, and return the results in the order of the items.
 
-    An exception is raised at its item's position. After it, or when the iterator is closed, no more items are begun.
+    An exception is raised at its item's position. After it, or when the iterator is closed, no more items are started.
     The function should avoid torch's operators if possible: each thread that uses them starts its own team of threads.
 
     Args:

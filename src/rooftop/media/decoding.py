@@ -37,7 +37,7 @@ position.
 """
 
 ONE_WAITS = ("mpeg1video", "mpeg2video", "mpeg4")  # at most one frame waits for frames that are shown earlier
-UNMARKED = ("gif",)  # codecs whose first packet some containers do not mark as a key frame
+UNMARKED = ("gif",)  # codecs for which some containers do not mark the first packet as a key frame
 
 WHOLE_PICTURES = (0, 1, 5)  # AVPictureType: unknown, I, SI
 _SLACK_S = Fraction(1, 1000)  # tolerance for the durations in a Matroska file
@@ -280,7 +280,7 @@ class Decoder:
             raise
         except Broken:
             if self.threads and self.clocked:
-                with suppress(Broken):  # the same frame again
+                with suppress(Broken):  # decoding again fails at the same frame
                     yield from self._once_more(start, last)
             raise
         if self.threads and self.clocked and self._missing:
@@ -305,7 +305,7 @@ class Decoder:
                         yield pts, frame
                         last = pts
                 return
-            except (Misled, Unclean):  # then from the earlier starting point
+            except (Misled, Unclean):  # start from an earlier key frame
                 continue
             finally:
                 slow.close()
@@ -403,8 +403,7 @@ class Decoder:
         yield from _good(rest, first, sought)
 
     def _before_damage(self, pending: set[int], first: int | None, sought: bool) -> Iterator[av.VideoFrame]:
-        """Of these frames, return those shown before the first missing one, because the error comes some packets after
-        its cause.
+        """Return the frames shown before the first missing one, because the error comes some packets after its cause.
 
         If packets have no times, frames are counted, because a frame after lost ones would get a lost frame's time.
         """

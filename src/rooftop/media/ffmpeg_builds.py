@@ -1,8 +1,8 @@
 """Build FFmpeg from source for NVIDIA's video engines.
 
 Objects, log and state are in PREFIX.build, next to the install folder PREFIX, never in the source. An interrupted build
-continues; one with other options starts again. PREFIX appears, or is replaced, atomically, when everything is built and
-the new program has listed its decoders and encoders.
+continues; one with other options starts again. When everything is built and the new program has listed its decoders and
+encoders, PREFIX is created or replaced atomically.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from rooftop.media.ffmpeg_checks import identity
 from rooftop.media.ffmpeg_requirements import Requirements, build_environment, find_requirements, lines
 from rooftop.media.ffmpeg_trials import Trials
 
-MARK = ".rooftop-ffmpeg.json"  # a file in PREFIX that marks it as ours to replace, and names its source
+MARK = ".rooftop-ffmpeg.json"  # a file that marks PREFIX as ours to replace, and names its source
 PLAIN_PATH = re.compile(r"[\w./@+-]+")  # characters that are safe in paths for FFmpeg's configure and for make
 SHOWN_LINES = 15  # lines of the log shown if a build fails
-UNSURE_S = 60.0  # files written this shortly before a power failure may be incomplete
+UNSURE_S = 60.0  # seconds; files written less than this before a power failure may be incomplete
 PRESENT = {"decoders": ("h264_cuvid", "hevc_cuvid"), "encoders": ("h264_nvenc", "hevc_nvenc"), "devices": ("cuda",)}
 COMMON = ("--disable-doc", "--disable-debug", "--disable-ffplay")
 

@@ -60,7 +60,7 @@ def ffmpeg_abilities(
     timeout_s: float = 30.0,
     report: Callable[[str, float], None] = lambda what, fraction: None,
 ) -> FFmpegReport:
-    """Test what an FFmpeg can do here, with or without a GPU. It takes 15 s, with a GPU more, and leaves no file
+    """Test what an FFmpeg can do here, with or without a GPU. It takes 15 s, longer with a GPU, and leaves no file
     behind.
 
     Args:

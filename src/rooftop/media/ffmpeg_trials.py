@@ -1,4 +1,4 @@
-"""Single trials of FFmpeg: it processes a small picture, and the resulting frames are checked.
+"""Single trials of FFmpeg: FFmpeg processes a small picture, and the resulting frames are checked.
 
 The picture is smooth and moves. So a codec at high quality hardly changes it, while a missing, stale, shifted or
 reordered frame differs strongly. Hardware is judged against the software of the same FFmpeg. From H.264 on a codec's
@@ -395,7 +395,7 @@ def picture(bits: int) -> np.ndarray:
     y, x = np.ogrid[0:HEIGHT, 0:WIDTH]
     y, x = y / 2, x / 2  # in pixels of chroma
     number = np.arange(FRAMES)[:, None, None]
-    wave = 2 * np.pi / 96  # smooth; it moves 7 of its pixels each frame
+    wave = 2 * np.pi / 96  # smooth; it moves 7 pixels of the plane per frame
     luma = 125 + 90 * np.cos(wave * (x - 7 * number)) * np.cos(wave * y / 2)
     half = (slice(None), slice(0, HEIGHT, 2), slice(0, WIDTH, 2))
     blue, red = 128 + 60 * np.cos(wave * (x + 5 * number)), 128 + 60 * np.cos(wave * (y + 5 * number))
@@ -424,7 +424,7 @@ def levels(data: bytes, pixels: str, size: tuple[int, int] = (WIDTH, HEIGHT)) ->
     values = np.frombuffer(data, np.dtype("<u2") if wide else np.uint8, count=len(data) // (2 if wide else 1))
     frames = values[: len(values) // samples * samples].reshape(-1, samples).astype(np.float32)  # (T, N)
     if wide:
-        frames /= 256 if pixels == "p010le" else 4  # p010le has its ten bits at the top
+        frames /= 256 if pixels == "p010le" else 4  # p010le has its ten bits at the upper end
     if pixels in ("nv12", "p010le"):  # the two chroma values alternate
         luma = size[0] * size[1]
         frames = np.concatenate([frames[:, :luma], frames[:, luma::2], frames[:, luma + 1 :: 2]], axis=1)
@@ -451,8 +451,8 @@ ONLY_A_NUMBER = re.compile(r"Device creation failed: -?\d+$")
 
 
 def reason_in(log: str, status: int) -> str:
-    """Why FFmpeg failed, from its log with levels: the first error, since it causes the later ones. An error that a
-    device does not open takes precedence, since a decoder may have complained earlier that it has none."""
+    """Why FFmpeg failed, from its log with levels: the first error, since it causes the later ones. An error of opening
+    a device takes precedence, since a decoder may have reported earlier that it has no device."""
     errors: list[str] = []
     of_devices: list[str] = []
     before = last = ""

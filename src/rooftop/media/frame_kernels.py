@@ -1,9 +1,8 @@
 """Triton kernels that convert luma and chroma to red, green and blue; `surfaces.py` launches them.
 
-The planes are read once and the tensor is written once. In between are the matrix, resizing, rounding or normalization,
-and rotation to upright. The rotation is in the strides of the result. A sample of chroma is at `(row // DOWN) *
-chroma_row + (column
-// ACROSS) * chroma_step`, so separate planes and pairs (NV12) are handled alike.
+The planes are read once and the tensor is written once. In between, a kernel applies the colour matrix, resizing, and
+rounding or normalization. The strides of the result rotate it upright. A sample of chroma is at `(row // DOWN) *
+chroma_row + (column // ACROSS) * chroma_step`, so the same code reads separate planes and pairs (NV12).
 
 A launch takes up to eight pictures of one geometry, each with its own pointers. So a thread that reads a video launches
 once every eight frames, and kept frames do not keep their neighbours' memory.

@@ -193,8 +193,8 @@ class ImageDecoder:
 
     Args:
         device: "cpu"; "cuda" or "cuda:1", a GPU, whose NVJPEG decodes JPEGs while Pillow decodes the rest; or "auto", a
-            GPU if NVJPEG is available, else the CPU. NVJPEG's colours are close to those of libjpeg, but not equal,
-            least of all at colour edges with subsampled chroma.
+            GPU if NVJPEG is available, else the CPU. NVJPEG's colours are close to those of libjpeg, but not equal.
+            They differ most at colour edges with subsampled chroma.
         layout: "chw" for (3, H, W), or "hwc" for (H, W, 3), contiguous: `rooftop.mat.Mat` and OpenCV take the latter
             directly (OpenCV's own order is blue, green, red).
         threads: number of decoding threads; None: one for each CPU, at most 8 (4 of them with a GPU). At most two
@@ -288,7 +288,7 @@ class ImageDecoder:
         files."""
         files = [_or_error(_File.of, each) for each in group]
         jpegs = [file for file in files if isinstance(file, _File) and file.against is None]
-        with self._lock:  # one batch at a time, because no memory may be in use by reads when `decode` allocates
+        with self._lock:  # one batch at a time: `decode` must not allocate memory that earlier work still reads
             decoded = dict(zip(map(id, jpegs), self._by_nvjpeg(jpegs, decode), strict=True))
         found: list[Tensor | InputError] = []
         for file in files:
@@ -309,7 +309,7 @@ class ImageDecoder:
             decoded = decode([file.content for file in files])
         except torch.cuda.OutOfMemoryError:
             raise
-        except RuntimeError:  # it does not say which file it was
+        except RuntimeError:  # the error does not name the file
             if self._stream is not None:
                 torch.cuda.synchronize(self.device)  # the GPU may still write the other images
             return [None] if len(files) == 1 else [each for file in files for each in self._by_nvjpeg([file], decode)]

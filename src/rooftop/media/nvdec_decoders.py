@@ -24,8 +24,8 @@ KEPT = ("h264", "hevc", "vp8", "vp9", "av1")
 HEADED = ("h264", "hevc")  # codecs whose headers are stated once for the whole file instead of in the key frames
 MOST = 32  # maximum number of idle decoders
 MOST_PIXELS = 32 * 1920 * 1088
-"""Memory limit of all idle decoders. A decoder holds some twenty frames: 32 of 1920 x 1080, or 8 of 3840 x 2160, some 2
-GB.
+"""Memory limit of all idle decoders. A decoder holds about twenty frames: 32 of 1920 x 1080, or 8 of 3840 x 2160, some
+2 GB.
 """
 
 PARAMETER_SETS = {"h264": (7, 8), "hevc": (32, 33, 34)}

@@ -5,7 +5,7 @@ covers. The rows of luma are added to it with the processor's vector units. The 
 `colours.yuv_to_rgb`, bit for bit. If a size is requested, rows are added to the result as they are computed, so the
 whole frame is never in memory as RGB.
 
-Compiled once for each depth and cached next to this file, for later processes.
+The loops are compiled once for each depth and cached next to this file, for later processes.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ def _resized(
         while newest < last and tops[newest] <= i:
             newest += 1
         for c in range(3):
-            if newest - oldest == 2:  # as in shrinking pictures: two at once
+            if newest - oldest == 2:  # as when pictures shrink: add to both rows in one pass
                 _add_to_two(
                     luma, differences[c], numbers[8],
                     row_weights[oldest, i - tops[oldest]], opened[oldest % most, c],

@@ -1,10 +1,9 @@
 """`VideoReader`: the frames of a video as tensors, in order or at any position.
 
 Access is exact: the frame at a position or a time equals, bit by bit, the frame that decoding from the beginning
-returns. It is
-found through an index of all packets, built when it is first needed: one pass over the file without decoding (with
-decoding for the few codecs whose packets do not suffice). Reading a video from its beginning needs no index and holds a
-few frames.
+returns. An index of all packets locates the frame. The index is built when it is first needed, in one pass over the
+file without decoding (with decoding for the few codecs whose packets do not suffice). Reading a video from its
+beginning needs no index and holds a few frames.
 """
 
 from __future__ import annotations
@@ -354,8 +353,9 @@ class VideoReader:
         return frame
 
     def _converted(self, stream: Iterator[tuple[int, av.VideoFrame, int]]) -> Iterator[tuple[int, Tensor, int]]:
-        """Frames as tensors. On a GPU, several frames are converted together, which takes the host less time. Their
-        number grows, so that the first frame is not late. An error is raised after all earlier frames."""
+        """Frames as tensors. On a GPU, several frames are converted together, which takes the host less time. The
+        number starts small and grows, so that the first frame arrives soon. An error is raised after all earlier
+        frames."""
         count, failure = 1, None
         while failure is None:
             group: list[tuple[int, av.VideoFrame, int]] = []

@@ -58,8 +58,8 @@ def read_sound(
         sound = read_sound("walk.mp4")                          # Sound(samples (2, N), 48000, 0.0)
         sound = read_sound("walk.mp4", start_s=1.5, end_s=2.0)  # (2, 24000)
 
-    Times are on the clock of the file, the same as `VideoReader`'s. Where packets leave a gap, there is silence. All of
-    it is in memory: 11 MB for a minute of one channel at 48 kHz.
+    Times are on the clock of the file, the same as `VideoReader`'s. Gaps between packets become silence. All samples
+    are in memory: 11 MB for a minute of one channel at 48 kHz.
 
     Args:
         path_or_bytes: a file of sound or of video, or the content of one.

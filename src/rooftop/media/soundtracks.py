@@ -23,7 +23,8 @@ CHANNELS = {1: "mono", 2: "stereo", 3: "2.1", 4: "4.0", 5: "5.0", 6: "5.1", 7: "
 """FFmpeg's layout names, by the number of channels."""
 
 USUAL = {".webm": "libopus", ".ogg": "libopus", ".avi": "pcm_s16le", ".wmv": "wmav2"}
-"""Encoders of sound by the file's suffix; for others, aac. AVI cannot state what an encoder adds before the sound."""
+"""Encoders of sound by the file's suffix; for others, aac. AVI cannot state how many samples an encoder adds before the
+sound."""
 
 ENCODED_AT_ONCE = 1 << 14  # samples
 
@@ -114,7 +115,7 @@ class CopiedSound:
             yield packet
 
     def finish(self) -> None:
-        """Finish: nothing is waiting here."""
+        """Nothing is left to encode."""
 
     def close(self) -> None:
         self._input.close()

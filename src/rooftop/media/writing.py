@@ -27,7 +27,7 @@ from rooftop.media.soundtracks import CopiedSound, EncodedSound, usual_codec
 if TYPE_CHECKING:
     from rooftop.media.pyav import av
 
-TICKS = 120_000  # ticks a second, if frames have times: integers for 24, 25, 30 and 60 frames/s, and for NTSC's 1001
+TICKS = 120_000  # ticks a second, if frames have times: a frame of 24, 25, 30 or 60 Hz, or NTSC, has whole ticks
 AVI_SLACK_S = Fraction(1, 1000)  # the distance by which a time may miss the position of a frame
 DURATIONS_OF_DECODING = (".mp4", ".mov", ".m4v")  # formats in which a packet lasts until the next one is decoded
 TICKS_MPEG4 = 60_000  # ticks per second for an encoder that stores ticks in 16 bits
@@ -49,7 +49,7 @@ class VideoWriter:
         fps: frames a second. Frames with times are shown at those times instead; in an AVI file, times must be
             multiples of 1 / fps.
         codec: the name of an FFmpeg encoder: libx264, libx265, libvpx-vp9, libsvtav1, mpeg4, ffv1, h264_nvenc, ...; or
-            "auto": h264_nvenc if a GPU here has encoded a test clip, else libx264. It takes no `options`.
+            "auto": h264_nvenc if a GPU here has encoded a test clip, else libx264. "auto" takes no `options`.
         pixel_format: FFmpeg's name; with more than 8 bits (yuv420p10le) it keeps more of floating frames. By default
             yuv420p, or the encoder's own.
         bit_rate_bps: bits per second that the encoder aims at; None: the encoder's default quality.
@@ -367,7 +367,7 @@ class VideoWriter:
         """Ticks of the last frame's duration."""
         ticks = round(until * self._ticks_a_second) - last_tick if 0 <= until < float("inf") else 0
         if not timed or ticks <= 0:
-            raise InputError(f"until={until}: expected times, and a second after the last time")
+            raise InputError(f"until={until}: expected times, and a value in seconds above the last time")
         return ticks
 
     def _check_size(self, height: int, width: int) -> None:
