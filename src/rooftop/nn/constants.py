@@ -4,8 +4,8 @@
         @constant
         def position_bias(self) -> Tensor: ...
 
-A module cannot know whether its parameters will change, but its user can. So such a method is an ordinary one, computed
-in each call, until `keep_constants(model)` declares the parameters constant.
+A module cannot know whether its parameters will change, but its user can. So such a method is computed in each call
+until `keep_constants(model)` declares the parameters constant.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rooftop.nn.hooks import has_hooks
 
-MOST = 8  # results of one method, by its arguments: as many as an engine has graphs
+MOST = 8  # results of one method, one for each set of arguments: as many as an engine has graphs
 
 Arguments = ParamSpec("Arguments")
 Module = TypeVar("Module", bound=nn.Module)
@@ -30,7 +30,7 @@ class _Kept(dict[tuple[Hashable, ...], Any]):
     """Results by name and arguments of the method."""
 
     def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
-        return _Kept, ()  # the parameters of a copy, or of a loaded model, are different, and may be cast or moved
+        return _Kept, ()  # a copy or a loaded model has other parameters, which may be cast or moved
 
 
 def constant(
@@ -94,7 +94,7 @@ def _lasting(arguments: tuple[object, ...], options: dict[str, object]) -> bool:
 
 
 def _can_be_kept(tensor: Tensor) -> bool:
-    """Whether its data exist already, for calls on all streams."""
+    """Whether the result's data are complete, so that calls on any stream can use them."""
     if type(tensor) is not Tensor or tensor.is_meta or tensor.requires_grad:
         return False
     if tensor.is_cuda:

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 REGISTERS = ("_parameters", "_buffers", "_modules")
 OWN = frozenset(vars(nn.Module())) - set(REGISTERS)
-"""Attributes that each module has: its mode, its hooks."""
+"""Attributes that every module has: its mode, its hooks."""
 OPAQUE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, logging.Logger)
 DEEPEST = 8
-"""Nesting depth of objects that is searched; parts of modules and containers do not count."""
+"""How many objects deep to search; modules and containers do not count."""
 
 
 @dataclass

@@ -36,5 +36,5 @@ class LinearAct(torch.nn.Linear):
         return linear_act(input, self.weight, self.bias, self.activation, residual)
 
     def extra_repr(self) -> str:
-        """That of `torch.nn.Linear`, and the activation."""
+        """The text of `torch.nn.Linear`, and the activation."""
         return f"{super().extra_repr()}, activation={self.activation}"

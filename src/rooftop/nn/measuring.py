@@ -1,4 +1,4 @@
-"""Which kinds of modules to replace: each is timed in the whole model."""
+"""Decide which kinds of modules to replace: time each kind in the whole model."""
 
 from __future__ import annotations
 

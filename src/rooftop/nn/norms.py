@@ -18,7 +18,8 @@ class LayerNorm(torch.nn.LayerNorm):
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
         """input (..., *normalized_shape); the result is like it.
 
-        With a residual, like input: the norm of their sum and the sum, by `rooftop.kernels.add_layer_norm`.
+        With a residual of input's shape, return (the norm of their sum, the sum), computed by
+        `rooftop.kernels.add_layer_norm`.
         """
         parameters = (self.normalized_shape, self.weight, self.bias, self.eps)
         return layer_norm(input, *parameters) if residual is None else layer_norm_of(input, residual, *parameters)
@@ -30,7 +31,8 @@ class RMSNorm(torch.nn.RMSNorm):
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
         """input (..., *normalized_shape); the result is like it.
 
-        With a residual, like input: the norm of their sum and the sum, by `rooftop.kernels.add_rms_norm`.
+        With a residual of input's shape, return (the norm of their sum, the sum), computed by
+        `rooftop.kernels.add_rms_norm`.
         """
         parameters = (self.normalized_shape, self.weight, self.eps)
         return rms_norm(input, *parameters) if residual is None else rms_norm_of(input, residual, *parameters)
@@ -38,19 +40,19 @@ class RMSNorm(torch.nn.RMSNorm):
 
 @recorded_whole
 def layer_norm_of(input: Tensor, residual: Tensor | None, *parameters: Any) -> Tensor | tuple[Tensor, Tensor]:
-    """The module's result. When torch.fx traces the module alone, it does not know whether there will be a residual."""
+    """The module's result. While torch.fx traces the module alone, it is unknown whether a residual will be passed."""
     return layer_norm(input, *parameters) if residual is None else add_layer_norm(input, residual, *parameters)
 
 
 @recorded_whole
 def rms_norm_of(input: Tensor, residual: Tensor | None, *parameters: Any) -> Tensor | tuple[Tensor, Tensor]:
-    """The same for an RMS norm."""
+    """The result of an RMS norm module, as in `layer_norm_of`."""
     return rms_norm(input, *parameters) if residual is None else add_rms_norm(input, residual, *parameters)
 
 
 def norm_of_sum(norm: nn.Module, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """(norm(input + residual), input + residual), for any norm. One kernel computes it if the norm is one of the above
-    without hooks and torch.fx does not trace it, since torch.fx records each module's result by its name.
+    """(norm(input + residual), input + residual), for any norm. One kernel computes both if the norm is one of the two
+    above, has no hooks, and torch.fx does not trace it: torch.fx records each module's result by its name.
 
     Args:
         input, residual: of one shape; the sum has PyTorch's dtype.

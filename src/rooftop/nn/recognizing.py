@@ -53,7 +53,7 @@ def recognized(module: nn.Module) -> RmsNorm | None:
 
 
 def _only_weight(module: nn.Module) -> Tensor | None:
-    """Its only parameter, of one dimension, if it has neither buffers nor submodules."""
+    """The module's only parameter, of one dimension, if the module has neither buffers nor submodules."""
     if isinstance(module, Recognized) or type(module).__module__.startswith("torch."):
         return None
     if any(True for _ in module.children()):
@@ -69,7 +69,7 @@ def _only_weight(module: nn.Module) -> Tensor | None:
 
 
 def _takes_one_argument(module: nn.Module) -> bool:
-    """Other arguments could change what it computes."""
+    """Whether forward takes a single argument: others could change the result."""
     return len(inspect.signature(module.forward).parameters) == 1
 
 
@@ -138,7 +138,7 @@ class Recognized:
         return rms_norm(input, (self.weight.numel(),), weight, eps)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles as the module's original class: a class that is created here cannot be found by others."""
+        """Pickle as the module's original class, because other processes cannot find a class that is created here."""
         return _loaded, (type(self).__mro__[2],), self.__dict__.copy()
 
 

@@ -1,4 +1,4 @@
-"""Restores everything that belongs to the user, bit for bit, whatever rules and models do."""
+"""Restores, bit for bit, everything that belongs to the user, whatever rules and models do."""
 
 from __future__ import annotations
 

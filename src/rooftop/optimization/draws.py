@@ -24,8 +24,8 @@ class Draw:
         what: a readable name: "NaN in the inputs".
         given: (args, kwargs).
         special: the values may make a model overflow or divide by zero.
-        otherwise: arguments to try, in this order, if the model refuses these.
-        needed: the error if the model refuses all; "": the draw is skipped.
+        otherwise: arguments to try, in this order, if the model refuses `given`.
+        needed: the error to raise if the model refuses all; "" to skip the draw.
     """
 
     what: str
@@ -38,8 +38,8 @@ class Draw:
 def draws(given: Arguments, generator: torch.Generator) -> list[Draw]:
     """The given inputs, then others of the same shapes and dtypes.
 
-    Floating-point values are drawn from the given ones, so that they have their spread and stay in their range.
-    Integers are permuted, so that an index stays valid.
+    Floating-point values are drawn from the given ones, so that the draws have the same spread and range. Integers are
+    permuted, so that an index stays valid.
     """
     found = [
         Draw("the given inputs", given),
@@ -60,8 +60,8 @@ def draws(given: Arguments, generator: torch.Generator) -> list[Draw]:
 
 
 def others(given: Arguments, generator: torch.Generator) -> Draw:
-    """The given arguments with other values. If the model refuses these, integers stay unchanged: those of one tensor,
-    or all."""
+    """The given arguments with other values. If the model refuses these, integers stay unchanged, first in one tensor,
+    then in all."""
 
     def but(fixed: list[Tensor]) -> Arguments:
         other = lambda t: t if any(t is each for each in fixed) else other_values(t, generator)  # noqa: E731
@@ -101,7 +101,7 @@ def _floats(change: Change) -> Change:
 def other_values(tensor: Tensor, generator: torch.Generator, shape: Sequence[int] | None = None) -> Tensor:
     """A tensor with values drawn from this one; for integers and truth values a permutation.
 
-    A constant would give only itself: then values between 0 and it, or 0 and 1, are drawn. Sparse tensors stay
+    For a constant tensor, values between 0 and the constant, or 0 and 1, are drawn instead. Sparse tensors stay
     unchanged.
     """
     if tensor.layout != torch.strided:
@@ -121,7 +121,7 @@ def other_values(tensor: Tensor, generator: torch.Generator, shape: Sequence[int
 
 
 def _varied(flat: Tensor, generator: torch.Generator) -> Tensor:
-    """Values between 0 and a constant; an integer 0 stays, since 1 may be no valid index."""
+    """Values between 0 and a constant; an integer 0 stays, since 1 may not be a valid index."""
     first = flat[0]
     if flat.is_complex() or not bool((flat == first).all()):
         return flat

@@ -38,7 +38,8 @@ ALLOWED = 2.0
 ROUNDED_64 = 1e-9
 """The allowed difference of float64 sums in another order, relative to the largest value."""
 SAME_DRAWS = 0.03
-"""Relative to the results' size: rounding of half precision is below that, dropout with another mask far above."""
+"""Largest difference that counts as the same random numbers, relative to the results: rounding of half precision stays
+below, dropout with another mask is far above."""
 
 
 class RefusedError(Exception):
@@ -61,7 +62,8 @@ class Known:
 
 
 def check_taken(original: nn.Module, step: Step, drawn: Sequence[Draw]) -> None:
-    """Run the original on the given inputs and on those that it must accept, so that errors come before the search.
+    """Run the original on the given inputs and on those that it must accept, so that errors are raised before the
+    search.
 
     Args:
         drawn: the given inputs come first.
@@ -89,7 +91,7 @@ class Gate:
         original: the model; its buffers are restored after each run.
         step: how it is run.
         known: the original's results for each draw.
-        dropped: draws that the original refuses, or for which there was no time, with the reason.
+        dropped: draws that the original refuses, or for which no time was left, with the reason.
         random: its results depend on the random state.
         repeats: the original returns the same bits in each call.
         exact_only: the reason why only the same bits are correct, else "".
@@ -116,7 +118,7 @@ class Gate:
 
         Args:
             drawn: the given inputs come first.
-            seconds: its approximate time limit: beyond it, special values are skipped.
+            seconds: approximate time limit, after which special values are skipped.
             exact: only the same bits are correct.
         """
         gate = cls(original, step, exact_only="only bit-identical results were requested" if exact else "")
@@ -257,7 +259,7 @@ class Gate:
             with torch.no_grad():
                 pairs = zip(own, tensors_of(others[0].draw.given), strict=True)
                 for place, value in pairs:
-                    if place.layout == torch.strided:  # others have the same values
+                    if place.layout == torch.strided:  # in other layouts the values are the same
                         place.detach().copy_(value)
         with preserved(model):
             seed_all(SEED, model)
@@ -304,7 +306,7 @@ class Gate:
         return _as_accurate(name, got, eager, truth, what, self._usual_error(name))
 
     def _usual_error(self, name: str) -> float:
-        """The original's largest error on the given inputs: constant inputs may be computed exactly, by luck."""
+        """The original's largest error on the given inputs, since results of constant inputs may be exact by luck."""
         first = self.known[0]
         if first.truth is None or name not in first.eager.values or name not in first.truth.values:
             return 0.0
@@ -377,7 +379,7 @@ def _apart(tensor: Tensor) -> Tensor:
 
 
 def _unchanged(known: Known, before: Outcome) -> None:
-    """Check that the next call does not overwrite the results of a call, which belong to the caller."""
+    """Check that the next call does not overwrite results of this one, which belong to the caller."""
     for i, result in enumerate(before.results):
         if result.layout == torch.strided and not same_values(result.detach(), before.values[f"result {i}"]):
             raise RefusedError(f"{known.draw.what}: result {i} was changed by the next call")
@@ -386,7 +388,7 @@ def _unchanged(known: Known, before: Outcome) -> None:
 def _same_draws(known: Known) -> bool:
     """Whether the model in float64 has drawn the same random numbers: then its results are close."""
     if known.truth is None or known.draw.special:
-        return True  # large and constant values cannot show that
+        return True  # large and constant values do not show whether the random numbers are the same
     for name, value in known.eager.values.items():
         truth = known.truth.values.get(name)
         if truth is None or truth.shape != value.shape:

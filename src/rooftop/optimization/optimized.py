@@ -106,7 +106,7 @@ class Optimized:
         return [change.rule for change in self.changes if change.verdict == "kept"]
 
     def undo(self) -> nn.Module:
-        """Return the original. The faster module also runs it from now on."""
+        """Return the original. From now on, the faster module also runs the original."""
         self.module.stop("undone")
         return self.module.original
 
@@ -167,7 +167,7 @@ class OptimizedModule(nn.Module):
     def __init__(self, original: nn.Module, candidate: Candidate, proven: list[Arguments]) -> None:
         super().__init__()
         self.__dict__["_own"] = _State(original, candidate, {key_of(given) for given in proven})
-        for register in REGISTERS:  # the original's own, so that tracers find its parts under its names
+        for register in REGISTERS:  # the original's own dicts, so that tracers find its parts under its names
             self.__dict__[register] = vars(original)[register]
 
     @property
@@ -277,7 +277,7 @@ class OptimizedModule(nn.Module):
 
 @dataclass
 class _State:
-    """The state of an optimized module outside the reach of `nn.Module`."""
+    """The state of an optimized module, hidden from `nn.Module`."""
 
     original: nn.Module
     candidate: Candidate
@@ -295,13 +295,14 @@ class _State:
         self._quick: set[Hashable] = set()  # keys of proven calls that are cheap to compute
         self.modules = contents.modules
         self.modes = [module.training for module in self.modules]
-        # A GPU works while the host checks: a graph or a compiled model that has changed nothing may run in vain.
+        # On a GPU, the host launches first and checks meanwhile. If a check fails, a graph or a compiled model has run
+        # in vain, but has changed nothing.
         self.looks_first = self.candidate.training or self.candidate.device.type == "cpu"
         self._watch()
 
     def _watch(self) -> None:
         """Record the contents of all modules. Each call compares them, so they are laid out for loops in C."""
-        plain = vars(nn.Module()).keys() - {"training"}  # hooks and similar attributes, which are noticed otherwise
+        plain = vars(nn.Module()).keys() - {"training"}  # hooks and similar attributes, which other checks cover
         self.dicts = [vars(each) for each in self.modules]
         self.dicts += [part[name] for part in self.dicts for name in REGISTERS]
         self.sizes = list(map(len, self.dicts))
@@ -319,7 +320,8 @@ class _State:
         return [(tensor.dtype, tensor.device) for tensor in self.tensors]
 
     def _as_it_was(self) -> bool:
-        """Whether attributes, parameters, buffers and submodules of all modules are the proven objects."""
+        """Whether the attributes, parameters, buffers and submodules of all modules are the same objects as in the
+        proof."""
         if list(map(len, self.dicts)) != self.sizes:
             return False
         try:
@@ -395,7 +397,7 @@ def _quick_key(given: Arguments) -> Hashable | None:
 
 
 def unusual_context() -> str:
-    """The context of a call that the proof did not have: autocast, transforms, tracing; "" for none."""
+    """The context of a call if the proof had none such: autocast, transforms, tracing; "" for none."""
     if torch._C._is_any_autocast_enabled():
         return "autocast is on"
     if torch._C._functorch.peek_interpreter_stack() is not None:

@@ -48,8 +48,8 @@ def optimize(
 ) -> Optimized:
     """Make a model faster: try each rule in the whole model, prove it, time it, and keep it if it saves time.
 
-    The original is not changed. The faster module shares its parameters and buffers, except those from which a kept
-    rule computes others.
+    The original is not changed. The faster module shares its parameters and buffers, except where a kept rule computes
+    new ones.
 
     Args:
         module: the model, on its device, in its dtype.
@@ -62,7 +62,7 @@ def optimize(
             new one, too.
         rules: names of rules or your own (`rooftop.rewrites.Rule`); None: all except those that lower the precision.
         exact: keep only rules that return the same bits.
-        min_gain: least gain of a step to keep a rule, as a share.
+        min_gain: least gain for which a rule is kept, as a share of a step.
         budget_s: time limit in seconds. Rules that do not fit in the time are listed as not tried.
         draw: creates other arguments (a tuple), if values drawn from the given ones are not valid.
         plan: a file of `Optimized.save`: apply its rules, prove and time them, without a search.
@@ -101,9 +101,7 @@ def optimize(
             tried[1] = replace(tried[1], needed="")
             tried += [drawn(f"draw() {i + 1}") for i in range(2)]
         check_nothing_is_carried(module, step, tried[:2])
-        twin = Candidate.of(
-            module, None, train, tensors_of(given)
-        ).model  # what its calls leave in attributes stays there
+        twin = Candidate.of(module, None, train, tensors_of(given)).model  # its calls may leave values in attributes
         check_taken(twin, step, tried)
 
         def gate() -> Gate:
@@ -171,7 +169,7 @@ def _of_shapes(shapes: Sequence[Sequence[int]], given: Arguments, generator: tor
 
 
 def _in_order(tried: list[Draw]) -> list[Draw]:
-    """Special values last: they are skipped if time is short."""
+    """Draws with special values last, because they are skipped if time is short."""
     return sorted(tried, key=lambda draw: draw.special)
 
 

@@ -30,7 +30,8 @@ class Outcome:
         values: copies of the values after the call, by name: "result 0", "gradient of fc.weight", "buffer
             bn.running_mean", "argument 0 afterwards". Sparse tensors are dense here.
         structure: of the results and of the arguments afterwards: everything except the tensors in them.
-        strides: of each result, None where it has no element or size 1 hides them.
+        strides: of each result; None for results without elements and for dimensions of size 1, whose strides do not
+            matter.
         shared: pairs of values that share memory: ("result 0", "argument 0").
         results: the results themselves, to be checked again after another call.
     """
@@ -198,7 +199,7 @@ def _address(tensor: Tensor) -> int | None:
 def _delay(given: Arguments) -> None:
     """Make the GPU wait for a while.
 
-    The copies of the arguments come after that: a reader on a stream that does not wait for this one reads the earlier
+    The arguments are copied after the wait. So a reader on a stream that does not wait for this one reads the earlier
     values.
     """
     device = next((t.device for t in tensors_of(given) if t.is_cuda), None)
@@ -208,7 +209,7 @@ def _delay(given: Arguments) -> None:
 
 
 def copied(given: Arguments) -> Arguments:
-    """Arguments of the same values and strides."""
+    """Copies of the arguments, with the same values and strides."""
 
     def copy(tensor: Tensor) -> Tensor:
         if tensor.layout != torch.strided:
@@ -223,7 +224,7 @@ def copied(given: Arguments) -> Arguments:
 
 
 def anew(given: Arguments) -> Arguments:
-    """The same tensors in new structures: a model may remove entries from a dict."""
+    """The same tensors in new structures, because a model may remove entries from a dict."""
     return mapped(given, lambda t: t)  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,4 @@
-"""Checks of the arguments of `rooftop.optimize`; every other argument raises before anything is run."""
+"""Checks of the arguments of `rooftop.optimize`: wrong ones raise before anything is run."""
 
 from __future__ import annotations
 

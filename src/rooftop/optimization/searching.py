@@ -31,7 +31,7 @@ from rooftop.rewrites.graph_rules import Replays
 
 Progress = Callable[[str, float], None]
 MOST_ROUNDS = 12
-"""Comparisons of two candidates, if the first ones do not decide."""
+"""Largest number of comparisons of two candidates, if the first ones do not decide."""
 ROUND_S = 0.15
 """Time for each of the two in a round; slow models take longer, for a few steps."""
 STEPS, PROOF_STEPS, LAST_STEPS = 10, 30, 16
@@ -71,7 +71,7 @@ class Search:
         original: the model, in the mode in which it will run.
         optimizer: of its training step.
         step: how the model is run.
-        gate: creates the reference for every candidate, when the first one saves time.
+        gate: creates the reference for all candidates once the first one saves time.
         given: arguments of the timed calls.
         min_gain: least gain, as a share of a step.
         ends: the time limit, by `time.perf_counter`.
@@ -100,7 +100,7 @@ class Search:
         originals: Originals,
     ) -> None:
         self.original, self.optimizer, self.step, self._make_gate = original, optimizer, step, gate
-        self.given = copied(given)  # a rule that writes into its arguments must not change the user's
+        self.given = copied(given)  # copies, because a rule may write into its arguments
         self.min_gain, self.ends, self.progress, self.fresh = min_gain, ends, progress, fresh
         self.wrap, self.originals = wrap, originals
         self.kept: list[Rule] = []
@@ -195,7 +195,7 @@ class Search:
         return reason is None
 
     def _has_work(self, rule: Rule, times: Times) -> bool:
-        """Whether a step has what a rule could make faster; if not, that is noted."""
+        """Whether a step has work that the rule could make faster; if not, that is recorded."""
         try:
             reason = rule.absent(times)
         except Exception as error:
@@ -387,7 +387,7 @@ class Search:
             return time.perf_counter() - began
 
     def _gate_of(self, rules: Sequence[Rule]) -> Gate:
-        """The reference for a candidate with these rules: the original, in the precision to which they lower it."""
+        """The reference for a candidate with these rules: the original, in the precision that the rules give it."""
         lowering = [rule for rule in rules if rule.opt_in]
         key = tuple(rule.name for rule in lowering)
         if key not in self._gates:

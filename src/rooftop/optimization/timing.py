@@ -48,7 +48,7 @@ def step_of(candidate: Candidate, step: Step, given: Arguments) -> Callable[[], 
 
 @contextmanager
 def untouched(model: nn.Module, *candidates: Candidate) -> Iterator[None]:
-    """Restores parameters, their gradients and buffers of a model afterwards, and the candidates' optimizers."""
+    """Restore a model's parameters, gradients and buffers, and the candidates' optimizers, afterwards."""
     optimizers = [candidate.optimizer for candidate in candidates if candidate.optimizer is not None]
     states = [_copied_state(optimizer) for optimizer in optimizers]
     before = [(p, p.detach().clone() if p.requires_grad else None, p.grad) for p in model.parameters()]
@@ -127,7 +127,7 @@ def ahead(run: Callable[[], object], device: torch.device, wall_ms: float) -> tu
 
 
 class OperatorTimes(TorchDispatchMode):
-    """The time of each operator below autograd, on its device."""
+    """The time of each operator below autograd; the host waits for the device before and after it."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def _without_data(tensor: Tensor) -> Tensor:
 def same_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The same optimizer for the same parameters, with its own settings, state and attributes.
 
-    Its hooks, and a `step` that was replaced on the object, as learning rate schedulers do, belong to the other.
+    The copy has neither the original's hooks nor a replaced `step`, such as a learning rate scheduler leaves.
     """
     same = copy.copy(optimizer)
     memo: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}

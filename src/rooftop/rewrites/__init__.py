@@ -33,7 +33,7 @@ RULES: tuple[Rule, ...] = (
     Compile("reduce-overhead"),
     CudaGraphs(),
 )
-"""In the order of application: changes of modules, then formats, then how the whole model is run."""
+"""In the order of application: changes of modules, then of formats, then of how the whole model runs."""
 
 __all__ = [
     "RULES",

@@ -19,15 +19,15 @@ BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-"""Back ends by the word that their operators have in their names."""
+"""Back ends, by a word in the names of their operators."""
 
 
 class AttentionBackend(Rule):
     """Attention that tries one back end first. The others and the plain formula remain for calls that it does not
     support.
 
-    PyTorch takes the first of a fixed order that can compute a call. Which is fastest depends on the GPU, the lengths
-    and the features of a head.
+    PyTorch takes the first back end, in a fixed order, that can compute a call. The fastest one depends on the GPU, the
+    lengths and the features of a head.
     """
 
     trains = True

@@ -179,8 +179,8 @@ def tensors_of(model: nn.Module) -> list[Tensor]:
 
 
 def set_mode(model: nn.Module, training: bool) -> None:
-    """Set training or evaluation mode; a model that already has it stays unchanged, with parts in the other one (frozen
-    norms).
+    """Set training or evaluation mode; a model that already has this mode stays unchanged, including parts in the other
+    mode (frozen norms).
     """
     if model.training != training:
         model.train(training)
@@ -191,7 +191,7 @@ class Rule(ABC):
 
     Attributes:
         name: its name for users, "fold-norms".
-        trains: whether it can be applied to a training step. infers: or to inference.
+        trains: whether it can be applied to a training step. infers: whether it can be applied to inference.
         exact: it returns the same bits, by its design.
         opt_in: tried only if the user names it, because it lowers the precision.
         kind: at most one rule of each kind is kept.
@@ -213,7 +213,7 @@ class Rule(ABC):
         return None
 
     def absent(self, times: Times) -> str | None:
-        """Why a step has nothing that it could make faster; None if it has, or if only `apply` can tell."""
+        """Why a step has nothing for the rule to make faster; None if it has something, or if only `apply` can tell."""
         return None
 
     def predicted_ms(self, times: Times) -> float:

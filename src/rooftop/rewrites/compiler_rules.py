@@ -25,8 +25,8 @@ PyTorch."""
 MOST_VERSIONS = 64
 """Versions of a block for its shapes and settings; PyTorch gives up after 8."""
 START_S, SECONDS_A_CALL = 5.0, 0.12
-"""Measured compile time of models with 60 to 600 operator calls, on two cores of a server: a start and a time for each
-call.
+"""Measured compile time of models with 60 to 600 operator calls, on two cores of a server: a constant, and a time for
+each call.
 """
 
 
@@ -69,7 +69,7 @@ class Compile(Rule):
 
 
 class CompileBlocks(Rule):
-    """Repeated blocks of a model through `torch.compile`, which compiles one for all."""
+    """Repeated blocks of a model through `torch.compile`: one compilation serves all."""
 
     name = "compile-blocks"
     trains = True

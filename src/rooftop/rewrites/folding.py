@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-# Dimensions of their output for a batch; subclasses may do anything, so types must be exactly these.
+# Dimensions of their output, with the batch. Subclasses may do anything, so types must be exactly these.
 CONVOLUTIONS: dict[type[nn.Module], int] = {
     nn.Linear: 2,
     nn.Conv1d: 3,
@@ -224,7 +224,7 @@ def _traces(model: nn.Module, untraced: dict[str, str]) -> list[tuple[str, fx.Gr
 def _outermost(
     module: nn.Module, graphs: dict[str, fx.Graph], opaque: set[nn.Module], name: str, inside: bool
 ) -> Iterator[str]:
-    """Names of the graphs that are in no other; `inside`: whether one around this module shows its parts."""
+    """Names of the graphs that are in no other graph; `inside`: whether a graph around this module shows its parts."""
     if module in opaque:
         inside = False
     elif name in graphs and not inside:
@@ -240,10 +240,10 @@ def _is_container(module: nn.Module) -> bool:
 
 
 def _traced(module: nn.Module, opaque: set[nn.Module]) -> fx.Graph:
-    """Trace a forward without optional arguments: a trace would see only one choice of these.
+    """Trace a forward that has no optional arguments: a trace would see only one choice of them.
 
     Raises:
-        Exception: what the forward raises when it gets no tensors.
+        Exception: any error that the forward raises for inputs that are not tensors.
     """
     for parameter in inspect.signature(module.forward).parameters.values():
         if parameter.default is not parameter.empty or parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
@@ -383,7 +383,7 @@ class Sealing:
 
     def __call__(self, input: Tensor) -> _Sealed:
         output = self.folded(input)
-        if output.dim() != self.dimensions:  # its norm's error
+        if output.dim() != self.dimensions:  # raise the error of its norm
             raise ValueError(f"{self.norm}: expected {self.dimensions}D input (got {output.dim()}D input)")
         return _Sealed(output, self.folded, self.norm)
 

@@ -1,4 +1,4 @@
-"""Rules about formats: layouts of images, and precisions, which only the user may lower."""
+"""Rules about formats: layouts of images, and precisions. Only the user may allow a lower precision."""
 
 from __future__ import annotations
 

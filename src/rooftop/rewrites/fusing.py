@@ -2,12 +2,12 @@
 
     relu(convolution(x) + shortcut)
 
-When is it allowed? The traces of `folding.py` show which convolutions have a result with a single use: an activation,
-or a sum whose only use is an activation. Nothing in between may change a tensor. Such a convolution returns a promise.
-The sum is recorded in it, and the activation computes everything at once. Any other use of a promise gets the tensor
-that the convolution alone would have returned. So the trace only decides what is fast: a call on another path still
-returns correct numbers. The exception is code that changes a tensor of inference mode in place, since such tensors do
-not count their changes. Shapes are known only in the call: PyTorch adds a shortcut that would be broadcast or cast.
+When is it allowed? The traces of `folding.py` show which convolutions' results are used only once, by an activation or
+by a sum that only an activation uses. Nothing in between may change a tensor. Such a convolution returns a promise. The
+sum is recorded in it, and the activation computes everything at once. Any other use of a promise gets the tensor that
+the convolution alone would have returned. So the trace only decides what is fast: a call on another path still returns
+correct numbers. The exception is code that changes a tensor of inference mode in place, since such tensors do not count
+their changes. Shapes are known only in the call: PyTorch adds a shortcut that would be broadcast or cast.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def fuse_convolutions(model: nn.Module) -> Fusing:
     left = {name: why for name, module in candidates.items() if (why := _why_not(module))}
     followers = Followers(model)
     steps: dict[str, tuple[str, ...]] = {}
-    for name, module in reversed(candidates.items()):  # of two summed convolutions, the later one does the sum
+    for name, module in reversed(candidates.items()):  # of two summed convolutions, the later one computes the sum
         steps[name] = () if name in left else followers.of(module)
     for name, module in candidates.items():
         folded = _folded(module)
@@ -142,7 +142,8 @@ class Followers:
         self.taken: set[fx.Node] = set()  # sums that belong to a convolution
 
     def of(self, module: nn.Conv2d) -> tuple[str, ...]:
-        """("relu",), ("sum", "relu"), or () if the following operations stay separate: several calls always do."""
+        """("relu",), ("sum", "relu"), or () if the following operations stay separate, as they do for a convolution
+        with several calls."""
         structure = self.structure
         if structure.names[id(module)] > 1 or structure.calls[id(module)] != 1:
             return ()
@@ -281,7 +282,7 @@ class _Promise:
         kind = self.input.device.type
         if self.autocast == _autocast(kind):
             return _computed(self.convolution, self.input, self.residual, activation)
-        enabled, dtype = self.autocast  # those at the convolution's call
+        enabled, dtype = self.autocast  # the settings when the convolution was called
         with torch.autocast(kind, dtype, enabled):
             return _computed(self.convolution, self.input, self.residual, activation)
 

@@ -17,7 +17,7 @@ MOST_GRAPHS = 8
 
 
 class CudaGraphs(Rule):
-    """Replays each call from a CUDA graph, one for each signature of the inputs."""
+    """Replay each call from a CUDA graph; each signature of the inputs has its own graph."""
 
     name = "cuda-graphs"
     exact = True
@@ -34,7 +34,7 @@ class CudaGraphs(Rule):
     def apply(self, candidate: Candidate) -> str:
         buffers = [buffer for buffer in candidate.model.buffers() if not buffer.is_inference()]
         candidate.call = Replays(candidate.call, candidate.device, lambda: tuple(b._version for b in buffers))
-        candidate.frozen = True  # a graph reads parameters at their addresses during capture
+        candidate.frozen = True  # a graph reads parameters at the addresses that they had during capture
         return "every call"
 
 

@@ -143,7 +143,8 @@ class Graphs:
                 current.wait_stream(self._previous)
                 for entry in self.entries.values():
                     for place in entry.inputs if isinstance(entry, Graph) else ():
-                        place.record_stream(current)  # an engine may be deleted while its last call runs
+                        # so that the memory outlives the last call if the engine is deleted before
+                        place.record_stream(current)
             self._previous = current
             yield
 
@@ -164,8 +165,8 @@ def capture(
         inputs: the tensors that the call reads, with their values.
         stream: the same for all graphs of a model, because libraries keep a workspace for each stream.
         pool: memory pool of another graph to share; None: a new one.
-        state: must return the same before and after the first run: a graph would replay state that a model keeps from
-            call to call.
+        state: must return the same before and after the first run: otherwise a graph would replay old state that the
+            model keeps from call to call.
 
     Raises:
         UncapturedError: the first run succeeded, but it changed the state, the host waits, or the capture failed.

@@ -3,7 +3,7 @@
 A cell is the row-major number of (batch, four coordinates); grids with fewer dimensions have leading ones of size 1.
 Bit cell % 32 of word cell // 32 is set if there is a site. `counts` are the set bits of all words up to and including
 each, so that a site's rank among all sites follows from its word alone. Offsets are numbered as in `rulebook.py`.
-`faults` is that of `Rulebook`.
+`faults` is as in `Rulebook`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def mark_sites(
     repeated = tl.max((inside & ((before & bit) != 0)).to(tl.int32))
     tl.store(faults, 1, mask=repeated != 0)
     named = row < 0  # none yet
-    for column in tl.static_range(1 + DIMS):  # without a cast, because `_site` turns values that are not int32 into -1
+    for column in tl.static_range(1 + DIMS):  # without a cast: `_site` would turn values that are not int32 into -1
         named |= tl.load(sites + row * (1 + DIMS) + column, mask=there, other=-1) != -1
     outside = tl.max((there & named & (inside == 0)).to(tl.int32))
     tl.store(faults + 1, 1, mask=outside != 0)
@@ -98,7 +98,7 @@ def pair_neighbours(
     known, rank = _look_up(words, counts, cell, near)
     other = tl.load(row_of + rank, mask=known, other=-1)
     is_centre = (tap == VOLUME // 2)[None, :] & inside[:, None]
-    other = tl.where(is_centre, row.to(tl.int32)[:, None], other)  # this also holds for a repeated site
+    other = tl.where(is_centre, row.to(tl.int32)[:, None], other)  # a site is its own centre, also if it is repeated
     tl.store(neighbours + row[:, None] * VOLUME + tap[None, :], other, mask=wanted)
 
 
@@ -250,7 +250,7 @@ def _reached(at, shift, STRIDE: tl.constexpr, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def _look_up(words, counts, cell, wanted):
-    """(whether there is a site in a cell, its rank among all)."""
+    """(whether there is a site in a cell, its rank among all sites)."""
     place = cell >> 5
     above = tl.load(words + place, mask=wanted, other=0).to(tl.uint32, bitcast=True) >> (cell & 31).to(tl.uint32)
     known = wanted & ((above & 1) != 0)

@@ -4,13 +4,12 @@ A cell's number is its key, so the bits are the sites in sorted order. The numbe
 too. So one word tells whether a cell has a site and, from the bits below, the site's rank among all. No key is
 searched, and sorted outputs need no sort:
 
-    rank(cell) = bits of all words up to the cell's - bits of its word from the cell's on
+    rank(cell) = bits of all words up to the cell's word - bits of that word from the cell's bit on
 
 A submanifold convolution marks its sites, counts them, stores the row of each rank, and reads the cells around each
 site. Other convolutions mark the cells that their sites reach; the rank of a marked cell is the row of the output.
 Besides the tables, it moves 2 bits per cell a few times. A thin surface of 1 M sites in 81 M cells has 81 cells for
-each site. Up to some thousand cells for each site this should be faster than hash tables (`hash_tables.py`); that is
-predicted.
+each site. Up to some thousand cells for each site this is predicted to be faster than hash tables (`hash_tables.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ WARPS = 4
 
 
 class Bitmap(NamedTuple):
-    """Which cells have a site.
+    """The cells that have a site.
 
     Attributes:
         words: (W,) int32, a bit for each cell.
@@ -144,7 +143,7 @@ def _counted(words: Tensor) -> Bitmap:
 
 
 def _all_outputs(indices: Tensor, shape: Geometry, bitmap: Bitmap, faults: Tensor) -> int:
-    """The number of outputs. Waits for the device, and raises if it found errors in the sites."""
+    """The number of outputs. This waits for the device, and raises if the device found errors in the sites."""
     repeated, outside, _, outputs = torch.cat([faults, bitmap.counts[-1:]]).tolist()
     if repeated or outside:
         check_sites(indices, shape.batch_size, shape.in_shape)

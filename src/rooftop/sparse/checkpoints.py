@@ -1,4 +1,4 @@
-"""Weights of sparse convolutions saved by spconv, in any of its versions' layouts.
+"""Load weights of sparse convolutions that any version of spconv saved, in its layout.
 
     report = load_spconv_state_dict(network, torch.load("checkpoint.pth")["state_dict"])
 
@@ -9,9 +9,9 @@
 | `RSCK` | (*kernel, in, out) | spconv 1 |
 
 Layouts are distinguished by shape, layer by layer. If a layer's shape fits several, for example with as many channels
-in as out, the other layers of the network decide. Under plain `load_state_dict`, a layer sees only its own weight. So
-the layer converts a weight whose shape determines the layout. It refuses an ambiguous weight (three output channels and
-a kernel of three), unless `OWN_VERSION` says that this library saved it.
+in as out, the other layers of the network decide. Under plain `load_state_dict`, a layer sees only its own weight. It
+converts the weight if the shape determines the layout. It refuses an ambiguous weight (three output channels and a
+kernel of three), unless `OWN_VERSION` says that this library saved it.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def convert_state_dict(
 
     Raises:
         TypeError: a weight is not a tensor.
-        ValueError: the layout is unknown, a weight fits no layout, or weights fit several layouts and nothing decides
-            between them.
+        ValueError: the layout is unknown, a weight fits no layout, or weights fit several layouts and no other weight
+            decides between them.
     """
     if layout is not None and layout not in LAYOUTS:
         raise ValueError(

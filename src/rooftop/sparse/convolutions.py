@@ -94,7 +94,7 @@ class SparseConvolution(SparseModule):
         Args:
             in_channels, out_channels: channels; groups divide both.
             kernel_size, stride, padding, dilation: as in `torch.nn.Conv3d`, one for all dimensions or one for each.
-            indice_key: the key under which layers share a rulebook, and an inverse convolution finds it.
+            indice_key: the key under which layers share a rulebook, and under which an inverse convolution finds it.
             algo: ignored, see `ConvAlgo`.
             fp32_accum, large_kernel_fast_algo: ignored: sums are float32 or wider, for kernels of any size.
             record_voxel_count: keep the largest number of outputs of a call in a buffer, `get_max_num_voxels()`.

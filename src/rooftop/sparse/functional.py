@@ -247,7 +247,7 @@ def indice_inverse_conv(
 
 
 def _table(values: Tensor, rows: Tensor, count: int) -> Tensor:
-    """(count, K) int32: at the rows (K, P) of each offset the values (K, P), otherwise -1."""
+    """A table (count, K) int32 with `values` (K, P) at the rows (K, P) of each offset, and -1 elsewhere."""
     offsets = len(rows)
     table = values.new_full((count + 1, offsets), -1)  # an additional row takes the entries that are not pairs
     at = torch.where(rows >= 0, rows, count).long()

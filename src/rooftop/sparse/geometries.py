@@ -132,7 +132,7 @@ def batch_size_of(value: Any) -> int:
 
 
 def whole_number(what: str, value: Any, where: str = "") -> int:
-    """An integer, from Python, numpy or a tensor, or a float with an integer value; `where` follows in the message.
+    """An integer, from Python, numpy or a tensor, or a float with an integer value; the message appends `where`.
 
     Raises:
         TypeError: the value is not an integer (such as 2.5), or is a bool.

@@ -21,8 +21,8 @@ from rooftop.sparse.sites import check_sites
 Tables = tuple[Tensor, Tensor, Tensor, Tensor]  # out_indices, neighbours, reached, faults
 
 MAX_SLOTS = 2**30  # of a hash table: slot numbers are int32
-# The number of outputs per input for which a table has room at first; it grows if needed. A kernel of 3 makes a flat
-# surface 3 cells thick.
+# A table at first has room for this many outputs per input; it grows if needed. A kernel of 3 makes a flat surface 3
+# cells thick.
 ROOM_PER_SITE = 4
 
 
@@ -40,7 +40,7 @@ def load_kernels() -> ModuleType:
 
 @cache
 def four(values: tuple[int, ...]) -> Any:
-    """Up to four sizes as the kernels take them."""
+    """Up to four sizes in the form that the kernels take."""
     return load_kernels().Four(*values, *[1] * (MAX_DIMS - len(values)))
 
 

@@ -100,9 +100,8 @@ class SparseSequential(SparseModule):
 class SparseBatchNorm(nn.BatchNorm1d, SparseModule):
     """`torch.nn.BatchNorm1d` of the features, over the sites of all batch elements.
 
-    With fewer than two sites there is no variance: the running statistics normalize them, and do not change. Rows that
-    are not sites do not count, if the tensor is marked as possibly having some (`padded`). A dense tensor is normalized
-    as by `torch.nn.BatchNorm1d`.
+    With fewer than two sites there is no variance: the running statistics are used, and do not change. If the tensor is
+    marked as `padded`, rows that are not sites do not count. A dense tensor is normalized as by `torch.nn.BatchNorm1d`.
     """
 
     def __init__(self, num_features: int, *arguments: Any, name: str | None = None, **options: Any) -> None:
@@ -140,7 +139,7 @@ class ToDense(SparseModule):
 
 
 class RemoveGrid(SparseModule):
-    """Return the input. In spconv this module frees a dense table, which does not exist here. It exists because
+    """Return the input. In spconv this module frees a dense table, which does not exist here. The module exists because
     networks use its name."""
 
     def forward(self, x: SparseConvTensor) -> SparseConvTensor:
@@ -174,7 +173,7 @@ def batch_normalized(norm: nn.BatchNorm1d, x: SparseConvTensor) -> SparseConvTen
 
 def _normalized_by_running(norm: nn.BatchNorm1d, features: Tensor) -> Tensor:
     mean, var = norm.running_mean, norm.running_var
-    if mean is None or var is None:  # one row is its own mean, and gets no gradient
+    if mean is None or var is None:  # a single row is its own mean, and gets no gradient
         features = features - features
         dtype = features.dtype if norm.weight is None else norm.weight.dtype
         mean = torch.zeros(norm.num_features, dtype=dtype, device=features.device)

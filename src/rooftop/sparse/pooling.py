@@ -62,8 +62,8 @@ class SparsePool(SparseModule):
             algo: ignored, see `ConvAlgo`.
             record_voxel_count: keep the largest number of outputs of a call in a buffer, `get_max_num_voxels()`.
             name: name in error messages.
-            num_out_act_bound: the exact number of output rows. The last of them are not sites. Nothing then
-                waits for the device. None: as many rows as sites.
+            num_out_act_bound: the exact number of output rows. The last of them are not sites. With it, nothing waits
+                for the device. None: as many rows as sites.
 
         Raises:
             TypeError, ValueError: invalid sizes or algo.

@@ -1,7 +1,8 @@
 """The rulebook of a sparse convolution: which input site contributes to which output site at which offset of the
 kernel.
 
-Its definition: (input i, output o, offset k) is a pair, once, if and only if both are active and, in each dimension,
+Its definition: (input i, output o, offset k) is a pair if and only if input and output are active and, in each
+dimension,
 
     input[i] == stride * output[o] + dilation * k - padding          (transposed: input and output change places)
 
@@ -10,8 +11,8 @@ numbered row by row, k = (kz * ksize_y + ky) * ksize_x + kx, as the weights of `
 et al. 2018, "3D Semantic Segmentation with Submanifold Sparse Convolutional Networks", section 3.
 
 A site packs into one int64 key, ((batch * Z + z) * Y + y) * X + x. Outputs are sorted by key and pairs by input row, so
-nothing depends on the order in which threads run. `bitmaps.py` builds it on a GPU, `hash_tables.py` on the CPU and for
-grids that are too large for one bit per cell; `rulebook_reference` is the definition in plain PyTorch.
+nothing depends on the order in which threads run. `bitmaps.py` builds the rulebook on a GPU, `hash_tables.py` on the
+CPU and for grids that are too large for one bit per cell; `rulebook_reference` is the definition in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -74,13 +75,13 @@ class Rulebook:
     outputs are such rows.
 
     Attributes:
-        shape: the convolution for which it was built; for an inverse one, the inverted convolution.
+        shape: the convolution for which it was built; for an inverse convolution, the convolution that it inverts.
         in_indices: (N, 1 + dims) int32 or int64, batch first.
         out_indices: (O, 1 + dims), the same dtype; sorted; for a submanifold convolution those of the inputs.
         table: `neighbours`, and the tables that convolutions derived from it, for all layers.
         reached: the same for `reverse`, or None for a submanifold convolution.
         faults: (3,) int32 on the device of the indices, `Faults.flags`. `check()` raises for them.
-        bounded: whether the number of output rows was given, so that some may not be sites.
+        bounded: whether the number of output rows was given, so that some rows may not be sites.
         inverse: whether it was built from the outputs to the inputs and then swapped.
         version: the version of in_indices, which grows with changes in place. None for a copy, and if PyTorch does not
             count versions.
@@ -353,8 +354,8 @@ class SparseRulebook(NamedTuple):
         )
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Sites are read once, and tables are written once. The task does not require the other traffic of hash
-        tables."""
+        """Sites are read once, and tables are written once. Other traffic of hash tables does not count, because the
+        task does not require it."""
         return Cost(distinct_bytes([self.indices]), distinct_bytes(made))
 
 

@@ -55,7 +55,8 @@ def layer_geometry(
     transpose: bool = False,
 ) -> Geometry:
     """The `Geometry` of a layer on the grid of x."""
-    made = geometry if torch.compiler.is_compiling() else _remembered  # compilers trace through caches, and warn
+    # compilers trace through caches, and warn about them
+    made = geometry if torch.compiler.is_compiling() else _remembered
     shape = tuple(x.spatial_shape)
     return made(x.batch_size, shape, ksize, stride, padding, dilation, out_padding, subm, transpose)
 
@@ -75,7 +76,8 @@ def layer_rulebook(
     found = x.find_indice_pair(indice_key)
     if found is None:
         return build_rulebook(x.indices, shape, num_out_act_bound)
-    if found.shape is not shape and not _same(found.shape, shape):  # cached, so most often the same object
+    # geometries are cached, so they are most often the same object
+    if found.shape is not shape and not _same(found.shape, shape):
         raise ValueError(
             f"indice_key {indice_key!r} has the rulebook of another layer: {_told(found.shape)}; this layer is "
             f"{_told(shape)}. Give it its own indice_key"

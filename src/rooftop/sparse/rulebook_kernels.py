@@ -1,11 +1,11 @@
 """Warp kernels of the rulebook, on the GPU and on the CPU: an open-addressing hash table of int64 keys.
 
-A table is (slots,) int64, slots a power of two, EMPTY in free slots; a second array holds each slot's row. A key goes
-into the first slot from its hash on that is empty or contains it: compare-and-swap decides between threads, and none
-waits for another. Tables are read in later launches than those that fill them.
+A table is (slots,) int64, slots a power of two, EMPTY in free slots; a second array holds each slot's row. A key's
+search starts at the slot of its hash and ends at the first slot that is empty or contains the key. Compare-and-swap
+decides between threads, and none waits for another. Tables are read in later launches than those that fill them.
 
-Sizes are passed as vectors of four; the first `dims` entries count. `faults` is that of `Rulebook`. A thread that finds
-a fault stores 1 and skips its site.
+Sizes are passed as vectors of four; the first `dims` entries count. `faults` is as in `Rulebook`. A thread that finds a
+fault stores 1 and skips its site.
 """
 
 import warp as wp
@@ -37,7 +37,7 @@ def first_slot(table: wp.array(dtype=wp.int64), key: wp.int64):
 
 @wp.func
 def insert(table: wp.array(dtype=wp.int64), key: wp.int64):
-    """(slot of the key, or -1 without room; whether it is new)."""
+    """(slot of the key, or -1 if the table has no room; whether the key is new)."""
     slot = first_slot(table, key)
     mine = wp.int32(-1)
     new = wp.bool(False)

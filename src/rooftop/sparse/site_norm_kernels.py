@@ -4,8 +4,8 @@ Each program sums the rows of one part; parts have equal length. One program for
 always in the same order. A part is a count, a mean and a sum of squares about that mean, merged as in Chan et al. 1983,
 "Algorithms for Computing the Sample Variance". So nothing cancels if means are large.
 
-All values between loads and stores have the dtype of the statistics, which is float64 for float32 rows. A mean that is
-rounded to float32 shifts all sites alike; if it is far from zero, by more than the rows' own rounding.
+All values between loads and stores have the dtype of the statistics, which is float64 for float32 rows. A mean rounded
+to float32 would shift all sites alike. Far from zero, that shift would exceed the rounding of the rows themselves.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def merge_moments(
     parts, eps,
     CHANNELS: tl.constexpr, RUNNING: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Mean and variance of all sites, and the statistics that normalize rows. The latter are the former or, with fewer
-    than two sites, the running ones if they exist."""
+    """Mean and variance of all sites, and the statistics that normalize rows. Rows are normalized by this mean and
+    variance or, with fewer than two sites, by the running ones if they exist."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     wide: tl.constexpr = means.dtype.element_ty
     count = tl.zeros((), wide)

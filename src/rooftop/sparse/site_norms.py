@@ -2,12 +2,11 @@
 
 Mean and variance are over the rows (N, C) that `sites` (N,) marks; only the device knows their number. With fewer than
 two sites there is no variance, and the running statistics are used. Ioffe and Szegedy 2015, "Batch Normalization".
-Bound by
-memory: forward reads x twice and writes y; backward reads dy and x twice and writes dx. Rows that are no sites may hold
-any values. They are not read, and their results and gradients are 0.
+Memory bounds the kernels: forward reads x twice and writes y; backward reads dy and x twice and writes dx. Rows that
+are not sites may hold any values. They are not read, and their results and gradients are 0.
 
-Sums and statistics are float64, for half precision float32, in parts of equal length that are merged in order: the bits
-are the same each time.
+Sums and statistics are float64 (float32 for half precision). They are computed in parts of equal length that are merged
+in order, so the bits are the same each time.
 """
 
 from __future__ import annotations
@@ -56,7 +55,8 @@ def site_norm_gradient_reference(
     dy: Tensor, x: Tensor, sites: Tensor, weight: Tensor | None, center: Tensor, rate: Tensor, count: Tensor,
     by_running: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dx (N, C), dweight (C,), dbias (C,)); `by_running`: fewer than two sites were normalized by constants."""
+    """(dx (N, C), dweight (C,), dbias (C,)); `by_running`: fewer than two sites, which the running statistics
+    normalized as constants."""
     known = sites[:, None]
     slope, values = (t.to(rate.dtype).where(known, 0) for t in (dy, x))
     rest = (values - center).where(known, 0).sum(0) / count.clamp(min=1)  # the rounding error of center

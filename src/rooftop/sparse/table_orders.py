@@ -1,8 +1,8 @@
-"""A neighbour table as the kernels of sparse convolution need it: its rows in an order, and lists of its pairs.
+"""A neighbour table in the forms that sparse convolution kernels need: ordered rows, and lists of pairs.
 
-Each of these is computed once, for all layers that share a rulebook. A table that is stored in its order is not also
-stored by rows, which saves 60 MB for half a million sites and 27 offsets. Operators of `torch.library` compute
-everything, so that compiled programs can do so too.
+Each of these is computed once, for all layers that share a rulebook. A table that is stored in this order is not stored
+by rows as well, which saves 60 MB for half a million sites and 27 offsets. Operators of `torch.library` compute
+everything, so that compiled programs can use them.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class NeighbourTable:
                 with to_keep():
                     self.lists = row_blocks(order, self.taps)
                 return self.lists
-            assert self.by_row is not None  # without its order, or with an order alone
+            assert self.by_row is not None  # there are no lists, or only of a table stored by rows
             if by_kernels(self.by_row) and are_many(self.by_row.shape[0], tables.LISTED_FROM):
                 with to_keep():
                     self.lists = row_pairs(self.by_row, self.sites)

@@ -31,7 +31,7 @@ class SparseConvTensor:
         batch_size: number of batch elements; some may have no sites.
         indice_dict: the rulebooks of the layers that led to this tensor, by their `indice_key`.
         padded: whether some rows of indices may not be sites. Outputs of a layer with a bound are padded; for inputs,
-            their creator sets this. Batch norms then count only sites.
+            their creator sets this flag. Batch norms of padded tensors count only sites.
         faults: errors that earlier layers found in their sites; `check()` raises for them.
     """
 
@@ -54,8 +54,8 @@ class SparseConvTensor:
         Raises:
             TypeError, ValueError: a shape, dtype or device is wrong; the grid, the batch included, has 2^63 cells or
                 more; or a site is out of range (checked on the CPU, and on a GPU with ROOFTOP_CHECK=1 in the
-                environment). Repeated sites raise
-                where they matter: when a convolution looks for neighbours, and in `dense()`; `coalesce()` merges them.
+                environment). Repeated sites raise later: when a convolution looks for neighbours, and in `dense()`;
+                `coalesce()` merges them.
         """
         self.spatial_shape = list(sizes_of(spatial_shape))
         check_indices(indices, len(self.spatial_shape))
@@ -171,8 +171,8 @@ class SparseConvTensor:
         Differentiable.
 
         Raises:
-            ValueError: a site is repeated or out of range, where the constructor would check this. Otherwise one of the
-                repeated sites is used, and sites out of range are ignored.
+            ValueError: a site is repeated or out of range, in cases in which the constructor checks that. In other
+                cases one of the repeated sites is used, and sites out of range are ignored.
         """
         if _has_values(self.indices) and checks_values(self.indices):
             check_sites(self.indices, self.batch_size, self.spatial_shape)

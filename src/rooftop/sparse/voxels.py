@@ -6,9 +6,9 @@ their cell, stably, so that nothing depends on the order in which threads run. A
 is in no voxel.
 
 There are two rules for where a grid ends. `voxelize` takes every point of its range, low <= p < high in the points'
-dtype; if the cells do not divide the range, the last cell extends beyond it. `PointToVoxel` has spconv's rule: the
-number of whole cells that comes nearest to the range. So up to half a cell of the range is excluded, or up to half a
-cell beyond it is included.
+dtype; if the cells do not divide the range, the last cell extends beyond it. `PointToVoxel` has spconv's rule: as many
+whole cells as come nearest to the range. So up to half a cell of the range is excluded, or up to half a cell beyond the
+range is included.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def grid_of(voxel_size: Sequence[float], coordinate_range: Sequence[float], as_s
     """The grid for a range (all low ends, then all high ends): the cells that cover it.
 
     Args:
-        as_spconv: use the number of whole cells nearest to it, and the points in them.
+        as_spconv: use spconv's rule, the number of whole cells nearest to the range.
 
     Raises:
         TypeError: an argument is not a sequence of numbers.
@@ -132,9 +132,9 @@ class _ByVoxel(NamedTuple):
     """N points sorted by voxel; points in no voxel are at the end."""
 
     order: Tensor  # (N,) the point at each position; points of a voxel keep their order
-    starts: Tensor  # (N,) whether it is the first of its voxel
-    first: Tensor  # (N,) the position of the first of its voxel
-    real: Tensor  # (N,) whether it is in one
+    starts: Tensor  # (N,) whether it is the first point of its voxel
+    first: Tensor  # (N,) the position of the first point of its voxel
+    real: Tensor  # (N,) whether it is in a voxel
 
 
 def _by_voxel(keys: Tensor) -> _ByVoxel:
@@ -267,7 +267,7 @@ def voxelize(
 
     Args:
         points: (N, F) float16, bfloat16, float32 or float64, the coordinates (x, y, z) first; N may be 0.
-        voxel_size: size in x, y, z, in the points' units; Prepare a grid of 1 to 4 dimensions.
+        voxel_size: size in x, y, z, in the points' units; 1 to 4 dimensions.
         coordinate_range: low ends, then high ends: all points from the low ends (included) to the high ends (excluded)
             are in a voxel. The grid is `voxel_grid(voxel_size, coordinate_range)`, whose last cells may extend beyond
             the range.

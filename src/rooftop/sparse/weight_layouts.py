@@ -20,7 +20,7 @@ def fitting(weight: Tensor, shape: tuple[int, ...]) -> list[str]:
     found = [layout for layout in LAYOUTS if tuple(as_krsc(weight, layout).shape) == shape]
     if "KRSC" not in found:
         return found
-    whole = torch.empty(shape, device="meta")  # stays contiguous if only sides of 1 are moved
+    whole = torch.empty(shape, device="meta")  # a permuted view stays contiguous if only dimensions of size 1 move
     return [layout for layout in found if layout == "KRSC" or not as_krsc(whole, layout).is_contiguous()]
 
 
