@@ -81,9 +81,8 @@ def load(name: str, weights: str | Path, *, strict: bool = True, part: str | Non
             library; or a published name, as for the builder. A `Path` is never a name.
         strict: every key of the model and of the file must be used, with its shape. If False, weights that do not fit
             are skipped, and the model keeps its initial values there: for a new head, `num_classes=7, strict=False`.
-        part: which weights to load from a file with several; `load_report` and errors name them. If None, the only
-            ones, or
-            those that are averaged (EMA, SWA): `models/weights/checkpoint_contents.py` lists the kinds of checkpoints.
+        part: which weights to load from a file with several; `load_report` and errors name them. None: the only ones,
+            or the averaged ones (EMA, SWA): `models/weights/checkpoint_contents.py` lists the kinds of checkpoints.
         options: options of the builder, e.g. num_classes. Options that follow from the weights can be omitted: dilation
             for "COCO_DC5", and those that `rooftop train` wrote into the file.
 

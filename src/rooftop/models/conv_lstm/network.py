@@ -35,7 +35,7 @@ from rooftop.launch.symbolic import module_recorded_whole, refuse_proxies
 Pair = tuple[int, int]
 States = tuple[Tensor, Tensor]
 FIRST, LAST = "channels_first", "channels_last"
-FEW = 64  # a matrix product is faster if an output of the input convolution depends on at most this many values
+FEW = 64  # if an output of the input convolution depends on at most this many values, a matrix product is faster
 WIDE = 8  # with fewer channels, cuDNN convolves float32 without tensor cores
 
 
@@ -401,8 +401,8 @@ class FramesConvolution(nn.Conv3d):
         super().__init__(in_channels, out_channels, 3, padding=1)
 
     def forward(self, x: Tensor, ahead: bool = True) -> Tensor:
-        """Compute each frame from the previous frame, itself and (with `ahead`) the next frame; beyond the ends are
-        zeros."""
+        """Compute each frame from the previous frame, itself and (with `ahead`) the next frame; frames beyond the ends
+        are zeros."""
         frames = x.permute(2, 0, 1, 3, 4)  # (T, N, C, H, W)
         weight = self.weight if ahead else self.weight[:, :, :2]
         weight = weight.permute(2, 0, 1, 3, 4).flatten(0, 1)  # (3 O, C, 3, 3): the taps in time one after another

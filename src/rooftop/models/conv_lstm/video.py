@@ -1,6 +1,6 @@
 """Continue a clip with a next-frame network, and compare the result with the real frames.
 
-    network = load_next_frame_network("digits.pth")  # with any number of filters, grey or colour: the file tells
+    network = load_next_frame_network("digits.pth")  # grey or colour, any number of filters, as in the file
     found = continue_clip(network, frames[:10], frames[10:], 20)
     found.frames, found.errors, found.errors_of_repeating
 

@@ -3,8 +3,8 @@
 Two functions find assignments of the same total cost. `assign_on_host` calls scipy for one problem after another; for
 tensors on a GPU it waits for the GPU. `assign_batched` solves all problems in lockstep, in plain PyTorch, and never
 waits. It uses shortest augmenting paths (Jonker and Volgenant 1987, in the form of Crouse 2016, "On implementing 2D
-rectangular assignment algorithms", which scipy follows, too). For M targets it takes M (M + 1) / 2 steps of some dozen
-launches each, whatever the batch size: use it for few targets, in a CUDA graph, or when the host has other work.
+rectangular assignment algorithms", which scipy follows, too). For M targets it takes M (M + 1) / 2 steps of about a
+dozen launches each, whatever the batch size: use it for few targets, in a CUDA graph, or when the host has other work.
 
 A cost that is NaN or infinite counts as `WORST`, so that such a pair is assigned only if there is no other.
 """
@@ -75,8 +75,8 @@ def assign_batched(cost: Tensor, valid: Tensor) -> Tensor:
 def _augmented(cost: Tensor, active: Tensor) -> Tensor:
     """The column of each active row (B, R), for costs (B, R, C), R <= C; -1 for other rows.
 
-    Rows are added one by one. Each searches for the cheapest path to a free column; along this path, columns change
-    their rows.
+    Rows are added one by one. Each row searches for the cheapest path to a free column, and the columns along this path
+    change their rows.
     """
     batch, rows, columns = cost.shape
     numbers = torch.arange(columns, device=cost.device)
@@ -145,7 +145,7 @@ def _search(
 
 
 def _over(done: Tensor) -> bool:
-    """Whether all problems are done. Only the CPU answers this; on a GPU, asking would wait."""
+    """Whether all problems are known to be done. Always False on a GPU, where the check would wait for the device."""
     return done.device.type == "cpu" and bool(done.all())
 
 

@@ -1,4 +1,4 @@
-"""Photographs with boxes in COCO's format (Lin et al. 2014, "Microsoft COCO"), for training and judging a detector.
+"""Photographs with boxes in COCO's format (Lin et al. 2014, "Microsoft COCO"), for training and evaluating a detector.
 
 data = CocoDataset("val2017", "annotations/instances_val2017.json")
 loader = torch.utils.data.DataLoader(data, batch_size=2, collate_fn=as_lists)

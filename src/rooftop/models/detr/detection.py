@@ -100,8 +100,8 @@ def detect(
         model: runs on the device and in the dtype of its parameters.
         threshold: only objects with at least this score are returned.
         classes: names by label. None: the names of COCO's 91 numbers or of its 80 classes, if the number of classes
-            matches. shorter,
-            longer: pixels of the shorter side, and maximum pixels of the longer one, in the model's input.
+            matches.
+        shorter, longer: pixels of the shorter side, and maximum pixels of the longer one, in the model's input.
         on_error: "raise"; or "skip" photographs that cannot be read, with a warning for each.
         progress: called with (the current activity, fraction done) after each batch.
 

@@ -99,8 +99,8 @@ def _area(sides: Tensor) -> Tensor:
 class Matcher:
     """Assign each object of an image its own query, at the lowest total cost.
 
-    The cost of a pair is -class_cost * probability + box_cost * L1 - giou_cost * generalized IoU. If its cost is not
-    finite (overflow in half precision), the pair is assigned last.
+    The cost of a pair is -class_cost * probability + box_cost * L1 - giou_cost * generalized IoU. A pair whose cost is
+    not finite (overflow in half precision) is assigned last.
 
     Attributes:
         class_cost, box_cost, giou_cost: weights of the three parts.
@@ -194,7 +194,7 @@ class SetCriterion(nn.Module):
         return torch.stack([weight * losses[name] for name, weight in weights.items() if weight is not None]).sum()
 
     def _match(self, layers: Sequence[Predictions], targets: PaddedTargets) -> Sequence[Tensor]:
-        """The queries (B, M) of each layer; all layers are matched at once, with at most one wait for the GPU."""
+        """The queries (B, M) of each layer. All layers are matched at once, with at most one wait for the GPU."""
         logits = torch.cat([layer.logits for layer in layers]).detach()  # (layers * B, Q, K + 1)
         boxes = torch.cat([layer.boxes for layer in layers]).detach()  # (layers * B, Q, 4)
         labels, wanted, valid = (torch.cat([part] * len(layers)) for part in targets[:3])

@@ -387,7 +387,8 @@ class Detr(nn.Module):
         """Find objects.
 
         Args:
-            images: (B, 3, H, W), or (3, H, W) each, which `pad_images` makes into a batch; normalized as for a ResNet.
+            images: (B, 3, H, W), or (3, H, W) each, which `pad_images` combines into a batch; normalized as for a
+                ResNet.
             padding: for a batch, bool (B, H, W), True outside the image; None if there is no padding. An image that is
                 entirely padding counts as a black one.
 
@@ -417,7 +418,7 @@ class Detr(nn.Module):
         if padding is None:
             return self.unpadded_positions(x.shape[-2], x.shape[-1], x.dtype, x.device), None
         cells = F.interpolate(padding[None].float(), size=x.shape[-2:])[0].bool()  # (B, h, w)
-        # Attention to nothing has no weights. So in an image that is entirely padding, everything is visible.
+        # Attention needs at least one visible key. So in an image that is entirely padding, everything is visible.
         allowed = ~cells | cells.all(dim=(1, 2), keepdim=True)
         return sine_positions(cells, self.width).to(x.dtype), allowed.flatten(1)[:, None, None]
 

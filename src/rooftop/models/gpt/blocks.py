@@ -55,7 +55,8 @@ def _norm(config: GptConfig) -> nn.Module:
 
 
 def summed_and_normed(norm: nn.Module, x: Tensor | None, update: Tensor | Summand | None) -> tuple[Tensor, Tensor]:
-    """(x + update, norm(x + update)); without an update (x, norm(x)), and without x that of the sum over the ranks."""
+    """(x + update, norm(x + update)); (x, norm(x)) without an update; with a `Summand`, update is its sum over the
+    ranks."""
     if isinstance(update, Summand):
         return update.summed_and_normed(norm, x)
     assert x is not None
@@ -92,7 +93,8 @@ class TokenEmbedding(nn.Module):
         return _dropped(self.dropout, x)
 
     def summand(self, tokens: Tensor, positions: Tensor, sums: NormSums) -> tuple[Tensor | None, Summand]:
-        """(x, update), whose sum over the ranks is that of `forward`; for inference, with tokens that are known."""
+        """(x, update) for inference: x plus the sum of update over the ranks is the result of `forward`. Tokens are not
+        checked."""
         x = None if self.positions is None else self.positions(positions).expand(*tokens.shape, -1)
         return x, Summand(self.tokens.summand(tokens), None, sums)
 
@@ -192,7 +194,7 @@ class Block(nn.Module):
         cache: Remembered | None,
         sums: NormSums,
     ) -> tuple[Tensor, Summand]:
-        """`forward` for inference; each sum over the ranks is left to the next norm."""
+        """`forward` for inference; the next norm computes each sum over the ranks."""
         x, normed = summed_and_normed(self.attention_norm, x, update)
         x, normed = summed_and_normed(self.mlp_norm, x, self.attention.summand(normed, rotation, cache, sums))
         return x, self.mlp.summand(normed, sums)
@@ -208,7 +210,7 @@ class Block(nn.Module):
         )
         return all(is_plain(part, kind) for part, kind in parts) and takes(self.attention_norm) and takes(self.mlp_norm)
 
-    @_disable_dynamo  # the compiler itself chooses what backward recomputes; imported when it is called
+    @_disable_dynamo  # because the compiler itself chooses what backward recomputes
     def _selective(
         self, x: Tensor, update: Tensor | None, rotation: Rotation | None, cache: Remembered | None
     ) -> tuple[Tensor, Tensor]:

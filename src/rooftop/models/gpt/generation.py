@@ -43,7 +43,7 @@ from rooftop.parallel.norm_sums import NormSums, Summand, first_refusal, norm_su
 from rooftop.parallel.self_attentions import Rotation
 
 PREFILL_TOKENS = 8192
-"""Tokens that are read at once, including padding: enough so that weights are read seldom, and few enough for the
+"""Tokens that are read at once, including padding: enough that weights are read seldom, and few enough for the
 memory."""
 
 Prompt = Sequence[int] | Tensor

@@ -73,7 +73,7 @@ LAYER: dict[str, dict[str, tuple[str, ...]]] = {
         "mlp.down": ("mlp.down_proj",),
     },
 }
-"""The same within a layer."""
+"""Our modules and Hugging Face's, within a layer."""
 
 HEAD_NORMS = {"attention.query_norm": ("self_attn.q_norm",), "attention.key_norm": ("self_attn.k_norm",)}
 """Additional modules, if queries and keys have norms."""
@@ -271,7 +271,7 @@ def check_tensor(key: str, tensors: Tensors, expected: tuple[int, ...]) -> None:
 # ---- ignored tensors -----------------------------------------------------------------------------------------------
 
 ROWS_AT_ONCE = 4096
-"""Rows of two tensors compared at a time: some 100 MB for a wide vocabulary."""
+"""Rows of two tensors compared at a time: about 100 MB for a large vocabulary."""
 
 
 def with_own_head(config: GptConfig, tensors: Tensors) -> GptConfig:

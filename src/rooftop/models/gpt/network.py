@@ -249,8 +249,8 @@ class Gpt(nn.Module):
             cache: the earlier positions, which are visible too; the new positions are added to it.
             reduction, label_smoothing, z_loss: of the loss, as in `rooftop.kernels.linear_cross_entropy`.
             step: training step, counting micro-batches: it determines the masks of `CounterDropouts`. Other dropouts
-                ignore it.
-                In a CUDA graph a tensor, () int64 on the device: see `rooftop.kernels.counter_dropout`.
+                ignore it. In a CUDA graph it is a tensor, () int64 on the device: see
+                `rooftop.kernels.counter_dropout`.
 
         Returns:
             (B, S, V); with targets (), their mean or sum; without the head (B, S, W), with sequence parallelism this
@@ -315,8 +315,8 @@ class Gpt(nn.Module):
     def with_norm_sums(
         self, tokens: Tensor, positions: Tensor, cache: Remembered, rotation: Rotation | None, sums: NormSums
     ) -> tuple[Tensor | None, Summand]:
-        """`through_layers` for inference of tensor parallel ranks, unchecked: each sum over the ranks is computed with
-        the norm after it. x is None if nothing is added to the embedding, and there are no layers."""
+        """`through_layers` for inference of tensor parallel ranks, unchecked: one kernel computes each sum over the
+        ranks and the norm after it. x is None if there are no layers and no learned positions."""
         assert self.embedding is not None
         x, update = self.embedding.summand(tokens, positions, sums)
         for block in self.layers.values():
@@ -452,8 +452,9 @@ def _halves_of(rotation: Rotation) -> list[Rotation]:
 def initial_values(config: GptConfig) -> tuple[tuple[str, float, float], ...]:
     """Initial values of the parameters, as rules: (pattern of names in the whole model, mean, standard deviation).
 
-    The first pattern that matches counts, as in a shell. 0.02 for matrices and embeddings. It is less by sqrt(2 L) for
-    matrices whose results are added to the residual, so that its variance does not grow with the number of layers.
+    Patterns are those of a shell, and the first that matches counts. The deviation is 0.02 for matrices and embeddings,
+    and 0.02 / sqrt(2 L) for matrices whose results are added to the residual. So the variance of the residual does not
+    grow with the number of layers.
     """
     residual = 0.02 / math.sqrt(2 * config.layers)
     return (

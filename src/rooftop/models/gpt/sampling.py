@@ -1,8 +1,8 @@
 """Choosing the next token: the most probable one, or one drawn from the probable ones.
 
 A drawn token is a function of a seed, the number of the sequence and the position, through the counter-based generator
-of `rooftop.kernels`. It depends neither on the other sequences of a batch nor on the device. (Logits do, in their last
-bits: if a number falls between two tokens to within such a bit, they may differ.)
+of `rooftop.kernels`. It depends neither on the other sequences of a batch nor on the device. (The last bits of logits
+do. If a random number is that close to the border between two tokens, either may be chosen.)
 
 Tensor parallel ranks share the vocabulary and choose the same token. For a greedy choice, each rank finds the best of
 its own tokens, and the ranks exchange two numbers per sequence. To draw a token, they gather the logits of one
@@ -110,7 +110,7 @@ def choose(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Tensor:
         scores = scores[:, : sampling.top_k]
     weights = scores.softmax(-1)
     reached = weights.cumsum(-1)
-    if sampling.top_p < 1:  # a token stays if those before it do not have the probability yet
+    if sampling.top_p < 1:  # keep a token if the tokens before it do not reach the probability
         reached = torch.where(reached - weights < sampling.top_p, reached, 0.0).cummax(-1).values
     end = reached[:, -1:]
     place = torch.searchsorted(reached, numbers[:, None] * end, right=True)  # (B, 1)

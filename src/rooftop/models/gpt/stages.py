@@ -5,8 +5,8 @@
     pipeline = Pipeline(schedule, group=groups["pp"], shape=model.shape_between(micro_batch, length), ...)
     losses = pipeline.run(lambda stage, number, x: model(stage, tokens[number] if x is None else x, ...))
 
-Layers are divided among stages so that the slowest rank is as fast as possible; among such divisions, the slowest stage
-is. The first stage also has the embedding, and the last one the head.
+Layers are divided among stages so that the slowest rank is as fast as possible and, among such divisions, the slowest
+stage. The first stage also has the embedding, and the last one the head.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ EMBEDDING, HEAD = "embedding.tokens.weight", "head.output.weight"
 
 
 SLOWER_ATTENTION = ((64, 2.5), (math.inf, 1.5))
-"""(up to this many features of a head, weight of attention's flops). A training step has 3.5 times the flops of
-forward, while products have 3 times. Their rate is 0.46 and 0.77 of that of products
+"""(up to this many features of a head, weight of attention's flops). In a training step, attention has 3.5 times the
+flops of its forward, products 3 times. Attention's rate is 0.46 and 0.77 of that of products
 (`results/h100/context_attention.json`)."""
 FLOPS_OF_BYTE = 250
 """The flops of matrix products that take as long as one byte of memory traffic, on an H100 and an H200."""
@@ -227,8 +227,7 @@ class GptStages(nn.Module):
     def end_step(self) -> None:
         """For a sharded model: sum the gradients of all micro-batches, and free the gathered parameters.
 
-        For each part that has not done so, the backward of the whole sharded model does this. Nothing is computed for
-        it.
+        A backward of the whole sharded model does this for each part that has not done so. It computes no gradients.
         """
         if self.shared:
             self._at_the_end(True)

@@ -1,9 +1,9 @@
 """Point clouds: read .ply and .npy files, write .ply files, and draw clouds.
 
 `read` and `write` support the three encodings of the PLY format (Turk 1994). MeshLab, CloudCompare and Blender open the
-files that `write` writes. `draw` needs no
-display. Each point is a disc in a depth buffer; nearer points are larger. Surfaces behind an object are darkened at its
-outline (Boucheny 2009, "eye-dome lighting"). Otherwise, points of one colour would merge into one area.
+files of `write`. `draw` needs no display. Each point is a disc in a depth buffer; nearer points are larger. Surfaces
+behind an object are darkened at its outline (Boucheny 2009, "eye-dome lighting"). Otherwise, points of one colour would
+merge into one area.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def write(cloud: Cloud, path: Path, palette: Sequence[Colour]) -> None:
 
 # ---- pictures --------------------------------------------------------------------------------------------------
 
-THICKNESS = 0.005  # radius of a drawn point, for 100,000 points within a distance of 1 from their middle
+THICKNESS = 0.005  # radius of a drawn point, for 100,000 points within distance 1 of their middle
 THICKEST = 0.02
 SMALLEST, LARGEST = 0.9, 7.0  # bounds of a point's radius, in pixels of the finer picture
 FINER = 2  # the picture is drawn this many times finer in each direction, then averaged
@@ -211,7 +211,7 @@ INK = (226, 230, 238)
 RIGHT, WRONG = (70, 76, 88), (255, 72, 66)
 
 
-PALETTE: tuple[Colour, ...] = (  # names of labels whose names are unknown
+PALETTE: tuple[Colour, ...] = (  # colours of labels without names
     (104, 98, 128),
     (214, 150, 214),
     (222, 186, 128),

@@ -135,7 +135,7 @@ def guessed(
 
     Args:
         called: name of each image for error messages. classes, top: as in `classify`.
-        what: what the images are, in the plural.
+        what: a plural noun for the images, for error messages.
 
     Raises:
         InputError, ModelRunError: as in `classify`.

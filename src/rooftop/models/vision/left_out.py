@@ -39,8 +39,8 @@ def _follows(model: nn.Module, ours: str, given: Tensor) -> bool:
 
 def _hides_across_edges(mask: Tensor, window: Size) -> bool:
     """Whether a mask (windows, N, N) belongs to a square map shifted by half a window. The mask is 0 for a visible
-    pair, and negative otherwise.
-    The photograph size for which the mask was made does not matter, because ours is computed for each size."""
+    pair, and negative otherwise. The photograph size for which the mask was made does not matter, because ours is
+    computed for each size."""
     high, wide = window
     rows = math.isqrt(len(mask)) if mask.dim() == 3 else 0
     if mask.shape != (rows * rows, high * wide, high * wide):

@@ -4,8 +4,8 @@ Liu et al. 2021, "Swin Transformer: Hierarchical Vision Transformer using Shifte
 Transformer V2: Scaling Up Capacity and Resolution".
 
 A block attends within windows of a map. Every second one attends within windows that are shifted by half their size, so
-that neighbours meet. Between stages, 2x2 positions become one of twice the width. Images can have any size: maps are
-padded to whole windows, and a map that one window covers is not shifted.
+that information crosses their borders. Between stages, 2x2 positions become one of twice the width. Images can have any
+size: maps are padded to whole windows, and a map that one window covers is not shifted.
 
     model = swin_t(weights="IMAGENET1K_V1").eval()
 
@@ -121,7 +121,8 @@ def gathered(x: Tensor) -> Tensor:
     C)."""
     batch, height, width, channels = x.shape
     down, across = (height + 1) // 2, (width + 1) // 2
-    traced = torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None  # for ints and symbolic sizes
+    # pad always, so that the trace holds for all sizes
+    traced = torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None
     if traced or 2 * down > height or 2 * across > width:
         x = nn.functional.pad(x, (0, 0, 0, 2 * across - width, 0, 2 * down - height))
     squares = x.reshape(batch, down, 2, across, 2, channels)

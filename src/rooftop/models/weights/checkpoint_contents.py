@@ -85,7 +85,7 @@ def weights_in(content: Any, part: str | None = None) -> Contents:
 
     Args:
         content: the result of `torch.load`.
-        part: a name of `Contents.others`, or of the choices of an error; None: the only one, or the averaged one.
+        part: a name of `Contents.others`, or one that an error lists; None: the only one, or the averaged one.
 
     Raises:
         WeightsError: there are no weights, several models, several averages, no such part, or two tensors for one key.

@@ -1,8 +1,8 @@
 """Other libraries' names for a model's weights, and the conversion of their tensors to ours.
 
 A dialect is recognized by one key, its sign, which no other dialect of the same family has. Its renames turn each key
-of the file into one of ours. If we pack tensors that the file stores separately, a renamed key ends with its part,
-`in_proj_weight[q]`; parts are joined in the order q, k, v.
+of the file into one of ours. If we pack tensors that the file stores separately, a renamed key names its part at the
+end, `in_proj_weight[q]`; parts are joined in the order q, k, v.
 
 Sources of the names: torchvision 0.28, timm 1.0 (`swin_transformer.py`, `swin_transformer_v2.py`), transformers 4 and 5
 (`modeling_detr.py`, `modeling_resnet.py`), facebookresearch/detr, MMDetection 2 (`detr_head.py`) and 3 (`detr.py`,
@@ -215,7 +215,7 @@ MMDETECTION_3: tuple[Rename, ...] = (
     (r"\.post_norm\.", ".norm."),
 )
 
-# First to the names of version 3, and from there to ours. The second name of each choice is from before version 2.12.
+# Rename to the names of version 3 first, and then to ours. The second name of each choice is from before version 2.12.
 MMDETECTION_2: tuple[Rename, ...] = (
     (r"^bbox_head\.transformer\.", ""),
     (r"^bbox_head\.query_embedding\.", "query_embedding."),

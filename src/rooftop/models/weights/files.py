@@ -4,8 +4,7 @@ A published file has the first eight hex digits of its SHA-256 in its name (`res
 checked against them before the file gets that name, and again at each use. Files are in torchvision's folder
 (`torch.hub.get_dir()/checkpoints`), so that both use each other's downloads.
 
-`ROOFTOP_WEIGHTS_URL` in the environment replaces the base address of the files, by that of a mirror or of a folder
-(file:///...).
+`ROOFTOP_WEIGHTS_URL` in the environment replaces the base address of the files, for a mirror or a folder (file:///...).
 """
 
 from __future__ import annotations
@@ -172,8 +171,8 @@ def preprocessing_of(builder: str, weights: str | Path) -> Preprocessing:
 def options_of(builder: str, weights: str | Path) -> dict[str, Any]:
     """The builder's options for these weights, also for a copy that kept its file name.
 
-    {"dilation": True} for weights of a dilated DETR, whose keys and shapes equal the plain one's. The options in the
-    file, if `rooftop train` wrote it for this builder. Else no options.
+    Weights of a dilated DETR give {"dilation": True}, because their keys and shapes equal the plain one's. A file that
+    `rooftop train` wrote for this builder gives the options in it. Other weights give none.
     """
     published = _named_or_copied(builder, weights)
     if published is None and (trained := trained_file(weights)) is not None and trained.model == builder:
@@ -197,9 +196,8 @@ def read_weights(path: Path, part: str | None = None) -> dict[str, Tensor]:
 def read_checkpoint(path: Path, part: str | None = None) -> Contents:
     """A model's weights in a file, on the CPU, and which ones they are.
 
-    No code from the file runs. A checkpoint is searched for its weights, and the prefixes that training has added to
-    the keys
-    are removed: `rooftop.models.weights.checkpoint_contents` says which part of which file is used.
+    No code from the file runs. A checkpoint is searched for its weights, and prefixes that training has added to the
+    keys are removed: `rooftop.models.weights.checkpoint_contents` says which part of which file is used.
 
     Args:
         path: file written by torch.save or safetensors.
@@ -227,7 +225,8 @@ EXPECTED = "Expected a file written by torch.save(model.state_dict(), path)"
 def _unpickled(path: Path) -> Any:
     try:
         with (
-            warnings.catch_warnings(action="ignore"),  # about files that torch cannot read: the errors below say it
+            # torch warns about files that it cannot read; the errors below say so
+            warnings.catch_warnings(action="ignore"),
             torch.serialization.safe_globals(
                 [argparse.Namespace]
             ),  # allow the options that training scripts save, which are plain data

@@ -28,7 +28,7 @@ class TrainedFile:
     """The metadata of a weights file.
 
     Attributes:
-        model: name options of the builder.
+        model: name of the builder.
         options: options of the builder.
         classes: names of the classes in the order of the logits, or of a detector's labels; empty if unknown.
         preprocessing: preprocessing of photographs for a classifier; None if the file does not state it.
@@ -70,7 +70,7 @@ def trained_file(weights: str | Path) -> TrainedFile | None:
 
 
 def plain_preprocessing(preprocessing: Preprocessing) -> dict[str, Any]:
-    """The form in which a file stores it."""
+    """The preprocessing in the form that a file stores."""
     return {
         "resize": preprocessing.resize,
         "crop": preprocessing.crop,
