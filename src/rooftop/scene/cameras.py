@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from rooftop.scene.arguments import LEAST, MOST, number_in, real_numbers, short, whole_pixels
 
-MOST_ASIDE = 2.0**19  # pixels from the picture's corner to the axis: half of what the rasterizer can reach
+MOST_ASIDE = 2.0**19  # pixels from the picture's corner to the axis: half of the rasterizer's range
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,8 +1,8 @@
 """The pages that a page needs, so that it can be drawn while all others are absent.
 
-A group of clusters may be drawn only if the clusters that replace it could be drawn too, because a renderer switches
-between the two. So the page of a group needs the pages of all clusters that replace the
-group. Pages hold groups from the coarsest level to the finest, so a page needs only earlier pages.
+A group of clusters may be drawn only if the clusters that replace the group could be drawn too, because a renderer
+switches between the two. So the page of a group needs the pages of all clusters that replace the group. Pages hold
+groups from the coarsest level to the finest, so a page needs only earlier pages.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class PageNeeds:
 
     @classmethod
     def between(cls, pages: int, fine: Ints, coarse: Ints) -> PageNeeds:
-        """Build it from pairs of pages: `fine[k]` needs `coarse[k]`. Pairs may repeat; a page that needs itself is
-        ignored."""
+        """Build the table from pairs of pages: `fine[k]` needs `coarse[k]`. Pairs may repeat; a page that needs itself
+        is ignored."""
         pairs = np.unique(np.stack([fine, coarse], 1)[fine != coarse], axis=0).reshape(-1, 2)
         return cls(np.searchsorted(pairs[:, 0], np.arange(pages + 1)), pairs[:, 1].copy())
 
@@ -50,9 +50,7 @@ class PageNeeds:
         return cls(np.concatenate(starts), np.concatenate(pages))
 
     def wrong_at(self) -> int | None:
-        """The first page with an invalid entry: it needs itself or a later page, or its list begins in a wrong
-        place.
-        """
+        """The first page with an invalid entry: it needs itself or a later page, or its list has a wrong start."""
         count = len(self.starts) - 1
         starts_fit = (self.starts[1:] >= self.starts[:-1]) & (self.starts[1:] <= len(self.pages))
         if self.starts[0] != 0:

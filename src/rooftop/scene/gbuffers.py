@@ -31,7 +31,7 @@ class StreamingStats:
     """The pages of a frame, for a renderer with `pool_bytes`. `loaded` and `evicted` count since the previous frame.
 
     Attributes:
-        wanted: pages that the frame would draw from if all were resident; `missing`: those that were absent.
+        wanted: pages that the frame would draw from if all were resident; `missing`: wanted pages that were absent.
         resident: pages in the pool that a frame can draw from.
         loaded, loaded_bytes: pages that were read, and their bytes; evicted: pages that were removed for others.
         resident_bytes, pool_bytes: of the slots that hold resident pages, and of all slots.
@@ -57,8 +57,8 @@ class FrameStats:
     Attributes:
         clusters, triangles: numbers drawn, over all views. Shadow maps are not counted, here and in `levels`.
         levels: drawn levels of detail, 0 is the finest.
-        occluded: instances, nodes, groups and clusters that the previous frame hid, and that the second pass tested
-            again.
+        occluded: number of instances, nodes, groups and clusters that the first pass considered hidden and the second
+            pass tested again.
         second_pass_clusters: those of `clusters` that only the second pass found visible.
         large_triangles: number of triangles that were drawn in tiles, including those of shadow maps.
         shadow_maps: number of shadow maps drawn for this frame; the others are from earlier frames.

@@ -214,8 +214,8 @@ class Geometry:
 
     @cached_property
     def root_pages(self) -> npt.NDArray[np.int64]:
-        """The pages, in ascending order, that every complete picture needs: those without a replacement, and the pages
-        that they need."""
+        """The pages, in ascending order, that every complete picture needs: pages of clusters without a replacement,
+        and the pages that these need."""
         children = self.nodes.reshape(-1, layouts.CHILD_WORDS)
         never = children[:, layouts.CHILD_ERROR].view(np.float32) == np.float32(layouts.NEVER)
         last = children[never & (children[:, layouts.CHILD_KIND] > 0), layouts.CHILD_AT]
@@ -428,7 +428,7 @@ def _meta(path: Path, data: mmap.mmap, start: int, length: int) -> dict[str, Any
     for name, shape in (("origin", (3,)), ("bounds", (2, 3))):
         if not _are_numbers(meta[name], shape):
             raise GeometryFileError(path, f"its description has no {name} of shape {shape}", start)
-    most = len(data) // 4  # for items of one word or more
+    most = len(data) // 4  # limit of a count, since an item has at least one word
     for name, low, high in (
         ("grid_exponent", -126, 100),
         ("uv_exponent", -126, 100),

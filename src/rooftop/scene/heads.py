@@ -1,7 +1,7 @@
 """Convert heads of clusters between rows of numbers in Python and words in a page.
 
-Version 4 packs heads: a page of the finest level has no words for what its clusters replace, and a mesh without normals
-has no words for normals. docs/scene-format.md and `layouts.py` describe the positions.
+Version 4 packs heads: a page of the finest level has no words about replaced groups, and a mesh without normals has no
+words for normals. docs/scene-format.md and `layouts.py` describe the positions.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _rounded_up(extents: Ints) -> Ints:
 
 
 def _extents(words: Ints) -> Ints:
-    """The largest extents that `_rounded_up` gives these words: bits above BOX_BITS do not count."""
+    """The largest extents for which `_rounded_up` returns these words; bits above BOX_BITS are ignored."""
     lengths = words & (1 << _LENGTH_BITS) - 1
     mantissas = words >> _LENGTH_BITS & (1 << layouts.MANTISSA_BITS) - 1
     below = np.maximum(lengths - 1 - layouts.MANTISSA_BITS, 0)

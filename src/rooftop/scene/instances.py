@@ -67,7 +67,8 @@ class Instances:
         self.changes.note(numbers, self.count)
 
     def changed(self, version: int, known: int) -> NDArray[np.int64]:
-        """Instances changed or added since a reader saw `version` and `known` instances, in ascending order."""
+        """The instances that changed or were added since a reader saw this version with `known` instances, in ascending
+        order."""
         if known == self.count and version == self.changes.version:
             return np.zeros(0, np.int64)
         rows = self.changes.since(version)
@@ -77,8 +78,8 @@ class Instances:
 
 
 class Changes:
-    """A bounded log of changed rows. Each change gets a new version; a reader that is too far behind must read
-    everything again.
+    """A bounded log of changed rows. Each change gets a new version. A reader that is too far behind must read all rows
+    again.
 
     Attributes:
         version: the current one.
@@ -136,9 +137,9 @@ def most_stretch(linear: Floats) -> Floats:
 def first_flat(linear: Floats, ratio: float, least: float) -> int | None:
     """The first linear map (N, 3, 3) whose largest singular value is below `least`, or whose smallest is below `ratio`
     times its largest; None if there is none."""
-    size = np.sqrt((linear * linear).sum((1, 2)))  # at least the most, and at most sqrt(3) of it
-    # The smallest is at least |determinant| / most^2. If a map passes by this bound, its singular values are not
-    # needed.
+    size = np.sqrt((linear * linear).sum((1, 2)))  # at least the largest singular value, and at most sqrt(3) times it
+    # The smallest singular value is at least |determinant| / largest^2. If a map passes by this bound, its singular
+    # values need not be computed.
     doubtful = np.flatnonzero((abs(_determinants(linear)) < 2 * ratio * size**3) | (size < 2 * least))
     if not len(doubtful):
         return None
@@ -148,6 +149,7 @@ def first_flat(linear: Floats, ratio: float, least: float) -> int | None:
 
 
 def _determinants(linear: Floats) -> Floats:
-    """The results (N,) for (N, 3, 3), written out, which takes a seventh of the time of NumPy's decompositions."""
+    """The determinants (N,) of (N, 3, 3), by the written-out formula, which takes a seventh of the time of NumPy's
+    decompositions."""
     a, b, c, d, e, f, g, h, i = linear.reshape(-1, 9).T
     return a * (e * i - f * h) - b * (d * i - f * g) + c * (d * h - e * g)  # type: ignore[no-any-return]

@@ -46,8 +46,9 @@ GROUP_NUMBER = 7  # over all pages
 # The head of a cluster. In a page it is short (see below); code that reads and writes pages unpacks it into a row of
 # CLUSTER_COLUMNS. Its first CLUSTER_WORDS are the head as in pages before version 4.
 CLUSTER_WORDS = 21
-CLUSTER_SPHERE = 0  # 4 float32: the sphere of the group that it replaces; zeros if the page does not include it
-CLUSTER_ERROR = 4  # float32: its distance from the surface, or the width of parts in it; 0 at the finest level
+# 4 float32: the sphere of the group that the cluster replaces; zeros if the page does not include it
+CLUSTER_SPHERE = 0
+CLUSTER_ERROR = 4  # float32: the cluster's distance from the surface, or the width of its parts; 0 at the finest level
 CLUSTER_BASE = 5  # 3 int32: grid coordinates of the lowest corner
 CLUSTER_EXTENT = 8  # 3 uint32: the size of the box; its bits are those of a position along that axis
 CLUSTER_EDGE = 11  # before version 4, float32: the longest edge
@@ -57,7 +58,7 @@ CLUSTER_GROUP = 14  # before version 4, its group, within the page
 CLUSTER_MATERIAL = 15  # or MIXED: then each triangle has its own
 CLUSTER_SOURCE = 16  # the number of the group that it replaces, over all pages; -1 at the finest level
 CLUSTER_UV_BASE, CLUSTER_UV_EXTENT = 17, 19  # 2 int32 and 2 uint32, as for positions
-CLUSTER_REFERENCES = 21  # how many references it has
+CLUSTER_REFERENCES = 21  # the number of its references
 CLUSTER_MASKS = 22  # how its corners are stored: SEPARATE before version 4, else FANS or FANS_AND_EXPLICIT
 CLUSTER_NORMAL_BASE, CLUSTER_NORMAL_EXTENT = 23, 25  # 2 each: the lowest numbers, and the range above them
 CLUSTER_COLUMNS = 27
@@ -70,8 +71,9 @@ HEAD_WORDS, REPLACED_WORDS, NORMAL_WORDS, UV_WORDS = 6, 6, 1, 3
 HEAD_BASE = 0  # as CLUSTER_BASE
 HEAD_COUNTS = 3  # triangles - 1 (7 bits), vertices - 1 (8), level (8), references (9)
 HEAD_BOX = 4  # for each axis, BOX_BITS: the number of bits of the extent (5), and the MANTISSA_BITS after the first one
-BOX_BITS, MANTISSA_BITS = 9, 4  # so a box is at most 1/16 wider than its cluster
-HEAD_REFERENCE_AT, HEAD_EXPLICIT_AT = 27, 30  # then, in HEAD_BOX: bits of a reference - 1 (3), has a third mask (1)
+BOX_BITS, MANTISSA_BITS = 9, 4  # 4 bits of mantissa: a box is at most 1/16 wider than its cluster
+# further bits of HEAD_BOX: bits of a reference - 1 (3), whether there is a third mask (1)
+HEAD_REFERENCE_AT, HEAD_EXPLICIT_AT = 27, 30
 HEAD_STREAMS = 5  # the start of its streams (15 bits), whether it is mixed (1), its material (16)
 HEAD_SPHERE, HEAD_ERROR, HEAD_SOURCE = 6, 10, 11  # as CLUSTER_SPHERE, ...: the words of a page with PAGE_REPLACES
 # For normals, one word: the lowest two numbers (NORMAL_BITS each), and the bits of the offsets from them (4 each). For
@@ -80,12 +82,12 @@ NORMAL_WIDTH_BITS, UV_WIDTH_BITS = 4, 5
 
 # ---- the streams of a cluster, each beginning at a word --------------------------------------------------------------
 #
-# new         two masks of 128 bits: the low and the high bit of how many vertices triangle t is the first to use; with
+# new         two masks of 128 bits: the low and the high bit of the number of new vertices of triangle t; with
 #             FANS_AND_EXPLICIT a third mask
-# references  for other corners: how far before the newest vertex so far
+# references  for other corners: the distance back from the newest vertex so far
 # positions   for each vertex, x, y, z above the base
-# attributes  for each vertex, the normal's two numbers, u, v, and red, green and blue (COLOR_BITS each); what the mesh
-#             does not have takes no bits
+# attributes  for each vertex, the normal's two numbers, u, v, and red, green and blue (COLOR_BITS each); those that
+#             the mesh lacks take no bits
 # materials   16 bits for each triangle, if MIXED
 #
 # How a triangle gets its corners: n is the number of vertices before it, r stands for references of its own.
@@ -100,7 +102,7 @@ NEW_WORDS = 8
 EXPLICIT_WORDS = 4  # the third mask
 MOST_REFERENCE_BITS = 8  # a cluster has at most 255 vertices
 NORMAL_BITS = 10
-NORMAL_MIDDLE = 511  # which means 0, so that the axes are exact: a number q is (q - 511) / 511
+NORMAL_MIDDLE = 511  # the number for 0, so that the axes are exact: a number q stands for (q - 511) / 511
 COLOR_BITS = 8
 MATERIAL_BITS = 16
 
@@ -109,8 +111,8 @@ MATERIAL_BITS = 16
 NODE_CHILDREN = 8
 MAX_DEPTH = 48  # nodes from the root to a group
 CHILD_WORDS = 16
-CHILD_CENTER, CHILD_HALF = 0, 3  # float32: the box around all that is drawn below
-CHILD_SPHERE, CHILD_ERROR = 6, 10  # float32: at least as large as those of all groups below
+CHILD_CENTER, CHILD_HALF = 0, 3  # float32: the box around everything below
+CHILD_SPHERE, CHILD_ERROR = 6, 10  # float32: sphere and error, at least as large as those of all groups below
 CHILD_KIND = 11  # the number of clusters of the group; INNER: another node; 0: there is no child
 CHILD_AT = 12  # the node, or the page
 CHILD_FIRST = 13  # first of the clusters, within the page

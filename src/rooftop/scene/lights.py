@@ -160,7 +160,7 @@ Light = DirectionalLight | SpotLight | PointLight
 
 
 def borders(near: float, far: float, count: int) -> list[float]:
-    """The distances at which `count` cascades begin and end, from near to far, between equal steps and equal
+    """The distances at which `count` cascades begin and end, from near to far. They lie between equal steps and equal
     factors."""
     if near >= far:
         return [near + (far if far > 0 else near) * k / count for k in range(count + 1)]
@@ -196,7 +196,8 @@ def _spheres_of(
 
 @lru_cache(maxsize=64)
 def _depths_along(direction: tuple[float, ...], bounds: bytes) -> tuple[Floats, Floats, float, float]:
-    """The part that does not depend on the camera, from the light's direction and the box (2, 3) around all casters.
+    """The part of a map's view that does not depend on the camera, from the light's direction and the box (2, 3) around
+    all casters.
 
     Returns:
         (turn, corners, step, begin): a rotation whose rows point right, down and along the light; the box's corners
@@ -207,7 +208,7 @@ def _depths_along(direction: tuple[float, ...], bounds: bytes) -> tuple[Floats, 
     corners = np.array(list(itertools.product(*box.T)))
     along = corners @ turn[2]
     step = 2.0 ** math.ceil(math.log2(max(np.ptp(along), np.ptp(box, axis=0).max(), LEAST) / 64))
-    # rounded to steps, so that it changes rarely when casters move
+    # rounded to steps, so that the value changes rarely when casters move
     begin = math.floor(along.min() / step) * step - step
     return turn, corners, step, begin
 

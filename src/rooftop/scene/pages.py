@@ -16,7 +16,7 @@ Words = npt.NDArray[np.int32]
 
 
 def groups_in(page: Words) -> int:
-    """The number of groups in a page; before version 4 this word holds nothing else."""
+    """The number of groups in a page; before version 4 the word has no other contents."""
     return int(page[layouts.PAGE_GROUPS]) & (1 << layouts.PAGE_GROUP_BITS) - 1
 
 

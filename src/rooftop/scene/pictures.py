@@ -132,7 +132,8 @@ def _in_world(depth: Tensor, camera: Camera) -> Tensor:
     x = (across.double() - camera.cx) / camera.fx * scale
     y = (rows.double() - camera.cy) / camera.fy * scale
     matrix = torch.tensor(camera.world_to_camera, device=depth.device)
-    return (torch.stack((x, y, z), 1) - matrix[:3, 3]) @ matrix[:3, :3]  # the inverse of a rotation, by the right
+    # multiplying by the rotation from the right inverts it
+    return (torch.stack((x, y, z), 1) - matrix[:3, 3]) @ matrix[:3, :3]
 
 
 # ---- pixels with a surface -------------------------------------------------------------------------------------------
@@ -146,7 +147,8 @@ def _any(values: Tensor) -> Tensor:
     return (values != 0).any(-1)
 
 
-_COVERED: dict[str, Callable[[Tensor], Tensor]] = {  # for other outputs, whether the number is not -1
+# which pixels are covered; for other outputs, those whose number is not -1
+_COVERED: dict[str, Callable[[Tensor], Tensor]] = {
     "depth": torch.isfinite,
     "normal": _any,
     "uv": lambda uv: uv.isfinite().all(-1),
@@ -199,14 +201,14 @@ def _of_number(number: Tensor) -> Tensor:
     """Neighbouring numbers look different: hue, lightness and chroma are parts of a hash (Steele 2014, SplitMix)."""
     mixed = (number.long() + 1) * _signed(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        above = (mixed >> shift) & ((1 << (64 - shift)) - 1)  # like an unsigned number
+        above = (mixed >> shift) & ((1 << (64 - shift)) - 1)  # shifted like an unsigned number
         mixed = (mixed ^ above) * _signed(factor)
     parts = [((mixed >> shift) & 0xFFFF).double() / 0x10000 for shift in (48, 32, 16)]
     return _oklch(0.5 + 0.38 * parts[1], 0.06 + 0.1 * parts[2], 360 * parts[0])
 
 
 def _signed(word: int) -> int:
-    """The int64 of the same 64 bits, which torch multiplies modulo 2^64."""
+    """The int64 with the same 64 bits, since torch multiplies int64 modulo 2^64."""
     return word - (1 << 64) if word >> 63 else word
 
 
@@ -258,7 +260,7 @@ def _ramp(share: Tensor) -> Tensor:
     return _oklch(0.28 + 0.67 * share, 0.10 + 0.06 * torch.sin(math.pi * share), 280 + 175 * share)
 
 
-# From the cubes of Oklab's cones to linear red, green and blue.
+# Matrix from Oklab's cone responses (the cubes) to linear red, green and blue.
 TO_RGB = (
     (4.0767416621, -3.3077115913, 0.2309699292),
     (-1.2684380046, 2.6097574011, -0.3413193965),

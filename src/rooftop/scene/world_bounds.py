@@ -1,4 +1,4 @@
-"""The box around all instances of a scene, updated at the cost of the changes."""
+"""The box around all instances of a scene; an update costs as much as the changes."""
 
 from __future__ import annotations
 

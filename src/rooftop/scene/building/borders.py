@@ -1,4 +1,4 @@
-"""The borders between batches of triangles: the places that several batches use, and the facts about the mesh that
+"""The borders between batches of triangles: the places that several batches use, and the properties of the mesh that
 depend on several batches.
 
 Connected parts, and edges that are not between two faces, are found batch by batch, on all cores. A single process then
@@ -42,14 +42,14 @@ class SharedPlaces:
     def own(self, at: Numbers, owners: Any) -> None:
         """Record the owners (T,), or one owner, of triangles with these places (T, 3), in a first pass.
 
-        Workers write to the same arrays. Whichever owner of a place is stored last, the other owners find a different
-        one there.
+        Workers write to the same arrays. If a place has several owners, any of them may be stored last; the others then
+        see an owner that differs.
         """
         self.owner[at] = np.asarray(owners, np.int32)[..., None]
         self.several[at] = 0
 
     def mark(self, at: Numbers, owners: Any) -> None:
-        """In a second pass, mark the places of these triangles that also have another owner."""
+        """In a second pass, mark the places of these triangles that have another owner, too."""
         self.several[at[self.owner[at] != np.asarray(owners, np.int32)[..., None]]] = 1
 
     def hold(self, places: Numbers) -> None:
@@ -66,7 +66,7 @@ class Connections:
         vertices: numbers in the mesh; of_vertices: the part of each, or None if there is one part.
         places: those that other batches also use; of_places: the part of each.
         crowded: edges with more than two faces whose places no other batch uses.
-        open_places: places of such edges with one face.
+        open_places: places of edges with one face that no other batch uses.
         edges: (E, 2) places of all other edges, the lower first; faces: (E,) the number of faces of each here.
     """
 
@@ -183,9 +183,9 @@ def components(begin: Ints, end: Ints, count: int) -> tuple[int, npt.NDArray[np.
     """The number of connected components of `count` items joined in pairs, and the component of each item.
 
     Components are numbered by their first items. In each round, every item becomes the child of a neighbour with a
-    higher number, or every item the child of one with a lower number, whichever leaves fewer roots; a tree then counts
-    as one item. That at least halves the items that still have neighbours. (SciPy takes half the time, but a third of a
-    second to import.)
+    higher number, or of one with a lower number, whichever choice leaves fewer roots. A tree then counts as one item.
+    Each round at least halves the items that still have neighbours. (SciPy takes half the time, but a third of a second
+    to import.)
     """
     things = np.arange(count, dtype=np.int32)
     root = things
@@ -201,6 +201,6 @@ def components(begin: Ints, end: Ints, count: int) -> tuple[int, npt.NDArray[np.
         apart = a != b
         a, b = a[apart], b[apart]
     first = np.empty(count, np.int32)
-    first[root[::-1]] = things[::-1]  # for equal roots the last assignment stays, which is that of the first item
+    first[root[::-1]] = things[::-1]  # for equal roots the last assignment wins: the one of the first item
     is_first = first[root] == things
     return int(np.count_nonzero(is_first)), (np.cumsum(is_first, dtype=np.int32) - np.int32(1))[first[root]]

@@ -84,7 +84,7 @@ def build(
         vertices: (V, 3) positions, in object units.
         faces: (F, 3) three vertices each.
         path: where the file is written; by convention it ends in .rtg.
-        normals: (V, 3); or "smooth": computed; or None: none are stored, and a renderer uses the faces' normals.
+        normals: (V, 3); or "smooth": computed; or None: no normals are stored, and a renderer uses the faces' normals.
         uv: (V, 2) texture coordinates.
         materials: (F,) numbers from 0 to 65535.
         colors: (V, 3) red, green and blue, 0 to 1 or uint8, as displayed; kept with 8 bits each.

@@ -161,7 +161,7 @@ def _meshlets(
     return found, owned[: last["vertex"] + last["vertices"]], flat[: last["triangle"] + 3 * last["triangles"]]
 
 
-LEAST_TRIANGLES = 96  # a cluster with at least this many triangles may end if its next one
-SPLIT_FACTOR = 2.0  # is farther away than this many times its radius,
-# in a piece with more triangles than this; smaller pieces need as few clusters as possible
+LEAST_TRIANGLES = 96  # triangles from which on a cluster may end early
+SPLIT_FACTOR = 2.0  # it ends if its next triangle is farther away than this many times its radius
+# only in a piece with more triangles than this; smaller pieces need as few clusters as possible
 SPLIT_FROM = 2 * layouts.MAX_TRIANGLES

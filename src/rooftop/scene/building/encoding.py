@@ -21,13 +21,12 @@ Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]
 Shorts = npt.NDArray[np.int16]  # numbers of a cluster's vertices, and their count
 
-# The corner with which a triangle begins so that its new corners come last, by which corners are new (bits 0, 1, 2).
+# For each set of new corners (bits 0, 1, 2): the corner with which a triangle begins so that its new corners come last.
 _BEGIN = np.array([0, 1, 2, 2, 0, 1, 0, 0], np.int32)
 _TURN = (_BEGIN[:, None] + np.arange(3, dtype=np.int32)) % 3
 _NEW = np.array([0, 1, 1, 2, 1, 2, 2, 3], np.int16)
-_IS_NEW = np.arange(3) >= 3 - np.arange(4)[:, None]  # which corners are new, by how many there are
-# How a triangle gets its corners: by the number of new ones, or EXPLICIT. The tables say which corners are stored, and
-# what is subtracted.
+_IS_NEW = np.arange(3) >= 3 - np.arange(4)[:, None]  # for each number of new corners: which corners are new
+# For each number of new corners, or EXPLICIT: which corners of a triangle are stored, and what is subtracted from them.
 _EXPLICIT = 4
 _STORED = np.array([[0, 0, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0], [1, 1, 1]], bool)
 _OFF = np.array([[1, 1, 2], [1, 1, 1], [1, 1, 1], [1, 1, 1], [1, 2, 2]], np.int16)
@@ -76,7 +75,7 @@ def encode(
     flat = (corners + (of_triangle.astype(np.int32) * 256)[:, None]).ravel()
     place_of_corner = np.arange(len(flat), dtype=np.int32)
     seen = np.empty(clusters * 256, np.int32)
-    seen[flat[::-1]] = place_of_corner[::-1]  # for equal keys the last assignment stays: the first use
+    seen[flat[::-1]] = place_of_corner[::-1]  # for equal keys the last assignment wins: the first use
     uses_first = (seen[flat] == place_of_corner).reshape(-1, 3).view(np.uint8)
     pattern = uses_first[:, 0] | uses_first[:, 1] << 1 | uses_first[:, 2] << 2
     keys = flat[_TURN[pattern] + place_of_corner[::3, None]]
@@ -91,7 +90,7 @@ def encode(
     kind, local = _kinds(new, numbers[keys], before)  # local: (T, 3)
     ordered = owned[first[at] + (fresh & 255)]
 
-    # What each cluster needs.
+    # The sizes that each cluster needs.
     stored = _STORED[kind]
     references = (before[:, None] - _OFF[kind] - local)[stored]
     reference_counts = np.add.reduceat(_REFERENCES[kind], starts[:-1])
@@ -213,7 +212,8 @@ def _pack_columns(words: Words, columns: list[Words], bits: list[Ints], begin: I
 
 
 def _joined(columns: list[Words], bits: list[Ints], at: Ints) -> Iterator[tuple[Words, Ints]]:
-    """Consecutive columns combined into one, as long as 32 bits hold them in every cluster: fewer to pack."""
+    """Combine consecutive columns into one, as long as 32 bits hold them in every cluster, so that fewer need
+    packing."""
     column, width = columns[0], bits[0]
     for more, bit in zip(columns[1:], bits[1:], strict=True):
         if int((width + bit).max(initial=0)) <= 32:
@@ -228,7 +228,8 @@ def _joined(columns: list[Words], bits: list[Ints], at: Ints) -> Iterator[tuple[
 def _put_masks(
     words: Words, kind: Shorts, of_triangle: Ints, place: Ints, begin: Ints, explicit: npt.NDArray[np.bool_]
 ) -> None:
-    """The masks of each cluster: bits of the kinds of its triangles and, if there are any, which are EXPLICIT."""
+    """Write the masks of each cluster: bits of its triangles' kinds and, if it has EXPLICIT triangles, which they
+    are."""
     dense = np.zeros((len(begin), layouts.MAX_TRIANGLES), np.uint8)
     dense[of_triangle, place] = kind
     marked = dense == _EXPLICIT
@@ -243,8 +244,8 @@ def _put_masks(
 def _boxed(
     values: npt.NDArray[np.integer], chosen: npt.NDArray[np.uint32], starts: Ints, at: Ints
 ) -> tuple[list[Words], npt.NDArray[np.int32], Words]:
-    """Each column of the chosen rows relative to the lowest of its cluster; the lowest corners (C, N); the boxes'
-    extents.
+    """The columns of the chosen rows, relative to the lowest value in the row's cluster; the lowest corners (C, N); the
+    boxes' extents.
     """
     columns, bases, extents = [], [], []
     for axis in range(values.shape[1]):

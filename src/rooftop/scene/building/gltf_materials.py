@@ -1,10 +1,10 @@
 """Materials of a glTF document: base colours and their images.
 
-In glTF a factor is in linear light, and an image holds displayed values; here both are kept as displayed values. What
-is read of a texture: its sampler (how it repeats, whether it is magnified by nearest texels), KHR_texture_transform,
-its set of coordinates, and its image. The image may be in the file, next to it or in a `data:` URI, including those of
-EXT_texture_webp and MSFT_texture_dds. Images in KHR_texture_basisu raise an error with their name. For the older
-KHR_materials_pbrSpecularGlossiness, the diffuse colour is read.
+In glTF a factor is in linear light, and an image holds displayed values; here both are kept as displayed values. These
+parts of a texture are read: its sampler (how it repeats, whether it is magnified by nearest texels),
+KHR_texture_transform, its set of coordinates, and its image. The image may be in the file, next to it or in a `data:`
+URI, including those of EXT_texture_webp and MSFT_texture_dds. Images in KHR_texture_basisu raise an error with their
+name. For the older KHR_materials_pbrSpecularGlossiness, the diffuse colour is read.
 
 Source: the glTF 2.0 specification of the Khronos Group (3.8 and 3.9), and its registry of extensions.
 """
@@ -109,7 +109,7 @@ class GltfMaterials:
 
 
 def _base_color(described: Document) -> tuple[list[float], Document | None]:
-    """The factor, and the texture's entry."""
+    """The base colour's factor, and the entry of its texture."""
     older = described.get("extensions", {}).get("KHR_materials_pbrSpecularGlossiness")
     if older is not None:
         return older.get("diffuseFactor", [1.0] * 4), older.get("diffuseTexture")

@@ -1,11 +1,11 @@
 """Convert glTF with all its geometry features into a simple form for a reader that supports less; other features raise
 an error with their name.
 
-Simple means triangles whose positions, normals and texture coordinates are float32, with each value in its place. The
-format has more: integers that stand for -1..1 (quantized meshes), values that replace some of others (sparse
-accessors), strips and fans of triangles. Their bytes are read here, and written after the others. Points and lines are
-not surfaces, so they are ignored with a warning. Meshes compressed by Draco or meshoptimizer, and instances in an
-extension, raise an error: a reader without them would misread the file silently.
+The simple form has triangles whose positions, normals and texture coordinates are float32, with each value in its
+place. The format allows more: integers that stand for -1..1 (quantized meshes), arrays that replace some values of
+other arrays (sparse accessors), and strips and fans of triangles. Their bytes are converted here, and written after the
+original ones. Points and lines are not surfaces, so they are ignored with a warning. Meshes compressed by Draco or
+meshoptimizer, and instances in an extension, raise an error: a reader without them would misread the file silently.
 
 Source: the glTF 2.0 specification of the Khronos Group, and its registry of extensions.
 """
@@ -115,7 +115,8 @@ class _Plain:
         self._changed = False
 
     def take_materials(self, textures: bool) -> list[PartMaterial]:
-        """The materials. Only the numbers of the materials remain, with the textures' coordinates in the first set."""
+        """Take the materials out. The document keeps only their numbers, and the textures' coordinates as the first
+        set."""
         document = self._document
         if not document.get("materials"):
             return []
@@ -199,7 +200,7 @@ class _Plain:
     # ---- values
 
     def _values(self, accessor: Document) -> Array:
-        """(count, width) as stored, with the values that a sparse accessor replaces."""
+        """(count, width) as stored, with the replacements of a sparse accessor applied."""
         count, width, dtype = accessor["count"], _WIDTHS[accessor["type"]], np.dtype(_DTYPES[accessor["componentType"]])
         values = np.zeros((count, width), dtype)
         if "bufferView" in accessor:

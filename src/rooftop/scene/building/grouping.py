@@ -13,7 +13,7 @@ from rooftop.scene.building.ragged import numbered
 Ints = npt.NDArray[np.int64]
 
 LEAST, MOST = 8, 32
-USUAL = 20  # meshoptimizer makes groups of at most 11/8 of it: 27
+USUAL = 20  # clusters; meshoptimizer's groups have at most 11/8 as many: 27
 GROUP_BYTES = layouts.PAGE_BYTES - 4 * (
     layouts.PAGE_WORDS + layouts.GROUP_WORDS + 1
 )  # bytes of a group's clusters, if it has a page of its own
@@ -42,7 +42,7 @@ def group(places: npt.NDArray[np.uint32], triangles: Ints, spheres: npt.NDArray[
 def _small_ones_joined(parts: Ints, spheres: npt.NDArray[np.float32]) -> Ints:
     """Join parts of fewer than LEAST clusters (isolated bodies, leftovers between full parts) along Morton's curve.
 
-    The last part joins its neighbour on the curve, because alone it would not become fewer clusters.
+    The last part joins its neighbour on the curve, because simplifying it alone would not reduce its clusters.
     """
     sizes = np.bincount(parts)
     small = np.flatnonzero((sizes > 0) & (sizes < LEAST))
@@ -73,7 +73,7 @@ def _in_order(parts: Ints, spheres: npt.NDArray[np.float32]) -> Ints:
 
 
 def _middles(parts: Ints, spheres: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-    """The mean centre of the spheres of each part; 0 for those without any."""
+    """The mean centre of the spheres of each part; 0 for parts without spheres."""
     counts = np.maximum(np.bincount(parts), 1)
     return np.column_stack([np.bincount(parts, spheres[:, axis]) / counts for axis in range(3)])
 

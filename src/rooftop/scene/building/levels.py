@@ -1,8 +1,8 @@
 """Build the levels of a mesh: group clusters, simplify the groups and cut them again, until one cluster is left.
 
 A step takes the front (the coarsest clusters so far), groups it, and replaces each group by the clusters of its
-simplified triangles. Clusters of a group that does not shrink stay in the front, to be grouped differently the next
-time. After a few tries, or when nothing shrinks any more, they stay for good without a replacement.
+simplified triangles. Clusters of a group that does not shrink stay in the front, and are grouped differently in the
+next step. After a few tries, or when nothing shrinks any more, they stay for good without a replacement.
 
 Batches of groups are processed in parallel. The division of the mesh into batches, and the places of groups, depend
 only on the mesh: the file is the same, bit for bit, whatever the number of workers.
@@ -42,11 +42,12 @@ V = TypeVar("V", bound=np.generic)
 # triangles of the given mesh that are cut together; clusters do not extend from one piece into another
 PIECE_TRIANGLES = 1 << 14
 PIECES = 4  # of a batch
-BATCH_TRIANGLES = 1 << 16  # most triangles of groups that are simplified together
-BATCHES = 64  # at least this many batches, if each has
-LEAST_TRIANGLES = 1 << 13  # this many triangles: enough work for 16 workers or more
-RUN_CLUSTERS = 1 << 11  # clusters of a run in which groups are found; no group extends from one run into another
-GROWTH = 1 + 2**-10 + 2**-20  # an error is larger than those below it by 1 + 2^-10, even when rounded to float32
+BATCH_TRIANGLES = 1 << 16  # maximum number of triangles in a batch of groups
+BATCHES = 64  # at least this many batches, if each has at least
+LEAST_TRIANGLES = 1 << 13  # this many triangles; enough work for 16 workers or more
+RUN_CLUSTERS = 1 << 11  # clusters of a run; groups are found within a run, so no group extends into another run
+# factor from an error to that of the next level: at least 1 + 2^-10, even after rounding to float32
+GROWTH = 1 + 2**-10 + 2**-20
 TRIES = 3
 MOST_LEVELS = 255
 LONGEST_HEAD = head_words(replaces=True, normals=True, uv=True)
@@ -150,7 +151,7 @@ class _Next:
     Attributes:
         errors: (G,) errors of simplification, in object units. shrunk: (G,) whether a group has become fewer clusters.
         spheres: (G, 4) around the clusters of a group, and around their replacement if vertices were added.
-        clusters: the clusters that replace the groups that shrank, if any.
+        clusters: the clusters that replace the groups that shrank; None if no group did.
         added: new vertices; corners number them from V on, whatever other batches add.
     """
 

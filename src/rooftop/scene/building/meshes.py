@@ -2,8 +2,8 @@
 
 Invalid input raises (a vertex that is not a number, an index out of range). Harmless input is dropped and counted
 (faces without area on the grid, duplicate faces, unused vertices). Edges that are not manifold are kept and counted.
-All levels of the geometry use vertices of this mesh, except for small parts that grow (see `thinning`): so they are
-rounded here, once.
+Vertices are rounded once, here, because all levels use the vertices of this mesh, except for small parts that grow (see
+`thinning`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from rooftop.scene.building.workers import ALONE, SHORT, Workers, chunks
 
 Floats = npt.NDArray[np.float64]
 
-STEPS_PER_EDGE = 64  # the grid is at least this much finer than the mean edge,
-STEPS = 1 << 14  # and than the mesh: a quarter of a pixel if it fills a picture 4096 wide
+STEPS_PER_EDGE = 64  # steps of the grid in the mean edge, at least
+STEPS = 1 << 14  # steps in the extent of the mesh, at least: a quarter of a pixel if it fills a picture 4096 wide
 MOST_STEPS = 1 << 24  # steps along an axis; integers up to this are exact in float32, in which renderers compute
-STEPS_PER_SMALL_EDGE = 16  # and than the edges of most faces that it would remove otherwise
+STEPS_PER_SMALL_EDGE = 16  # steps in the edges of faces that the grid would otherwise remove
 NEEDLE = 0.01  # height of a face over its longest edge, below which it may be removed
-UV_STEPS_PER_EDGE = 8  # or more, by the step below, if a texture is finer than the mesh
-UV_STEP = 2.0**-13  # half a texel of a texture 4096 wide
+UV_STEPS_PER_EDGE = 8  # steps of uv per edge; more, by UV_STEP, if a texture is finer than the mesh
+UV_STEP = 2.0**-13  # largest step of uv: half a texel of a texture 4096 wide
 MOST_UV_STEPS = (1 << 30) - 1  # so that the range from the lowest to the highest has 31 bits
 LARGEST, SMALLEST = 2.0**60, 2.0**-60  # a mesh, and a step of its grid: squares stay far from float32's limits
 MOST_MATERIALS = 1 << layouts.MATERIAL_BITS
@@ -74,7 +74,7 @@ class Repairs:
         unused_vertices: dropped.
         equal_vertices: merged with another.
         non_manifold_edges: kept, although more than two faces share each.
-        coarser_grid: whether the mesh is too large for the grid that its edges need.
+        coarser_grid: whether the grid is coarser than the edges need, because the mesh is too large.
     """
 
     degenerate_faces: int = 0
@@ -91,7 +91,7 @@ class Mesh:
     """A mesh on its grid.
 
     Attributes:
-        vertices: with one more for each place with a seam, which `Vertices.merged` names.
+        vertices: including an added one for each place with a seam, which `Vertices.merged` names.
         faces: (F, 3) uint32.
         origin: offset subtracted from all positions, in object units; it is a point of the grid.
         uv_length: the average length of a step of uv on the surface, in steps of the grid.
@@ -123,7 +123,7 @@ def checked_mesh(
         uv: (V, 2).
         materials: (F,) integers, 0 to 65535.
         precision: the largest step of the grid, in object units; by default about 1/64 of the mean edge, or 1/16 of the
-            edges of faces that would be smaller than that.
+            edges of faces that such a grid would remove.
         colors: (V, 3), 0 to 1, or uint8.
         workers: the workers.
 
@@ -403,7 +403,8 @@ def _split_by_material(
 
 
 def _with_merged(vertices: Vertices) -> Vertices:
-    """With one more vertex for each place that has several of the same material: mean normal and colour, first uv."""
+    """The vertices, with one more for each place that has several of the same material: it has their mean normal and
+    colour, and the first uv."""
     if int(vertices.place.max()) + 1 == len(vertices.place):
         return vertices
     keys = vertices.place[:, None].astype(np.int32)

@@ -18,7 +18,7 @@ from rooftop.errors import MissingExtraError
 Array = npt.NDArray[np.generic]
 
 ABSOLUTE = 1 << 2  # errors in the units of the positions
-NO_LIMIT = 1e18  # an error that no mesh reaches, whose square is still a float32
+NO_LIMIT = 1e18  # an error that no mesh reaches; float32 can still hold its square
 
 MESHLET = np.dtype([("vertex", "<u4"), ("triangle", "<u4"), ("vertices", "<u4"), ("triangles", "<u4")])  # two starts
 
@@ -62,7 +62,7 @@ def address(array: Array) -> int:
 
 
 def same_rows(rows: Array, used: npt.NDArray[np.uint32] | None = None) -> tuple[int, npt.NDArray[np.uint32]]:
-    """Numbers rows by their bytes, in the order in which each appears first.
+    """Give equal rows, compared by bytes, the same number, in the order of their first appearance.
 
     Args:
         rows: (N, K), at most 256 bytes each.

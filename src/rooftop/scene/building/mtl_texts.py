@@ -2,9 +2,9 @@
 
 Colours and images are as displayed (sRGB), as in the programs that write such files. `map_Kd` is multiplied by `Kd`, as
 the format says. Together with `map_Kd`, a Kd of 0 0 0 counts as white, because some programs write that. The options -s
-and -o of `map_Kd` (scale and offset of the texture coordinates) and -clamp are read. Others are skipped, with a warning
-if they would change the picture. A path may have blanks, backslashes or a drive. If its file is missing there, it is
-looked up next to the .mtl file.
+and -o of `map_Kd` (scale and offset of the texture coordinates) and -clamp are read. Other options are skipped, with a
+warning if they would change the picture. A path may have blanks, backslashes or a drive. If the path does not exist, a
+file of that name next to the .mtl file is used.
 
 Source: the MTL specification of Alias|Wavefront (Object files, appendix B1, "Material file format").
 """
@@ -42,7 +42,7 @@ _HARMLESS = {
     "-texres",
     "-bm",
     "-boost",
-}  # ignored: options for filtering in other programs, and for bump maps
+}  # ignored, because they are for filtering in other programs, or for bump maps
 
 
 def materials_of_obj(content: bytes, path: Path, textures: bool) -> dict[str, PartMaterial] | None:
@@ -87,7 +87,7 @@ def _libraries(names: str, path: Path) -> list[Path]:
 
 
 def _beside(name: str, folder: Path) -> Path | None:
-    """The file at a path from another file or, by its name, in the folder of that file."""
+    """The file at a path that another file names, or else a file of that name in the other file's folder."""
     for each in (name, name.replace("\\", "/"), PureWindowsPath(name).name):
         file = folder / each
         if each and file.is_file():
@@ -96,7 +96,8 @@ def _beside(name: str, folder: Path) -> Path | None:
 
 
 def _described(file: Path) -> dict[str, dict[str, tuple[int, str]]]:
-    """For each material: line number and rest of the line, by the line's first word in lower case."""
+    """For each material: a dict from a line's first word, in lower case, to its line number and the rest of the
+    line."""
     found: dict[str, dict[str, tuple[int, str]]] = {}
     words: dict[str, tuple[int, str]] = {}
     text = utf8(file.read_bytes()).decode()

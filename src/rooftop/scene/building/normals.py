@@ -14,7 +14,7 @@ from rooftop.scene.layouts import NORMAL_MIDDLE
 
 Floats = npt.NDArray[np.float64]
 
-FACES = 1 << 16  # faces in a batch of sums, so that the sums do not depend on the number of workers
+FACES = 1 << 16  # faces in a batch; fixed, so that sums do not depend on the number of workers
 
 
 def unit_vectors(vectors: npt.NDArray[Any]) -> Floats:
@@ -29,7 +29,7 @@ def unit_vectors(vectors: npt.NDArray[Any]) -> Floats:
 
 
 def smooth_normals(points: Floats, faces: npt.NDArray[np.int64], workers: Workers = ALONE) -> Floats:
-    """A normal (V, 3) for each vertex: the mean of its faces', weighted by their angles there.
+    """A normal (V, 3) for each vertex: the mean of its faces' normals, weighted by the angles there.
 
     Vertices at the same place share one normal, even along seams. (Thuermer and Wuethrich, Computing Vertex Normals
     from Polygonal Facets, 1998.)

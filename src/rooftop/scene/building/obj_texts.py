@@ -28,7 +28,7 @@ _FACE, _VERTEX = re.compile(rb"\nf ([^\n]*)"), re.compile(rb"\nv ([^\n]*)")
 _COLORED = re.compile(rb"\nv(?:[ \t]+[^\s]+){3}((?:[ \t]+[^\s]+){3})")
 _OTHER_INDICES = re.compile(rb"/\S*")
 _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
-_STRAIGHT = 1e-12  # of the squared size of a polygon; a corner that turns by less counts as straight
+_STRAIGHT = 1e-12  # share of a polygon's squared size: a corner that turns by less counts as straight
 
 
 def utf8(content: bytes) -> bytes:
@@ -111,7 +111,8 @@ def _table(lines: list[bytes]) -> Points:
     if b"/" in text:
         text = _OTHER_INDICES.sub(b"", text)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # NumPy only deprecates texts that end in something other than a number
+        # because NumPy only warns about a text with something other than a number at its end
+        warnings.simplefilter("error")
         try:
             numbers: Points = np.fromstring(text, dtype=np.float64, sep=" ")
         except DeprecationWarning as warning:
@@ -135,7 +136,7 @@ def _lines(text: str, name: str) -> list[str]:
     counts = {"v": 0, "vt": 0, "vn": 0}
     vertices: list[list[float]] = []
     found: list[str] = []
-    faces: list[tuple[int, list[str], list[int]]] = []  # where in `found`, its corners, and their vertices
+    faces: list[tuple[int, list[str], list[int]]] = []  # the face's index in `found`, its corners, and their vertices
     for number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1):
         word, *rest = line.split() or [""]
         if word in counts:

@@ -11,7 +11,7 @@ from rooftop.scene.building.ragged import starts_of
 from rooftop.scene.building.workers import CHUNK, Stage, chunks, give_back, shared
 
 BITS = 20  # of each axis
-HALF = 15  # bits of what `ordering` sorts by at once
+HALF = 15  # bits of the key in each of the two sorts of `ordering`
 PARTS = 1 << HALF
 MOST_PIECES = 64  # pieces of the faces; each has a count for each part
 

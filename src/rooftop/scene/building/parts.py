@@ -35,7 +35,7 @@ class Added:
 
     @classmethod
     def joined(cls, several: list[Added]) -> Added:
-        """Combine several of these, in order. Places of different ones stay different."""
+        """Combine several, in order. Places of different ones stay different."""
         first = starts_of([int(each.places.max(initial=-1)) + 1 for each in several])
         return cls(
             np.concatenate([each.sources for each in several]),
@@ -44,7 +44,7 @@ class Added:
         )
 
     def behind(self, vertices: Vertices) -> Vertices:
-        """All vertices: those of the mesh, then these."""
+        """The vertices of the mesh, followed by these."""
         of, count = self.sources, len(vertices.grid)
         if not len(of):
             return vertices

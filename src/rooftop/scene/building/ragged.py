@@ -13,7 +13,7 @@ import numpy.typing as npt
 Numbers = npt.NDArray[Any]
 Counts = npt.NDArray[np.int64]
 
-DENSE = 8  # up to this many possible values per actual value, marking is faster than sorting
+DENSE = 8  # with up to this many possible values per given value, marking is faster than sorting
 
 
 def starts_of(counts: npt.ArrayLike) -> Counts:

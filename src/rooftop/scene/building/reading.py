@@ -137,7 +137,7 @@ def read_mesh(path: Path, textures: bool = True) -> MeshFile:
                 "has uv",
                 stacklevel=2,
             )
-        elif not most <= 1:  # trimesh has made these white
+        elif not most <= 1:  # trimesh turns such colours white
             raise InputError(
                 f"{path}: colours of its vertices go up to {most:g}, but an OBJ file has colours from 0 to 1: divide "
                 f"them by {255 if most > 2 else most:g}, or remove them"

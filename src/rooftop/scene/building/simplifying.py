@@ -40,12 +40,14 @@ Floats = npt.NDArray[np.float32]
 # of balls, noise, bumps, terrain and tori, 99 of 100 clusters were nowhere farther from the given mesh than 2.2 times
 # that error (half of them less than 1.3 times), and the worst 2.6 times.
 SAFETY = 2.0
-SHRUNK = 0.85  # of the triangles may remain for a group to count as simplified
+SHRUNK = 0.85  # a group counts as simplified if at most this share of its triangles remains
 NORMAL_EDGES = 0.5  # a normal that is off by 1 counts as much as a vertex that is off by this many mean edges
 CELL_SEARCH = 10  # cell sizes to try, each halving the interval
-VERTICES_USED = 0.9  # vertices of a full cluster, of 255; the remaining clusters share slightly less
-COLOR_EDGES = 0.5  # a colour that is black instead of white counts as much
-UV_EDGES = 0.25  # and a texture that moved by one edge counts as much as a vertex that is off by this many
+# planned share of the 255 vertices of a full cluster, because simplified triangles share vertices slightly less
+VERTICES_USED = 0.9
+# a colour that is black instead of white counts as much as a vertex that is off by this many mean edges
+COLOR_EDGES = 0.5
+UV_EDGES = 0.25  # a texture that moved by one edge counts as much as a vertex that is off by this many mean edges
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,8 @@ def simplify(mesh: Mesh, corners: Corners, counts: Ints, locked: npt.NDArray[np.
 def _thinned(
     mesh: Mesh, corners: Corners, locked: npt.NDArray[np.bool_], parts: LooseParts, kept: Corners, error: float
 ) -> Thinned:
-    """A group with several loose parts: simplified, or with fewer parts, whichever has the smaller error.
+    """Replace a group with several loose parts by its simplification or by fewer parts, whichever has the smaller
+    error.
 
     Args:
         mesh, locked: as for `simplify`.
@@ -226,7 +229,7 @@ def _by_cells(vertices: Vertices, corners: Corners, locked: npt.NDArray[np.bool_
     """
     places, at = np.unique(vertices.place[corners], return_inverse=True)
     at = at.reshape(-1, 3)
-    sample = np.empty(len(places), np.int64)  # a vertex at each place
+    sample = np.empty(len(places), np.int64)  # one of the vertices at each place
     sample[at[:, ::-1]] = corners[:, ::-1]
     grid = vertices.grid[sample].astype(np.float64)
     grid -= grid.min(0)

@@ -1,12 +1,12 @@
-"""The order of a cluster's triangles: along a sweep through it, so that references are few and short.
+"""The order of a cluster's triangles: along a sweep through the cluster, so that references are few and short.
 
 A corner that is not new is stored as a reference: the distance of its vertex from the newest one. If a front sweeps
 through the
-cluster, that is at most the width of the front: about ten vertices of eighty. All references of a cluster have the bits
-of its longest: 4.3 on average, compared with 5.8 in the order in which triangles were collected.
+cluster, that is at most the width of the front: about ten vertices of eighty. All references of a cluster have as many
+bits as its longest one: 4.3 on average, compared with 5.8 in the order in which triangles were collected.
 
 A triangle is visited with the last of its vertices along the sweep. Triangles with the same last vertex follow one
-another around it, counterclockwise: then each but the first needs only one reference.
+another around that vertex, counterclockwise. So each but the first needs only one reference.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def _in_fans(ranks: npt.NDArray[np.uint8], of_triangle: Ints) -> Ints:
     most = _most(ranks)
     a, b, c = ranks
     is_b, is_c = b == most, c == most
-    before, after = np.where(is_b, c, np.where(is_c, a, b)), np.where(is_b, a, np.where(is_c, b, c))  # around the last
+    # the other two corners, in their order around the last one
+    before, after = np.where(is_b, c, np.where(is_c, a, b)), np.where(is_b, a, np.where(is_c, b, c))
     rows = np.arange(count, dtype=np.int32)
     own = of_triangle.astype(np.int32) << VERTEX_BITS
     fan = own | most
@@ -93,7 +94,7 @@ def _in_fans(ranks: npt.NDArray[np.uint8], of_triangle: Ints) -> Ints:
     corners = np.stack([before, after, most], 1)
     appears[(own[:, None] | corners).ravel()[::-1]] = np.repeat(
         most[::-1], 3
-    )  # for equal places the last assignment stays
+    )  # for equal places the last assignment wins
     late = (appears[own | before] == most) | (appears[own | after] == most)
 
     # The predecessor of each triangle.
@@ -122,7 +123,8 @@ def _in_fans(ranks: npt.NDArray[np.uint8], of_triangle: Ints) -> Ints:
         via = head[left]
         place[left], head[left] = place[left] + place[via], head[via]
         left = left[head[via] != via]
-    place = np.minimum(place, (1 << TRIANGLE_BITS) - 1)  # if faces are duplicates, some would follow each other forever
+    # limited, because duplicate faces would follow each other forever
+    place = np.minimum(place, (1 << TRIANGLE_BITS) - 1)
     keys = first.astype(np.int64) << 1 | late
     keys = keys << TRIANGLE_BITS | (head - first)
     keys = keys << TRIANGLE_BITS | np.where(late, (1 << TRIANGLE_BITS) - 1 - place, place)

@@ -3,10 +3,9 @@
 Leaves, blades of grass or gravel cannot be simplified by moving vertices: each has only a few triangles already.
 If they were removed, pictures from far away would miss the area that they cover. So one of two neighbours is removed,
 and the other grows until it has the area of both; a narrow part grows in width first. If parts hide each other, as in
-clumps of
-leaves, that would cover too much. So samples of the group measure its coverage before and after. The vertices of a part
-that grew are new ones: copies of the old vertices at other positions. The error is about the part's width: parts
-narrower than a pixel look like one part that covers the same area.
+clumps of leaves, the result would cover too much. So samples of the group measure its coverage before and after. The
+vertices of a part that grew are new ones: copies of the old vertices at other positions. The error is about the part's
+width: parts narrower than a pixel look like one part that covers the same area.
 
 This treats only *loose* parts: those that lie completely in one group and share no vertices with other groups.
 """
@@ -35,13 +34,15 @@ Floats = npt.NDArray[np.float64]
 SEEN = 1.75  # the error of a part that replaces two, as a share of half its width
 MOST_GROWTH = 4.0  # growth of a part's area in one round; without a limit, a needle would grow forever
 FAR_LARGER = 4.0  # a part always stays if its area is at least this many times its neighbour's
-LIKE = 2.0  # median errors of pairs: pairs with more, such as a leaf and its tree, are not merged
+LIKE = 2.0  # pairs with an error above this many medians, such as a leaf and its tree, are not merged
 MISSING = 0.05  # allowed loss of area, as a share of all parts, for parts that simplification removes completely
 LARGE_PARTS = 16  # parts need not grow if half their width is at least this many times the error
 UNCHANGED = 0.01  # a part that would grow by less than this share of its area does not change
-ROUNDS = 4  # rounds of growing and moving back into the group's room; wider parts replace area that is cut off
-HITS, SIDES = 10_000, (64, 512)  # triangle hits by samples of a picture; least and most samples along its side
-LOOKS = 2  # most looks at what a group covers
+# rounds of growing parts and moving them back into the group's room; a round regains area that the last one cut off
+ROUNDS = 4
+# number of samples of a picture that hit triangles; minimum and maximum number of samples along its side
+HITS, SIDES = 10_000, (64, 512)
+LOOKS = 2  # maximum number of times that a group's coverage is measured
 OVERLAP = 1.5  # areas grow by this power of the missing area, because much of the growth is hidden
 LEAST, LARGE = 1e-30, 1e30
 
@@ -102,7 +103,7 @@ class LooseParts:
 
     @cached_property
     def _own(self) -> tuple[Ints, Corners]:
-        """The part of each triangle of the group that belongs to one, and those triangles."""
+        """The group's triangles that belong to loose parts, and the part of each."""
         return self._of(self._corners)
 
     @cached_property
@@ -116,7 +117,7 @@ class LooseParts:
         grid = self._vertices.grid[self._corners].astype(np.float64)
         edges = (
             np.square(grid - np.roll(grid, 1, 1)).sum(2).max(1)
-        )  # a box around a needle is as wide as the needle is long
+        )  # since the box around a needle may be as wide as the needle is long
         size = float(((grid.max((0, 1)) - grid.min((0, 1))) ** 2).sum())
         return int(np.clip(math.sqrt(HITS * size / max(float(edges.sum()) / 4, LEAST)), *SIDES))
 
@@ -158,7 +159,7 @@ class LooseParts:
             runs = np.array([len(chosen)])
         second = np.flatnonzero(within(runs) % 2 == 1)
         pairs = np.column_stack([chosen[second - 1], chosen[second]])
-        pairs[::2] = pairs[::2, ::-1]  # if the larger part always stayed, grass would grow taller
+        pairs[::2] = pairs[::2, ::-1]  # swap kept and gone: if the larger part always stayed, grass would grow taller
         smaller = FAR_LARGER * shapes.areas[pairs[:, 0]] < shapes.areas[pairs[:, 1]]
         pairs[smaller] = pairs[smaller, ::-1]
         kept, gone = pairs.T
@@ -177,7 +178,7 @@ class LooseParts:
         return float(areas[~there].sum() / max(areas.sum(), LEAST))
 
     def are_large(self, error: float) -> bool:
-        """Whether parts with this error still have nearly their area."""
+        """Whether parts are so large, compared with this error, that they keep nearly all of their area."""
         return float(self._shapes.widths.min()) > LARGE_PARTS * error
 
     def without(self, corners: Corners, pairs: Pairs) -> Corners:
@@ -252,7 +253,7 @@ class LooseParts:
         return Thinned(corners[stays], error, Added(used.astype(np.int64), grown, places))
 
     def _shared(self, areas: Floats, lost: npt.NDArray[np.bool_], there: npt.NDArray[np.bool_]) -> Floats:
-        """Areas in which the remaining parts take over those of lost ones of their material, in proportion."""
+        """Enlarge the areas of the remaining parts, in proportion, by the areas of lost parts of the same material."""
         areas = areas.copy()
         for material in np.unique(self._materials[lost]).tolist():
             own = lost & (self._materials == material)
@@ -269,7 +270,7 @@ class LooseParts:
         return np.where(self.ids[at] == ids, at, -1)
 
     def _of(self, corners: Corners) -> tuple[Ints, Corners]:
-        """The part of each triangle of a loose part, and those triangles."""
+        """The triangles that belong to loose parts, and the part of each."""
         numbers = self._numbers(corners)
         return numbers[numbers >= 0], corners[numbers >= 0]
 
@@ -347,15 +348,15 @@ def _growth(ratios: Floats, slenderness: Floats) -> tuple[Floats, Floats]:
 
 
 def _again(ratios: Floats) -> Floats:
-    """The additional growth of parts that were squeezed. It is in both directions, since one may be blocked."""
+    """The additional growth of parts that were squeezed. They grow in both directions, since one may be blocked."""
     growth: Floats = np.clip(np.where(ratios > 1, ratios, np.sqrt(ratios)), 1 / MOST_GROWTH, MOST_GROWTH)
     return growth
 
 
 @dataclass(frozen=True)
 class _Room:
-    """The room of a group, which its parts must not leave, and the largest size of each part: otherwise the group would
-    look larger.
+    """The room of a group, which its parts must not leave, and the largest size of each part. Without these limits the
+    group would look larger.
 
     Attributes:
         middle: middle of the box around the group. half: (3,) of its extent. radius: of the sphere around all points.
@@ -382,7 +383,7 @@ class _Room:
         return _covered(np.concatenate(triangles), self.middle - self.half, self.middle + self.half, side)
 
     def holds(self, points: Floats) -> Floats:
-        """Points of parts, each shrunk to its limit, and moved into the room."""
+        """The points of parts, with each part shrunk to its limit and moved into the room."""
         parts, count = self.parts, len(self.most)
         least, most = _boxes(points, parts, count)
         centres, extents = (least + most) / 2, most - least

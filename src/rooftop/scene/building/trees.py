@@ -75,7 +75,7 @@ def _packed(items: Words, nodes: list[Words]) -> Words:
 
 
 def set_box(children: Words, low: npt.NDArray[np.float64], high: npt.NDArray[np.float64]) -> None:
-    """Write boxes, rounded outwards to float32."""
+    """Write the boxes, rounded outwards to float32."""
     reals = children.view(np.float32)
     center = ((low + high) / 2).astype(np.float32)
     half = np.maximum(high - center, center - low).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Merge equal vertices and remove duplicate faces, on all cores, with little memory compared with the mesh.
+"""Merge equal vertices and remove duplicate faces, on all cores, with little memory compared with the mesh's.
 
 Rows are divided by a hash of their contents. Equal rows are then in one part, and each part is processed separately.
 """
@@ -87,7 +87,7 @@ class Welded:
         kept: (V,) the rows of its vertices, ascending.
         places: (V,) equal for vertices at the same place, from 0 without gaps.
         faces: (F, 3), each once, without those that have no area.
-        flat: for the given faces, whether two corners are at one place. duplicate_faces, equal_vertices,
+        flat: for each given face, whether two corners are at one place. duplicate_faces, equal_vertices,
         unused_vertices: numbers of removed ones.
     """
 

@@ -1,8 +1,8 @@
 """Work on all cores, by forked processes.
 
 Most of a build is NumPy on arrays of medium size. That holds the interpreter's lock, so threads would wait for each
-other. A forked process sees all data of its parent without a copy, and sends back its results. Items are taken from a
-pipe, one after another. Results are in the order of the items, so they do not depend on the number of workers.
+other. A forked process sees all data of its parent without a copy, and sends back its results. Processes take items
+from a pipe, one after another. Results are in the order of the items, so they do not depend on the number of workers.
 
 Forking a process takes milliseconds for each gigabyte of its parent. So a team's processes stay for several runs. They
 are sent the data that the parent has computed since they were forked.
@@ -40,14 +40,15 @@ Stage = tuple[Callable[[Any], Any], Sequence[Any]]  # the function, and its argu
 Call = Callable[[Any, Any], Any]  # functions, called with a state and an item
 
 TOKEN = struct.Struct("<I")
-NO_MORE = (1 << 32) - 1  # a token that tells the worker that takes it that the stage is done
-COMMAND = struct.Struct("<IIQQQ")  # which call, which stage, which mail, its start in memory, its bytes
+NO_MORE = (1 << 32) - 1  # a token: the stage is done for the worker that takes it
+# number of the call, of the stage and of the mail; the mail's start in memory, and its bytes
+COMMAND = struct.Struct("<IIQQQ")
 LENGTH = struct.Struct("<Q")
 MOST_TOKENS = 8192  # a pipe holds 16,384 of four bytes
 PIPE_BYTES = 1 << 20  # size of a pipe for results; with the usual 64 KB, a worker waits for its reader
 ALIGNMENT = 64  # of the arrays that are sent
-CHUNK = 1 << 18  # rows of an array that are worked on together
-SHORT = 1 << 15  # limit for threads, because the C library keeps the memory that each of them had allocated
+CHUNK = 1 << 18  # rows of an array that are processed together
+SHORT = 1 << 15  # rows for a thread: few, because the C library keeps the memory that each thread allocated
 _DONE, _RESULT, _ERROR = range(3)
 
 
@@ -147,7 +148,8 @@ class Team:
     """Processes that are forked when they are first needed, and stay until the `with` block ends.
 
     They have all data that their parent had at that time. Later they only get the state and the items of a run. So call
-    `forget` when other data that they use has changed. They see at once what their parent writes to `shared` arrays.
+    `forget` when other data that they use has changed. Values that the parent writes to `shared` arrays are visible to
+    them at once.
     """
 
     def __init__(self, count: int, calls: Sequence[Call]) -> None:
@@ -349,7 +351,7 @@ class _Processes:
                 os.close(worker.commands)
             self._work(commands, write)
         finally:
-            os._exit(0)  # nothing of the parent is cleaned up twice
+            os._exit(0)  # no cleanup, because the parent cleans up its own objects
 
     def _work(self, commands: int, results: int) -> None:
         """A worker's loop until its parent is gone or ends it."""
@@ -390,8 +392,7 @@ class _Mail:
     """Data that a parent sends to all of its workers: once, in shared memory.
 
     Attributes:
-        place: position of the content in that memory: its number, the start of its description, and the description's
-            bytes.
+        place: the content's number, the start of its description in that memory, and the description's bytes.
         open: whether there is memory.
     """
 

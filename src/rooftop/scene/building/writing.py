@@ -39,7 +39,7 @@ def write(
     more: Sequence[tuple[bytes, bytes]] = (),
     workers: Workers = ALONE,
 ) -> dict[str, Any]:
-    """Write a geometry file; completes `meta` with the values known only now, and returns it.
+    """Write a geometry file; complete `meta` with the values that are known only now, and return it.
 
     Args:
         file: the output file, written from its beginning.
@@ -101,7 +101,8 @@ class _Order:
 
 
 def _page_plan(hierarchy: Hierarchy, normals: bool, uv: bool) -> tuple[_Order, Ints, list[tuple[int, int]]]:
-    """The order, the number of clusters of each group in it, and the groups (first, end) of each page."""
+    """The order of groups, the number of clusters of each group in that order, and the groups (first, end) of each
+    page."""
     order = _Order(hierarchy)
     counts = np.bincount(hierarchy.groups, minlength=len(order.groups))[order.groups]
     starts = starts_of(counts)[:-1]

@@ -1,9 +1,9 @@
-"""Stage 5: the surface at each pixel: its normal, texture coordinates, and a simple shaded colour; and with these all
-that stage 4 would write.
+"""Stage 5: the surface at each pixel: its normal, texture coordinates, and a simple shaded colour. This stage also
+writes everything that stage 4 would write.
 
-Nanite draws this stage once for each range of materials, since each has a program of its own, and finds its pixels by
-material depth. Here all materials are rows of one table that one program reads. A launch for each range would read the
-visibility buffer repeatedly without any gain. Textures are looked up before, by `base_colors`.
+In Nanite each material has its own program. So Nanite draws this stage once for each range of materials, and finds its
+pixels by material depth. Here all materials are rows of one table that one program reads. A launch for each range would
+read the visibility buffer repeatedly without any gain. `base_colors` looks up textures before this stage.
 """
 
 import warp as wp
@@ -42,7 +42,7 @@ AMBIENT = wp.constant(0.25)
 
 @wp.func
 def to_world(resident: Resident, instance: wp.int32, normal: wp.vec3):
-    """A normal of the mesh, of length 1 in the world."""
+    """A normal of the mesh in the world, with length 1."""
     turned = wp.vec3()
     for axis in range(3):
         for inner in range(3):
@@ -61,7 +61,7 @@ def upright(a: wp.vec3, b: wp.vec3, c: wp.vec3):
 
 @wp.func
 def surface_normal(resident: Resident, hit: Hit, flat: wp.vec3):
-    """In the world, of length 1: the mesh's own, or that of the triangle."""
+    """The normal in the world, with length 1: the mesh's own, or that of the triangle."""
     if not hit.cluster.has_normals:
         return flat
     return to_world(
@@ -75,7 +75,7 @@ def surface_normal(resident: Resident, hit: Hit, flat: wp.vec3):
 
 @wp.func
 def palette(number: wp.int32):
-    """A light colour for each number, by the golden ratio around the circle of hues; 0 is nearly white."""
+    """A light colour for each number: hues step by the golden ratio around the circle; 0 is nearly white."""
     if number == 0:
         return wp.vec3(0.86, 0.85, 0.82)
     hue = 6.0 * wp.frac(0.6180339887 * wp.float32(number))
@@ -100,7 +100,7 @@ def own_color(resident: Resident, hit: Hit):
 
 @wp.func
 def toward_camera(views: Views, place: wp.vec3i):
-    """From the surface at a pixel (view, row, column) to the camera, in the world, of length 1."""
+    """The direction from the surface at a pixel (view, row, column) to the camera, in the world, with length 1."""
     view = place[0]
     direction = -ray(views, place)
     if views.lens[view, LENS_ORTHOGRAPHIC] > 0.0:
@@ -114,7 +114,7 @@ def toward_camera(views: Views, place: wp.vec3i):
 
 @wp.func
 def light_on(resident: Resident, lights: Lights, targets: Targets, texel: wp.int32, hit: Hit, n: wp.vec3):
-    """The light of all lights, with their shadows, on a pixel's surface."""
+    """The sum of all lights, with their shadows, on a pixel's surface."""
     total = wp.vec3()
     point = point_of(resident, hit.instance, hit.parts[0] * hit.a + hit.parts[1] * hit.b + hit.parts[2] * hit.c)
     for light in range(lights.kind.shape[0]):

@@ -63,32 +63,36 @@ class Frame:
     instances: wp.int32
     cameras: wp.int32  # views except shadow maps: those have a previous frame, and output pictures
     pixel_error: wp.float32  # allowed error of a surface, in pixels
-    # By pair, from the mesh's grid origin to the view: written by init_context, read by all stages.
+    # For each pair, the transform from the mesh's grid origin to the view: written by init_context, read by all stages.
     to_view: wp.array2d(dtype=wp.float32)  # (pairs, 12)
     before: wp.array2d(dtype=wp.float32)  # (pairs, 12), of the previous frame
     # Lists of the culls. An entry is pair << 32 | item.
-    # (2 * PASS,), named below: the items of each list, with those for which it lacks room
+    # (2 * PASS,), named below: the number of items of each list, including those without room
     counters: wp.array(dtype=wp.int32)
     nodes: wp.array2d(
         dtype=wp.int64
     )  # (2, room): of one level and of the next; instance_cull, level_cull -> level_cull
     groups: wp.array(dtype=wp.int64)  # level_cull -> level_cull: children that are groups, node * 8 + slot
-    found: wp.array(dtype=wp.int64)  # of a pass, in any order: page << 11 | cluster; level_cull -> sort_clusters
-    visible: wp.array2d(dtype=wp.int64)  # (2, room): the same of both passes, in order; sort_clusters -> rasterize
-    hidden_instances: wp.array(dtype=wp.int64)  # of the first pass -> the second: instances that it considered hidden,
+    # visible clusters of a pass, in any order: page << 11 | cluster; level_cull -> sort_clusters
+    found: wp.array(dtype=wp.int64)
+    # (2, room): visible clusters of each pass, in order; sort_clusters -> rasterize
+    visible: wp.array2d(dtype=wp.int64)
+    hidden_instances: wp.array(dtype=wp.int64)  # first pass -> second pass: instances that the first considered hidden,
     hidden_children: wp.array(dtype=wp.int64)  # as in groups,
     hidden_clusters: wp.array(dtype=wp.int64)  # as in visible
     drawn: wp.array(dtype=wp.int64)  # (2 * room,): visible of both passes in order; rasterize -> the stages after it
     records: wp.array2d(dtype=wp.int32)  # (2 * room, 16), as in records.py: those of `drawn`; rasterize -> the same
     ranks: wp.array2d(dtype=wp.int32)  # (2, room): the index in `drawn` of each visible one; rasterize
-    # What is drawn.
+    # Pictures.
     pixels: wp.array(dtype=wp.int64)  # of all views, by rows: the visibility buffer, DEPTH | rank << 7 | triangle
-    fragments: wp.array(dtype=wp.int32)  # of the cameras, or empty: how often each pixel was covered; rasterize
+    # of the cameras, or empty: number of triangles that covered each pixel; rasterize
+    fragments: wp.array(dtype=wp.int32)
     large: wp.array(dtype=wp.int64)  # rasterize: place in visible << 7 | triangle, of triangles for the tiles
     pieces: wp.array2d(dtype=wp.int64)  # (room, 8): such triangles clipped; x, y of 3 corners, view, low bits of pixels
     piece_depths: wp.array2d(dtype=wp.float32)  # (room, 3)
     tiles: wp.array(dtype=wp.int64)  # piece << 32 | tile's row << 16 | its column
-    # Farthest depths of the cameras' views, of 2^level x 2^level pixels: written by hzb, read by the culls.
+    # The farthest depth in each square of 2^level x 2^level pixels of the cameras' views: written by hzb, read by the
+    # culls.
     hzb: wp.array(dtype=wp.float32)  # all levels of each view from the first on
     hzb_before: wp.array(dtype=wp.float32)
     hzb_at: wp.array2d(dtype=wp.int32)  # (cameras, levels) the start of each level; level 0 is the pixels
@@ -106,10 +110,10 @@ PASS = wp.constant(64)
 GROUPS, VISIBLE = wp.constant(0), wp.constant(1)
 HIDDEN_INSTANCES, HIDDEN_CHILDREN, HIDDEN_CLUSTERS = wp.constant(2), wp.constant(3), wp.constant(4)
 LARGE, PIECES, TILES = wp.constant(5), wp.constant(6), wp.constant(7)
-# Of the cameras alone; levels have a bit for each level of detail.
+# Counted for the cameras only; DRAWN_LEVELS has a bit for each level of detail.
 DRAWN_TRIANGLES, DRAWN_LEVELS, DRAWN_CLUSTERS = wp.constant(8), wp.constant(9), wp.constant(13)
-# And only for persistent_cull (10 to 12): claimed places in the queue, finished nodes, claimed places among the groups.
-# Its queue counts as level 0.
+# Counters 10 to 12 are for persistent_cull only: claimed places in the queue, finished nodes, claimed places among the
+# groups. Its queue counts as level 0.
 LEVEL = wp.constant(16)  # from here to the end: a counter of nodes for each level of a tree, at most layouts.MAX_DEPTH
 
 # ---- lights, written by shadow_maps.py -------------------------------------------------------------------------------
@@ -138,7 +142,8 @@ DIRECTIONAL, SPOT, POINT = wp.constant(0), wp.constant(1), wp.constant(2)
 
 @wp.struct
 class Targets:
-    """By pixel, as in `Frame.pixels`, or empty if not requested. Every pixel is written, background too."""
+    """Outputs by pixel, as in `Frame.pixels`, or empty if not requested. Every pixel is written, including
+    background."""
 
     depth: wp.array(dtype=wp.float32)  # world units along the view's axis; emit_depth_targets or base_pass, and so on
     instance: wp.array(dtype=wp.int32)

@@ -42,12 +42,12 @@ class Canvas:
 
     @property
     def texels(self) -> int:
-        """Of all views."""
+        """Texels of all views."""
         return self.starts[-1]
 
     @property
     def camera_texels(self) -> int:
-        """Of the cameras' views."""
+        """Texels of the cameras' views."""
         return self.starts[self.cameras]
 
     @cached_property
@@ -77,7 +77,7 @@ class Canvas:
 
     @property
     def hzb_steps(self) -> list[tuple[int, int]]:
-        """Levels reduced by one launch: a level and, if there is one, the next."""
+        """The levels that each launch reduces: a level and, if there is one, the next."""
         return [(level, min(level + 1, self.levels - 1)) for level in range(1, self.levels, 2)]
 
     @cached_property

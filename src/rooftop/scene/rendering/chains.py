@@ -13,9 +13,10 @@ from rooftop.scene.rendering.targets import Outputs
 from rooftop.scene.rendering.uploads import Inputs
 
 Sizes = tuple[tuple[int, int], ...]
-MOST_CHAINS = 4  # of one renderer: only cameras, and with the shadow maps that are redrawn now and then
-MOST_KINDS = 8  # of outputs that a chain is drawn with
-MOST_TEXELS = 2**27  # of chains that are kept besides the last one: 8 bytes each
+# chains of a renderer: one with only cameras, others with the shadow maps that are redrawn now and then
+MOST_CHAINS = 4
+MOST_KINDS = 8  # combinations of outputs that a chain keeps
+MOST_TEXELS = 2**27  # texels of all chains that are kept besides the last one; 8 bytes each
 
 
 @dataclass
@@ -27,7 +28,7 @@ class Chain:
     _outputs: dict[tuple[tuple[str, ...], int], Outputs] = field(default_factory=dict)
 
     def outputs(self, names: tuple[str, ...], lights: int) -> Outputs:
-        """Those of a frame with these names, in a scene with that many lights."""
+        """The outputs of a frame with these names, in a scene with that many lights."""
         known = self._outputs.pop((names, lights), None)
         if known is None:
             known = Outputs(names, self.memory.canvas.camera_texels, lights, self.memory.device)

@@ -103,7 +103,7 @@ class Head:
 
 @wp.struct
 class Cluster:
-    """The contents of its head, and the positions of its streams."""
+    """The contents of a cluster's head, and the positions of its streams."""
 
     triangles: wp.int32
     vertices: wp.int32
@@ -130,7 +130,7 @@ class Cluster:
 
 @wp.func
 def whole_words(bit_count: wp.int32):
-    """Words for that many bits."""
+    """The number of words for that many bits."""
     return wp.int64((bit_count + 31) >> 5)
 
 
@@ -310,7 +310,7 @@ def mask_words(kind: wp.int32):
 
 @wp.func
 def read_cluster(resident: Resident, mesh: wp.int32, page: wp.int32, index: wp.int32, attributes: wp.bool):
-    """Reads the cluster; the parts after its positions only if attributes are requested."""
+    """Reads the cluster; the streams after the positions only if attributes are requested."""
     at = resident.page_at[resident.mesh[mesh, MESH_FIRST_PAGE] + page]
     head = head_of(resident, mesh, page, index)
     has = wp.where(attributes, resident.mesh[mesh, MESH_ATTRIBUTES], 0)
@@ -348,7 +348,7 @@ def reference(resident: Resident, cluster: Cluster, number: wp.int32):
 def corners_of(resident: Resident, cluster: Cluster, triangle: wp.int32):
     """The vertices of a triangle, as in the table in layouts.py."""
     words = resident.words
-    ones = wp.int32(0)  # for the earlier triangles: bits of the first mask, of the second, of both, of the third
+    ones = wp.int32(0)  # bits set for the earlier triangles: in the first mask, in the second, in both, in the third
     twos = wp.int32(0)
     both = wp.int32(0)
     explicit = wp.int32(0)
@@ -402,7 +402,7 @@ def corners_of(resident: Resident, cluster: Cluster, triangle: wp.int32):
 
 @wp.func
 def position_of(resident: Resident, cluster: Cluster, vertex: wp.int32, step: wp.float32):
-    """In object units from the mesh's origin. A vertex has the same bits in every cluster."""
+    """The position of a vertex, in object units from the mesh's origin. A vertex has the same bits in every cluster."""
     width = cluster.position_bits[0] + cluster.position_bits[1] + cluster.position_bits[2]
     bit = vertex * width
     position = wp.vec3()
@@ -415,7 +415,7 @@ def position_of(resident: Resident, cluster: Cluster, vertex: wp.int32, step: wp
 
 @wp.func
 def normal_of(resident: Resident, cluster: Cluster, vertex: wp.int32):
-    """For a mesh with normals: of length 1, from two numbers on an octahedron."""
+    """The unit normal of a vertex, from two numbers on an octahedron; only for meshes with normals."""
     bit = attribute_bit(cluster, vertex)
     numbers = wp.vec2()
     for axis in range(2):
@@ -434,7 +434,7 @@ def normal_of(resident: Resident, cluster: Cluster, vertex: wp.int32):
 
 @wp.func
 def uv_of(resident: Resident, cluster: Cluster, vertex: wp.int32, step: wp.float32):
-    """For a mesh with texture coordinates."""
+    """The texture coordinates of a vertex; only for meshes that have them."""
     bit = attribute_bit(cluster, vertex) + cluster.normal_bits[0] + cluster.normal_bits[1]
     u = bits(resident.words, cluster.attributes, bit, cluster.uv_bits[0])
     v = bits(resident.words, cluster.attributes, bit + cluster.uv_bits[0], cluster.uv_bits[1])
@@ -443,7 +443,7 @@ def uv_of(resident: Resident, cluster: Cluster, vertex: wp.int32, step: wp.float
 
 @wp.func
 def vertex_color_of(resident: Resident, cluster: Cluster, vertex: wp.int32):
-    """For a mesh with colours: 0 to 1."""
+    """The colour of a vertex, 0 to 1; only for meshes with colours."""
     bit = attribute_bit(cluster, vertex + 1) - cluster.color_bits
     packed = bits(resident.words, cluster.attributes, bit, 3 * COLOR_BITS)
     most = (1 << COLOR_BITS) - 1

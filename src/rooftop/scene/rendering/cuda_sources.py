@@ -19,7 +19,7 @@ def with_pieces(module_file: str) -> str:
 
 
 def compiled(source: str, name: str, device: torch.device) -> cuda.Kernel:
-    """Compile a kernel of such a source; no product is fused with a sum, since pixels must equal Warp's, bit for
+    """Compile a kernel of such a source; products and sums are not fused, since pixels must equal Warp's, bit for
     bit.
     """
     return cuda.compile(source, name, device=device, fused_multiply_add=False)

@@ -61,7 +61,7 @@ class Hit:
 
 @wp.func
 def ray(views: Views, place: wp.vec3i):
-    """The direction of a pixel (view, row, column), one unit deep."""
+    """The ray of a pixel (view, row, column), as the vector to depth 1."""
     view = place[0]
     return wp.vec3(
         (wp.float32(place[2]) - views.lens[view, LENS_CX]) / views.lens[view, LENS_FX],
@@ -72,7 +72,7 @@ def ray(views: Views, place: wp.vec3i):
 
 @wp.func
 def longest_side(a: wp.vec3, b: wp.vec3, c: wp.vec3):
-    """About the length of two sides of a triangle: divided by it, products of four lengths stay within float32."""
+    """A length of about two sides of a triangle. Divided by it, products of four lengths stay within float32."""
     return wp.max(wp.max(wp.abs(b - a)), wp.max(wp.abs(c - a)))
 
 
@@ -90,8 +90,8 @@ def parts_of(views: Views, place: wp.vec3i, a: wp.vec3, b: wp.vec3, c: wp.vec3):
     """Barycentric coordinates of the intersection of a pixel's ray with the plane of a triangle of the view, clamped to
     the triangle.
 
-    Coordinates are relative to the first corner: far away, where all three corners are nearly the same, only that
-    distance cancels.
+    Coordinates are relative to the first corner. So if a triangle is far away and its corners nearly coincide, only
+    their common distance cancels.
     """
     direction = ray(views, place)
     longest = longest_side(a, b, c)
@@ -103,7 +103,7 @@ def parts_of(views: Views, place: wp.vec3i, a: wp.vec3, b: wp.vec3, c: wp.vec3):
     from_a = wp.vec3()
     if views.lens[place[0], LENS_ORTHOGRAPHIC] > 0.0:
         from_a = wp.vec3(direction[0] - a[0], direction[1] - a[1], 0.0)
-        # Moves it along the axis onto the plane; a triangle seen edge-on does not change.
+        # Move the point along the axis onto the plane, unless the triangle is seen edge-on.
         if normal[2] != 0.0:
             from_a[2] = -(normal[0] * from_a[0] + normal[1] * from_a[1]) / normal[2]
     else:
@@ -187,12 +187,12 @@ def emit_velocity(
     view: wp.int32,
     hit: Hit,
 ):
-    """From the hit point's position in the previous frame's picture to its position in this one."""
+    """Write the motion of the hit point from the previous frame's picture to this one."""
     point = hit.parts[0] * hit.a + hit.parts[1] * hit.b + hit.parts[2] * hit.c
     now = on_screen(views, view, transformed(frame.to_view, hit.pair, point))
     was = transformed(frame.before, hit.pair, point)
     then = on_screen(views_before, view, was)
-    if was[2] < views_before.lens[view, LENS_NEAR]:  # it was outside of the picture's plane
+    if was[2] < views_before.lens[view, LENS_NEAR]:  # the point was in front of the near plane
         then = wp.vec2(wp.nan, wp.nan)
     targets.velocity[texel, 0] = now[0] - then[0]
     targets.velocity[texel, 1] = now[1] - then[1]
@@ -200,7 +200,7 @@ def emit_velocity(
 
 @wp.func
 def emit_pixel(views: Views, targets: Targets, texel: wp.int32, view: wp.int32, pixel: wp.int64):
-    """What the pixel of the visibility buffer says by itself."""
+    """Write the targets that follow from the pixel of the visibility buffer alone."""
     if targets.depth.shape[0] > 0:
         near = wp.cast(wp.int32(pixel >> DEPTH_SHIFT), wp.float32)
         targets.depth[texel] = views.lens[view, LENS_NEAR] / near
@@ -245,7 +245,8 @@ def emit_cluster(resident: Resident, frame: Frame, targets: Targets, texel: wp.i
 
 @wp.func
 def emit_background(targets: Targets, texel: wp.int32):
-    """The values of background, as `targets.BACKGROUND`; `shadows` and `base_colors` write those of their targets."""
+    """Write the values of background, as in `targets.BACKGROUND`. `shadows` and `base_colors` write them to their own
+    targets."""
     if targets.depth.shape[0] > 0:
         targets.depth[texel] = wp.inf
     if targets.coverage.shape[0] > 0:

@@ -1,5 +1,5 @@
-"""Stage 1: changed instances are written to their places, the counters are cleared, and each instance gets its
-transform to each view."""
+"""Stage 1: write changed instances to their places, clear the counters, and compute each instance's transform to each
+view."""
 
 import warp as wp
 
@@ -13,8 +13,8 @@ SLACK = wp.constant(wp.float64(1.0 + 1e-6))  # by which a scale is rounded up
 
 @wp.func
 def most_stretch(linear: wp.mat33d):
-    """The largest factor by which a map makes anything longer: the root of the largest eigenvalue of its square, which
-    is the root of a cubic."""
+    """The largest singular value of a map: the square root of the largest eigenvalue of its square, which is the
+    largest zero of a cubic polynomial."""
     squared = wp.transpose(linear) * linear
     mean = wp.trace(squared) / wp.float64(3.0)
     rest = squared - mean * wp.identity(n=3, dtype=wp.float64)
@@ -49,7 +49,7 @@ def keep_place(resident: Resident, changes: Changes, row: wp.int32):
 
 @wp.func
 def put(resident: Resident, origins: wp.array2d(dtype=wp.float64), changes: Changes, i: wp.int32):
-    """A changed instance."""
+    """Write a changed instance."""
     row = wp.int32(changes.rows[i, 0])
     mesh = wp.int32(changes.rows[i, 1])
     resident.instance_mesh[row] = mesh
@@ -74,7 +74,8 @@ def put(resident: Resident, origins: wp.array2d(dtype=wp.float64), changes: Chan
 
 @wp.kernel
 def put_instances(resident: Resident, origins: wp.array2d(dtype=wp.float64), changes: Changes, stride: wp.int32):
-    """The changed instances. `origins`: origins of the meshes, which their positions are relative to."""
+    """Write the instances that have changed, and settle those that changed for the last frame. `origins`: origins of
+    the meshes, to which positions are relative."""
     for i in range(wp.tid(), changes.count, stride):
         put(resident, origins, changes, i)
 
@@ -87,8 +88,8 @@ def composed(
     j: wp.int32,
     element: wp.int32,
 ):
-    """An element of second[j] after first[i]: products in float64, so that objects far from the world's origin, and
-    near the camera, are exact."""
+    """An element of the product second[j] first[i], in float64, so that it is exact for objects far from the world's
+    origin and near the camera."""
     at = element & 12  # the first of its row
     column = element & 3
     total = wp.float64(0.0)
@@ -103,8 +104,8 @@ def composed(
 def place_instances(
     resident: Resident, views: Views, views_before: Views, frame: Frame, pairs: wp.int32, stride: wp.int32
 ):
-    """`frame.to_view` and `frame.before` of each pair: a thread for each of 12 elements, so that neighbours read and
-    write the same lines of memory. `stride`: a multiple of 12."""
+    """Compute `frame.to_view` and `frame.before` of each pair. A thread computes one of the 12 elements, so that
+    neighbouring threads read and write the same lines of memory. `stride`: a multiple of 12."""
     element = wp.tid() % 12
     for pair in range(wp.tid() // 12, pairs, stride // 12):
         view = pair // frame.instances

@@ -1,7 +1,7 @@
 """Stage 2: instances that a view may show start at the root of their mesh's tree.
 
-The first pass tests against the depths of the previous frame, with that frame's transforms. Instances that these hide
-are tested again in the second pass, against what the first has drawn.
+The first pass tests against the depths of the previous frame, with that frame's transforms. Instances behind those
+depths are tested again in the second pass, against the picture of the first pass.
 """
 
 import warp as wp
@@ -29,7 +29,7 @@ def append(items: wp.array(dtype=wp.int64), counters: wp.array(dtype=wp.int32), 
 
 @wp.func
 def append_node(frame: Frame, second: wp.int32, level: wp.int32, item: wp.int64):
-    """To a level's nodes, (2, room): even and odd levels alternate."""
+    """Append to the nodes of a level, (2, room), where even and odd levels alternate."""
     at = wp.atomic_add(frame.counters, second * PASS + LEVEL + level, 1)
     if at < frame.nodes.shape[1]:
         frame.nodes[level & 1, at] = item
@@ -37,7 +37,7 @@ def append_node(frame: Frame, second: wp.int32, level: wp.int32, item: wp.int64)
 
 @wp.func
 def entry(pair: wp.int32, what: wp.int32):
-    """pair << 32 | what, as lists have it."""
+    """An entry of a list: pair << 32 | what."""
     return (wp.int64(pair) << wp.int64(32)) | wp.int64(what)
 
 
@@ -55,7 +55,7 @@ def what_of(item: wp.int64):
 
 @wp.func
 def hidden_before(views_before: Views, frame: Frame, pair: wp.int32, center: wp.vec3, half: wp.vec3):
-    """Whether a box of the mesh, at its previous place, was behind the drawings of the previous frame."""
+    """Whether a box of the mesh, in its previous position, was behind surfaces of the previous frame."""
     if pair // frame.instances >= frame.cameras:
         return False
     at = transformed(frame.before, pair, center)
@@ -65,7 +65,7 @@ def hidden_before(views_before: Views, frame: Frame, pair: wp.int32, center: wp.
 
 @wp.func
 def hidden_now(views: Views, frame: Frame, pair: wp.int32, center: wp.vec3, half: wp.vec3):
-    """Whether a box of the mesh is behind the drawings of this frame so far."""
+    """Whether a box of the mesh is behind surfaces that this frame has drawn so far."""
     at = transformed(frame.to_view, pair, center)
     sizes = half_sizes(frame.to_view, pair, center, half)
     return is_hidden(views, pair // frame.instances, at, sizes, frame.hzb, frame.hzb_at)

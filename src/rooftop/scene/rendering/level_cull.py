@@ -1,8 +1,8 @@
 """Stage 3, level by level: which clusters are drawn. One launch for each level of the trees, without waiting.
 
-A cluster is drawn if its own error is small enough and its parent's is not: so every part of the surface is drawn at
-one level. The tree leads to the groups whose parent error is too large; children are tested eight at a time. What the
-previous frame hid (first pass) is set aside and tested again (second pass).
+A cluster is drawn if its own error is small enough and its parent's is not. So every part of the surface is drawn at
+exactly one level. The tree leads to the groups whose parent error is too large; children are tested eight at a time.
+The first pass sets aside items that the previous frame hid, and the second pass tests them again.
 """
 
 import warp as wp
@@ -92,7 +92,7 @@ def too_coarse(
     radius: wp.float32,
     error: wp.float32,
 ):
-    """Whether that exceeds the allowed error."""
+    """Whether the error in pixels exceeds the allowed error."""
     return pixels_off(resident, views, frame, pair, center, radius, error) > frame.pixel_error
 
 
@@ -100,7 +100,7 @@ def too_coarse(
 def box_state(
     views: Views, views_before: Views, frame: Frame, history: wp.int32, pair: wp.int32, center: wp.vec3, half: wp.vec3
 ):
-    """SHOWN, UNSEEN (outside the picture), or, with history, HIDDEN (behind what the previous frame drew)."""
+    """SHOWN, UNSEEN (outside the picture), or, with history, HIDDEN (behind surfaces of the previous frame)."""
     at = transformed(frame.to_view, pair, center)
     if is_outside(views, pair // frame.instances, at, half_sizes(frame.to_view, pair, center, half)):
         return UNSEEN
@@ -114,7 +114,7 @@ def box_state(
 def follow(
     resident: Resident, frame: Frame, second: wp.int32, level: wp.int32, pair: wp.int32, node: wp.int32, slot: wp.int32
 ):
-    """An inner child goes to a level, a group to the list of groups."""
+    """Append an inner child to the nodes of a level, and a group to the list of groups."""
     mesh = resident.instance_mesh[pair % frame.instances]
     row = resident.mesh[mesh, MESH_FIRST_NODE] + node
     if resident.nodes[row, slot, CHILD_KIND] == INNER:
@@ -134,7 +134,7 @@ def cull_nodes(
     level: wp.int32,
     stride: wp.int32,
 ):
-    """The children of a level's nodes; those that are nodes make the next level."""
+    """Test the children of a level's nodes; children that are nodes form the next level."""
     count = wp.min(frame.counters[second * PASS + LEVEL + level], frame.nodes.shape[1])
     for i in range(wp.tid(), 8 * count, stride):
         item = frame.nodes[level & 1, i >> 3]
@@ -159,7 +159,7 @@ def cull_nodes(
 
 @wp.func
 def ask_children_again(resident: Resident, views: Views, frame: Frame, thread: wp.int32, stride: wp.int32):
-    """Those that the first pass considered hidden; inner ones join the roots of the second."""
+    """Test again the children that the first pass considered hidden; inner ones join the roots of the second pass."""
     count = wp.min(frame.counters[HIDDEN_CHILDREN], frame.hidden_children.shape[0])
     for i in range(thread, count, stride):
         pair = pair_of(frame.hidden_children[i])
@@ -223,7 +223,7 @@ def list_cluster(
     item: wp.int64,
     head: Head,
 ):
-    """A cluster that is as coarse as allowed becomes visible, is set aside, or is outside."""
+    """Add a cluster that is as coarse as allowed to the visible or the hidden ones, or to neither if it is outside."""
     pair = pair_of(item)
     step = resident.mesh_steps[resident.instance_mesh[pair % frame.instances], 0]
     half = half_extent(resident, head, step)
@@ -245,7 +245,7 @@ def cull_clusters(
     second: wp.int32,
     stride: wp.int32,
 ):
-    """The clusters of the groups; those that are drawn become visible. `streaming/streamed_cull.py` is the same where
+    """Test the clusters of the groups, and list those to draw as visible. `streaming/streamed_cull.py` does the same if
     pages may be absent."""
     count = wp.min(frame.counters[second * PASS + GROUPS], frame.groups.shape[0])
     for i in range(wp.tid(), LANES * count, stride):
@@ -264,7 +264,7 @@ def cull_clusters(
 
 @wp.func
 def ask_clusters_again(resident: Resident, views: Views, frame: Frame, thread: wp.int32, stride: wp.int32):
-    """Those that the first pass considered hidden."""
+    """Test again the clusters that the first pass considered hidden."""
     count = wp.min(frame.counters[HIDDEN_CLUSTERS], frame.hidden_clusters.shape[0])
     for i in range(thread, count, stride):
         item = frame.hidden_clusters[i]
@@ -280,7 +280,8 @@ def ask_clusters_again(resident: Resident, views: Views, frame: Frame, thread: w
 
 @wp.kernel
 def ask_again(resident: Resident, views: Views, frame: Frame, stride: wp.int32):
-    """The second pass begins with all that the first one set aside: in one launch, as no list depends on another."""
+    """Begin the second pass with everything that the first one set aside, in one launch, because no list depends on
+    another."""
     ask_instances_again(resident, views, frame, wp.tid(), stride)
     ask_children_again(resident, views, frame, wp.tid(), stride)
     ask_clusters_again(resident, views, frame, wp.tid(), stride)

@@ -21,7 +21,7 @@ def point_of(resident: Resident, instance: wp.int32, point: wp.vec3):
 
 @wp.func
 def toward_light(lights: Lights, light: wp.int32, point: wp.vec3d):
-    """From a point, of length 1."""
+    """The direction from a point to a light, with length 1."""
     found = wp.vec3()
     if lights.kind[light] == DIRECTIONAL:
         for axis in range(3):

@@ -17,7 +17,7 @@ from rooftop.scene.rendering.canvases import Canvas
 
 LAST = torch.iinfo(torch.int64).max  # sorts behind every entry
 EMPTY = -1  # is not an entry
-# Initial room of the lists. A frame that needs more is drawn again, with twice the required room.
+# Initial capacity of the lists. A frame that needs more is drawn again, with twice the required capacity.
 ROOM = {
     "nodes": 1 << 12,
     "groups": 1 << 12,
@@ -43,10 +43,11 @@ COUNTERS_OF = {
     ),
 }
 OF_LISTS = {name: itemgetter(places[0], *places) for name, places in COUNTERS_OF.items()}
-"""Takes a list's counters from all; the first one twice, so that there are several."""
+"""Selects a list's counters from all counters; the first one twice, because a getter of a single item returns no
+tuple."""
 
 Captured = tuple[torch.cuda.CUDAGraph, tuple[tuple[str, Any, Any], ...]]
-"""The graph of a frame, and for each stage its name and the events at its begin and end."""
+"""The graph of a frame, and for each stage its name and the events at its beginning and end."""
 
 
 class FrameMemory:
@@ -57,7 +58,7 @@ class FrameMemory:
         canvas: the pictures.
         fragments: whether triangles are counted in each pixel.
         room: of lists.
-        depths: (canvas.hzb_texels,) float32, of the cameras in the previous frame; other memory may share it.
+        depths: (canvas.hzb_texels,) float32, of the cameras in the previous frame; other objects may share this tensor.
         pictures: whether there is a visibility buffer; culls alone need none.
     """
 
@@ -78,7 +79,7 @@ class FrameMemory:
         def of(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        # What is cleared together is contiguous: one launch clears it.
+        # Tensors that are cleared together are contiguous, so that one launch clears them.
         counted = canvas.camera_texels if fragments else 0
         sizes = (buffers.PASS, texels, (counted + 1) // 2)  # in words of 64 bits
         self._zeros = of(torch.int64, sum(sizes))
@@ -110,7 +111,7 @@ class FrameMemory:
             "hzb_at": torch.from_numpy(canvas.hzb_at).to(device),
         }
         self.tensors["found"].fill_(LAST)
-        # By the arguments of a frame; None if it was drawn once with them.
+        # Graphs by the arguments of a frame; None if a frame was drawn only once with them.
         self.graphs: dict[tuple[object, ...], Captured | None] = {}
         self.launches = Launches(device)
         self.frame: Any = buffers.Frame()
@@ -119,7 +120,7 @@ class FrameMemory:
             setattr(self.frame, name, wp.from_torch(tensor))
 
     def clear(self) -> None:
-        """For a frame."""
+        """Clear the counters and pictures for a frame."""
         self._zeros.zero_()
 
     def clear_queues(self) -> None:
@@ -128,7 +129,7 @@ class FrameMemory:
 
     def sort_found(self, second: int) -> None:
         """Sorts the visible clusters of a pass with torch's sort: the whole room, since the host does not know their
-        number. `clear_found` has been before the pass."""
+        number. `clear_found` must have run before the pass."""
         found, visible = self.tensors["found"], self.tensors["visible"][second]
         if self.device.type == "cpu":
             count = min(int(self.tensors["counters"][second * buffers.PASS + buffers.VISIBLE]), len(found))
@@ -144,7 +145,7 @@ class FrameMemory:
         self.tensors["hzb_before"].copy_(self.tensors["hzb"])
 
     def with_room(self, room: Mapping[str, int]) -> FrameMemory:
-        """Other memory for the same frame."""
+        """New memory for the same frame, with this room."""
         depths = self.tensors["hzb_before"]
         memory = FrameMemory(self.places, self.canvas, self.fragments, room, depths, self._pictures)
         memory.frame.pixel_error = self.frame.pixel_error
@@ -154,7 +155,7 @@ class FrameMemory:
         """The room for drawing the frame again; unchanged if all lists had enough.
 
         Raises:
-            ValueError: a list would be longer than a frame can have it.
+            ValueError: a list would exceed the longest possible one.
         """
         room = dict(self.room)
         for name, of_list in OF_LISTS.items():

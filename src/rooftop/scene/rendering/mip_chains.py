@@ -1,9 +1,9 @@
 """Images in ever smaller sizes, each half as wide and high as the previous one, down to a single texel.
 
 A texel of a level is the mean of the image over the texel's square, in linear light. If a side is odd, the squares of
-the next level overlap three texels of this one, and each counts by its share. All levels but the first are rounded to 8
-bits once, as displayed (sRGB). A float16 would take twice the memory, and the rounding error (at most half a step of
-255) is less than that of any filter.
+the next level overlap three texels of this one, and each texel counts by its share. All levels but the first are
+rounded to 8 bits once, as displayed (sRGB). A float16 would take twice the memory, and the rounding error (at most half
+a step of 255) is less than that of any filter.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 LINEAR = to_linear(np.arange(256) / 255).astype(np.float32)  # (256,) of a texel's 8 bits
-_BAND_ROWS = 256  # of a smaller level at a time, so that a large image is never converted to floats as a whole
-# The linear light from which a value is rounded up to the next of 256: np.searchsorted is then exact.
+_BAND_ROWS = 256  # rows of a smaller level at a time, so that a large image is never converted to floats as a whole
+# The linear light at which rounding changes from one of 256 values to the next, so that np.searchsorted is exact.
 _STEPS = to_linear((np.arange(255) + 0.5) / 255)
 
 
@@ -46,7 +46,8 @@ def mip_chain(texels: Bytes) -> list[Bytes]:
 
 
 def _rows_below(before: int, after: int, first: int, last: int) -> tuple[slice, Floats]:
-    """The rows of a level for the rows first..last of the next, and the weights (last - first, 1 to 3) of each."""
+    """The rows of a level that the rows first..last of the next one need, and the weights (last - first, 1 to 3) of
+    each."""
     if before == 1:
         return slice(0, 1), np.ones((1, 1), np.float32)
     if before % 2 == 0:
@@ -67,7 +68,7 @@ def _mixed(source: Floats, weights: Floats) -> Floats:
 
 
 def _halved(rows: Floats) -> Floats:
-    """(R, W, 3) half as wide."""
+    """Rows (R, W, 3) at half the width."""
     width = rows.shape[1]
     if width == 1:
         return rows

@@ -1,6 +1,6 @@
 """Stage 3 in one launch, in CUDA C++: `persistent_cull.cu`, which finds the same clusters as `level_cull.py`.
 
-A level of a tree is little work for a GPU, and there are as many launches as levels. Here warps without work at one
+A level of a tree is little work for a GPU, and `level_cull.py` needs a launch for each. Here warps without work at one
 level continue with the next, or with the clusters, and nothing waits for a level to end.
 """
 
@@ -34,7 +34,7 @@ def cull(
     second: int,
     requests: RequestBuffers | None = None,
 ) -> None:
-    """From the roots and groups in the lists to visible clusters and, in the first pass, hidden ones.
+    """Find the visible clusters and, in the first pass, the hidden ones, from the roots and groups in the lists.
 
     Args:
         scene, now, then: `buffers.Resident`, `buffers.Views` and those of the previous frame. history, second: as in

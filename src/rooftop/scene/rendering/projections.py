@@ -31,7 +31,7 @@ ROUNDING = wp.constant(1e-6)
 
 @wp.func
 def view_at(views: Views, texel: wp.int32):
-    """The view of a pixel of the cameras, or with different sizes of any view."""
+    """The view that contains a pixel: any view if sizes differ, else a camera's."""
     if views.same > 0:
         return texel // views.same
     low = wp.int32(0)
@@ -142,10 +142,11 @@ def half_sizes(matrices: wp.array2d(dtype=wp.float32), row: wp.int32, center: wp
 def error_on_screen(
     views: Views, view: wp.int32, center: wp.vec3, radius: wp.float32, error: wp.float32, scale: wp.float32
 ):
-    """Error in pixels of a surface within a sphere, where the picture shows it; `center` is in the view's coordinates.
+    """The largest error in pixels of a surface within a sphere, where the picture shows it; `center` is in the view's
+    coordinates.
 
-    An error e at depth z moves a point by at most f e / (z cos(angle)). Both factors can only grow from a sphere to one
-    that encloses it.
+    An error e at depth z moves a point by at most f e / (z cos(angle)). For an enclosing sphere both factors can only
+    be larger.
     """
     focal = wp.max(views.lens[view, LENS_FX], views.lens[view, LENS_FY])
     reach = radius * scale
@@ -195,7 +196,7 @@ def is_hidden(
     if nearest < near:
         return False
     farthest = center[2] + half[2]
-    over_left = nearest  # divisor of a coordinate for the leftmost point, and so on
+    over_left = nearest  # depth by which the leftmost coordinate is divided, and so on
     over_right = nearest
     over_top = nearest
     over_bottom = nearest
@@ -215,7 +216,7 @@ def is_hidden(
     right = fx * (center[0] + half[0]) / over_right + views.lens[view, LENS_CX]
     top = fy * (center[1] - half[1]) / over_top + views.lens[view, LENS_CY]
     bottom = fy * (center[1] + half[1]) / over_bottom + views.lens[view, LENS_CY]
-    # One more pixel on each side: corners are rounded to 1/256, and these few operations round as well.
+    # One more pixel on each side: corners are rounded to 1/256, and these operations round as well.
     last_x = views.pictures[view, PICTURE_WIDTH] - 1
     last_y = views.pictures[view, PICTURE_HEIGHT] - 1
     levels = views.pictures[view, PICTURE_LEVELS]

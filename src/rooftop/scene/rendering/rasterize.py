@@ -1,9 +1,9 @@
 """Stage 3, continued: draw the triangles of visible clusters into the visibility buffer.
 
-A pixel is one int64: nearness, then cluster, then triangle. The largest wins, so the order of threads has no effect.
-Corners are rounded to 1/256 of a pixel and edges are evaluated in integers. So two triangles that share an edge divide
-its pixels between them, whichever path draws them. A small triangle is drawn by the thread that has read it. A large
-triangle, or one that is too near, is clipped, cut into tiles, and drawn by a thread for each row of a tile. This
+A pixel is one int64: nearness, then cluster, then triangle. The largest value wins, so the order of threads has no
+effect. Corners are rounded to 1/256 of a pixel and edges are evaluated in integers. So two triangles that share an edge
+divide its pixels between them, whichever path draws them. A small triangle is drawn by the thread that has read it. A
+large triangle, or one that is too near, is clipped, cut into tiles, and drawn by a thread for each row of a tile. This
 replaces the hardware's rasterizer, which kernels cannot use.
 """
 
@@ -47,12 +47,14 @@ wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
 SUBPIXEL_BITS, SUBPIXEL_SHIFT = wp.constant(8), wp.constant(wp.int64(8))
 SUBPIXELS = wp.constant(256.0)
-SMALL_EXTENT = wp.constant(64 << 8)  # of a small triangle: products of such numbers fit into int32
-SMALL_PIXELS = wp.constant(256)  # in the box of a small triangle
+# largest extent of a small triangle, in subpixels: products of such numbers fit into int32
+SMALL_EXTENT = wp.constant(64 << 8)
+SMALL_PIXELS = wp.constant(256)  # most pixels in the box of a small triangle
 GUARD = wp.constant(float(1 << 20))  # pixels from the picture's corner: products of such numbers fit into int64
 TILE_BITS = wp.constant(5)
 TILE = wp.constant(32)
-TILE_SIDE, TILE_REACH = wp.constant(32 << 8), wp.constant(31 << 8)  # and from its first to its last pixel, in subpixels
+# in subpixels: a tile's side, and the distance from its first to its last pixel
+TILE_SIDE, TILE_REACH = wp.constant(32 << 8), wp.constant(31 << 8)
 TILE_LANES = wp.constant(64)  # threads that search the tiles of a piece
 
 
@@ -70,7 +72,7 @@ class Triangle:
 
 @wp.func
 def read_triangle(resident: Resident, frame: Frame, item: wp.int64, number: wp.int32):
-    """A triangle of a cluster, in view coordinates; marked absent if the cluster has fewer."""
+    """A triangle of a cluster, in view coordinates; marked absent if the cluster has fewer triangles."""
     pair = pair_of(item)
     instance = pair % frame.instances
     mesh = resident.instance_mesh[instance]
@@ -92,7 +94,7 @@ def read_triangle(resident: Resident, frame: Frame, item: wp.int64, number: wp.i
 
 @wp.func
 def on_screen(views: Views, view: wp.int32, point: wp.vec3):
-    """Column and row, in pixels."""
+    """The column and row of a point, in pixels."""
     over = wp.where(views.lens[view, LENS_ORTHOGRAPHIC] > 0.0, 1.0, point[2])
     return wp.vec2(
         views.lens[view, LENS_FX] * point[0] / over + views.lens[view, LENS_CX],
@@ -124,7 +126,8 @@ def nearness(views: Views, view: wp.int32, linear: wp.float32):
 
 @wp.func
 def put(frame: Frame, texel: wp.int32, near: wp.float32, low: wp.int64):
-    """A covered pixel; the nearest stays, and of equals the last in the order of clusters and triangles."""
+    """Write a covered pixel. The nearest surface wins; of equally near ones, the last in the order of clusters and
+    triangles."""
     value = (wp.int64(wp.cast(near, wp.int32)) << DEPTH_SHIFT) | low
     if value > frame.pixels[texel]:
         wp.atomic_max(frame.pixels, texel, value)
@@ -134,7 +137,7 @@ def put(frame: Frame, texel: wp.int32, near: wp.float32, low: wp.int64):
 
 @wp.func
 def tie(dx: wp.int32, dy: wp.int32):
-    """0 if an edge owns the pixels that it passes exactly through, -1 if they belong to the opposite edge."""
+    """0 if pixels exactly on an edge belong to this triangle, -1 if they belong to the triangle on the other side."""
     if dy > 0 or (dy == 0 and dx < 0):
         return 0
     return -1
@@ -154,7 +157,7 @@ def draw_small(
     low: wp.int64,
     box: wp.vec4i,
 ):
-    """All pixels of a box (first and last column, then row) whose centre is in a triangle of positive area."""
+    """Draw the pixels of a box (first and last column, then row) whose centres are in a triangle of positive area."""
     area = (b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0])
     tie_a = tie(c[0] - b[0], c[1] - b[1])
     tie_b = tie(a[0] - c[0], a[1] - c[1])
@@ -179,7 +182,7 @@ def draw_small(
 
 @wp.kernel
 def rasterize(resident: Resident, views: Views, frame: Frame, second: wp.int32, one_sided: wp.int32, stride: wp.int32):
-    """A thread for each triangle of each visible cluster of a pass."""
+    """Draw the visible clusters of a pass, with a thread for each triangle."""
     count = wp.min(frame.counters[second * PASS + VISIBLE], frame.visible.shape[1])
     for i in range(wp.tid(), TRIANGLES * count, stride):
         at = i >> TRIANGLE_BITS
@@ -254,8 +257,8 @@ def clip(
 ):
     """The part of a polygon with plane . p + offset >= 0; returns its number of corners.
 
-    A new corner is computed from inside to outside, so two triangles that share an edge get the same one. It uses
-    float64: a corner far away must not move one at the near plane.
+    A new corner is computed from inside to outside, so two triangles that share an edge get the same one. The
+    computation is in float64, so that a corner far away does not move one at the near plane.
     """
     found = wp.int32(0)
     zero = wp.float64(0.0)
@@ -280,19 +283,19 @@ def clip(
 
 @wp.func
 def wide(point: wp.vec3):
-    """In float64."""
+    """The vector in float64."""
     return wp.vec3d(wp.float64(point[0]), wp.float64(point[1]), wp.float64(point[2]))
 
 
 @wp.func
 def narrow(point: wp.vec3d):
-    """In float32."""
+    """The vector in float32."""
     return wp.vec3(wp.float32(point[0]), wp.float32(point[1]), wp.float32(point[2]))
 
 
 @wp.kernel
 def clip_large(resident: Resident, views: Views, frame: Frame, second: wp.int32, one_sided: wp.int32, stride: wp.int32):
-    """Large triangles, clipped where they are too near or extend too far, as pieces of positive area."""
+    """Clip large triangles where they are too near or extend too far, and store them as pieces of positive area."""
     count = wp.min(frame.counters[second * PASS + LARGE], frame.large.shape[0])
     for i in range(wp.tid(), count, stride):
         at = wp.int32(frame.large[i] >> TRIANGLE_SHIFT)
@@ -307,7 +310,7 @@ def clip_large(resident: Resident, views: Views, frame: Frame, second: wp.int32,
         none = wp.float64(0.0)
         near = wp.float64(views.lens[view, LENS_NEAR])
         corners = clip(polygon, kept, 3, wp.vec3d(none, none, wp.float64(1.0)), -near)
-        over = wp.float64(1.0)  # how a picture widens with depth, and its width at depth 0
+        over = wp.float64(1.0)  # growth of the picture's width with depth, and its width at depth 0
         constant = wp.float64(0.0)
         if views.lens[view, LENS_ORTHOGRAPHIC] > 0.0:
             over = wp.float64(0.0)
@@ -339,8 +342,8 @@ def add_piece(
     mirrored: wp.bool,
     one_sided: wp.int32,
 ):
-    """Add a clipped triangle of the view to the pieces, oriented so that its area is positive. Adds nothing without
-    area, or for the back if one side is drawn."""
+    """Add a clipped triangle of the view to the pieces, oriented so that its area is positive. A piece without area is
+    dropped, and so is a back side if only one side is drawn."""
     p = on_screen(views, view, a)
     q = on_screen(views, view, b)
     r = on_screen(views, view, c)
@@ -375,7 +378,8 @@ def add_piece(
 
 @wp.func
 def edge(frame: Frame, piece: wp.int32, start: wp.int32, end: wp.int32, px: wp.int64, py: wp.int64):
-    """The side of an edge of a piece on which a point is: twice the area of the two and the point; >= 0 is inside."""
+    """The side of an edge of a piece on which a point is: twice the area of the triangle of edge and point; >= 0 is
+    inside."""
     ax = frame.pieces[piece, 2 * start]
     ay = frame.pieces[piece, 2 * start + 1]
     dx = frame.pieces[piece, 2 * end] - ax
@@ -393,7 +397,7 @@ def edge_tie(frame: Frame, piece: wp.int32, start: wp.int32, end: wp.int32):
 
 @wp.func
 def misses(frame: Frame, piece: wp.int32, x: wp.int64, y: wp.int64, side: wp.int64):
-    """Whether all of a square of points, from (x, y) on, is outside one edge of a piece."""
+    """Whether a whole square of points, from (x, y) on, is outside one edge of a piece."""
     for start in range(3):
         end = (start + 1) % 3
         best = wp.max(
@@ -407,7 +411,7 @@ def misses(frame: Frame, piece: wp.int32, x: wp.int64, y: wp.int64, side: wp.int
 
 @wp.kernel
 def find_tiles(views: Views, frame: Frame, second: wp.int32, stride: wp.int32):
-    """The tiles of the picture that each piece may touch."""
+    """List the tiles of the picture that each piece may touch."""
     count = wp.min(frame.counters[second * PASS + PIECES], frame.pieces.shape[0])
     for i in range(wp.tid(), TILE_LANES * count, stride):
         piece = i // TILE_LANES
@@ -435,7 +439,7 @@ def find_tiles(views: Views, frame: Frame, second: wp.int32, stride: wp.int32):
 
 @wp.kernel
 def draw_tiles(views: Views, frame: Frame, second: wp.int32, stride: wp.int32):
-    """A thread for each row of each tile."""
+    """Draw the tiles, with a thread for each row of each tile."""
     count = wp.min(frame.counters[second * PASS + TILES], frame.tiles.shape[0])
     for i in range(wp.tid(), TILE * count, stride):
         tile = frame.tiles[i >> TILE_BITS]
@@ -480,7 +484,7 @@ def draw_tiles(views: Views, frame: Frame, second: wp.int32, stride: wp.int32):
 
 @wp.func
 def smaller(frame: Frame, which: wp.int32, item: wp.int64):
-    """How many visible clusters of a pass, which are sorted, come before one of the other pass."""
+    """How many visible clusters of one pass, which are sorted, come before a cluster of the other pass."""
     low = wp.int32(0)
     high = wp.min(frame.counters[which * PASS + VISIBLE], frame.visible.shape[1])
     while low < high:
@@ -514,7 +518,7 @@ def rank_clusters(resident: Resident, frame: Frame, second: wp.int32, stride: wp
 
 @wp.func
 def count_cluster(resident: Resident, frame: Frame, second: wp.int32, item: wp.int64):
-    """For the statistics: the cluster, its triangles, and its level of detail, if a camera sees it."""
+    """Count a cluster that a camera sees for the statistics: the cluster, its triangles and its level of detail."""
     if pair_of(item) // frame.instances >= frame.cameras:
         return
     mesh = resident.instance_mesh[pair_of(item) % frame.instances]
@@ -527,8 +531,8 @@ def count_cluster(resident: Resident, frame: Frame, second: wp.int32, item: wp.i
 
 @wp.kernel
 def rank_pixels(frame: Frame, texels: wp.int32, stride: wp.int32):
-    """Pixels that the first pass drew for the cameras get the ranks of both passes: so equal depths are decided as in a
-    single pass."""
+    """Give the pixels that the first pass drew for the cameras their ranks among both passes, so that equal depths are
+    decided as in a single pass."""
     if frame.counters[PASS + VISIBLE] > 0:
         for i in range(wp.tid(), texels, stride):
             pixel = frame.pixels[i]

@@ -1,7 +1,7 @@
 """Small triangles in CUDA C++: `rasterize_clusters.cu`, which draws the same pixels as `rasterize.rasterize`.
 
-With one thread for each triangle, every vertex is decoded and transformed about six times. A block for each cluster
-does so once, and keeps the vertices in shared memory.
+With one thread for each triangle, every vertex is decoded and transformed about six times. Here a block for each
+cluster does so once, and keeps the vertices in shared memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rooftop.scene.rendering.memory import FrameMemory
 from rooftop.scene.rendering.uploads import Uploaded
 
 THREADS = 128  # of a block: a cluster has at most as many triangles
-BLOCKS_OF_A_MULTIPROCESSOR = 64  # more than run at once: early finishers make room
+BLOCKS_OF_A_MULTIPROCESSOR = 64  # more than run at once, so that new blocks replace those that finish early
 
 RECORDED = "records" in trials.ON
 
@@ -31,7 +31,8 @@ def source() -> str:
 
 
 def draw(scene: Uploaded, now: Uploaded, memory: FrameMemory, second: int, one_sided: int) -> None:
-    """The visible clusters of a pass into `pixels`; other triangles go to the list of large ones.
+    """Draw the small triangles of a pass's visible clusters into `pixels`; other triangles go to the list of large
+    ones.
 
     Args:
         scene, now: `buffers.Resident`, `buffers.Views`.

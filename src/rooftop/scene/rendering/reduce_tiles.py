@@ -20,7 +20,7 @@ def source() -> str:
 
 
 def reduce_depths(now: Uploaded, memory: FrameMemory) -> None:
-    """All levels of `hzb`, from `pixels`, of the cameras' views. `now`: `buffers.Views`."""
+    """Compute all levels of `hzb` for the cameras' views from `pixels`. `now`: `buffers.Views`."""
     of, canvas = memory.tensors, memory.canvas
     where = (of["hzb"], of["hzb_at"], of["hzb_at"].shape[1], now.tensors["pictures"])
     if canvas.levels > 1:

@@ -28,11 +28,11 @@ from rooftop.scene.scenes import Scene
 from rooftop.scene.streaming.page_graph import PageGraph
 from rooftop.scene.streaming.pool import Pool, checked_pool_bytes, slots_of
 
-LIGHT = (0.4, 0.3, 0.85)  # from where it comes
+LIGHT = (0.4, 0.3, 0.85)  # the direction from which the light comes
 
 
 class Renderer:
-    """Draws a scene, frame after frame; what one frame has drawn helps the next to skip hidden parts.
+    """Draws a scene, frame after frame; the depths of one frame help the next to skip hidden parts.
 
     Args:
         scene: may change between frames.
@@ -96,9 +96,10 @@ class Renderer:
         self._surfaces: Uploaded | None = None
         self._surfaces_of: tuple[object, ...] = ()
         self._memory: FrameMemory | None = None
-        self._direction: tuple[float, ...] = ()  # of `_toward_light`, which `_light_of` gave
+        self._direction: tuple[float, ...] = ()  # the result of `_toward_light` for `_light_of`
         self._light_of: object = None
-        self._dark, self._plain = buffers.Lights(), Surfaces()  # none, always the same ones: see `Launches`
+        # no lights and no materials; always the same objects, see `Launches`
+        self._dark, self._plain = buffers.Lights(), Surfaces()
         self._shadows = ShadowMaps(self.device)
         self._placed = Placed(self.device)
         self._resident: Uploaded | None = None  # what graphs know
@@ -129,7 +130,7 @@ class Renderer:
                 Otherwise the frame is drawn from the present pages, complete but coarser, and the missing ones are
                 loaded for later frames.
 
-        Draw all frames of one renderer on one stream: the stream orders what a frame leaves for the next.
+        Draw all frames of one renderer on one stream, because a frame uses data of the previous one.
 
         Raises:
             ValueError: an output or the cameras are wrong, or pictures or lists would be too large.
@@ -276,7 +277,7 @@ class Renderer:
         """
         views = checked_cameras(cameras)
         if not views:
-            return  # the path is at its end
+            return  # the path has ended
         for view in views:
             _check_sizes(canvas_of(((view.width, view.height),), 1), self.scene.placed.count)
         if self.pool_bytes is None or not len(self.scene):
@@ -310,8 +311,9 @@ class Renderer:
         return self._meshes
 
     def _light_now(self) -> Any:
-        """The direction of `light`, of length 1: the same object until another one is set."""
-        if self.light is not self._light_of or not isinstance(self.light, tuple):  # others may have changed within
+        """The direction of `light`, with length 1; the same object until `light` is set again."""
+        # a list may have changed its values
+        if self.light is not self._light_of or not isinstance(self.light, tuple):
             direction = _checked_light(self.light)
             self._light_of = self.light
             if direction != self._direction:
@@ -327,7 +329,7 @@ class Renderer:
         return self._surfaces.values
 
     def _drop_pool(self) -> None:
-        """The next frame begins with a new one."""
+        """Drop the pool; the next frame creates a new one."""
         if self.pool is not None:
             self.pool.close()
         self.pool = self._meshes = None
@@ -350,7 +352,7 @@ class Renderer:
         )
 
     def _draw_maps(self, numbers: tuple[int, ...], meshes: Meshes, pixel_error: float) -> None:
-        """Draw the shadow maps that are too many to draw together with the pictures."""
+        """Draw the shadow maps that do not fit into one batch with the pictures."""
         views = [self._shadows.views[number] for number in numbers]
         canvas = canvas_of(tuple((view.width, view.height) for view in views), 0)
         chain = self._chains.of(canvas, self._placed.places)
@@ -376,12 +378,12 @@ class Renderer:
 
 
 def _filled(pool: Pool, history: bool) -> tuple[bool, bool]:
-    """Load the pages that a frame missed. The frame that is drawn again must not depend on the pages that happened to
-    be resident.
+    """Load the pages that a frame missed. The new frame must not depend on the pages that happened to be resident.
 
-    The first pass's requests depend only on the previous frame. Once they are resident, the pass draws the same as with
-    all pages, so the second pass's requests are known, too. If both do not fit, the frame is drawn without the previous
-    frame. Its requests then depend only on the camera and the scene, and the choice is based on these requests.
+    The first pass's requests depend only on the previous frame. Once those pages are resident, the first pass draws the
+    same as with all pages, so the second pass's requests are known, too. If both do not fit, the frame is drawn without
+    the previous frame. Its requests then depend only on the camera and the scene, and the choice is based on these
+    requests.
 
     Returns:
         Whether the pages are the best that fit, so that loading more cannot help, and whether to test against the

@@ -1,7 +1,7 @@
 """The shadow maps of a scene's lights: which ones a frame must draw, and the memory of all of them.
 
-A map is not redrawn while its view, its casters and the wanted accuracy stay the same. The first three stages draw the
-others together with the pictures, as views without a previous frame.
+A map is not redrawn while its view, its casters and the wanted accuracy stay the same. The first three stages draw all
+other maps together with the pictures, as views without a previous frame.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rooftop.scene.rendering.memory import MOST_THREADS
 from rooftop.scene.rendering.stages import Stages
 from rooftop.scene.rendering.uploads import Meshes, Uploaded, lens_of, uploaded
 
-# Limit for shadow maps drawn in one batch: their texels, and views times instances. Memory for each is allocated.
+# Limit for shadow maps drawn in one batch, for their texels and for views times instances, since both take memory.
 MOST_AT_ONCE = 2**26
 MOST_KEPT = 16
 ALIGNED = 16  # bytes
@@ -121,12 +121,13 @@ class ShadowMaps:
         stages.keep_depths(*arrays)
 
     def drawn(self, numbers: Sequence[int], whole: bool) -> None:
-        """Record that these maps are drawn; if not from all wanted pages (`whole`), the next frame draws them again."""
+        """Record that these maps are drawn; if some wanted pages were missing (not `whole`), the next frame draws them
+        again."""
         for number in numbers:
             self._drawn[number] = self._wanted[number] if whole else None
 
     def _place(self, lights: tuple[Light, ...], counts: Sequence[int], views: Sequence[Camera]) -> None:
-        """Memory for all maps, and the lights and views in it; maps that were elsewhere before must be drawn."""
+        """Allocate memory for all maps; maps whose position changes must be drawn again."""
         sizes = [view.width for view in views]
         if sizes != self._sizes:
             ends = np.cumsum([size * size for size in sizes], dtype=np.int64)

@@ -1,7 +1,7 @@
 """Stage 6: how much of each light reaches the surface at a pixel, from shadow maps that the earlier stages have drawn.
 
-A point is moved along its normal before the look-up: by the reach of the filter, scaled by the slope of the surface in
-the map, and by the error of the levels of detail in the map and in the picture. So a surface does not shade itself.
+A point is moved along its normal before the look-up: by the reach of the filter times the surface's slope in the map,
+plus the error of the levels of detail in the map and in the picture. So a surface does not shade itself.
 """
 
 import warp as wp
@@ -33,7 +33,7 @@ from rooftop.scene.rendering.trials import OF_PIXELS
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
-REACH = wp.constant(1.5)  # texels that the filter reads: the diagonal of one, plus rounding
+REACH = wp.constant(1.5)  # texels: reach of the filter, the diagonal of a texel plus rounding
 INSIDE = wp.constant(1.0)  # texels from a map's edge: nearer ones belong to the next cascade
 
 
@@ -74,7 +74,7 @@ def seen_from(lights: Lights, number: wp.int32, point: wp.vec3d):
 
 @wp.func
 def on_map(lights: Lights, number: wp.int32, at: wp.vec3):
-    """Column and row, in texels."""
+    """The column and row of a point on the map, in texels."""
     over = wp.where(lights.lens[number, LENS_ORTHOGRAPHIC] > 0.0, 1.0, at[2])
     return wp.vec2(
         lights.lens[number, LENS_FX] * at[0] / over + lights.lens[number, LENS_CX],
@@ -91,8 +91,9 @@ def texel_size(lights: Lights, number: wp.int32, at: wp.vec3):
 
 @wp.func
 def slope_of(lights: Lights, number: wp.int32, normal: wp.vec3):
-    """How much nearer a plane is than its surroundings on a map, per distance along its normal: the sine of the angle
-    between the normal and the map's axis. Along a ray n P / (n w) is its depth, w linear in texels."""
+    """The slope of a plane on a map: the sine of the angle between its normal and the map's axis. At a distance of 1 on
+    the map, the plane is nearer by this length along its normal. Its depth along a ray is n P / (n w), w linear in
+    texels."""
     along = wp.float32(0.0)
     for axis in range(3):
         along += wp.float32(lights.from_world[number, 8 + axis]) * normal[axis]

@@ -11,8 +11,9 @@ from rooftop.scene.rendering.cuda_sources import blocks_on, compiled, with_piece
 
 TILE, THREADS = 4096 if "merge" in trials.ON else 2048, 1024  # of a block that sorts
 MERGING_THREADS, BLOCKS_OF_A_MULTIPROCESSOR = 256, 8
-# Room for clusters: an entry is searched in every tile, so for more clusters torch's sort is faster. It sorts the whole
-# room, but the second pass seldom needs a hundredth of it.
+# Largest room of a list for which this sort is used, in the first and in the second pass. It searches each entry in
+# every tile, so for more clusters torch's sort is faster. But torch sorts the whole room, and the second pass seldom
+# needs a hundredth of it.
 MOST, MOST_OF_SECOND = 1 << 19, 1 << 20
 
 

@@ -35,7 +35,7 @@ from rooftop.scene.streaming import streamed_cull
 from rooftop.scene.streaming.answers import RequestBuffers
 
 THREADS_OF_A_MULTIPROCESSOR = 1024
-MOST_GRAPHS = 4  # for one memory: a first frame and later ones, each with and without timings
+MOST_GRAPHS = 4  # graphs for one memory: of a first frame and of later ones, each with and without timings
 OF_BASE_PASS = {"normal", "uv", "color", "vertex_color"}
 OF_DEPTH_TARGETS = {
     *("depth", "coverage", "triangle", "instance", "cluster", "level", "material", "material_depth", "velocity")
@@ -101,7 +101,8 @@ class Stages:
     requests: RequestBuffers | None = None
 
     def draw(self, history: bool) -> None:
-        """The visibility buffer, and the culls' requests. `history`: whether the previous frame may hide things."""
+        """Draw the visibility buffer, and collect the culls' requests. `history`: whether the previous frame may hide
+        parts."""
         if self.requests is not None:
             self.requests.clear()  # all culls from here to `collect`, for any views, request their pages
         self._draw(history)
@@ -110,8 +111,8 @@ class Stages:
                 self.requests.collect(self.memory.tensors["counters"], self.threads)
 
     def draw_more(self) -> None:
-        """Draw more views of the same frame; their culls' requests are added to the earlier ones. Earlier drawings hide
-        nothing."""
+        """Draw more views of the same frame; their culls' requests are added to the earlier ones. The previous frame
+        hides nothing in them."""
         self._draw(history=False)
 
     def look_ahead(self) -> None:
@@ -152,13 +153,14 @@ class Stages:
         self._cull(asked, 0)
 
     def draw_captured(self, history: bool) -> None:
-        """Like `draw`, replayed from a CUDA graph from the second time on: some fifty launches take longer than their
-        work."""
+        """Like `draw`, replayed from a CUDA graph from the second time on, because about fifty launches take longer
+        than their work."""
         graphs, events = self.memory.graphs, self.clock.events
         key = (history, self.occlusion, self.one_sided, float(self.memory.frame.pixel_error), self.clock.runs)
         seen, captured = key in graphs, graphs.pop(key, None)
         with torch.cuda.device(self.clock.device):
-            if not seen:  # a frame drawn only once is not worth a graph; missing kernels are compiled now
+            # no graph for the first time: a frame may be drawn only once, and missing kernels are compiled now
+            if not seen:
                 self.draw(history)
             else:
                 captured = captured or self._capture(history)
@@ -220,7 +222,7 @@ class Stages:
         return there and set(outputs) <= {*base_pixels.OUTPUTS, "overdraw"}
 
     def keep_depths(self, which: Any, texel_at: Any, depths: Any) -> None:
-        """The nearest depths of the shadow maps, the k-th as map which[k] of `buffers.Lights`."""
+        """Store the nearest depths of the drawn shadow maps, the k-th as map which[k] of `buffers.Lights`."""
         self._launch(shadows.keep_depths, self.now.values, self.memory.frame, which, texel_at, depths)
 
     def _sorts(self, second: int) -> bool:
@@ -239,7 +241,8 @@ class Stages:
             self.memory.clear_found()
 
     def _cull(self, history: int, second: int) -> None:
-        """The second pass descends from what was found again, and tests only that against what the first pass drew."""
+        """Walk through the trees. The second pass starts from the items that were set aside, and tests them against the
+        first pass's picture."""
         with self.clock.of("cull"):
             if self.cuda_cpp:
                 persistent_cull.cull(self.resident, self.now, self.then, self.memory, history, second, self.requests)
@@ -271,7 +274,7 @@ class Stages:
                 rasterize_clusters.draw(self.resident, self.now, memory, second, sides)
             else:
                 self._launch(rasterize.rasterize, *self._inputs[:2], frame, second, sides)
-            few = max(1, self.threads // 16)  # its polygons use each thread's local memory
+            few = max(1, self.threads // 16)  # because polygons use each thread's local memory
             self._launch(rasterize.clip_large, *self._inputs[:2], frame, second, sides, threads=few)
             self._launch(rasterize.find_tiles, self.now.values, frame, second)
             self._launch(rasterize.draw_tiles, self.now.values, frame, second)

@@ -69,7 +69,7 @@ def uploaded_surfaces(
 
 
 def _content(texture: Texture) -> Any:
-    """Bytes that equal images share: unchanged files, else texels, without encoding them."""
+    """Bytes that are equal for equal images: those of the original file, else the texels without encoding."""
     return texture.encoded() if texture.is_file else texture.texels().tobytes()
 
 

@@ -1,6 +1,6 @@
-"""The tensors of a frame's outputs, and the same in the form for the stages.
+"""The tensors of a frame's outputs, and the form in which the stages take them.
 
-The stages write every pixel of them, background included, so their memory is not filled before.
+The stages write every pixel, including background, so the memory need not be filled before.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rooftop.scene.rendering import buffers
 
-# The values of background, as the stages write them; -1 for all others.
+# The values that the stages write for background; -1 for all other outputs.
 BACKGROUND = {
     "depth": torch.inf,
     "uv": torch.nan,
@@ -57,7 +57,7 @@ class Outputs:
 
     @property
     def _packed(self) -> Any:
-        """The targets as kernels get them."""
+        """The targets in the form that kernels take."""
         return self.targets.__ctype__()
 
     def new(self) -> dict[str, Tensor]:

@@ -1,10 +1,10 @@
 """The base colour of a pixel's surface: its material's colour, texture and the colours of its vertices.
 
 A pixel's footprint on the texture is a parallelogram. Its sides are the changes of the texture coordinates from this
-pixel to the next; they are exact for the plane of the triangle, not differences of neighbouring pixels. The ellipse
-inside it is cut into `ACROSS` pieces along its short axis. Along its long axis it is cut into enough to make the pieces
-square, at most `MOST_ALONG`. Each piece is one trilinear lookup, at the mip level whose texels are as wide as the
-piece. This is anisotropic filtering with samples along a line, as in McCormack et al. 1999, "Feline". All of it is in
+pixel to the next; they are computed exactly from the plane of the triangle, not from neighbouring pixels. The ellipse
+inside it is cut into `ACROSS` pieces along its short axis. Along its long axis it is cut so that the pieces are square,
+into at most `MOST_ALONG`. Each piece is one trilinear lookup, at the mip level whose texels are as wide as the piece.
+This is anisotropic filtering with samples along a line, as in McCormack et al. 1999, "Feline". All computation is in
 linear light.
 """
 
@@ -39,7 +39,7 @@ class Surfaces:
     levels: wp.array2d(dtype=wp.int32)  # (levels, 3): the first texel, width, height
     # sRGB, 8 bits each: red in the lowest byte, then green and blue; the top row first
     texels: wp.array(dtype=wp.int32)
-    linear: wp.array(dtype=wp.float32)  # (256,) what 8 bits are in linear light
+    linear: wp.array(dtype=wp.float32)  # (256,) linear light of each 8-bit value
 
 
 ROW_NUMBERS = 4
@@ -52,7 +52,8 @@ NEAREST = wp.constant(1)  # as materials.MAGNIFIED
 # unfiltered ones' difference (1/3 to 1/48 with one tap across, 1/10 to 1/40 with three).
 ACROSS = wp.constant(2)
 MOST_ALONG = wp.constant(16)
-ONE_TEXEL = wp.constant(1.01)  # a footprint up to this size is looked up once: texels that match pixels do not change
+# a footprint of up to this many texels takes a single lookup, so that texels that match pixels keep their values
+ONE_TEXEL = wp.constant(1.01)
 
 
 @wp.struct
@@ -81,7 +82,7 @@ def in_linear_light(value: wp.float32):
 
 @wp.func
 def parts_in_plane(step: wp.vec3, u: wp.vec3, v: wp.vec3, normal: wp.vec3):
-    """How the weights of the second and third corner change along a step in a triangle's plane."""
+    """The change of the weights of the second and third corner along a step in a triangle's plane."""
     square = wp.dot(normal, normal)
     return wp.vec2(wp.dot(wp.cross(step, v), normal) / square, wp.dot(wp.cross(u, step), normal) / square)
 
@@ -137,7 +138,7 @@ def within(place: wp.float32, wrap: wp.int32):
 
 @wp.func
 def neighbour(index: wp.int32, size: wp.int32, wrap: wp.int32):
-    """A texel that may be one beyond the edge; a mirrored image begins there with the same texel again."""
+    """The index of a texel that may be one beyond the edge, where a mirrored image repeats its last texel."""
     if wrap == REPEAT:
         if index < 0:
             return index + size
@@ -148,7 +149,7 @@ def neighbour(index: wp.int32, size: wp.int32, wrap: wp.int32):
 
 @wp.func
 def texel_at(surfaces: Surfaces, at: wp.int32):
-    """In linear light."""
+    """The colour of a texel, in linear light."""
     word = surfaces.texels[at]
     return wp.vec3(surfaces.linear[word & 255], surfaces.linear[(word >> 8) & 255], surfaces.linear[(word >> 16) & 255])
 

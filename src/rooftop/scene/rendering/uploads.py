@@ -1,4 +1,4 @@
-"""The meshes and the cameras on the device: the stages read them and do not write them."""
+"""The meshes and the cameras on the device, which the stages only read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST_PAGES = 2**20  # of a mesh: page and cluster take 31 bits of an entry
 
 
 class Meshes:
-    """The meshes of a scene: their trees, and their pages, all or those in a pool."""
+    """The meshes of a scene: their trees, and all their pages or those in a pool."""
 
     def __init__(self, meshes: Sequence[Geometry], device: torch.device, pool: Pool | None = None) -> None:
         nodes: list[NDArray[np.int32]] = []
@@ -92,7 +92,7 @@ def _check_depth(mesh: Geometry) -> None:
 
 @dataclass(frozen=True)
 class Uploaded:
-    """Tensors by the names of their fields in `buffers`, and the same in the form for Warp's kernels."""
+    """Tensors by the names of their fields in `buffers`, and the struct of them that Warp's kernels take."""
 
     tensors: dict[str, Tensor]
     values: Any
@@ -111,8 +111,8 @@ class Uploaded:
 
 
 class Inputs:
-    """The views of a frame, at fixed addresses as long as their number and sizes stay the same: captured launches read
-    them there.
+    """The views of a frame, at addresses that stay fixed while their number and sizes do, because captured launches
+    read them there.
 
     Attributes:
         now, then: `buffers.Views`, and those of the previous frame.

@@ -1,9 +1,9 @@
 """Make arrived pages visible to the kernels, if all offsets in them stay inside the page.
 
 A checksum shows that a page is unchanged, not that its content is valid. `Geometry.check_page` checks the structure in
-NumPy. That holds Python's lock for half a millisecond per page, which is as long as a frame. So the device makes the
-same checks before it stores the page's position. A wrong page stays absent, and the next answer names it; the host then
-calls `check_page` for the error.
+NumPy. This check holds Python's lock for half a millisecond per page, which is as long as a frame. So the device makes
+the same checks before it stores the page's position. A wrong page stays absent, and the next answer names it; the host
+then calls `check_page` for the error.
 """
 
 import warp as wp
@@ -81,7 +81,7 @@ class Sizes:
 
 @wp.func
 def added_up(sizes: Sizes, reference_bits: wp.int32, position_bits: wp.int32, attribute_bits: wp.int32, mixed: wp.bool):
-    """The words of all streams."""
+    """The sum of the words of all streams."""
     whole = sizes
     whole.needed = wp.int64(mask_words(sizes.kind)) + whole_words(wp.max(sizes.references, 0) * reference_bits)
     whole.needed += whole_words(sizes.vertices * position_bits) + whole_words(sizes.vertices * attribute_bits)

@@ -38,7 +38,7 @@ class RequestBuffers:
     """The memory of requests on the device, and how the host reads it.
 
     Attributes:
-        tensors: by the names of `Requests`, and `wanted_first`; values: the same in the form for Warp's kernels.
+        tensors: by the names of `Requests`, and `wanted_first`; values: the struct of them that Warp's kernels take.
     """
 
     def __init__(self, graph: PageGraph, page_at: torch.Tensor) -> None:
@@ -70,7 +70,7 @@ class RequestBuffers:
         self.tensors["wanted"].zero_()
 
     def collect(self, counters: torch.Tensor, threads: int, aging: bool = True) -> None:
-        """Compute the answer of a frame with these counters, from the requests of its culls."""
+        """Compute the answer of a frame from these counters and the requests of its culls."""
         answer = self.tensors["answer"]
         answer[COUNTERS:LIST].zero_()
         answer[:COUNTERS].copy_(counters)

@@ -2,8 +2,8 @@
 
 A thread reads into its own memory, which is pinned for a GPU. Reading through the mapped file would block the first
 thread that touches a page, and an upload from ordinary memory blocks the host. Uploads go on a stream of their own, and
-a page counts as arrived when its upload has ended. The kernels learn of it later, from `pool.py`: until then nothing
-reads the slot, and a wrong page never leaves the thread's memory.
+a page counts as arrived when its upload has ended. `pool.py` tells the kernels later. Until then nothing reads the
+slot, and a wrong page never leaves the thread's memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LEAVE = (-1,)  # sorts before every request
 
 @dataclass(frozen=True)
 class Arrival:
-    """A requested page. `size_bytes` bytes of it are in its slot, or `error` has the reason why not."""
+    """A requested page. `size_bytes` bytes of the page are in its slot; if not, `error` has the reason."""
 
     page: int
     size_bytes: int
@@ -84,7 +84,7 @@ class Loader:
             while self.in_flight:
                 found.append(self._done.get())
                 self.in_flight -= 1
-        except BaseException:  # the program was interrupted, and may continue
+        except BaseException:  # such as an interrupt, after which the program may continue
             for each in found:
                 self._done.put(each)
             self.in_flight += len(found)
@@ -102,7 +102,7 @@ class _Upload:
         self.stream = torch.cuda.Stream(self.device) if on_gpu else None
 
     def put(self, count: int, slot: int) -> None:
-        """Copy the first words of the memory into a slot; returns when they are there."""
+        """Copy the first words of the memory into a slot; returns when the copy has ended."""
         target = self.words[slot * SLOT_WORDS : slot * SLOT_WORDS + count]
         if self.stream is None:
             target.copy_(self.staged[:count])

@@ -18,7 +18,8 @@ Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]
 
-MARGIN = 1.25  # a page is evicted only for a page that is wanted this much more; otherwise two pages would alternate
+# factor: a page is evicted only for one that is wanted this many times as much; otherwise two pages would alternate
+MARGIN = 1.25
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Use:
     """How pages were used.
 
     Attributes:
-        pixels: (pages,) of the last frame; 0 for pages that it did not want.
+        pixels: (pages,) pixels of the last frame; 0 for pages that it did not want.
         ages: (pages,).
     """
 
@@ -77,7 +78,8 @@ class _Victims:
     def __init__(self, slots: Slots, use: Use, most: int) -> None:
         self.slots, self.use = slots, use
         pages = slots.candidates()
-        if len(pages) > most:  # only the first of thousands are needed, and all that are equal to the last of these
+        # only the first of thousands are needed, including all that are equal to the last of them
+        if len(pages) > most:
             pixels = np.minimum(use.pixels[pages], np.float32(2**31)).astype(np.float64)
             worth = pixels - use.ages[pages] * 2.0**32
             pages = pages[worth <= np.partition(worth, most - 1)[most - 1]]

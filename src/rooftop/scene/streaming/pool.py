@@ -22,7 +22,7 @@ from rooftop.scene.streaming.plans import Plan, best_that_fit, give_up_beside, p
 from rooftop.scene.streaming.slots import RESIDENT, Slots
 
 MOST_WORDS = 2**31 - 1  # length limit of a Warp array
-MOST_OF_A_FRAME = 32  # pages: planning takes the host about 40 microseconds for each
+MOST_OF_A_FRAME = 32  # pages for one frame; planning takes the host about 40 microseconds for each
 MOST_IN_FLIGHT = 128  # pages that 8 threads read in a few frames; a loading page takes a slot
 AT_ONCE, AHEAD = 0.0, 1.0  # pages that a frame waits for are read before pages that are only expected
 
@@ -67,7 +67,8 @@ class Pool:
     def ask(self, answer: Answer, urgent: bool = True) -> None:
         """Begin to load the missing pages as far as there is room. `urgent`: whether a displayed frame lacked them."""
         most = min(MOST_OF_A_FRAME, min(MOST_IN_FLIGHT, self.slots.count) - self.loader.in_flight)
-        first = 2 * MOST_IN_FLIGHT  # no more is requested at once, even if half of the pages are in flight
+        # enough, because no more pages are requested at once, even if half of them are in flight
+        first = 2 * MOST_IN_FLIGHT
         pages, pixels = answer.missing[:first].tolist(), answer.pixels[:first].tolist()
         plan = plan_some(self.slots, pages, pixels, most, self.requests.use, urgent)
         order = dict(zip(pages, pixels, strict=True))
@@ -85,7 +86,7 @@ class Pool:
         return bool((self.slots.state[target] == RESIDENT).all())
 
     def best_target(self) -> Mask:
-        """(pages,) the first of these pages that fit."""
+        """(pages,) as many of these pages, from the first on, as fit."""
         return best_that_fit(self.slots, self.requests.use().pixels)
 
     def load(self, target: Mask, alone: bool = False) -> None:
@@ -133,7 +134,7 @@ class Pool:
         """Record arrivals.
 
         Raises:
-            GeometryFileError: the first page that could not be read; the others are taken.
+            GeometryFileError: for the first page that could not be read, after all others are recorded.
         """
         errors = []
         for arrival in arrivals:

@@ -10,8 +10,9 @@ from rooftop.scene.rendering import buffers
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
-COUNTERS = 2 * buffers.PASS  # of a frame; they come first in an answer
-WANTED, MISSING, REFUSED, LIST = (wp.constant(COUNTERS + place) for place in range(4))  # behind; the list is pairs
+COUNTERS = 2 * buffers.PASS  # counters of a frame, which come first in an answer
+# positions after the counters; the list consists of pairs
+WANTED, MISSING, REFUSED, LIST = (wp.constant(COUNTERS + place) for place in range(4))
 LISTED = 1024  # absent pages that an answer names; if there are more, the host reads all of `wanted`
 OLDEST = wp.constant(2**30)
 
@@ -25,7 +26,8 @@ class Requests:
     wanted: wp.array(dtype=wp.int32)  # (pages,) bits of a float32: error of the picture in pixels without it, or 0
     ages: wp.array(dtype=wp.int32)  # (pages,) frames since it was wanted
     refused: wp.array(dtype=wp.int32)  # (1,) an invalid page, plus one, or 0; by admission.py
-    answer: wp.array(dtype=wp.int32)  # (LIST + 2 * LISTED,): the frame's counters; counts; pages and their `wanted`
+    # (LIST + 2 * LISTED,): the frame's counters, the counts, and pairs of a page and its `wanted`
+    answer: wp.array(dtype=wp.int32)
 
 
 @wp.kernel

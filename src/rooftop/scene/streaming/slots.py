@@ -1,4 +1,4 @@
-"""Record which page is in which slot of the pool. This is plain bookkeeping without device, threads or files.
+"""Record which page is in which slot of the pool. This is bookkeeping only, without device, threads or files.
 
 The invariant: all pages that a held page needs are held, and all pages that a resident page needs are resident. So a
 page is evicted only if no held page needs it, and becomes resident only after the pages that it needs.
@@ -47,11 +47,11 @@ class Slots:
     def lacking(self, page: int) -> list[int]:
         """The pages to read for a page: itself and those that it needs, if absent or lost; coarser ones first."""
         if self.state[page] == ABSENT and (self.state[self.graph.needs.of(page)] == RESIDENT).all():
-            return [page]  # nearly always true, since the pages that it needs were wanted more
+            return [page]  # the usual case, since the pages that it needs were wanted more
         seen, found, new = {page}, [], [page]
         while new:
             at = new.pop()
-            if self.state[at] == RESIDENT:  # so are the pages that it needs
+            if self.state[at] == RESIDENT:  # then the pages that it needs are resident, too
                 continue
             if self.state[at] in (ABSENT, LOST):
                 found.append(at)

@@ -1,4 +1,4 @@
-"""The last step of `level_cull.py` if pages may be absent. Its twin in CUDA C++ is `persistent_cull<true>`.
+"""The last step of `level_cull.py` if pages may be absent. The same step in CUDA C++ is `persistent_cull<true>`.
 
 A cluster is drawn if it is fine enough, or if the page of the clusters from which it was made is absent. Every group
 that would be drawn requests its page, present or absent, with the error in pixels of its replacement. So a frame's
@@ -39,12 +39,13 @@ def ask_for(
     slot: wp.int32,
     page: wp.int32,
 ):
-    """Let a group (a child of the tree) request its page."""
+    """Request the page of a group (a child of the tree)."""
     sphere = three(resident.nodes, row, slot, CHILD_SPHERE)
     radius = real(resident.nodes[row, slot, CHILD_SPHERE + 3])
     error = real(resident.nodes[row, slot, CHILD_ERROR])
     pixels = wp.cast(pixels_off(resident, views, frame, pair, sphere, radius, error), wp.int32)
-    if requests.wanted[page] < pixels:  # the bits of numbers that are not negative have the same order
+    # compared as bits, which have the same order as the numbers, since none is negative
+    if requests.wanted[page] < pixels:
         wp.atomic_max(requests.wanted, page, pixels)
 
 

@@ -102,7 +102,7 @@ class Drawing:
         low, high = world.bounds()
         self.world, self.scene_size = world, max(float(np.linalg.norm(high - low)), 1e-9)
         self._outline, self._up, self._fov = outline(world), up, fov_y_degrees
-        self.home((16, 16)).camera((16, 16), self.scene_size)  # refuses an invalid `up` or angle
+        self.home((16, 16)).camera((16, 16), self.scene_size)  # raises for an invalid `up` or angle
         self.renderer = Renderer(world, device, pixel_error=pixel_error, pool_bytes=pool_bytes)
         self._sun: tuple[float, ...] | None = None  # the direction from which the shadow-casting light comes
         if shadows:

@@ -37,7 +37,7 @@ class Mode:
 
 
 class Pages:
-    """The page from which each pixel is drawn. Pages are numbered over all meshes of a scene.
+    """Finds the page from which each pixel is drawn. Pages are numbered over all meshes of a scene.
 
     Attributes:
         count: the number of pages.
@@ -96,7 +96,7 @@ def image_of(frame: GBuffer, name: str, pages: Pages) -> Tensor:
     return colored(_PAINTED_AS.get(name, name), frame[name][0] if numbers is None else numbers(frame, pages))
 
 
-_PAINTED_AS = {"page": "cluster"}  # coloured like numbers
+_PAINTED_AS = {"page": "cluster"}  # the output whose colours a mode uses
 
 
 def legend_of(name: str) -> list[dict[str, Any]]:

@@ -1,9 +1,9 @@
 """The server for the page and its pictures.
 
-Only a page that this server has sent may make requests. Three checks make sure of that. Each request carries the token
-of the printed address; the page sends it in a header, which pages of other origins cannot do without a permission that
-is never given. The Host header names this machine, and not a domain that an attacker could point at it. The Origin
-header, if present, is this server.
+Only a page that this server has sent may make requests. Three checks enforce this. Each request carries the token of
+the printed address; the page sends the token in a header, which pages of other origins could do only with a permission
+that the server never gives. The Host header names this machine, and not a domain that an attacker could point at it.
+The Origin header, if present, is this server.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class Viewer(ThreadingHTTPServer):
         """Whether a Host header names this server.
 
         Any port is accepted, since a tunnel has its own port. "localhost" and loopback addresses are accepted. If the
-        server listens beyond loopback, so are this machine's names and all numeric addresses, because an attacker's
-        name server cannot redirect those.
+        server listens beyond loopback, this machine's names and all numeric addresses are accepted too, because an
+        attacker's name server cannot redirect them.
         """
         beyond = not is_loopback(self.host)
         try:
@@ -199,7 +199,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer({"/frame": self._send_frame, "/point": self._send_point, "/path": self._send_path})
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the address contains the token."""
+        """Log nothing, because the address contains the token."""
 
     def _answer(self, routes: dict[str, Any]) -> None:
         self._unread = self.command == "POST"

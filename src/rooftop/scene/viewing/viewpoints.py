@@ -25,7 +25,7 @@ Vector = tuple[float, float, float]
 FOV_Y_DEGREES = 50.0
 MOST_ELEVATION_DEGREES = 89.5  # beyond this elevation, "up" would be along the view
 NEAREST, FARTHEST = 1e-6, 1e6  # least and greatest distance from the target in zooming, in sizes of the scene
-NEAR_OF_DISTANCE = 1e-3  # the near plane as a share of the distance to the target, if that is nearer than NEAR
+NEAR_OF_DISTANCE = 1e-3  # the near plane as a share of the distance to the target, if this plane is nearer than NEAR's
 KEYS = ("eye", "target", "up", "fov_y_degrees")
 
 
@@ -114,8 +114,8 @@ class Viewpoint:
         return self._shifted(right * across + up * around(self.up)[2] + forward * ahead)
 
     def towards(self, point: Sequence[float]) -> Viewpoint:
-        """Turn at the same place to a point, which the camera then orbits. The view is unchanged if the camera is at
-        that point."""
+        """Turn the camera, without moving it, towards a point, which it then orbits. The view is unchanged if the
+        camera is at that point."""
         target = _vector(point)
         return self if target == self.eye else replace(self, target=target)
 
