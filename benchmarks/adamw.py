@@ -2,18 +2,18 @@
 
     python benchmarks/adamw.py [--out benchmarks/results/h200/adamw.json] [--variants]
 
-The weights are those of Llama blocks and of a ResNet-50, with gradients in bfloat16. What is timed, in ms, the median
-of some steps, from a gradient as backward leaves it to weights that forward can take:
+The weights are those of Llama blocks and of a ResNet-50, with gradients in bfloat16. Times are in ms, the median of
+some steps. A step begins with the gradients of backward and ends with the weights for forward:
 
     rooftop            `rooftop.train.AdamW`: one kernel for all weights
     rooftop, clipped   the same with gradients multiplied with a number on the GPU
     PyTorch            gradients to float32, fused AdamW, weights to bfloat16 by `_foreach_copy_`
     PyTorch, clipped   the same with `_foreach_mul_` of the gradients
-    ..., float32       of weights and gradients that are float32, as data ranks have them that share a model
+    ..., float32       the same with float32 weights and gradients, as on data ranks that share a model
 
-The roof is the time of 28 bytes a weight: gradient and three numbers of 32 bits read, these and the bfloat16 written;
-as many are those of float32 without it.
-`--variants` times other numbers of elements and warps of a program. `--quick` shows on a CPU that the script runs.
+The roof is the time to move 28 bytes a weight: the gradient and three 32-bit numbers are read, these three and the
+bfloat16 weight are written. For float32 it is 28 bytes, too. `--variants` times other numbers of elements and warps of
+a program. `--quick` tests the script on a CPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STEPS = 12
 
 
 def llama_blocks(width: int, hidden: int, blocks: int) -> list[tuple[int, ...]]:
-    """The shapes of their weights, one key and value for each query."""
+    """The shapes of the blocks' weights, with one key and value for each query."""
     block = [(3 * width, width), (width, width), (2 * hidden, width), (width, hidden), (width,), (width,)]
     return block * blocks
 
@@ -108,7 +108,7 @@ def wide_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
 
 
 def variants(shapes: list[tuple[int, ...]], device: str) -> Iterator[tuple[str, Callable[[], object]]]:
-    """One after another, so that each has the memory alone."""
+    """Time the variants one after another, so that each has the memory alone."""
     for name, make in {"rooftop": rooftop_step, "PyTorch": pytorch_step}.items():
         yield name, make(shapes, device, False)
         yield f"{name}, clipped", make(shapes, device, True)
@@ -118,7 +118,7 @@ def variants(shapes: list[tuple[int, ...]], device: str) -> Iterator[tuple[str, 
 
 
 def timed(step: Callable[[], object], device: str) -> list[float]:
-    """ms of each of some steps, one after another; without a GPU 0."""
+    """The ms of each of some steps, one after another; 0 without a GPU."""
     for _ in range(3):
         step()
     if device == "cpu":
@@ -137,11 +137,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/adamw.json"))
     parser.add_argument("--variants", action="store_true", help="other launches of the kernel, printed alone")
-    parser.add_argument("--quick", action="store_true", help="tiny, on the CPU: shows that the script runs")
+    parser.add_argument("--quick", action="store_true", help="tiny, on the CPU, to test the script")
     options = parser.parse_args()
     device = "cpu" if options.quick else "cuda"
     if not options.quick and not torch.cuda.is_available():
-        parser.error("needs an NVIDIA GPU; --quick shows on a CPU that the script runs")
+        parser.error("needs an NVIDIA GPU; --quick tests the script on a CPU")
     if options.variants:
         return try_launches(device)
     ceilings = ceilings_of("h200") if options.quick else measure_ceilings("cuda")

@@ -1,15 +1,17 @@
-"""The gains that advice promises, compared with the gains of following it, on this GPU.
+"""The gains that advice predicts, compared with the gains after following it, on this GPU.
 
     python benchmarks/advice.py [--out benchmarks/results/h200/advice.json]
 
-Each case is analyzed; then the program is changed as one item of the advice says, and both are timed interleaved in
-this process. The gain is that of the fastest steps, since what else the host does only adds to a step (on a shared host
-a third and more, where a step keeps the host nearly as busy as the GPU); the medians stand beside it.
+Each case is analyzed. Then the program is changed as one item of the advice says, and both versions are timed
+interleaved in this process. The gain is that of the fastest steps, since other work of the host only makes a step
+longer (on a shared host by a third and more, if a step keeps the host nearly as busy as the GPU). The medians are
+reported too.
 
-`disturbance` says how far the host was from being the same all the time: the largest ratio between the program's step
-when it was analyzed and when it was timed, and between medians and fastest steps. A case with more than 10% is measured
-again, at most twice, and the quietest time counts. Exits with 1 if a CUDA graph gains more than 25% less or more than
-predicted, or bfloat16 or channels last more than 30%; what was disturbed each time is marked, and proves neither.
+`disturbance` says how much the host's speed changed: the largest ratio between the program's step when analyzed and
+when timed, and between medians and fastest steps. A case with more than 10% is measured again, at most twice, and the
+quietest attempt counts. The script exits with 1 if the gain of a CUDA graph differs from the prediction by more than
+25%, or that of bfloat16 or channels last by more than 30%. Cases that were disturbed each time are marked and not
+judged.
 """
 
 from __future__ import annotations
@@ -119,7 +121,7 @@ def cases(quick: bool) -> list[Case]:
             resnet(small, train=True, **half),
             {"channels last": channels_last},
         ),
-        *(  # with the smaller batch the host soon is the slower one
+        *(  # with the smaller batch the host would soon be slower than the GPU
             Case(
                 f"ResNet-50 training batch {batch} channels last",
                 resnet(batch, train=True, channels_last=True),
@@ -140,7 +142,7 @@ def cases(quick: bool) -> list[Case]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/advice.json"))
-    parser.add_argument("--quick", action="store_true", help="tiny programs on the CPU, to try the script")
+    parser.add_argument("--quick", action="store_true", help="tiny programs on the CPU, to test the script")
     parser.add_argument(
         "--only",
         default=[""],
@@ -173,7 +175,7 @@ def main() -> int:
 
 
 def verified(case: Case, ceilings: Ceilings, device: str) -> list[dict[str, Any]]:
-    """A row for each change, of the attempt at which the host was quietest."""
+    """A row for each change, from the attempt in which the host was quietest."""
     quietest: dict[str, dict[str, Any]] = {}
     for _ in range(ATTEMPTS if device == "cuda" else 1):
         for row in measured(case, ceilings, device):
@@ -186,7 +188,7 @@ def verified(case: Case, ceilings: Ceilings, device: str) -> list[dict[str, Any]
 
 
 def measured(case: Case, ceilings: Ceilings, device: str) -> list[dict[str, Any]]:
-    """What the report predicted, what each change really gains."""
+    """The gains that the report predicted, and the real gain of each change."""
     step = case.build()
     began = time.perf_counter()
     report = rooftop.analyze(step.model, *step.args, ceilings=ceilings, **step.kwargs, **step.training)
@@ -202,7 +204,7 @@ def measured(case: Case, ceilings: Ceilings, device: str) -> list[dict[str, Any]
 
 
 def compared(as_is: Callable[[], Any], changed: Callable[[], Any], device: str) -> tuple[Timing, Timing]:
-    """Both programs timed, interleaved, for long enough that a shared host leaves either alone for some steps."""
+    """Time both programs, interleaved, for so long that some steps of each are undisturbed on a shared host."""
     times = compare({"as is": as_is, "changed": changed}, device=device, seconds=SECONDS if device == "cuda" else 0.1)
     return times["as is"], times["changed"]
 
@@ -210,7 +212,7 @@ def compared(as_is: Callable[[], Any], changed: Callable[[], Any], device: str) 
 def row_of(
     name: str, word: str, report: rooftop.Report, as_is: Timing, changed: Timing, steps: int = 1
 ) -> dict[str, Any]:
-    """The first advice whose title has the word, beside the gain of following it; `changed` does `steps` steps."""
+    """The first advice whose title has the word, and the gain after following it; `changed` does `steps` steps."""
     promised = [item for item in report.advice if word.lower() in item.title.lower()]
     return {
         "case": name,
@@ -234,7 +236,7 @@ def disturbance(analyzed_ms: float, as_is: Timing, changed: Timing) -> float:
 
 
 class Waiting:
-    """A chain of small products; with `asks` the host asks for a value after every fourth."""
+    """A chain of small products; with `asks` the host waits for a value after every fourth."""
 
     def __init__(self, device: str, asks: bool) -> None:
         self.weight = torch.randn(1024, 1024, device=device) / 1024**0.5
@@ -249,7 +251,7 @@ class Waiting:
 
 
 def waiting(ceilings: Ceilings, device: str) -> dict[str, Any]:
-    """`.item()` in a step."""
+    """A step with calls of `.item()`."""
     x = torch.randn(64 if device == "cpu" else 1024, 1024, device=device)
     report = rooftop.analyze(Waiting(device, asks=True), x, ceilings=ceilings)
     asking, silent = Waiting(device, asks=True), Waiting(device, asks=False)
@@ -265,7 +267,7 @@ def unpinned(ceilings: Ceilings, device: str) -> dict[str, Any]:
     def step(x: torch.Tensor) -> torch.Tensor:
         return x.to(device, non_blocking=True).mul_(2).sum()
 
-    weight = torch.ones(1, device=device)  # tells analyze where the step runs
+    weight = torch.ones(1, device=device)  # so that analyze knows on which device the step runs
     report = rooftop.analyze(lambda x, weight: step(x) * weight, images, weight, ceilings=ceilings)
     times = compared(lambda: step(images), lambda: step(pinned), device)
     return row_of("256 images to the GPU", "pin", report, *times)

@@ -2,10 +2,10 @@
 
     python benchmarks/after_profiler.py [--out benchmarks/results/h200/after_profiler.json] [--rounds 30] [--quick]
 
-PyTorch's profiler leaves CUPTI attached; Rooftop's `Trace` detaches it. In each of many rounds a profiler of PyTorch
-sees one step, then the step is timed, CUPTI is detached, and the step is timed again: what else the host does meets
-both. `fresh_us` is from before the first profiler of the process, minutes earlier for a host that changes. `--quick`
-tries the script on a CPU, where there is no CUPTI.
+PyTorch's profiler leaves CUPTI attached; Rooftop's `Trace` detaches it. In each of many rounds, PyTorch's profiler
+records one step. Then the step is timed, CUPTI is detached, and the step is timed again. So other work of the host
+affects both times alike. `fresh_us` was measured before the first profiler of the process, which may be minutes
+earlier. `--quick` tests the script on a CPU, without CUPTI.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WINDOW_S, IN_A_ROW = 0.15, 5
 
 @dataclass(frozen=True)
 class Row:
-    """Medians and lower tenths of the time of a step, in us."""
+    """Medians and lowest tenths of the time of a step, in us."""
 
     step: str
     fresh_us: float
@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def layers(device: torch.device) -> nn.Module:
-    """Small ones: the host sets the pace."""
+    """Small layers, whose speed the host limits."""
     return nn.Sequential(*[each for _ in range(16) for each in (nn.Linear(64, 64), nn.ReLU())]).to(device)
 
 

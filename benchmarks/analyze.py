@@ -2,9 +2,10 @@
 
     python benchmarks/analyze.py [--out benchmarks/results/h200/analyze.json] [--reports FOLDER]
 
-For batch 256 and 1, inference and training, in float32 (TF32 convolutions, PyTorch's default) and bfloat16, channels
-last and not: wall, busy, roof, coverage, the three gaps. Checked in the same run: the operators' times add up to the
-device's busy time as the profiler sees it within 3%, coverage is at least 98%, and nothing unflagged is above its roof.
+The cases are batches 256 and 1, inference and training, float32 (TF32 convolutions, PyTorch's default) and bfloat16,
+channels last or not. The figures are wall time, busy time, roof, coverage and the three gaps. The same run checks three
+things: the operators' times add up to the device's busy time in the profiler within 3%, coverage is at least 98%, and
+no unflagged operator is above its roof.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/analyze.json"))
     parser.add_argument("--reports", type=Path, help="also write each report as JSON into this folder")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--quick", action="store_true", help="small batches, to try the script on a CPU")
+    parser.add_argument("--quick", action="store_true", help="small batches, to test the script on a CPU")
     options = parser.parse_args()
     ceilings = measure_ceilings(options.device)
     results, failures = [], []

@@ -2,9 +2,9 @@
 
     python benchmarks/calls.py [--out benchmarks/results/h100/calls.json] [--only layer_norm softmax] [--no-compile]
 
-The host issues some calls one after the other, fewer than a GPU's queue holds, and nobody waits for the GPU meanwhile:
-so the time is the host's. Small inputs, for which it is all that counts. Variants take turns; the median of `--rounds`,
-and the spread between them, since hosts and moments differ. Modes:
+The host issues some calls one after the other, fewer than a GPU's queue holds, and does not wait for the GPU. So only
+the host's time is measured. Inputs are small, so that this time is all that counts. Variants take turns. Figures are
+the median of `--rounds`, and the spread between rounds, since a host's speed varies. Modes:
 
     inference        under torch.no_grad; "inference_mode" likewise
     forward          with a gradient wanted
@@ -15,13 +15,13 @@ nevertheless. `python` is the same call in Python. `torch` does the same by its 
 it has no fused one. Of the call in Python, in inference, the parts:
 
     checks           the public function up to its operators, and back
-    way              from the call of an operator to what runs it (launch/fast_path.py)
-    choosing         in the operator: what is decided, and everything not below
-    results          memory for them
-    launch           kernels, from their arguments to the driver; what is computed, where the CPU does it
-    dispatcher       what PyTorch's dispatcher takes instead of `way`: fast_path.py is there to save it
+    way              from the call of an operator to its implementation (launch/fast_path.py)
+    choosing         in the operator: its decisions, and everything that is not listed below
+    results          allocation of their memory
+    launch           kernels, from their arguments to the driver; on a CPU, the computation itself
+    dispatcher       time of PyTorch's dispatcher, which `way` replaces
 
-`--quick` shows on a CPU that the script runs; there the CPU's own work is in every figure.
+`--quick` tests the script on a CPU, where every figure includes the CPU's own computation.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ Run = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A function of ours and torch's.
+    """A function of ours and its counterpart in torch.
 
     Attributes:
-        made: makes the inputs, on a device.
-        ours, torch: take them.
-        learned: of the inputs the first so many get gradients, if they are of a floating dtype; None: all.
+        made: creates the inputs, on a device.
+        ours, torch: the functions, which take these inputs.
+        learned: how many of the inputs, from the first, get gradients if their dtype is floating; None: all.
     """
 
     name: str
@@ -157,10 +157,10 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out, which takes seconds a case")
-    parser.add_argument("--quick", action="store_true", help="on the CPU: shows that the script runs")
+    parser.add_argument("--quick", action="store_true", help="on the CPU, to test the script")
     options = parser.parse_args()
     if not options.quick and not torch.cuda.is_available():
-        parser.error("needs an NVIDIA GPU; --quick shows on a CPU that the script runs")
+        parser.error("needs an NVIDIA GPU; --quick tests the script on a CPU")
     device = torch.device("cpu" if options.quick else "cuda")
     rounds, compiled = (3, False) if options.quick else (options.rounds, not options.no_compile)
     if not options.quick:
@@ -182,7 +182,7 @@ def rows_of(case: Case, device: torch.device, rounds: int, compiled: bool) -> It
     check(case, given)
     variants = {"rooftop": case.ours, "torch": case.torch}
     if compiled:
-        torch._dynamo.reset()  # it compiles a line of code only so often, for all cases together
+        torch._dynamo.reset()  # because it compiles a line of code only a limited number of times in all
         variants["torch.compile"] = torch.compile(case.torch, fullgraph=True)
     for mode, (backward, within) in MODES.items():
         runs = {name: run_of(function, given, backward) for name, function in variants.items()}
@@ -203,7 +203,7 @@ def rows_of(case: Case, device: torch.device, rounds: int, compiled: bool) -> It
 
 
 def check(case: Case, given: tuple[Any, ...]) -> None:
-    """Ours and torch's give the same, or nothing is timed."""
+    """Check that ours and torch's give the same result, before timing."""
     with torch.no_grad():
         for ours, theirs in zip(results_of(case.ours(*given)), results_of(case.torch(*given)), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
@@ -233,7 +233,7 @@ def in_python(run: Run) -> Run:
 
 
 def in_turn(runs: dict[str, Run], device: torch.device, rounds: int) -> dict[str, list[float]]:
-    """Microseconds of each, in each round."""
+    """The microseconds of each variant in each round."""
     for run in runs.values():
         for _ in range(5):  # compiles, and gets known
             run()
@@ -245,7 +245,7 @@ def in_turn(runs: dict[str, Run], device: torch.device, rounds: int) -> dict[str
 
 
 def host_us(run: Run, device: torch.device) -> float:
-    """Of one call, while the queue of the device has room."""
+    """The microseconds of one call, while the queue of the device has room."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     with getattr(run, "within", nullcontext)():
@@ -262,7 +262,7 @@ def host_us(run: Run, device: torch.device) -> float:
 
 
 class Calls(TorchDispatchMode):
-    """The operators of Rooftop that are called within, with their arguments."""
+    """Records the operators of Rooftop that are called within the block, with their arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -275,7 +275,7 @@ class Calls(TorchDispatchMode):
 
 
 def parts(run: Run, device: torch.device, rounds: int, whole: float) -> dict[str, float]:
-    """Microseconds; nothing where PyTorch's own function is called, past all operators."""
+    """The microseconds of each part; empty if PyTorch's own function is called without an operator of ours."""
     with Calls() as calls:
         run()
     called = [(func, args) for func, args in calls.found if func._opname in operators._declared]
@@ -305,7 +305,7 @@ def parts(run: Run, device: torch.device, rounds: int, whole: float) -> dict[str
 
 @contextmanager
 def without_launches() -> Iterator[None]:
-    """Triton's kernels are not launched; where the CPU computes, its work stays."""
+    """Disable the launches of Triton's kernels; computation on the CPU is not affected."""
     try:
         from triton.runtime.jit import JITFunction
     except ImportError:

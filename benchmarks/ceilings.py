@@ -1,14 +1,13 @@
-"""The measured ceilings, the seconds that each part takes, and plain torch work for the same quantities beside them.
+"""Compare the measured ceilings with plain torch calls for the same quantities, and time each part of the measurement.
 
     python benchmarks/ceilings.py [--device cuda] [--quick] [--out benchmarks/results/h200/ceilings.json]
 
-Beside each ceiling stand two other measurements of the same process:
+Each ceiling is compared with two other measurements of the same process:
 
-- "kernel": the shortest of the kernels of plain torch calls, as the profiler sees them. This is how operators are
-  timed, with shapes that the ceilings do not try. None may be more than 2% above its ceiling. On a CPU: the fastest
-  call.
-- "loop": the same calls back to back between events, for as long as ceilings used to be measured. The chip is hot then,
-  and gaps between kernels count.
+- "kernel": the shortest kernel of plain torch calls, in the profiler. This is how operators are timed, with shapes that
+  the ceilings do not try. No kernel may be more than 2% above its ceiling. On a CPU it is the fastest call.
+- "loop": the same calls back to back between events, for a longer time. The chip is hot then, and gaps between kernels
+  count.
 
 Exits with 1 if a kernel is above its ceiling.
 """
@@ -51,7 +50,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     device = torch.device(options.device)
-    with tempfile.TemporaryDirectory() as cache:  # a first call, and no history of others
+    with tempfile.TemporaryDirectory() as cache:  # so that this is a first call, without the history of others
         os.environ["ROOFTOP_CACHE"] = cache
         needs = {"precisions": ("fp32", "bf16"), "transfers": False, "links": False} if options.quick else {}
         began = time.perf_counter()
@@ -90,7 +89,7 @@ def show(ceilings: Ceilings, seconds: float) -> None:
 
 
 def works(device: torch.device, ceilings: Ceilings) -> Iterator[Work]:
-    """Plain calls of torch, in sizes between those that ceilings are measured at."""
+    """Plain calls of torch, in sizes between those at which ceilings are measured."""
     on_gpu = device.type == "cuda"
     for size in (m * MIB for m in ((6, 22, 37, 55, 70, 110, 180, 700) if on_gpu else (3, 12, 48, 200))):
         x = torch.randn(size // 8, device=device)

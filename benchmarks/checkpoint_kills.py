@@ -1,11 +1,11 @@
-"""Two ranks are killed at random times while they save at every step; then the last checkpoint must be whole.
+"""Kill two ranks at random times while they save at every step, and check that the last checkpoint is complete.
 
     python benchmarks/checkpoint_kills.py [--kills 100] [--seed 0] [--out kills.json]
 
-Each round goes on with what the round before has left, in another layout: tensor parallel ranks, data ranks that share
-the model, data ranks that each have it. SIGKILL hits both ranks at once or one a little before the other. Then every
-byte of what `latest` names is compared with its checksum, and all its tensors must be of the same step, which is not
-before that of the round before. Exit status 1 where this fails once.
+Each round continues from the checkpoint of the previous round, in another layout: tensor parallel ranks, data ranks
+that share the model, data ranks that each have the whole model. SIGKILL hits both ranks at once, or one a little before
+the other. Then every byte of the checkpoint that `latest` names is compared with its checksum. All its tensors must be
+of the same step, which must not be earlier than that of the previous round. The exit status is 1 if this fails once.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ CONFIG = GptConfig(vocabulary=31, layers=2, width=256, heads=4, kv_heads=4, hidd
 TRAINING = GptTraining(config=CONFIG, length=8, global_batch=2, micro_batch=1, learning_rate=0.01)
 LAYOUTS = {"tp=2": (Layout(tp=2), False), "dp=2 shared": (Layout(dp=2), True), "dp=2": (Layout(dp=2), False)}
 RANKS = 2
-LONGEST_S = 1.0  # after the first step, in which several are saved
+LONGEST_S = 1.0  # seconds after the first step, in which several checkpoints are saved
 
 
 def trains(rank: int, port: int, name: str, folder: Path, ready: Any) -> None:
-    """One rank, until it is killed."""
+    """Train as one rank, until it is killed."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1")
     os.environ.update(MASTER_PORT=str(port))
     torch.set_num_threads(1)
@@ -56,7 +56,7 @@ def trains(rank: int, port: int, name: str, folder: Path, ready: Any) -> None:
 
 
 def killed(number: int, draw: random.Random, folder: Path, context: Any) -> dict[str, Any]:
-    """A round: what was there when the ranks were killed, and what is wrong with it now."""
+    """Run a round. Return the state when the ranks were killed, and the fault in the last checkpoint, if any."""
     name = [*LAYOUTS][number % len(LAYOUTS)]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -66,7 +66,7 @@ def killed(number: int, draw: random.Random, folder: Path, context: Any) -> dict
     for process in processes:
         process.start()
     if not ready.wait(120):
-        raise RuntimeError(f"round {number}, {name}: no step was made; see what the ranks say")
+        raise RuntimeError(f"round {number}, {name}: no step was made; see the output of the ranks")
     time.sleep(draw.uniform(0.0, LONGEST_S))
     saving = any(folder.glob(".step-*.unfinished"))
     draw.shuffle(processes)
@@ -80,10 +80,10 @@ def killed(number: int, draw: random.Random, folder: Path, context: Any) -> dict
 
 
 def step_in(folder: Path) -> int:
-    """Of the last checkpoint, which is whole; 0: none yet.
+    """The step of the last checkpoint, after checking that it is complete; 0: there is none yet.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the checkpoint is incomplete.
     """
     if nothing_saved(folder):
         return 0

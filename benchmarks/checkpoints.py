@@ -2,19 +2,20 @@
 
     python benchmarks/checkpoints.py --folder /scratch/run [--out benchmarks/results/h200/checkpoints.json]
     torchrun --nproc-per-node 8 benchmarks/checkpoints.py --folder /scratch/run       data ranks that share the model
-    python benchmarks/checkpoints.py --small --folder /tmp/run                        on a CPU: shows that it runs
+    python benchmarks/checkpoints.py --small --folder /tmp/run                        on a CPU, to test the script
 
-A Llama of 1 B in bfloat16 is trained on random tokens; weights and moments are 12 bytes a parameter. In each round some
-steps are made without a save, then one is begun and steps are made until it is whole. Each step is waited for. Told are
+A Llama of 1 B in bfloat16 is trained on random tokens; weights and moments are 12 bytes a parameter. In each round,
+some steps are made without a save. Then a save is started, and steps are made until it is complete. The host waits for
+each step. The figures are:
 
-    plain_ms, saving_ms    medians of steps without a save and beside one; the copy falls into the first of these
-    slower_percent         all steps beside a save, by as many plain ones
-    blocked_s              what the host has waited for a save: to begin it, and the optimizer for the copy
-    write_s                from the copy to the file being on the disk, the longest of the ranks
-    percent_of_disk        bytes by write_s, by the rate at which as many bytes of one file of each rank are written and
-                           synchronized, as dd does with conv=fsync, in the same round
+    plain_ms, saving_ms    medians of steps without a save and during one; the first of these includes the copy
+    slower_percent         all steps during a save, compared with as many plain ones
+    blocked_s              how long the host waited for a save: to begin it, and the optimizer for the copy
+    write_s                from the copy until the file is on the disk, the longest of the ranks
+    percent_of_disk        bytes / write_s, relative to the rate at which as many bytes, in a file per rank, are written
+                           and synchronized, as dd does with conv=fsync, in the same round
 
-The folder must be on the disk that is asked about, and have room for three checkpoints. What is in it stays.
+The folder must be on the disk to measure, with room for three checkpoints. Its files are kept.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def training_of(small: bool, ranks: int) -> GptTraining:
 
 
 def stepped(trainer: GptTrainer) -> float:
-    """Seconds of a step, waited for."""
+    """Seconds of a step, including the wait for the device."""
     began = time.perf_counter()
     trainer.advance()
     if trainer.device.type == "cuda":
@@ -63,7 +64,7 @@ def stepped(trainer: GptTrainer) -> float:
 
 
 def slowest(value: float) -> float:
-    """Of all ranks."""
+    """The largest value of all ranks."""
     if not dist.is_initialized():
         return value
     found: list[Any] = [None] * dist.get_world_size()
@@ -72,7 +73,7 @@ def slowest(value: float) -> float:
 
 
 def disk_s(folder: Path, count: int) -> float:
-    """Seconds in which so many random bytes of each rank are on the disk."""
+    """Seconds until this many random bytes of each rank are on the disk."""
     chunk = memoryview(os.urandom(CHUNK_BYTES))
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         began = time.perf_counter()
@@ -112,14 +113,14 @@ def one_round(trainer: GptTrainer, saver: Saver, folder: Path, steps: int) -> di
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="where checkpoints are written")
+    parser.add_argument("--folder", type=Path, required=True, help="folder for the checkpoints")
     parser.add_argument("--out", type=Path, help="a file for the figures, as JSON")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=20, help="without a save, in each round")
+    parser.add_argument("--steps", type=int, default=20, help="steps without a save, in each round")
     parser.add_argument("--small", action="store_true", help="a small model on the CPU")
     options = parser.parse_args()
     if not options.small and not torch.cuda.is_available():
-        parser.error("needs an NVIDIA GPU; --small shows on a CPU that the script runs")
+        parser.error("needs an NVIDIA GPU; --small tests the script on a CPU")
     ranks = launched().size
     training, layout = training_of(options.small, ranks), Layout(dp=ranks)
     numbers = np.random.default_rng(0).integers(training.config.vocabulary, size=100_000).astype(np.uint16)
@@ -162,7 +163,7 @@ def main() -> int:
 
 
 def of_first(folder: str) -> str:
-    """What rank 0 has."""
+    """The value of rank 0."""
     found = [folder]
     if dist.is_initialized():
         dist.broadcast_object_list(found, src=0)

@@ -2,9 +2,9 @@
 
     python benchmarks/compiled.py [--out benchmarks/results/h200/compiled.json]
 
-ResNet-50 and GPT-2, inference and training, with torch.compile's default mode and with CUDA graphs (reduce-overhead),
-and for each model what the advice about fusion promised of the eager run. Exits with 1 if less than 0.9 of the GPU
-time is attributed.
+The cases are ResNet-50 and GPT-2, inference and training, with torch.compile's default mode and with CUDA graphs
+(reduce-overhead). For each model, the gain that the advice about fusion predicts for the eager run is reported too. The
+script exits with 1 if less than 0.9 of the GPU time is attributed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/compiled.json"))
     parser.add_argument("--reports", type=Path, help="also write each report as JSON into this folder")
-    parser.add_argument("--quick", action="store_true", help="tiny programs on the CPU, to try the script")
+    parser.add_argument("--quick", action="store_true", help="tiny programs on the CPU, to test the script")
     options = parser.parse_args()
     device = "cpu" if options.quick else "cuda"
     ceilings = measure_ceilings(device)
@@ -61,7 +61,7 @@ def programs(device: str) -> dict[str, Callable[[], Step]]:
 
 
 def analyzed(step: Step, ceilings: Ceilings, **options: Any) -> tuple[rooftop.Report, float]:
-    """The report, and how many seconds it took, compilation included."""
+    """The report, and the seconds that it took, including compilation."""
     began = time.perf_counter()
     report = rooftop.analyze(step.model, *step.args, ceilings=ceilings, **step.kwargs, **step.training, **options)
     seconds = time.perf_counter() - began

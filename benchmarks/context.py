@@ -3,15 +3,15 @@
     python benchmarks/context.py [--out benchmarks/results/h100/context.json] [--only attention documents model]
     python benchmarks/context.py --ranks 1 2 4 --tokens 131072      # how it scales
 
-A process for each GPU, NCCL, bfloat16. Three parts:
+There is a process for each GPU, with NCCL, in bfloat16. There are three parts:
 
     attention   causal, forward and backward, of 64 heads of queries and 8 of keys, 128 features, and of llama-1b's
     documents   the same with packed documents of 1,024 to 32,768 tokens; PyTorch's by FlexAttention, compiled, with
                 each of its load balancers
     model       llama-1b, 64 k tokens, blocks recomputed: tokens a second of `GptTrainer`, alone and shared
 
-Each figure is the median of rounds in which all variants take turns, of the slowest rank. One GPU does the same work
-before: `efficiency` is its time over that of N ranks, divided by N. The results of all variants are compared with those
+Each figure is the median over rounds in which all variants take turns, for the slowest rank. One GPU does the same work
+before. `efficiency` is its time over that of N ranks, divided by N. The results of all variants are compared with those
 of one GPU.
 """
 
@@ -39,14 +39,14 @@ from rooftop.parallel import TRANSPORTS, Context, ContextAttention, Documents, L
 ROUNDS, STEPS, WARM_UP = 3, 5, 2
 BALANCERS = ("head and tail", "head and tail of each document", "by blocks of the mask")
 WRONG = 0.03
-"""The largest error beside the largest element; that of PyTorch's kernels in bfloat16 is 0.01."""
+"""The largest allowed error, relative to the largest element; that of PyTorch's kernels in bfloat16 is 0.01."""
 Run = Callable[[], tuple[Tensor, ...]]
 """Forward and backward of this rank's part: the result and the gradients."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """An attention."""
+    """An attention to measure."""
 
     shape: str
     heads: int
@@ -68,7 +68,7 @@ CASES = (
 
 
 class Layer:
-    """What `ContextAttention` asks of an attention."""
+    """The interface of an attention that `ContextAttention` needs."""
 
     window, weights_dropout, training = None, None, True
 
@@ -78,17 +78,21 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="+", choices=("attention", "documents", "model"))
     parser.add_argument(
-        "--balancers", nargs="+", choices=BALANCERS, default=BALANCERS, help="of PyTorch's documents (default: all)"
+        "--balancers",
+        nargs="+",
+        choices=BALANCERS,
+        default=BALANCERS,
+        help="PyTorch's load balancers for documents (default: all)",
     )
     parser.add_argument(
         "--ranks",
         type=int,
         nargs="+",
         default=[max(1, torch.cuda.device_count())],
-        help="beside one (default: all GPUs)",
+        help="numbers of ranks, in addition to one (default: all GPUs)",
     )
-    parser.add_argument("--tokens", type=int, help="of a sequence, instead of each case's own")
-    parser.add_argument("--quick", action="store_true", help="show on a CPU that the script runs, by gloo")
+    parser.add_argument("--tokens", type=int, help="tokens of a sequence, instead of each case's own")
+    parser.add_argument("--quick", action="store_true", help="test the script on a CPU, by gloo")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -108,7 +112,7 @@ def main() -> int:
 
 
 def with_efficiency(rows: list[dict[str, Any]]) -> None:
-    """Of each row of several ranks, its speed beside so many times that of one."""
+    """Add to each row of N ranks its speed relative to N times that of one rank."""
     alone = {row["case"]: row["ms"] for row in rows if row["ranks"] == 1 and row["variant"].startswith("rooftop")}
     for row in rows:
         if row["ranks"] > 1 and "ms" in row and row["case"] in alone:
@@ -163,7 +167,7 @@ def attention_rows(case: Case, device: torch.device, balancers: Sequence[str]) -
                     print(f"{case.name}, {ranks} ranks: {name}", file=sys.stderr, flush=True)
                 try:
                     times[name].append(largest(ms_of(run, device)))
-                except Exception as error:  # a peer that cannot do it is a row that says so
+                except Exception as error:  # if a peer cannot do it, its row says so
                     if name.startswith("rooftop"):
                         raise
                     failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
@@ -184,7 +188,7 @@ def attention_rows(case: Case, device: torch.device, balancers: Sequence[str]) -
 
 
 def documents_of(length: int) -> Documents:
-    """Of 1,024 to 32,768 tokens where there are 65,536, evenly on a logarithmic scale."""
+    """Documents of 1,024 to 32,768 tokens for sequences of 65,536, evenly distributed on a logarithmic scale."""
     made = torch.Generator().manual_seed(0)
     ends, end = list[int](), 0
     while end < length:
@@ -202,7 +206,7 @@ def ours(whole: list[Tensor], context: Context, packing: Packing) -> Run:
     query, key, value, dout = (chunks.of(each, 2).transpose(1, 2).contiguous().transpose(1, 2) for each in whole)
     leaves = [each.requires_grad_() for each in (query, key, value)]
     layer: Any = Layer()
-    attention = ContextAttention(context, packing)  # of all layers
+    attention = ContextAttention(context, packing)  # shared by all layers
 
     def run() -> tuple[Tensor, ...]:
         out = attention.attended(layer, *leaves)
@@ -214,7 +218,7 @@ def ours(whole: list[Tensor], context: Context, packing: Packing) -> Run:
 def peers(
     whole: list[Tensor], documents: Documents | None, device: torch.device, balancers: Sequence[str]
 ) -> dict[str, tuple[Run, Tensor]]:
-    """PyTorch's, with the positions of this rank."""
+    """PyTorch's variants, with the positions of this rank."""
     if device.type != "cuda":
         return {}
     mesh = Layout(cp=dist.get_world_size()).mesh("cuda")["cp"]
@@ -239,7 +243,8 @@ def ring(whole: list[Tensor], how: str, mesh: Any) -> tuple[Run, Tensor]:
     def run() -> tuple[Tensor, ...]:
         set_rotate_method(how)
         with context_parallel(mesh, buffers=[positions.clone()], buffer_seq_dims=[0]):
-            keys, values = (each.repeat_interleave(groups, 1) for each in leaves[1:])  # it takes as many heads
+            # PyTorch's takes equally many heads of keys and queries
+            keys, values = (each.repeat_interleave(groups, 1) for each in leaves[1:])
             out = torch.nn.functional.scaled_dot_product_attention(leaves[0], keys, values, is_causal=True)
             return out.detach(), *torch.autograd.grad(out, leaves, dout)
 

@@ -2,9 +2,9 @@
 
     python benchmarks/ensemble.py [--out benchmarks/results/h200/ensemble.json]
 
-Two ResNet-50 in bfloat16, channels last, at several batch sizes: the small ones show what it costs that one host
-launches for both, the large ones that two GPUs work at a time. Exits with 1 if the ensemble takes more than 1.1x its
-slower model at the batch at which the GPUs have the most to do (256).
+Two ResNet-50 in bfloat16, channels last, run at several batch sizes. Small batches show the cost of one host that
+launches for both GPUs; large batches show that the GPUs work at the same time. The script exits with 1 if, at the
+largest batch (256), the ensemble takes more than 1.1 times as long as its slower model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_RATIO = 1.1
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/ensemble.json"))
-    parser.add_argument("--quick", action="store_true", help="small batches on the CPU, to try the script")
+    parser.add_argument("--quick", action="store_true", help="small batches on the CPU, to test the script")
     options = parser.parse_args()
     devices = ["cpu", "cpu"] if options.quick else ["cuda:0", "cuda:1"]
     results, failures = Results(options.out, measure_ceilings(devices[0])), []

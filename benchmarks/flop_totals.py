@@ -3,14 +3,15 @@
     python benchmarks/flop_totals.py [--out benchmarks/results/cpu/flop_totals.json] [NAME ...]
 
 Only matrix work is compared (products, convolutions, attention, recurrent layers): FlopCounterMode counts nothing else.
-The networks are in bfloat16, in which elementwise arithmetic counts as float32, so the two can be told apart. Tensors
-are fake and operators those of a GPU, so neither memory nor a GPU is needed. Needs torchvision, timm and transformers.
+The networks are in bfloat16. There elementwise arithmetic counts as float32, so matrix work can be told apart. Tensors
+are fake and operators are those of a GPU, so neither memory nor a GPU is needed. The script needs torchvision, timm and
+transformers.
 
-Where the two differ by more than 1%, a count by hand decides; `by_hand` says how. It uses what a network's authors say
-of its layers and what each gradient needs, and looks at no operator:
+If the two differ by more than 1%, a count by hand decides; `by_hand` explains it. It uses the published sizes of a
+network's layers and the products that each gradient needs, and does not look at operators:
 
-    training = 3 x forward, less the gradient of the images or tokens, plus half of attention's forward
-               (attention computes its scores again: five products backward for two forward)
+    training = 3 x forward, minus the gradient of the images or tokens, plus half of attention's forward (attention
+               computes its scores again: five products backward for two forward)
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ class Network:
 
     Attributes:
         build: the module in its usual precision, and its arguments.
-        stem: flops of the gradient of the input that nobody needs: as many as the first layer's forward pass.
-        attention: flops of the two products of all attention layers, forward, as defined (causal ones half).
-        by_hand: matrix flops forward, where that is written down; None: that of Rooftop, if FlopCounterMode agrees.
-        why: what makes the two counters differ.
+        stem: flops of the gradient of the input, which is not needed: as many as the first layer's forward pass.
+        attention: forward flops of the two products of all attention layers, by definition (half for causal ones).
+        by_hand: forward matrix flops, if counted by hand; None: Rooftop's count, if FlopCounterMode agrees.
+        why: the reason why the two counters differ.
     """
 
     build: Build
@@ -211,7 +212,7 @@ def t5_attention(length: int, answer: int) -> int:
 
 
 def whisper_attention(answer: int) -> int:
-    """As T5's; 1500 positions of sound. Of the decoder's own only the pairs below the diagonal."""
+    """Like T5's, with 1500 positions of sound. The decoder's self-attention counts only pairs below the diagonal."""
     return 12 * 4 * 2 * 768 * (1500**2 + answer * (answer + 1) // 2 + answer * 1500)
 
 
@@ -226,7 +227,8 @@ def vit_attention(batch: int, tokens: int) -> int:
 
 
 def segformer_attention(batch: int) -> int:
-    """Two layers in each of four stages; 256 keys each, as longer sequences are reduced (Xie et al. 2021, table 6)."""
+    """Two layers in each of four stages, with 256 keys each, since longer sequences are reduced (Xie et al. 2021, table
+    6)."""
     return 2 * 4 * batch * 256 * (128**2 * 32 + 64**2 * 64 + 32**2 * 160 + 16**2 * 256)
 
 
@@ -237,7 +239,7 @@ def qwen_2(layers: int, length: int) -> int:
 
 
 def qwen_attention(layers: int, length: int) -> int:
-    """Of pairs of a query and a key those below the diagonal."""
+    """The pairs of a query and a key below the diagonal."""
     return layers * 4 * 896 * length * (length + 1) // 2
 
 
@@ -353,7 +355,7 @@ class Row:
 
     @property
     def is_right(self) -> bool:
-        """Whether what Rooftop says agrees with one that can be trusted: a count by hand, else FlopCounterMode."""
+        """Whether Rooftop's count agrees with the count by hand, or else with FlopCounterMode's."""
         trusted = self.by_hand_gflop if self.by_hand_gflop is not None else self.counter_gflop
         return not self.uncovered and abs(self.rooftop_gflop - trusted) <= 0.01 * trusted
 
@@ -386,7 +388,9 @@ def rows(name: str, network: Network) -> list[Row]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("networks", nargs="*", metavar="NAME", help="of networks whose name begins so; all if none")
+    parser.add_argument(
+        "networks", nargs="*", metavar="NAME", help="only networks whose names begin with one of these; default: all"
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     missing = [name for name in ("torchvision", "timm", "transformers") if find_spec(name) is None]

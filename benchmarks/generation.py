@@ -1,22 +1,24 @@
-"""Text generation beside transformers: milliseconds for each new token, tokens a second, and percent of the roof.
+"""Text generation compared with transformers: milliseconds for each new token, tokens a second, and percent of the
+roof.
 
     python benchmarks/generation.py [--out benchmarks/results/h200/generation.json] [--only llama-7b-1]
     python benchmarks/generation.py --only shared [--ranks 2]
 
-GPT-2 XL and Llamas of 1 and 7 billion parameters in bfloat16, random weights, greedy, after prompts of 128 tokens: ours
-(`rooftop.models.generate`: paged cache, the step a CUDA graph) beside transformers' `generate` with a static cache,
-compiled as it does by itself, and with a dynamic one. All have the same weights. What a token takes is the difference
-of a long and a short text, by the tokens between them, so that prompts, compilation and capture do not count; medians.
-The roof of a step reads weights and the cache's positions once (`step_cost`), at the ceilings of the same run.
+GPT-2 XL and Llamas of 1 and 7 billion parameters generate greedily after prompts of 128 tokens, in bfloat16 with random
+weights. Ours is `rooftop.models.generate`: a paged cache, and the step as a CUDA graph. The peer is transformers'
+`generate`, with a static cache, which it compiles itself, and with a dynamic cache. All have the same weights. The time
+of a token is the difference between a long and a short text, divided by the tokens between them, so prompts,
+compilation and capture do not count. Figures are medians. The roof of a step reads weights and the cache's positions
+once (`step_cost`), at the ceilings of the same run.
 
-`shared`, where there are several GPUs: the Llama of 7 billion parameters alone and on `--ranks` tensor parallel GPUs,
-each started by torchrun: with sums over the ranks by NCCL, and together with the norms after them
-(`rooftop.parallel.norm_sums`; `norm_sums_refused` says why not). Its roof is that of a rank, which reads its part of
-weights and cache; what ranks exchange takes no time in it. `speedup` is the time of one GPU over theirs.
+`shared` needs several GPUs. It runs the Llama of 7 billion parameters on one GPU and on `--ranks` tensor parallel GPUs,
+started by torchrun. Sums over the ranks are computed by NCCL, and by one kernel together with the norms after them
+(`rooftop.parallel.norm_sums`; `norm_sums_refused` says why not). The roof is that of a rank, which reads its part of
+weights and cache; communication counts as zero time. `speedup` is the time of one GPU over that of several.
 
-`agree` is the number of tokens of the first text that a peer shares with us before the first different one: in
-bfloat16, rounding decides near ties. `--peers none` leaves transformers out, `--peers static` its dynamic cache, which
-is not compiled; `--quick` shows on a CPU that the script runs, the ranks by gloo.
+`agree` is the number of tokens of the first text before a peer's differs from ours: in bfloat16, rounding decides near
+ties. `--peers none` leaves transformers out, `--peers static` only its dynamic cache, which is not compiled. `--quick`
+tests the script on a CPU, with ranks by gloo.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ from rooftop.parallel import Layout, join, launched
 from rooftop.parallel.norm_sums import NormSums
 
 Texts = list[list[int]]
-Make = Callable[[int], Texts]  # new tokens -> those of each prompt
+Make = Callable[[int], Texts]  # number of new tokens -> the new tokens of each prompt
 SHORT, REPEATS = 8, 5
 
 
@@ -77,7 +79,7 @@ class Case:
         return replace(config, **sizes, hidden=64, vocabulary=97, positions=64) if small else config
 
     def lengths(self, small: bool) -> tuple[int, int]:
-        """Tokens of a prompt, and new ones."""
+        """Numbers of tokens of a prompt, and of new tokens."""
         return (8, 24) if small else (self.prompt, self.new)
 
 
@@ -90,16 +92,16 @@ def main() -> int:
     names = [*(case.name for case in CASES), "shared"]
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/generation.json"))
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument("--peers", choices=("none", "static", "all"), default="all", help="what to stand beside")
-    parser.add_argument("--ranks", type=int, help="that share a model  [default: 2, where there are as many GPUs]")
-    parser.add_argument("--quick", action="store_true", help="tiny, on the CPU: shows that the script runs")
+    parser.add_argument("--peers", choices=("none", "static", "all"), default="all", help="peers to compare with")
+    parser.add_argument("--ranks", type=int, help="ranks that share a model [default: 2, if there are as many GPUs]")
+    parser.add_argument("--quick", action="store_true", help="tiny, on the CPU, to test the script")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--by-nccl", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         return worker(options.worker, options.quick, options.by_nccl)
     if not options.quick and not torch.cuda.is_available():
-        parser.error("needs an NVIDIA GPU; --quick shows on a CPU that the script runs")
+        parser.error("needs an NVIDIA GPU; --quick tests the script on a CPU")
     ranks = options.ranks or (2 if options.quick or torch.cuda.device_count() > 1 else 1)
     if not options.quick and ranks > torch.cuda.device_count():
         parser.error(f"--ranks {ranks}: expected at most one for each of {torch.cuda.device_count()} GPUs")
@@ -112,7 +114,7 @@ def main() -> int:
         try:
             for row in measured(case, ceilings, options.quick, options.peers):
                 results.add(row)
-        except Exception:  # the other cases are worth having
+        except Exception:  # go on, because the other cases are worth having
             traceback.print_exc()
             failed = True
         gc.collect()
@@ -164,7 +166,7 @@ def measured(case: Case, ceilings: Ceilings, small: bool, peers: str) -> Iterato
 
 
 def roof_ms(case: Case, config: GptConfig, small: bool, ceilings: Ceilings) -> float:
-    """Of a step in the middle of the tokens between the short and the long text."""
+    """The roof of a step in the middle of the tokens between the short and the long text."""
     prompt, new = case.lengths(small)
     middle = prompt + (SHORT + new) // 2
     dtype = torch.float32 if small else torch.bfloat16
@@ -172,12 +174,12 @@ def roof_ms(case: Case, config: GptConfig, small: bool, ceilings: Ceilings) -> f
 
 
 def agreeing(texts: Texts, ours: Texts) -> int:
-    """Tokens of the first text before the first that differs."""
+    """The number of tokens of the first text before the first that differs."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(texts[0], ours[0], strict=False)))
 
 
 def per_token_ms(make: Make, new: int, device: str) -> tuple[float, float]:
-    """The median of some differences of a long and a short text, by the tokens between them, and their spread."""
+    """The median time of a token, from differences between a long and a short text, and the spread."""
 
     def seconds(count: int) -> float:
         begin = time.perf_counter()
@@ -192,7 +194,7 @@ def per_token_ms(make: Make, new: int, device: str) -> tuple[float, float]:
 
 
 def by_transformers(model: Gpt, prompts: Tensor) -> dict[str, Make]:
-    """Theirs with our weights, in the same dtype and on the same device."""
+    """The model of transformers with our weights, in the same dtype and on the same device."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -226,7 +228,7 @@ def by_transformers(model: Gpt, prompts: Tensor) -> dict[str, Make]:
 
 
 def reset_buffers(theirs: Any, config: Any, device: torch.device) -> None:
-    """What follows from the config and is in no file: the frequencies of rotary embeddings."""
+    """Compute the buffers that follow from the config and are in no file: the frequencies of rotary embeddings."""
     import transformers
 
     for name, module in theirs.named_modules():
@@ -274,7 +276,7 @@ def shared(ranks: int, ceilings: Ceilings, small: bool) -> Iterator[dict[str, An
 
 
 def worker(path: Path, small: bool, by_nccl: bool) -> int:
-    """A rank of `shared`; the first one writes what it measured."""
+    """A rank of `shared`; the first one writes its measurements."""
     layout, config = Layout(tp=launched().size), SHARED.config(small)
     device, dtype = ("cpu", torch.float32) if small else ("cuda", torch.bfloat16)
     prompt, new = SHARED.lengths(small)

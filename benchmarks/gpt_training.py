@@ -1,21 +1,22 @@
-"""GPT-2 (124 M) trained on one GPU: `rooftop train gpt`'s steps compared with the same recipe in PyTorch, compiled.
+"""GPT-2 (124 M) trained on one GPU: the steps of `rooftop train gpt` compared with the same recipe in PyTorch,
+compiled.
 
     python benchmarks/gpt_training.py [--out benchmarks/results/h100/gpt_training.json] [--micro-batch 16 32 64]
 
-Both sides: sequences of 1,024 tokens, bfloat16, AdamW with float32 weights and moments, the norm of the gradient
-clipped to 1, weights tied, the loss of all positions. PyTorch's side is what nanoGPT's readers write today: autocast,
-`scaled_dot_product_attention`, fused AdamW, tokens already on the device, a vocabulary padded to 50,304 so that its
-matrix products are aligned; as written, compiled, and (`--autotune`) compiled with max-autotune. Ours reads its tokens
-from a file and has 50,257 of them; as launched one by one, and replayed from a CUDA graph. Their losses begin within 1%
-of each other (both near the logarithm of the vocabulary), or the run fails.
+Both sides have sequences of 1,024 tokens, bfloat16, AdamW with float32 weights and moments, the norm of the gradient
+clipped to 1, tied weights, and the loss of all positions. PyTorch's side is written as by nanoGPT's readers today:
+autocast, `scaled_dot_product_attention`, fused AdamW, tokens already on the device, a vocabulary padded to 50,304 so
+that its matrix products are aligned. It runs eagerly, compiled, and (`--autotune`) compiled with max-autotune. Ours
+reads its tokens from a file and has a vocabulary of 50,257. It runs with separate launches, and replayed from a CUDA
+graph. The first losses of both must agree within 1% (both are near the logarithm of the vocabulary), or the run fails.
 
     tokens_per_s       median of rounds in which all variants take turns; spread: from the slowest to the fastest round
-    percent_of_roof    by the fused roof of a step (`rooftop.train.gpt.speeds`), the same for all variants
-    mfu                the model's flops over the fastest matrix product measured in the same run
-    first_s            to the end of the third step, with all compilation: later sessions with warm caches need less
+    percent_of_roof    relative to the fused roof of a step (`rooftop.train.gpt.speeds`), the same for all variants
+    mfu                the rate of the model's flops over that of the fastest matrix product in the same run
+    first_s            until the end of the third step, with all compilation; less with warm caches
     peak_gib           of tensors
 
-`--quick` shows on a CPU that the script runs, with a tiny model.
+`--quick` tests the script on a CPU, with a tiny model.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, S, W); (B, S, W)."""
+        """(B, S, W) to (B, S, W)."""
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         x = x + self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         down: Tensor = self.down(gelu(self.up(self.next_norm(x)), approximate="tanh"))
@@ -66,7 +67,7 @@ class Block(nn.Module):
 
 
 class Gpt2(nn.Module):
-    """GPT-2 as a reader of its paper writes it, with the vocabulary padded."""
+    """GPT-2 as a reader of its paper would write it, with a padded vocabulary."""
 
     def __init__(self, config: GptConfig, vocabulary: int) -> None:
         super().__init__()
@@ -147,7 +148,7 @@ def main() -> int:
     parser.add_argument("--micro-batch", type=int, nargs="+", default=[32])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--autotune", action="store_true", help="also compiled with max-autotune, which takes minutes")
-    parser.add_argument("--quick", action="store_true", help="show on a CPU that the script runs")
+    parser.add_argument("--quick", action="store_true", help="test the script on a CPU")
     options = parser.parse_args()
     device = torch.device("cpu" if options.quick else "cuda")
     config = QUICK if options.quick else replace(gpt_config("gpt2"), dropout=0.0)
@@ -177,10 +178,10 @@ def compared(
     rounds: int,
     count: int,
 ) -> bool:
-    """Add a row for each variant; whether their first losses agree.
+    """Add a row for each variant, and return whether their first losses agree.
 
     Args:
-        peers: how each of them is compiled (see `plain`).
+        peers: how each peer is compiled (see `plain`).
     """
     trainers = {"rooftop": trainer_of(config, batch, device, replayed=False)}
     if device.type == "cuda":
@@ -238,7 +239,7 @@ def row(
 
 
 def timed(step: Step, count: int) -> float:
-    """Seconds a step, over some in a row: the last loss is waited for."""
+    """Seconds per step, over some in a row, until the last loss is available."""
     step().item()
     began = time.perf_counter()
     for _ in range(count):
@@ -248,7 +249,7 @@ def timed(step: Step, count: int) -> float:
 
 
 def memory(device: torch.device, *, reset: bool = False) -> float:
-    """Peak bytes of tensors; those in use, if it is reset. 0 on a CPU."""
+    """Peak bytes of tensors; after a reset, the bytes in use. 0 on a CPU."""
     if device.type != "cuda":
         return 0.0
     if reset:

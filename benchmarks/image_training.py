@@ -1,19 +1,21 @@
-"""Networks of images trained from JPEG files: `rooftop train`'s loop and loader beside torchvision's recipe, compiled.
+"""Networks of images trained from JPEG files: the loop and loader of `rooftop train` compared with torchvision's
+recipe, compiled.
 
     python benchmarks/image_training.py [--model resnet50 swin_t] [--out benchmarks/results/h100/image_training.json]
-    python benchmarks/image_training.py --photographs FOLDER      a folder for each class, instead of ones that are made
+    python benchmarks/image_training.py --photographs FOLDER      a folder for each class, instead of generated ones
 
-Photographs are made as in `benchmarks/mapping.py`: JPEG, 500 x 375, quality 90, crops of real ones where scikit-image
-or scikit-learn is installed. Both sides: a random crop to 224 x 224, a flip, bfloat16 autocast, channels last, the same
-optimizer, the same number of CPU cores. torchvision's side is its reference recipe: `DataLoader` with a process for
-each core and pinned memory, Pillow, torchvision's transforms, the model compiled. Ours is `fit` with `run.compile`.
+Photographs are generated as in `benchmarks/mapping.py`: JPEG, 500 x 375, quality 90, crops of real ones if scikit-image
+or scikit-learn is installed. Both sides have a random crop to 224 x 224, a flip, bfloat16 autocast, channels last, the
+same optimizer and the same number of CPU cores. torchvision's side is its reference recipe: `DataLoader` with a process
+for each core and pinned memory, Pillow, torchvision's transforms, and a compiled model. Ours is `fit` with
+`run.compile`.
 
     loaded      images a second with the loader, over the steps after the first `--warm-up`
-    resident    the step alone, on a batch that is on the GPU already: ms and images a second
-    busy        the resident step's time over that with the loader: how far the loader keeps the GPU busy
-    waiting     of ours, the part of the time in which the loop waited for data
+    resident    the step alone, on a batch that is already on the GPU: ms and images a second
+    busy        the resident step's time over the time with the loader: the share of time in which the GPU is busy
+    waiting     for ours, the share of the time in which the loop waited for data
 
-Without torchvision only ours runs, and the file says so. `--quick` shows on a CPU that the script runs.
+Without torchvision only ours runs, and the results say so. `--quick` tests the script on a CPU.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ RESIDENT_STEPS, ROUNDS = 20, 3
 
 
 class Recorder:
-    """Keeps what the loop reports."""
+    """Keeps the reports of the loop."""
 
     def __init__(self) -> None:
         self.records: list[StepRecord] = []
@@ -77,17 +79,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--photographs", type=Path, help="a folder for each class, with JPEGs")
-    parser.add_argument("--count", type=int, default=6000, help="photographs to be made (default %(default)s)")
+    parser.add_argument(
+        "--count", type=int, default=6000, help="number of photographs to generate (default %(default)s)"
+    )
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--size", type=int, default=224, help="side of an image in pixels")
     parser.add_argument("--decode", choices=("cpu", "gpu"), default="cpu", help="what decodes rooftop's photographs")
     parser.add_argument("--steps", type=int, default=80, help="with the loader, after the warm-up")
     parser.add_argument("--warm-up", type=int, default=30)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/image_training.json"))
-    parser.add_argument("--quick", action="store_true", help="tiny, and on the CPU: shows that the script runs")
+    parser.add_argument("--quick", action="store_true", help="tiny, and on the CPU, to test the script")
     options = parser.parse_args()
     if not options.quick and not torch.cuda.is_available():
-        parser.error("needs an NVIDIA GPU; --quick shows on a CPU that the script runs")
+        parser.error("needs an NVIDIA GPU; --quick tests the script on a CPU")
     if options.quick:
         options.model, options.count, options.batch, options.size = ["resnet18"], 40, 2, 32
         options.steps, options.warm_up = 2, 1
@@ -101,7 +105,7 @@ def main() -> int:
 
 
 def made(folder: Path, count: int) -> Path:
-    """A folder for each class, with photographs."""
+    """Generate a folder with photographs for each class."""
     pictures = sources()
 
     def make(number: int) -> None:
@@ -182,7 +186,7 @@ def ours(name: str, photographs: Path, options: argparse.Namespace, device: torc
 def resident_ours(
     name: str, photographs: Path, options: argparse.Namespace, device: torch.device
 ) -> Callable[[], Tensor]:
-    """The loop's step on a batch that stays."""
+    """The loop's step on a resident batch."""
     task, recipe = recipe_of(name, photographs, options, device)
     task.model.to(device, memory_format=torch.channels_last)
     if recipe.run.compile:
@@ -221,7 +225,7 @@ def theirs(
 
 
 def loader_of(torchvision: Any, photographs: Path, options: argparse.Namespace, device: torch.device) -> Any:
-    """As torchvision's reference recipe reads its images."""
+    """The data loader of torchvision's reference recipe."""
     of = torchvision.transforms
     transform = of.Compose(
         [
@@ -278,7 +282,7 @@ def step_of(torchvision: Any, name: str, device: torch.device) -> Callable[[Tens
 
 
 def resident(step: Callable[[], Tensor], options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """ms of a step on a batch that is there, the median of rounds, and images a second; peak memory."""
+    """ms of a step on a resident batch, the median of rounds; images a second; peak memory."""
     count, rounds = (1, 1) if options.quick else (RESIDENT_STEPS, ROUNDS)
     for _ in range(2 if options.quick else 8):
         step().item()

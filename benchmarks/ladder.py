@@ -1,12 +1,12 @@
-"""All ladders, each rung compared with the roof: what docs/ladder.md explains, measured.
+"""Measure all ladders of docs/ladder.md: each rung compared with the roof.
 
     python benchmarks/ladder.py [--out benchmarks/results/h200/ladder.json] [--chart ladder.html]
 
-Each ladder at its own size: every rung is checked against the reference, then all are timed interleaved, replayed from
-a CUDA graph (rungs on the CPU and those with transfers are called). The roof is that of the work's own cost at the
-ceilings measured in the same run. The file is written after each ladder. `--quick` takes small sizes, and runs without
-a GPU, too (with TRITON_INTERPRET=1 Triton's rungs as well), where nothing is timed. Ends with status 1 if a rung is
-wrong.
+Each ladder has its own size. Every rung is checked against the reference. Then all are timed interleaved, replayed from
+a CUDA graph (rungs on the CPU and those with transfers are called). The roof follows from the work's own cost and the
+ceilings measured in the same run. The file is written after each ladder. `--quick` takes small sizes, and also runs
+without a GPU, where nothing is timed (with TRITON_INTERPRET=1 it checks Triton's rungs, too). The exit status is 1 if a
+rung is wrong.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def compile_all(ladder: Ladder, device: torch.device) -> None:
-    """The ladder's CUDA C++ kernels at the same time; what does not compile is said by the climb."""
+    """Compile the ladder's CUDA C++ kernels in parallel. The climb reports those that do not compile."""
     names = dict.fromkeys(name for rung in ladder.rungs for name in rung.kernels)
 
     def one(name: str) -> None:
@@ -89,7 +89,7 @@ def compile_all(ladder: Ladder, device: torch.device) -> None:
 
 
 def save(path: Path, climbs: list[Climb], ceilings: Ceilings | None) -> None:
-    """All that was measured so far."""
+    """Save all measurements so far."""
     environment = {"device": ceilings.device, "versions": dict(ceilings.versions)} if ceilings is not None else {}
     path.parent.mkdir(parents=True, exist_ok=True)
     found = {"environment": environment, "ladders": [each.to_dict() for each in climbs]}

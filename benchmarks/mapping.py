@@ -1,12 +1,12 @@
 """`rooftop map` compared with a plain loop over a DataLoader and Dask's own map_partitions: items a second.
 
     python benchmarks/mapping.py [--out benchmarks/results/h100/mapping.json] [--only resnet50 detr clips]
-    python benchmarks/mapping.py --photographs FOLDER      of your own, instead of ones that are made
+    python benchmarks/mapping.py --photographs FOLDER      your own photographs, instead of generated ones
     python benchmarks/mapping.py --repeat 8                each photograph under eight names: a longer steady state
 
-Photographs (JPEG, 500 x 375, quality 90: crops of real ones where scikit-image or scikit-learn is installed, else noise
-of all scales) are classified by ResNet-50 and searched by DETR, and clips of a video classified by ResNet-50; random
-weights. All ways decode, prepare and compute by the same functions, with the same batches, and write Parquet:
+ResNet-50 classifies photographs and clips of a video, and DETR finds objects in photographs, with random weights.
+Photographs are JPEG, 500 x 375, quality 90: crops of real ones if scikit-image or scikit-learn is installed, else noise
+of all scales. All ways decode, prepare and compute by the same functions, with the same batches, and write Parquet:
 
     rooftop                `map_items` as it is called; with threads that decode; through a Dask scheduler here
     DataLoader             a loop over torch's, a process for each core
@@ -21,7 +21,7 @@ one process, while the other cores are idle); `computing`, the device's time for
 whole call, with copies and rows). `percent` is of the smaller one. `item` and `item_alone` are what an item costs a
 process that decodes: milliseconds of its core, those in the kernel, page faults.
 
-`--quick` shows on a CPU that the script runs.
+`--quick` tests the script on a CPU.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ DECODING_S = 4.0  # that all processes decode for the ceiling
 
 
 class ClipClasses:
-    """The class that most frames of a clip show: a target of the user's own."""
+    """The class that most frames of a clip show, as an example of a user's own target."""
 
     def __init__(self) -> None:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -100,7 +100,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Work:
-    """A target, what it is called for, and how many of these it gets at once."""
+    """A target, its items, and how many items it gets at once."""
 
     name: str
     target: Target
@@ -126,7 +126,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="few and on the CPU: shows that the script runs")
     options = parser.parse_args()
     if not options.quick and not torch.cuda.is_available():
-        parser.error("needs an NVIDIA GPU; --quick shows on a CPU that the script runs")
+        parser.error("needs an NVIDIA GPU; --quick tests the script on a CPU")
     device = "cpu" if options.quick else "cuda"
     ceilings = ceilings_of("h200") if options.quick else measure_ceilings("cuda")
     found: dict[str, Any] = {"device": ceilings.device, "versions": dict(ceilings.versions), "cores": CORES}
@@ -294,7 +294,7 @@ def said(error: Exception) -> str:
 
 @contextmanager
 def at_most(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError in what takes longer, unless it is 0: a peer that hangs is a row that says so."""
+    """Raise TimeoutError after this time, unless it is 0, so that a peer that hangs gets a row that says so."""
 
     def late(*_: object) -> None:
         raise TimeoutError(f"not done after {seconds} s")
@@ -309,7 +309,7 @@ def at_most(seconds: int) -> Iterator[None]:
 
 
 def check(out: Path, items: int) -> None:
-    """Each item has one row, without an error."""
+    """Check that each item has one row, without an error."""
     load_arrow()
     from pyarrow import parquet
 
@@ -346,7 +346,7 @@ def by_dask_map(work: Work, device: str, out: Path) -> Measured:
 
 
 class Decoded(Dataset[Any]):
-    """Items, decoded and prepared as the target takes them."""
+    """A dataset of items, decoded and prepared for the target."""
 
     def __init__(self, work: Work, items: Sequence[Item]) -> None:
         self.work, self.items = work, items
@@ -362,7 +362,7 @@ class Decoded(Dataset[Any]):
 
 
 def collated(values: list[Any]) -> Any:
-    """Photographs of one size as one tensor, which is one piece of shared memory; else as they are."""
+    """Photographs of one size as one tensor, which is one piece of shared memory; others unchanged."""
     from rooftop.cluster.model_targets import Shown
 
     if not all(isinstance(each, Shown) for each in values) or len({each.pixels.shape for each in values}) > 1:
@@ -371,7 +371,7 @@ def collated(values: list[Any]) -> Any:
 
 
 def separated(batch: Any) -> list[Any]:
-    """The values again."""
+    """The single values of a collated batch."""
     from rooftop.cluster.model_targets import Shown
 
     if isinstance(batch, list):

@@ -2,12 +2,12 @@
 
     python benchmarks/mat.py [--out benchmarks/results/h200/mat.json] [--device cuda] [--quick]
 
-Images of 3840 x 2160 x 3 bytes and of as many float32 numbers, random, and regions of them. On the CPU in milliseconds,
-each variant as its user would write it, into memory that is there; OpenCV does one operation after the other. On a GPU
-also in TB/s of the bytes that must move (each operand once, the result once; of masked copies the mask and what it
-chooses), replayed from a CUDA graph over several sets of images where one would stay in L2, beside the roof at the
-ceilings measured in the same run. Every variant's result is compared with ours first.
-`--quick`: small images, for tests.
+The images are random, of 3840 x 2160 x 3 bytes or as many float32 numbers, and regions of them. On the CPU, figures are
+milliseconds. Each variant is written as its user would write it, into existing memory; OpenCV does one operation after
+the other. On a GPU, figures are also TB/s of the bytes that must move (each operand once, the result once; for masked
+copies the mask and the chosen elements). Calls are replayed from a CUDA graph, over several sets of images if one would
+stay in L2, and compared with the roof at the ceilings measured in the same run. Every variant's result is compared with
+ours first. `--quick` takes small images, for tests.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rooftop.mat import CV_8U, Mat, MatExpr, Scalar, maximum
 ROWS, COLUMNS, CHANNELS = 2160, 3840, 3
 QUICK = (36, 64)
 WARM_UP_SECONDS = 1.5
-SETS_BYTES = 512 << 20  # beyond what an L2 holds
+SETS_BYTES = 512 << 20  # more than an L2 holds
 
 Into = Callable[..., Mat]
 
@@ -54,7 +54,7 @@ OPERATIONS: dict[str, tuple[int, Into]] = {
 
 
 def with_opencv(name: str, dtype: str) -> Callable[..., Any]:
-    """The same by OpenCV, into `out`."""
+    """The operations in OpenCV, into `out`."""
     import cv2
 
     return {
@@ -74,7 +74,7 @@ def with_opencv(name: str, dtype: str) -> Callable[..., Any]:
 
 
 def with_torch(name: str, dtype: str, device: str) -> Callable[..., Tensor]:
-    """The same by torch, in the narrowest dtype that does not overflow, saturated once."""
+    """The operations in torch, in the narrowest dtype that does not overflow, saturated once."""
     wide = torch.int16 if dtype == "uint8" else torch.float32
 
     def store(x: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", nargs="+", choices=OPERATIONS, default=list(OPERATIONS))
     parser.add_argument("--quick", action="store_true", help="small images")
-    parser.add_argument("--seconds", type=float, default=0.5, help="of measuring each variant")
+    parser.add_argument("--seconds", type=float, default=0.5, help="seconds to measure each variant")
     options = parser.parse_args()
     ceilings = measure_ceilings(options.device)
     found: dict[str, Any] = {
@@ -136,7 +136,7 @@ def images(count: int, dtype: str, region: bool, size: tuple[int, int], device: 
 
 
 def operands(name: str, dtype: str, region: bool, size: tuple[int, int], device: str) -> list[Tensor]:
-    """What an operation reads: images, and for "masked" a mask (rows, columns)."""
+    """The operands of an operation: images, and for "masked" a mask (rows, columns)."""
     given = images(OPERATIONS[name][0], dtype, region, size, device)
     if name == "masked":
         y, x = (torch.linspace(-1, 1, n, device=device) for n in size)
@@ -163,8 +163,9 @@ def on_cpu(name: str, dtype: str, region: bool, size: tuple[int, int], seconds: 
         "opencv": lambda: opencv(*arrays, other),
         "torch": lambda: plain(*given),
     }
-    operation(result, *mats)  # the first imports what it needs
-    end = perf_counter() + WARM_UP_SECONDS * (seconds > 0.1)  # a form is compiled once it has taken as long
+    operation(result, *mats)  # the first call imports modules
+    # enough for a form to be compiled, after it has run for as long as compiling takes
+    end = perf_counter() + WARM_UP_SECONDS * (seconds > 0.1)
     while perf_counter() < end:
         operation(result, *mats)
     operation(result, *mats)
@@ -185,7 +186,7 @@ def on_gpu(
     first = operands(name, dtype, region, size, "cuda")
     like = result_like(name, first[0])
     cost = Cost(sum(each.numel() * each.element_size() for each in first), like.numel() * like.element_size(), {})
-    if name == "masked":  # what is not chosen is neither read nor written
+    if name == "masked":  # elements that are not chosen are neither read nor written
         chosen = int(first[1].count_nonzero()) * CHANNELS * like.element_size()
         cost = Cost(first[1].numel() + chosen, chosen, {})
     sets = [first, *(operands(name, dtype, region, size, "cuda") for _ in range(max(1, SETS_BYTES // cost.bytes)))]
@@ -219,7 +220,7 @@ def on_gpu(
 
 
 def check(name: str, key: str, value: Tensor, expected: Tensor) -> None:
-    """One level of 255 apart where the others round twice or in float32."""
+    """Compare a result with ours; one level of 255 may differ if others round twice or in float32."""
     error = float((value.double() - expected.double().reshape(value.shape)).abs().max())
     saturated_on_the_way = name == "five" and key == "opencv"
     if error > 1 and not saturated_on_the_way:

@@ -1,21 +1,22 @@
-"""Videos read to tensors: frames a second of our reader, on NVDEC and on the CPU, beside those of other libraries.
+"""Videos read to tensors: frames a second of our reader, on NVDEC and on the CPU, compared with other libraries.
 
     python benchmarks/media.py [--out benchmarks/results/h200/media.json] [--only sizes streams access training]
-    python benchmarks/media.py --cpu --only sizes --out benchmarks/results/cpu/media.json      what needs no GPU
-    python benchmarks/media.py --quick --out quick.json        tiny, on the CPU: shows that the script runs
+    python benchmarks/media.py --cpu --only sizes --out benchmarks/results/cpu/media.json      cases without a GPU
+    python benchmarks/media.py --quick --out quick.json        tiny, on the CPU, to test the script
 
-Clips are made first, with noise in them, so that there are bits to decode. A pass is timed from the first frame asked
-for to the last one there, decoders opened before; the better of two passes, variants interleaved. What is asked for:
+Clips are generated first, with noise, so that there are bits to decode. A pass is timed from the first requested frame
+to the arrival of the last one, with decoders opened before. The better of two passes counts, and variants are
+interleaved. The requested outputs are:
 
-    nv12        what the decoder writes, on the GPU
+    nv12        the decoder's own format, on the GPU
     rgb         (3, H, W) uint8 on the GPU
-    input       (3, 224, 224) float16 on the GPU, normalized: what a network takes
+    input       (3, 224, 224) float16 on the GPU, normalized: a network's input
 
-`sizes` has one reader a video, and says where NVDEC becomes faster than the CPU; `streams` several at once, each in a
-thread, while all of them are read; `access` frames in any order; `training` a step of matrix products while clips are
-decoded for the next ones. Each of the four has a process of its own.
-What is not installed is left out and said to be. torchcodec needs FFmpeg's shared libraries by their plain names
-(libavcodec.so.62) on LD_LIBRARY_PATH; those in PyAV's wheel do, under links of these names.
+`sizes` has one reader per video, and shows from which size NVDEC is faster than the CPU. `streams` has several readers
+at once, each in a thread. `access` reads frames in any order. `training` runs steps of matrix products while clips for
+the next steps are decoded. Each of the four has its own process. Libraries that are not installed are left out with a
+message. torchcodec needs FFmpeg's shared libraries by their plain names (libavcodec.so.62) on LD_LIBRARY_PATH; links
+with these names to the libraries in PyAV's wheel suffice.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ CASES = ("sizes", "streams", "access", "training")
 
 
 class Video(NamedTuple):
-    """A clip to be made."""
+    """A clip to generate."""
 
     name: str
     height: int
@@ -74,7 +75,7 @@ QUICK = (Video("h264-96x64", 64, 96, 12), Video("h264-64x48", 48, 64, 12))
 
 
 def make(video: Video, folder: Path) -> Path:
-    """A pattern that moves under noise, two B-frames between others, a key frame every 60."""
+    """Generate a moving pattern under noise, with two B-frames between other frames and a key frame every 60."""
     import av
 
     path = folder / f"{video.name}.mp4"
@@ -101,11 +102,11 @@ def make(video: Video, folder: Path) -> Path:
 # ---- variants: each goes through a video and says of how many frames, as they come ----------------------------------
 
 Pass = Callable[[], Iterator[int]]
-Opened = Callable[[], Pass]  # opens decoders
+Opened = Callable[[], Pass]  # opens decoders, and returns the pass
 
 
 def ours(path: Path, form: str, device: str) -> Opened:
-    """Frames decoded on the CPU go to the GPU, if there is one."""
+    """Our reader; frames decoded on the CPU are copied to the GPU, if there is one."""
 
     def opened() -> Pass:
         reader = VideoReader(path, device, **FORMS[form])
@@ -116,7 +117,7 @@ def ours(path: Path, form: str, device: str) -> Opened:
 
 
 def bare_pyav(path: Path) -> Opened:
-    """Frames as FFmpeg has them, in the host's memory: nothing is converted."""
+    """PyAV's frames in FFmpeg's own format, in host memory, without conversion."""
 
     def opened() -> Pass:
         import av
@@ -129,7 +130,8 @@ def bare_pyav(path: Path) -> Opened:
 
 
 def pynvvideocodec(path: Path, form: str, threaded: bool) -> Opened:
-    """Its decoder alone or with its own thread; for a network's input, eight frames at a time through torch."""
+    """PyNvVideoCodec's decoder, alone or with its own thread; for a network's input, torch converts eight frames at a
+    time."""
     import PyNvVideoCodec as nvc
 
     colours = {} if form == "nv12" else {"output_color_type": nvc.OutputColorType.RGBP}
@@ -172,7 +174,7 @@ def torchcodec(path: Path, device: str) -> Opened:
     def opened() -> Pass:
         from torchcodec.decoders import VideoDecoder  # type: ignore[import-not-found]
 
-        decoder = VideoDecoder(str(path), device=device, num_ffmpeg_threads=0)  # as many as FFmpeg finds right
+        decoder = VideoDecoder(str(path), device=device, num_ffmpeg_threads=0)  # FFmpeg chooses the number
         return lambda: (1 for _ in decoder)
 
     return opened
@@ -194,7 +196,7 @@ def opencv(path: Path) -> Opened:
 
 
 def variants_of(path: Path) -> dict[str, Opened]:
-    """By "library, what is asked for"."""
+    """The variants, by "library, requested output"."""
     found: dict[str, Opened] = {}
     for form in FORMS:
         if GPU:
@@ -215,7 +217,7 @@ def variants_of(path: Path) -> dict[str, Opened]:
 
 
 def installed(name: str) -> bool:
-    """Whether a peer can be imported; said once, if not."""
+    """Whether a peer can be imported; if not, print a message once."""
     if name not in PEERS:
         try:
             __import__(name)
@@ -251,7 +253,8 @@ def sizes(paths: dict[Video, Path]) -> Iterator[dict[str, Any]]:
     for place, (video, path) in enumerate((video, path) for video, path in paths.items() if video != LONG):
         variants = variants_of(path)
         rates: dict[str, list[float]] = {name: [] for name in variants}
-        for number in range(0 if place == 0 else 1, PASSES + 1):  # 0, of the smallest, compiles kernels
+        # 0: an additional pass of the smallest video, which compiles kernels
+        for number in range(0 if place == 0 else 1, PASSES + 1):
             for name, opened in list(variants.items()):
                 try:
                     rate = rate_of(opened, video.frames)
@@ -266,8 +269,8 @@ def sizes(paths: dict[Video, Path]) -> Iterator[dict[str, Any]]:
 
 
 def streams(paths: dict[Video, Path]) -> Iterator[dict[str, Any]]:
-    """Each stream in a thread of its own, while all of them are read: NVDEC gives each to one of its engines, and of
-    videos that are all as long, those that share an engine end last."""
+    """Frames a second of several streams, each in its own thread. NVDEC assigns each stream to one of its engines, so
+    of equally long videos those that share an engine end last."""
     video = next((each for each in paths if each.name == LONG.name), next(iter(paths)))
     path = paths[video]
     forms = ("rgb", "input")
@@ -280,7 +283,7 @@ def streams(paths: dict[Video, Path]) -> Iterator[dict[str, Any]]:
 
 
 def at_once(opened: Opened, count: int) -> float:
-    """Frames a second of all, after each has given some; what ends begins again."""
+    """Frames a second of all streams, counted once each has returned some frames; streams that end begin again."""
     passes = [opened() for _ in range(count)]
     given, over = [0] * count, threading.Event()
 
@@ -324,8 +327,8 @@ def access(paths: dict[Video, Path]) -> Iterator[dict[str, Any]]:
 
 
 def training(paths: dict[Video, Path]) -> Iterator[dict[str, Any]]:
-    """Steps of 30 ms or so, each with a batch of clips: alone, the clips alone, and both, on a stream of their own and
-    on the default one, which is also FFmpeg's."""
+    """Time steps of about 30 ms, each with a batch of clips: the steps alone, the clips alone, and both together, on a
+    separate stream and on the default one, which FFmpeg uses, too."""
     video = next((each for each in paths if each.height == 1080), next(iter(paths)))
     clips = ClipDataset([paths[video]] * 4, frames=4, device="cuda" if GPU else "cpu", **INPUT)
     loader = ClipLoader(clips, batch=4, threads=7 if GPU else 2, ahead=4)
@@ -359,7 +362,8 @@ def training(paths: dict[Video, Path]) -> Iterator[dict[str, Any]]:
 
 
 def apart(case: str, paths: dict[Video, Path]) -> Iterator[dict[str, Any]]:
-    """The rows of a case, from a process of its own: what one library leaves running does not slow another's case."""
+    """The rows of a case, from a separate process, so that threads that one library leaves running do not slow another
+    case."""
     context = multiprocessing.get_context("spawn")
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(target=send_rows, args=(case, paths, GPU, sending))
@@ -394,8 +398,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/media.json"))
     parser.add_argument("--only", nargs="+", choices=CASES, default=CASES)
-    parser.add_argument("--quick", action="store_true", help="tiny, on the CPU: shows that the script runs")
-    parser.add_argument("--cpu", action="store_true", help="the CPU's readers alone")
+    parser.add_argument("--quick", action="store_true", help="tiny, on the CPU, to test the script")
+    parser.add_argument("--cpu", action="store_true", help="only the CPU's readers")
     options = parser.parse_args()
     if options.cpu:
         GPU, DEVICE = False, "cpu"

@@ -3,17 +3,17 @@
     python benchmarks/models.py [--out benchmarks/results/h200/models.json] [--only resnet50 conv_lstm-training]
     python benchmarks/models.py --reports build/reports --peers fast
 
-ResNet-50, Swin-T and DETR by `rooftop.inference.Engine` in bfloat16, beside torchvision's and transformers' as they
-are, channels last, and compiled with max-autotune; the network of Keras's example of next-frame prediction, forward and
-training step, beside Keras on its torch back end, with TF32 on both sides. All of a case have the same weights, and how
-far their results are from ours is in the row.
+ResNet-50, Swin-T and DETR run by `rooftop.inference.Engine` in bfloat16. The peers are torchvision's and transformers'
+models: unchanged, channels last, and compiled with max-autotune. The network of Keras's example of next-frame
+prediction, forward and training step, is compared with Keras on its torch back end, with TF32 on both sides. All
+variants of a case have the same weights, and the row has the distance of their results from ours.
 
-Each variant is called, and replayed from a CUDA graph, all of a case interleaved, medians. The roof is the fused one of
-our model at the ceilings measured in the same run: it moves inputs, parameters and results once. Rows are written after
-each case; a case that fails leaves the others, and fails the run at the end. `--peers fast` leaves out what is compiled
-(minutes for each case), `--peers none` all peers; one that is not installed has a row that says so. `--reports` writes
-what `rooftop.analyze` says of our model, launched without a graph. `--quick` shows on a CPU that the script runs, with
-small inputs.
+Each variant is called eagerly, and replayed from a CUDA graph. All variants of a case are interleaved, and figures are
+medians. The roof is the fused one of our model at the ceilings measured in the same run: it moves inputs, parameters
+and results once. Rows are written after each case. If a case fails, the others still run, and the run fails at the end.
+`--peers fast` leaves out compiled variants (minutes for each case), `--peers none` all peers. A peer that is not
+installed has a row that says so. `--reports` writes the reports of `rooftop.analyze` about our model, launched without
+a graph. `--quick` tests the script on a CPU, with small inputs.
 """
 
 from __future__ import annotations
@@ -47,20 +47,21 @@ from rooftop.models.vision.resnet import Bottleneck
 
 Call = Callable[[], Any]
 BF16 = torch.bfloat16
-FARTHEST = 0.1  # relative: bfloat16 through fifty layers moves results by about 0.02, other work by about 1
+# relative: through fifty layers, bfloat16 changes results by about 0.02; different work changes them by about 1
+FARTHEST = 0.1
 REPLAYED = ", replayed"
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How large a run is.
+    """The sizes of a run.
 
     Attributes:
-        device: where.
-        batch: of images or clips, at most.
-        side: of square photographs; `height` and `width`: of those for detection.
-        depths, layers: of the detector's ResNet; of its encoder and of its decoder.
-        steps, frame, filters: of clips, of their square frames, of the network that continues them.
+        device: the device of the run.
+        batch: the maximum batch of images or clips.
+        side: side of square photographs; `height` and `width`: size of photographs for detection.
+        depths, layers: depths of the detector's ResNet; numbers of layers of its encoder and of its decoder.
+        steps, frame, filters: frames of a clip, side of a frame, and filters of the network that continues clips.
     """
 
     device: str = "cuda"
@@ -80,16 +81,16 @@ QUICK = Scale("cpu", batch=2, side=32, height=64, width=96, depths=(1, 1, 1, 1),
 
 @dataclass
 class Work:
-    """What a case measures.
+    """The measurements of a case.
 
     Attributes:
-        model, inputs: what `rooftop.predict` and `rooftop.analyze` look at.
+        model, inputs: the arguments for `rooftop.predict` and `rooftop.analyze`.
         calls: the variants, ours first.
-        own_graph: those which replay a graph already.
-        apart: of each peer, how far its results are from ours: |theirs - ours| / |ours|.
+        own_graph: variants that already replay a graph.
+        apart: for each peer, the distance of its results from ours: |theirs - ours| / |ours|.
         absent: variants that cannot be measured, and why.
-        step: what makes a training step of a call: `train` and `loss`, as `predict` and `analyze` take them.
-        optimizer: makes that of the step from the parameters.
+        step: the arguments `train` and `loss` of `predict` and `analyze`, which turn a call into a training step.
+        optimizer: creates the step's optimizer from the parameters.
     """
 
     model: nn.Module
@@ -107,8 +108,8 @@ class Case:
     """A model at a batch size, or one direction of it.
 
     Attributes:
-        goal_ms: for all of the batch.
-        build: (scale, batch, which peers: "none", "fast" or "all") -> what is measured.
+        goal_ms: goal for the whole batch.
+        build: function of (scale, batch, peers: "none", "fast" or "all") that returns the `Work`.
     """
 
     model: str
@@ -127,16 +128,19 @@ def main() -> int:
     names = [*dict.fromkeys(case.model for case in CASES), *(case.name for case in CASES)]
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument("--peers", choices=("none", "fast", "all"), default="all", help="what to stand beside")
-    parser.add_argument("--seconds", type=float, default=0.25, help="to measure each variant")
-    parser.add_argument("--reports", type=Path, metavar="DIR", help="also write rooftop.analyze's reports of ours")
-    parser.add_argument("--quick", action="store_true", help="small, on the CPU: shows that the script runs")
+    parser.add_argument("--peers", choices=("none", "fast", "all"), default="all", help="peers to compare with")
+    parser.add_argument("--seconds", type=float, default=0.25, help="seconds to measure each variant")
+    parser.add_argument(
+        "--reports", type=Path, metavar="DIR", help="also write rooftop.analyze's reports of our models"
+    )
+    parser.add_argument("--quick", action="store_true", help="small, on the CPU, to test the script")
     options = parser.parse_args()
     if not options.quick and not torch.cuda.is_available():
-        parser.error("needs an NVIDIA GPU; --quick shows on a CPU that the script runs")
+        parser.error("needs an NVIDIA GPU; --quick tests the script on a CPU")
     scale = QUICK if options.quick else Scale()
     if scale.device == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True  # of what is float32: ConvLSTM
+        # for the float32 model, ConvLSTM
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     ceilings = ceilings_of("h200") if options.quick else measure_ceilings("cuda")
     environment = {"device": ceilings.device, "versions": dict(ceilings.versions)}
     found: dict[str, Any] = {"environment": environment, "rows": [], "failed": {}}
@@ -147,7 +151,7 @@ def main() -> int:
             for row in measure_case(case, scale, ceilings, options):
                 found["rows"].append(row)
                 write(found, options.out)
-        except Exception as error:  # the other cases are worth having
+        except Exception as error:  # go on, because the other cases are worth having
             traceback.print_exc()
             found["failed"][case.name] = f"{type(error).__name__}: {error}"
             write(found, options.out)
@@ -166,15 +170,15 @@ def write(found: dict[str, Any], path: Path | None) -> None:
 
 
 def measure_case(case: Case, scale: Scale, ceilings: Ceilings, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A row for each variant, printed; then the report is written.
+    """Measure and print a row for each variant, then write the report.
 
     Raises:
-        RuntimeError: the results of a peer are not ours: it does other work.
+        RuntimeError: the results of a peer differ from ours, so it does different work.
     """
     torch._dynamo.reset()
     gc.collect()
     if scale.device == "cuda":
-        torch.cuda.empty_cache()  # of the case before
+        torch.cuda.empty_cache()  # memory of the previous case
     torch.manual_seed(0)
     batch = min(case.batch, scale.batch)
     work = case.build(scale, batch, options.peers)
@@ -213,12 +217,12 @@ def measure_case(case: Case, scale: Scale, ceilings: Ceilings, options: argparse
 
 
 def replays(work: Work) -> dict[str, Call]:
-    """Each call as the replay of a CUDA graph; those that cannot be captured are noted in the work."""
+    """Each call as the replay of a CUDA graph. Calls that cannot be captured are noted in `work`."""
     found, stream = {}, torch.cuda.Stream()
     for name, call in work.calls.items():
         if name in work.own_graph:
             continue
-        call()  # compiles; lazy initialization waits
+        call()  # compiles; also for lazy initialization, which may wait for the GPU
         if waits_for_gpu(call):
             work.absent[name + REPLAYED] = "cannot be captured: the host waits for the GPU"
             continue
@@ -231,12 +235,12 @@ def replays(work: Work) -> dict[str, Call]:
 
 
 def imported(name: str) -> Any:
-    """A module, or in words why there is none."""
+    """A module, or the reason, in words, why it cannot be imported."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         return f"not installed: {error.name}"
-    except RuntimeError as error:  # a torchvision for CUDA beside a torch for the CPU
+    except RuntimeError as error:  # torchvision is for CUDA, but torch for the CPU
         return f"cannot be imported: {str(error).splitlines()[0]}"
 
 
@@ -248,7 +252,7 @@ def relative(theirs: Tensor, ours: Tensor) -> float:
 
 
 def classifier(name: str) -> Callable[[Scale, int, str], Work]:
-    """ResNet or Swin beside torchvision's of that name."""
+    """ResNet or Swin, compared with torchvision's model of the same name."""
 
     def build(scale: Scale, batch: int, which: str) -> Work:
         model = models.model_entry(name).build().eval()
@@ -268,9 +272,9 @@ def classifier(name: str) -> Callable[[Scale, int, str], Work]:
 
 
 def detector(scale: Scale, batch: int, which: str) -> Work:
-    """DETR beside that of transformers, of the same configuration; photographs fill the batch."""
+    """DETR, compared with that of transformers in the same configuration; photographs fill the batch."""
     model = models.Detr(Bottleneck, scale.depths, encoder_layers=scale.layers, decoder_layers=scale.layers).eval()
-    model.auxiliary = False  # what earlier layers say is of use in training only
+    model.auxiliary = False  # because only training needs the predictions of earlier layers
     transformers = imported("transformers") if which != "none" else ""
     peer = None if isinstance(transformers, str) else hugging_face_detr(transformers, scale)
     if peer is not None:
@@ -284,7 +288,7 @@ def detector(scale: Scale, batch: int, which: str) -> Work:
 
 
 def hugging_face_detr(transformers: Any, scale: Scale) -> nn.Module:
-    """Its DETR on its own ResNet-50, as for COCO, with random weights."""
+    """Hugging Face's DETR on its own ResNet-50, as for COCO, with random weights."""
     backbone = transformers.ResNetConfig(out_features=["stage4"], depths=scale.depths)
     options = {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None}
     depths = {"encoder_layers": scale.layers, "decoder_layers": scale.layers}
@@ -299,8 +303,8 @@ def photographs(batch: int, height: int, width: int, device: str) -> Tensor:
 
 
 def by_engine(model: nn.Module, x: Tensor) -> Work:
-    """A model as an engine that has graphs (each call copies its input in and its result out) and as one that has not.
-    What is predicted and analyzed is what the latter runs."""
+    """A model in an engine with graphs (each call copies its input in and its result out) and in one without.
+    Prediction and analysis are of the latter."""
     model = model.to(x.device)
     plain = Engine(model, dtype=BF16, channels_last=True, graphs=False)
     work = Work(plain.model, (x,), {"rooftop": lambda: plain(x)})
@@ -312,10 +316,10 @@ def by_engine(model: nn.Module, x: Tensor) -> Work:
 
 
 def add_peers(work: Work, name: str, peer: nn.Module, which: str, result: Callable[[Any], Tensor]) -> None:
-    """A module in bfloat16, as it is, channels last, and with `which` "all" the latter compiled.
+    """Add a peer's module in bfloat16: unchanged, channels last, and with `which` "all" the latter compiled.
 
     Args:
-        result: what of an output is compared with ours.
+        result: function that returns the part of an output to compare with ours.
     """
     (x,) = work.inputs
     peer = peer.to(x.device, BF16).eval()
@@ -342,7 +346,7 @@ def without_gradients(model: Callable[[Tensor], Any], x: Tensor) -> Call:
 
 
 class Logits(nn.Module):
-    """What the loss of a network of the next frame takes."""
+    """The logits of a next-frame network, as its loss takes them."""
 
     def __init__(self, network: models.NextFrameNetwork) -> None:
         super().__init__()
@@ -353,7 +357,7 @@ class Logits(nn.Module):
 
 
 def next_frames(scale: Scale, batch: int, which: str) -> Work:
-    """The forward of the network of Keras's example beside Keras's."""
+    """The forward of the network of Keras's example, compared with Keras's."""
     x, _ = clips(scale, batch)
     network, peer, why = next_frame_networks(scale, which)
     network.eval()
@@ -365,7 +369,7 @@ def next_frames(scale: Scale, batch: int, which: str) -> Work:
 
 
 def next_frames_training(scale: Scale, batch: int, which: str) -> Work:
-    """A step with binary cross entropy and Adam beside Keras's `train_on_batch`."""
+    """A step with binary cross entropy and Adam, compared with Keras's `train_on_batch`."""
     x, y = clips(scale, batch)
     network, peer, why = next_frame_networks(scale, which)
     model = Logits(network.train())
@@ -393,13 +397,13 @@ def next_frames_training(scale: Scale, batch: int, which: str) -> Work:
 
 
 def clips(scale: Scale, batch: int) -> tuple[Tensor, Tensor]:
-    """Frames and those that follow, (N, T, H, W, 1) each."""
+    """Frames and the frames that follow them, (N, T, H, W, 1) each."""
     frames = torch.rand(batch, scale.steps + 1, scale.frame, scale.frame, 1, device=scale.device)
     return frames[:, :-1].contiguous(), frames[:, 1:].contiguous()
 
 
 def next_frame_networks(scale: Scale, which: str) -> tuple[models.NextFrameNetwork, Any, dict[str, str]]:
-    """Ours, Keras's with the same weights, and why there is none."""
+    """Our network, Keras's with the same weights, and the reason if Keras's is missing."""
     network = models.next_frame_network(filters=scale.filters).to(scale.device)
     if which == "none":
         return network, None, {}

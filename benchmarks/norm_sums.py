@@ -1,11 +1,12 @@
-"""A sum over tensor parallel ranks and the norm after it: one kernel beside NCCL and a norm. Microseconds a call.
+"""A sum over tensor parallel ranks and the norm after it: one kernel compared with NCCL and a norm, in microseconds a
+call.
 
     python benchmarks/norm_sums.py [--ranks 2] [--out benchmarks/results/h100/norm_sums.json]
 
-Rows of 4096 and 8192 numbers in bfloat16, with a residual and an RMS norm, as in a decoding step of as many sequences.
-A CUDA graph holds 64 calls, each of which takes the result of the one before it; its replays are timed: medians, of
-the slowest rank. `rooftop.parallel.norm_sums.WORDS` is chosen by this: the rows up to which one kernel pays.
-`--quick` shows on a CPU that the script runs, the ranks by gloo, which have no such kernel.
+Rows have 4096 or 8192 numbers in bfloat16, with a residual and an RMS norm, as in a decoding step of as many sequences.
+A CUDA graph holds 64 calls, each of which takes the result of the previous one. Figures are the median times of its
+replays on the slowest rank. `rooftop.parallel.norm_sums.WORDS`, the number of rows up to which one kernel is faster,
+follows from them. `--quick` tests the script on a CPU, with ranks by gloo, which have no such kernel.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h100/norm_sums.json"))
     parser.add_argument("--ranks", type=int, default=2, help="GPUs  [default: 2]")
-    parser.add_argument("--quick", action="store_true", help="tiny, on the CPU: shows that the script runs")
+    parser.add_argument("--quick", action="store_true", help="tiny, on the CPU, to test the script")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -60,7 +61,7 @@ def main() -> int:
 
 
 def worker(path: Path, small: bool) -> int:
-    """A rank; the first one writes what was measured."""
+    """A rank; the first one writes the measurements."""
     layout = Layout(tp=launched().size)
     with join(layout, device="cpu" if small else "cuda", timeout_s=120.0) as world:
         shapes = [(1, 32)] if small else [(rows, columns) for columns in COLUMNS for rows in ROWS]
@@ -98,7 +99,7 @@ def measured(rows: int, columns: int, device: torch.device) -> list[dict[str, An
 
 
 def call_us(call: Callable[[Tensor], Tensor], first: Tensor, device: torch.device) -> tuple[float, float]:
-    """Of the slowest rank, and the spread over `REPEATS`."""
+    """Microseconds of a call on the slowest rank, and the spread over `REPEATS`."""
 
     def chain() -> None:
         y = first.clone()

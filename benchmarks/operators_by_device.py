@@ -1,11 +1,11 @@
-"""Which operators of PyTorch's own test suite call others on a GPU than `rooftop.predict` counts for one.
+"""Find operators of PyTorch's own test suite that call other operators on a GPU than `rooftop.predict` counts.
 
     python benchmarks/operators_by_device.py [--out FILE.json]
 
-Every sample of `torch.testing` (some 600 functions, 100 modules) runs twice: on fake CPU tensors as a prediction does
-(`rooftop.analysis.as_on_gpu`), and on the GPU. The operators that move or compute anything must be the same. Without
-a GPU the second run is on fake tensors of one and forward only; what needs cuDNN or a choice of kernel at run time
-then differs and is named. Needs `expecttest`, which `torch.testing` imports.
+Every sample of `torch.testing` (about 600 functions, 100 modules) runs twice: on fake CPU tensors as in a prediction
+(`rooftop.analysis.as_on_gpu`), and on the GPU. The operators that move or compute anything must be the same. Without a
+GPU the second run is on fake GPU tensors, forward only. Functions that need cuDNN or choose a kernel at run time then
+differ, and are listed. The script needs `expecttest`, which `torch.testing` imports.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from rooftop.cost import CountingMode, counted_for
 from rooftop.cost.accounting import tensors_in
 
 ON_GPU = torch.cuda.is_available()
-SAMPLES = 30  # of each function and dtype
+SAMPLES = 30  # samples of each function and dtype
 SAME_COST = {
     "cudnn_batch_norm": "native_batch_norm",
     "cudnn_batch_norm_backward": "native_batch_norm_backward",
     "cudnn_grid_sampler": "grid_sampler_2d",
     "cudnn_grid_sampler_backward": "grid_sampler_2d_backward",
 }
-TRANSFERS = {"_to_copy", "lift_fresh"}  # constants that the program makes on the host
+TRANSFERS = {"_to_copy", "lift_fresh"}  # constants that the program creates on the host
 
 
 def names_of(records: list[Any]) -> Counter[str]:
@@ -47,7 +47,8 @@ def names_of(records: list[Any]) -> Counter[str]:
 
 
 def counted(run: Callable[[], Any], as_gpu: bool) -> Counter[str] | str:
-    """The operators that a call runs, with those of its backward pass on a machine with a GPU; why, if it cannot."""
+    """The operators that a call runs, including those of its backward pass on a machine with a GPU; if it fails, the
+    reason."""
     try:
         chosen = as_on_gpu() if as_gpu else nullcontext()
         with counted_for("cuda"), CountingMode() as mode, chosen, torch.set_grad_enabled(ON_GPU):
@@ -60,13 +61,13 @@ def counted(run: Callable[[], Any], as_gpu: bool) -> Counter[str] | str:
 
 
 class NoStandIn(Exception):
-    """A call has arguments that no fake tensor can stand for: it is left out, and counted."""
+    """A call has arguments that no fake tensor can represent. It is left out and counted."""
 
 
 def faked(mode: FakeTensorMode, device: str) -> Callable[[Tensor], Tensor]:
     def fake(tensor: Tensor) -> Tensor:
         if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
-            raise NoStandIn(f"no fake tensor stands for a {tensor.layout} one on another device")
+            raise NoStandIn(f"no fake tensor can represent a {tensor.layout} one on another device")
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         return FakeTensor(mode, meta, torch.device(device)).requires_grad_(tensor.requires_grad and ON_GPU)
 
@@ -78,7 +79,7 @@ def on_gpu(tensor: Tensor) -> Tensor:
 
 
 def difference(call: Callable[[Any], Any], values: Any) -> tuple[Any, Any] | None:
-    """(as predicted, on the GPU), None if they are the same or cannot be run."""
+    """The operators (as predicted, on the GPU); None if they are the same or the call cannot run."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     predicted_values = tree_map_only(Tensor, faked(mode, "cpu"), values)
     with mode:
@@ -114,7 +115,7 @@ def modules(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[Any], Any], Any
     from torch.testing._internal.common_modules import module_db
 
     for info in module_db:
-        if issubclass(info.module_cls, LazyModuleMixin):  # after the first call these are the others
+        if issubclass(info.module_cls, LazyModuleMixin):  # after the first call, lazy modules are ordinary ones
             continue
         for training in (False, True):
             try:
@@ -158,7 +159,7 @@ def main() -> int:
                     predicted, actual = (dict(d) if isinstance(d, Counter) else d for d in differing)
                     found[key] = {"predicted": predicted, "gpu": actual}
                     print(f"{key}\n    predicted {predicted}\n    on a GPU  {actual}", flush=True)
-    print(f"{calls} calls, {left_out} without a stand-in left out, {len(found)} functions and modules that differ")
+    print(f"{calls} calls, {left_out} without fake tensors left out, {len(found)} functions and modules that differ")
     if options.out is not None:
         where = torch.cuda.get_device_name() if ON_GPU else "fake tensors of a GPU, forward only"
         result = {"torch": torch.__version__, "device": where, "calls": calls, "differ": found}

@@ -271,7 +271,7 @@ def moved(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
 def step(
     model: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], train: bool, marks: bool = False
 ) -> Callable[[], Any]:
-    """A call as users make it: without gradients, or forward and backward from the mean square of the first output."""
+    """A call as users make it: without gradients, or forward and backward from the sum of the first output."""
 
     def infer() -> Any:
         with torch.no_grad():
@@ -434,7 +434,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure, write, and say whether something is slower."""
+    """Measure, write the rows, and return whether something is slower."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="MODEL[:BATCH]", default=[], help="only these models or rows")
     parser.add_argument("--batch", choices=("small", "large", "both"), default="both", help="of inference")

@@ -1,33 +1,33 @@
-"""One Llama trained in several layouts of GPUs, beside PyTorch's own FSDP2 and tensor parallelism of the same model.
+"""One Llama trained in several layouts of GPUs, compared with PyTorch's own FSDP2 and tensor parallelism.
 
     python benchmarks/parallel.py [--out benchmarks/results/h200/parallel.json] [--only llama-1b-fsdp2 llama-7b-fsdp2]
 
-A process for each GPU, NCCL. Each case is a model of 135 million to 7 billion parameters in a layout, with sequences of
-4096 tokens; those that the GPUs have room for are run, the most important first. Both sides begin with the same
-weights, and the losses of their first steps must agree, or the row fails.
+There is a process for each GPU, with NCCL. Each case is a model of 135 million to 7 billion parameters in a layout,
+with sequences of 4096 tokens. Cases that fit into the GPUs' memory run, the most important first. Both sides begin with
+the same weights, and the losses of their first steps must agree, or the row fails.
 
-The same precision on both sides: computed in bfloat16; weights, sums of gradients over data ranks and fused AdamW in
-float32. With FSDP2 the shared float32 parameters are gathered in bfloat16; without, bfloat16 parameters beside float32
-ones, and where each data rank has the model whole ("ddp") PyTorch's sums are of bfloat16. Gradients are not clipped.
-Ours as it is and with each block compiled; PyTorch's always compiled, with the loss in parts (`loss_parallel`) and with
-asynchronous tensor parallelism where it works, noted as absent where it does not. "rooftop, trained" is
-`rooftop.train.GptTrainer`, as `rooftop train gpt` makes its steps: it reads its text and takes the norm of the
-gradient. "rooftop, halves" computes the halves of a batch in turn. "Replayed" is a step from a CUDA graph, of the
-trainer all but the optimizer. A small model, for which the host is too slow, PyTorch also compiles whole, with CUDA
-graphs (mode="reduce-overhead").
+Both sides have the same precision: they compute in bfloat16; weights, sums of gradients over data ranks and fused AdamW
+are float32. With FSDP2 the sharded float32 parameters are gathered in bfloat16. Without it, there are bfloat16
+parameters next to float32 ones. If each data rank has the whole model ("ddp"), PyTorch's sums are in bfloat16.
+Gradients are not clipped. Ours runs without compilation, and with each block compiled. PyTorch's is always compiled,
+with the loss in parts (`loss_parallel`) and with asynchronous tensor parallelism, which is noted as absent if it does
+not work. "rooftop, trained" is `rooftop.train.GptTrainer`, which makes the steps of `rooftop train gpt`: it reads its
+text and computes the norm of the gradient. "rooftop, halves" computes the halves of a batch alternately. "Replayed" is
+a step from a CUDA graph; for the trainer, all of it but the optimizer. PyTorch also compiles a small model, for which
+the host is too slow, as a whole with CUDA graphs (mode="reduce-overhead").
 
-    ms, spread         of a step: the median, and from the fastest to the slowest by it; of the slowest rank
-    tflops             a second and GPU: matrix products and attention, of which the causal half counts
-    percent_of_roof    the fused roof of a step (weights, gradients and optimizer once, all flops), by its ceilings
-    peak_gib           of tensors, of the rank with most
-    communication_ms   of one step of rank 0, on the profiler's timeline: while anything was communicated, or it waited
-                       for the others to; exposed_ms: of that, while nothing was computed; by_kind_ms: all kernels and
-                       copies, added up by what they do
-    init_s             to make the model in its layout with its initial values, of the slowest rank; the first time with
-                       the compilation of kernels. ready_s: with that and the first steps, which compile
+    ms, spread         of a step on the slowest rank: the median, and (slowest - fastest) / median
+    tflops             per second and GPU: matrix products and attention, which counts its causal half
+    percent_of_roof    relative to the fused roof of a step (weights, gradients and optimizer once, all flops)
+    peak_gib           of tensors, on the rank with the most
+    communication_ms   of one step of rank 0, on the profiler's timeline: time in which it communicated, or waited
+                       for other ranks; exposed_ms: the part of it without computation; by_kind_ms: all kernels and
+                       copies, added up by kind
+    init_s             to create the model in its layout with initial values, on the slowest rank; the first time with
+                       the compilation of kernels. ready_s: the same plus the first steps, which compile
 
-A case that fails leaves the others and fails the run. `--timeline DIR` keeps the timelines, for chrome://tracing or
-Perfetto. `--quick` shows on a CPU that the script runs, with gloo and without timelines.
+If a case fails, the others still run, and the run fails. `--timeline DIR` keeps the timelines, for chrome://tracing or
+Perfetto. `--quick` tests the script on a CPU, with gloo and without timelines.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ LOSS_NOISE = (
     0.02,
     0.05,
     0.1,
-)  # of these; bfloat16 rounds gradients differently, and the steps of Adam follow their signs
+)  # tolerance of these losses: bfloat16 rounds gradients differently, and Adam's steps follow their signs
 FEWEST, MOST = 5, 20  # measured steps
-JOB_S = 180.0  # after which a variant hangs
-INIT_GOAL_S = 10.0  # of 7 billion parameters
+JOB_S = 180.0  # seconds after which a variant counts as hanging
+INIT_GOAL_S = 10.0  # goal for 7 billion parameters
 
-SMALLEST = replace(  # sizes of SmolLM, whose head is tied
+SMALLEST = replace(  # the sizes of SmolLM, with a tied head
     gpt_config("llama-1b"), vocabulary=49152, layers=30, width=576, heads=9, kv_heads=3, hidden=1536
 )
 
@@ -93,10 +93,10 @@ class Case:
     """A model in a layout.
 
     Attributes:
-        micro_batch: sequences of a data rank.
-        needs_gib: memory of each GPU.
-        layers: so many of the model's, where one GPU shall compute what each of several does.
-        whole: whether each data rank has the model whole, and only gradients are summed; else they share it.
+        micro_batch: sequences per data rank.
+        needs_gib: required memory of each GPU.
+        layers: number of layers, if fewer than the model's: so that one GPU computes as much as each of several.
+        whole: whether each data rank has the whole model, so that only gradients are summed; else the ranks share it.
     """
 
     model: str
@@ -129,7 +129,8 @@ def tensor_parallel(size: int) -> Layout:
 
 
 # 7 billion parameters take 16 bytes each with float32 weights, gradients and Adam, shared by the data ranks: 54 GiB on
-# each of two, beside 0.6 GiB of activations for a layer and sequence. Tensor parallel ranks have 2 bytes more for each.
+# each of two ranks, plus 0.6 GiB of activations per layer and sequence. On tensor parallel ranks each takes 2 bytes
+# more.
 CASES = (
     Case("llama-1b", Layout(2), 4, 70, (OURS, NATIVE, COMPILED, TRAINED), "fsdp2"),
     Case("llama-1b", tensor_parallel(2), 4, 70, (*OF_TENSOR_RANKS, ASYNC, COMPILED), "tp2"),
@@ -152,7 +153,7 @@ NAMES = [case.name for case in CASES]
 
 @dataclass(frozen=True)
 class Job:
-    """A variant of a case, as the processes are told."""
+    """A variant of a case, as the processes receive it."""
 
     number: int
     case: Case
@@ -169,15 +170,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/parallel.json"))
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help=", ".join(NAMES))
-    parser.add_argument("--variants", nargs="+", metavar="NAME", help="so called only, of each case")
-    parser.add_argument("--peers", choices=("none", "all"), default="all", help="what to stand beside")
-    parser.add_argument("--seconds", type=float, default=2.0, help="to measure each variant")
-    parser.add_argument("--timeline", type=Path, metavar="DIR", help="keep a chrome trace of a step of each variant")
-    parser.add_argument("--quick", action="store_true", help="tiny, on the CPU: shows that the script runs")
+    parser.add_argument("--variants", nargs="+", metavar="NAME", help="only variants with these names")
+    parser.add_argument("--peers", choices=("none", "all"), default="all", help="peers to compare with")
+    parser.add_argument("--seconds", type=float, default=2.0, help="seconds to measure each variant")
+    parser.add_argument(
+        "--timeline", type=Path, metavar="DIR", help="folder for a chrome trace of a step of each variant"
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny, on the CPU, to test the script")
     options = parser.parse_args()
     gpus = 2 if options.quick else torch.cuda.device_count()
     if gpus < 1:
-        parser.error("needs NVIDIA GPUs; --quick shows on a CPU that the script runs")
+        parser.error("needs NVIDIA GPUs; --quick tests the script on a CPU")
     gib = torch.cuda.get_device_properties(0).total_memory / 2**30 if not options.quick else float("inf")
     cases = [case for case in CASES if case.name in options.only]
     fitting = [case for case in cases if case.layout.world_size <= gpus and case.needs_gib <= gib]
@@ -216,7 +219,7 @@ def main() -> int:
 
 
 def disagreement(expected: list[float], found: list[float]) -> str:
-    """How the losses of the first steps differ, if by more than rounding."""
+    """A sentence that says how the losses of the first steps differ, if by more than rounding."""
     apart = [abs(a - b) for a, b in zip(expected, found, strict=True)]
     if all(each <= noise for each, noise in zip(apart, LOSS_NOISE, strict=False)):
         return ""
@@ -224,7 +227,8 @@ def disagreement(expected: list[float], found: list[float]) -> str:
 
 
 def performed(jobs: list[Job]) -> Iterator[tuple[Job, dict[str, Any] | None, str]]:
-    """Each job with what was measured, or with what went wrong; then the rest goes on in new processes."""
+    """Yield each job with its measurements, or with its error; after an error, the remaining jobs run in new
+    processes."""
     left = list(jobs)
     while left:
         for job, row, problem in in_processes(list(left)):
@@ -233,7 +237,7 @@ def performed(jobs: list[Job]) -> Iterator[tuple[Job, dict[str, Any] | None, str
 
 
 def in_processes(jobs: list[Job]) -> Iterator[tuple[Job, dict[str, Any] | None, str]]:
-    """One after another, until all are done or one has failed."""
+    """Run jobs one after another, until all are done or one has failed."""
     context = mp.get_context("spawn")
     ranks = jobs[0].case.layout.world_size
     with tempfile.TemporaryDirectory(prefix="rooftop-parallel-") as folder:
@@ -257,7 +261,7 @@ def in_processes(jobs: list[Job]) -> Iterator[tuple[Job, dict[str, Any] | None, 
 
 
 def heard(said: Any, processes: list[Any]) -> tuple[dict[str, Any] | None, str]:
-    """The row of the next job, or what went wrong."""
+    """The row of the next job, or its error."""
     until = time.monotonic() + JOB_S
     while time.monotonic() < until:
         with suppress(queue.Empty):
@@ -265,7 +269,7 @@ def heard(said: Any, processes: list[Any]) -> tuple[dict[str, Any] | None, str]:
             return row, problem
         gone = [process.exitcode for process in processes if process.exitcode not in (None, 0)]
         if gone:
-            with suppress(queue.Empty):  # what it said before it ended
+            with suppress(queue.Empty):  # the error that the rank reported before it ended
                 row, problem = said.get(timeout=1.0)
                 return row, problem
             return None, f"a rank ended with {gone[0]}"
@@ -273,12 +277,12 @@ def heard(said: Any, processes: list[Any]) -> tuple[dict[str, Any] | None, str]:
 
 
 def described(job: Job, row: dict[str, Any], ceilings: Ceilings) -> dict[str, Any]:
-    """What is kept of a row."""
+    """The values of a row that are kept."""
     case, config = job.case, job.case.config(job.small)
     said = {"case": case.name, "variant": job.variant, "layout": str(case.layout), "gpus": case.layout.world_size}
     if job.variant == INIT:
         return {**said, "init_s": row["init_s"], "goal_s": INIT_GOAL_S, "peak_gib": row["peak_gib"]}
-    tokens = case.micro_batch * case.layout.dp * config.positions // case.layout.world_size  # of a GPU
+    tokens = case.micro_batch * case.layout.dp * config.positions // case.layout.world_size  # per GPU
     flops = config.flops_per_token(config.positions) * tokens
     best = roof(least_work(case, config, flops), ceilings).ms
     return {
@@ -294,8 +298,8 @@ def described(job: Job, row: dict[str, Any], ceilings: Ceilings) -> dict[str, An
 
 
 def least_work(case: Case, config: GptConfig, flops: int) -> Cost:
-    """Of a step of a rank: weights read forward and backward; gradients written and read; weights and state of the
-    optimizer read and written."""
+    """The least work of a rank's step: weights are read forward and backward; gradients are written and read; weights
+    and state of the optimizer are read and written."""
     held = config.parameters // case.layout.tp
     stepped = 4 * held // case.layout.dp
     return Cost(2 * 2 * held + 4 * stepped, 4 * stepped + 2 * held, {"bf16": flops})
@@ -305,8 +309,8 @@ def least_work(case: Case, config: GptConfig, flops: int) -> Cost:
 
 
 def rank_main(rank: int, ranks: int, jobs: list[Job], folder: str, said: Any) -> None:
-    """All jobs; rank 0 says what was measured, any rank what went wrong."""
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast over NVLink is not to be had everywhere
+    """Run all jobs. Rank 0 reports measurements, and any rank reports errors."""
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast does not work everywhere
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     os.environ["LOCAL_RANK"] = os.environ["RANK"] = str(rank)
     small = jobs[0].small
@@ -332,11 +336,11 @@ def rank_main(rank: int, ranks: int, jobs: list[Job], folder: str, said: Any) ->
         said.put((None, traceback.format_exc()))
         said.close()
         said.join_thread()
-        os._exit(1)  # the other ranks may wait for this one: they are ended
+        os._exit(1)  # the other ranks may wait for this one, and are ended too
 
 
 def forget(device: torch.device) -> None:
-    """Leave nothing of a job to the next one."""
+    """Clear everything that a job leaves in the process."""
     torch._inductor.config._micro_pipeline_tp = False
     torch._dynamo.reset()
     gc.collect()
@@ -428,20 +432,21 @@ class Ours:
         self.ranks = layout.dp
         replayed = variant in (REPLAYED, HALVES_REPLAYED) and not small
         self.replayed = Replayed(lambda *given: (self._step(*given),), device, FIRST) if replayed else None
-        if dtype == torch.bfloat16:  # the loss is float32
+        if dtype == torch.bfloat16:  # because the loss is float32
             model.head.forward = torch.autocast(device.type, dtype)(model.head.forward)  # type: ignore[method-assign]
         if variant == COMPILED:
             for block in model.layers.values():
                 block.forward = torch.compile(block.forward, backend=backend(small))  # type: ignore[method-assign]
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """As of `Native`; of the replayed variant the first ones as they are, and then from a CUDA graph."""
+        """A step, as in `Native`; in the replayed variant, the first steps are eager, and later ones come from a CUDA
+        graph."""
         return self._step(tokens, targets) if self.replayed is None else self.replayed(tokens, targets)[0]
 
     def _step(self, tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = self.model(tokens, targets)
         with self.gradients.summing():
-            (loss / self.ranks).backward()  # every rank has as many targets
+            (loss / self.ranks).backward()  # every rank has equally many targets
         self.gradients.sum_()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -449,7 +454,7 @@ class Ours:
 
 
 def trained(job: Job, config: GptConfig, dtype: torch.dtype, device: torch.device) -> Step:
-    """A step that reads the same sequences itself."""
+    """The trainer's step, which reads the same sequences itself."""
     case = job.case
     training = GptTraining(
         config=config,
@@ -491,12 +496,12 @@ def native(job: Job, config: GptConfig, dtype: torch.dtype, device: torch.device
 
 
 def backend(small: bool) -> str:
-    """Of torch.compile; the small models are only traced."""
+    """The back end of torch.compile; small models are only traced."""
     return "aot_eager" if small else "inductor"
 
 
 def whole_text(case: Case, config: GptConfig) -> Tensor:
-    """Random tokens, one row: as many sequences as a step takes, and a last target."""
+    """Random tokens in one row: those of a step's sequences, and one more for the last target."""
     sequences = case.micro_batch * case.layout.dp
     generator = torch.Generator().manual_seed(0)
     return torch.randint(config.vocabulary, (sequences * config.positions + 1,), generator=generator)
@@ -519,15 +524,15 @@ def mean_of_data_ranks(loss: Tensor, data: Any, ranks: int) -> float:
 
 
 def slowest(number: float, device: torch.device) -> float:
-    """The largest of all ranks."""
+    """The largest value of all ranks."""
     found = torch.tensor(number, dtype=torch.float64, device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found)
 
 
 def timed(run: Callable[[], object], device: torch.device, seconds: float) -> list[float]:
-    """ms of each of some steps, of the slowest rank; nobody waits between them."""
-    run()  # some capture a graph in it
+    """ms of each of some steps on the slowest rank, without waiting between steps."""
+    run()  # some variants capture a graph in this call
     synchronize(device)
     begin = time.perf_counter()
     for _ in range(2):
@@ -556,7 +561,7 @@ def timed(run: Callable[[], object], device: torch.device, seconds: float) -> li
 
 
 def on_timeline(run: Callable[[], object], job: Job, device: torch.device) -> dict[str, Any]:
-    """What a step of rank 0 was made of. Without GPUs there is no timeline of what they do."""
+    """The parts of a step of rank 0, from its timeline; empty without GPUs."""
     if device.type != "cuda":
         return {}
     if dist.get_rank() != 0:

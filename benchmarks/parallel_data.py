@@ -1,17 +1,18 @@
-"""Data parallelism on two GPUs: one process with `DataParallel`, ours and torch's, beside a process for each (DDP).
+"""Data parallelism on two GPUs: one process with `DataParallel`, ours and torch's, compared with a process for each GPU
+(DDP).
 
     python benchmarks/parallel_data.py [--out benchmarks/results/h200/parallel_data.json] [--only resnet50-256 mlp-1024]
 
 A training step (forward, cross entropy, backward, SGD with momentum) of ResNet-50 in bfloat16, channels last, and of a
-small MLP in float32, which has little to do between its copies. Batches come from pinned host memory. Medians; the
-variants of one process are interleaved, the processes of DDP are timed together and the slowest counts.
+small MLP in float32, which computes little between its copies. Batches come from pinned host memory. Figures are
+medians. The variants of one process are interleaved. The processes of DDP are timed together, and the slowest counts.
 
-Beside them in each row: `share_ms`, one GPU with its share of the batch alone, which is what splitting costs nothing
-would take; and `collective_ms`, the roof of what must be communicated: an all-reduce of the gradients (which for
-DataParallel is a reduction of them and a broadcast of the parameters) at the bus bandwidth measured in the same run.
+Each row also has `share_ms`, the time of one GPU with only its share of the batch, as if splitting cost nothing.
+`collective_ms` is the roof of communication: an all-reduce of the gradients (for DataParallel, a reduction of the
+gradients and a broadcast of the parameters) at the bus bandwidth measured in the same run.
 
-`--limits 0 65536 16777216` also measures ours with tensors of up to so many bytes copied together. `--peers none`
-leaves out torch's. `--quick` shows on a CPU that the script runs, with gloo.
+`--limits 0 65536 16777216` also measures ours with other limits, in bytes, up to which tensors are copied together.
+`--peers none` leaves out torch's. `--quick` tests the script on a CPU, with gloo.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ from rooftop.parallel.data_parallel import DataParallel
 
 COUNT = 2
 OURS = "rooftop DataParallel"
-SAMPLES = 9  # of the processes together
-COLLECTIVE_STEP = 4 * COUNT  # `collective_rates` divides its messages among the devices, in float32
+SAMPLES = 9  # number of samples of the processes of DDP
+COLLECTIVE_STEP = 4 * COUNT  # bytes, since `collective_rates` divides its float32 messages among the devices
 
 
 @dataclass(frozen=True)
 class Case:
-    """A network with the batch of all devices together; `model`: resnet50 or mlp, or their small ones for a CPU."""
+    """A network with the total batch of all devices; `model`: resnet50 or mlp, or small ones for a CPU."""
 
     model: str
     batch: int
@@ -71,7 +72,7 @@ class Case:
         )
 
     def samples(self, count: int) -> tuple[Tensor, Tensor]:
-        """(count, ...) inputs and (count,) labels, in pinned memory where there are GPUs."""
+        """Inputs (count, ...) and labels (count,), in pinned memory if there are GPUs."""
         labels = torch.randint(10, (count,))
         if self.model == "resnet50":
             x = torch.randn(count, 3, 224, 224).to(torch.bfloat16, memory_format=torch.channels_last)
@@ -91,15 +92,20 @@ def main() -> int:
     names = [case.name for case in (*CASES, *QUICK)]
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/parallel_data.json"))
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument("--peers", choices=("none", "all"), default="all", help="what to stand beside")
+    parser.add_argument("--peers", choices=("none", "all"), default="all", help="peers to compare with")
     parser.add_argument(
-        "--limits", nargs="+", type=int, default=[], metavar="BYTES", help="other sizes copied together"
+        "--limits",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="BYTES",
+        help="other limits in bytes up to which tensors are copied together",
     )
-    parser.add_argument("--seconds", type=float, default=2.0, help="to measure each variant")
-    parser.add_argument("--quick", action="store_true", help="small, on the CPU: shows that the script runs")
+    parser.add_argument("--seconds", type=float, default=2.0, help="seconds to measure each variant")
+    parser.add_argument("--quick", action="store_true", help="small, on the CPU, to test the script")
     options = parser.parse_args()
     if not options.quick and torch.cuda.device_count() < COUNT:
-        parser.error(f"needs {COUNT} NVIDIA GPUs; --quick shows on a CPU that the script runs")
+        parser.error(f"needs {COUNT} NVIDIA GPUs; --quick tests the script on a CPU")
     devices = ["cpu"] * COUNT if options.quick else [f"cuda:{index}" for index in range(COUNT)]
     results = Results(options.out, ceilings_of("h200") if options.quick else measure_ceilings("cuda"))
     for case in QUICK if options.quick else CASES:
@@ -146,14 +152,14 @@ def in_one_process(case: Case, devices: list[str], seconds: float, peers: bool, 
         "one device, its share": step(case.network().to(first), case.samples(case.batch // COUNT), first),
     }
     variants |= {f"{OURS}, up to {limit} bytes together": limited(ours(), limit) for limit in limits}
-    if peers and first != "cpu":  # torch's has no replicas on a CPU
+    if peers and first != "cpu":  # because torch's has no replicas on a CPU
         theirs = nn.DataParallel(case.network().to(first), list(range(COUNT)))
         variants["torch.nn.DataParallel"] = step(theirs, case.samples(case.batch), first)
     return compare(variants, device=first, seconds=seconds)
 
 
 def limited(run: Callable[[], None], limit: int) -> Callable[[], None]:
-    """The step with tensors of up to so many bytes copied together."""
+    """The step, with tensors of up to this many bytes copied together."""
 
     def call() -> None:
         device_copies.COALESCED_BYTES = limit
@@ -163,7 +169,7 @@ def limited(run: Callable[[], None], limit: int) -> Callable[[], None]:
 
 
 def step(model: nn.Module, batch: tuple[Tensor, Tensor], device: str) -> Callable[[], None]:
-    """A training step. DataParallel itself brings the batch to its devices; the others have to be given it there."""
+    """A training step. DataParallel itself copies the batch to its devices; the other variants need it there."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True)
     splits = isinstance(model, DataParallel | nn.DataParallel)
 
@@ -186,7 +192,7 @@ def in_processes(case: Case, devices: Sequence[str], seconds: float) -> Timing:
 def rank_main(rank: int, case: Case, devices: Sequence[str], seconds: float, folder: str) -> None:
     """One process of DDP; the first one writes the samples."""
     device = torch.device(devices[rank])
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast over NVLink is not to be had everywhere
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast does not work everywhere
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -209,14 +215,14 @@ def timed(run: Callable[[], None], device: torch.device, seconds: float) -> list
         run()
     calls = torch.tensor(max(1, int(seconds / SAMPLES / (several(run, device, 3) / 1e3))), device=device)
     dist.broadcast(calls, 0)
-    several(run, device, int(calls))  # warm
+    several(run, device, int(calls))  # warm up
     samples = torch.tensor([several(run, device, int(calls)) for _ in range(SAMPLES)], device=device)
     dist.all_reduce(samples, dist.ReduceOp.MAX)
     return [float(sample) for sample in samples]
 
 
 def several(run: Callable[[], None], device: torch.device, calls: int) -> float:
-    """ms of one of so many calls."""
+    """ms of a call, the mean of this many."""
     synchronize(device)
     meet(device)
     began = time.perf_counter()

@@ -1,8 +1,8 @@
-"""The peer of `benchmarks/parallel.py`: the same Llama in plain torch.nn, split by PyTorch's own means at their best.
+"""The peer of `benchmarks/parallel.py`: the same Llama in plain torch.nn, split by the best of PyTorch's own methods.
 
-Tensor parallel: DTensor, with sequence parallelism, and the loss computed where its part of the vocabulary is
-(`loss_parallel`). Data parallel: FSDP2. Each block compiled by itself, and without tensor parallel ranks the loss too.
-It begins with the weights that Rooftop's model of a seed has.
+Tensor parallel ranks use DTensor with sequence parallelism, and compute the loss on their parts of the vocabulary
+(`loss_parallel`). Data ranks use FSDP2. Each block is compiled separately, and without tensor parallel ranks the loss
+is, too. The model begins with the weights of Rooftop's model with the same seed.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from rooftop.models.gpt.network import initial_values
 from rooftop.parallel import Stream
 
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Of attention, the fastest on Hopper first."""
+"""Back ends of attention, the fastest on Hopper first."""
 
 # ---- the model -----------------------------------------------------------------------------------------------------
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (B, S, H, D), cos and sin (S, D / 2) in float32: pairs (i, i + D / 2) turned."""
+    """Rotate the pairs (i, i + D / 2) of x (B, S, H, D); cos and sin are (S, D / 2) in float32."""
     a, b = x.float().chunk(2, -1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).type_as(x)
@@ -59,7 +59,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x (B, S, W); (B, S, W)."""
+        """(B, S, W) to (B, S, W)."""
         query, key, value = (layer(x).unflatten(-1, (-1, self.features)) for layer in (self.wq, self.wk, self.wv))
         query, key = rotated(query, cos, sin), rotated(key, cos, sin)
         with sdpa_kernel(BACKENDS, set_priority=True):
@@ -104,9 +104,11 @@ class Llama(nn.Module):
         self.output = nn.Linear(config.width, config.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """tokens (B, S); logits (B, S, V), with tensor parallel ranks a DTensor of which each has some columns."""
+        """tokens (B, S) to logits (B, S, V); with tensor parallel ranks, a DTensor of which each rank has some
+        columns."""
         x = self.tok_embeddings(tokens)
-        if isinstance(x, AsyncCollectiveTensor):  # of which a compiled block makes a gradient that DTensor cannot take
+        # for this type a compiled block computes a gradient that DTensor cannot take
+        if isinstance(x, AsyncCollectiveTensor):
             x = x.clone()
         for block in self.layers.values():
             x = block(x, cos, sin)
@@ -124,7 +126,7 @@ EDGES = {
 
 
 def block_plan() -> dict[str, Any]:
-    """How a block is split among tensor parallel ranks; between its layers along the sequence."""
+    """The plan by which a block is split among tensor parallel ranks; between its layers, along the sequence."""
     return {
         "attention_norm": SequenceParallel(),
         "attention": PrepareModuleInput(
@@ -143,7 +145,7 @@ def block_plan() -> dict[str, Any]:
 
 
 def named_as_ours(config: GptConfig) -> dict[str, tuple[str, Box]]:
-    """By the end of a name here: that of Rooftop's parameter, and which part of it."""
+    """The ending of a parameter's name here -> the name of Rooftop's parameter, and the part of it."""
     width, kv, hidden = config.width, config.kv_width, config.hidden
     packed = {
         "attention.wq": ("attention.qkv", width + 2 * kv, 0, width),
@@ -170,7 +172,7 @@ def named_as_ours(config: GptConfig) -> dict[str, tuple[str, Box]]:
 
 @torch.no_grad()
 def fill(model: Llama, config: GptConfig, seed: int, device: torch.device) -> None:
-    """The weights of Rooftop's model, one whole parameter at a time; a rank keeps its part."""
+    """Fill in the weights of Rooftop's model, one whole parameter at a time; a rank keeps its part."""
     known, rules, stream = named_as_ours(config), initial_values(config), Stream(seed)
     for name, parameter in model.named_parameters():
         place, _, end = name.removesuffix(".weight").rpartition(".")
@@ -195,7 +197,7 @@ def fill(model: Llama, config: GptConfig, seed: int, device: torch.device) -> No
 
 
 class WideWeights:
-    """float32 weights of a bfloat16 model, which the optimizer steps; of a DTensor this rank's part."""
+    """float32 weights of a bfloat16 model, which the optimizer updates; for a DTensor, this rank's part."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self.wide = [nn.Parameter(local_of(p).detach().clone()) for p in model.parameters()]
@@ -207,7 +209,7 @@ class WideWeights:
         for wide, parameter in zip(self.wide, self.narrow, strict=True):
             gradient = parameter.grad
             assert gradient is not None
-            if isinstance(gradient, DTensor):  # of a norm each rank has a share of the sum
+            if isinstance(gradient, DTensor):  # each rank has only a share of the sum of a norm's gradient
                 assert isinstance(parameter, DTensor)
                 gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
             wide.grad = local_of(gradient).to(wide.dtype)
@@ -223,13 +225,13 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 class Native:
-    """A rank's part of the training; `step` makes a step and gives its loss, () on the device.
+    """A rank's part of the training; `step` makes a step and returns its loss, () on the device.
 
     Args:
-        mesh: of the dimensions "dp" and "tp".
-        dtype: in which is computed; weights, their gradients over ranks and the optimizer are float32.
-        backend: of torch.compile.
-        async_tensor_parallel: whether products are cut so that communication continues beside them.
+        mesh: the device mesh, with dimensions "dp" and "tp".
+        dtype: dtype of the computation; weights, sums of gradients over ranks and the optimizer are float32.
+        backend: back end of torch.compile.
+        async_tensor_parallel: whether products are cut so that communication continues during them.
         whole: whether forward and loss are compiled together, with CUDA graphs, in place of each block.
         shared: whether data ranks share the model (FSDP2); else DistributedDataParallel sums bfloat16 gradients.
     """
@@ -262,7 +264,7 @@ class Native:
             from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
             torch._inductor.config._micro_pipeline_tp = True
-            with warnings.catch_warnings():  # newer ones need it no more, and say so
+            with warnings.catch_warnings():  # newer versions do not need the call, and warn
                 warnings.simplefilter("ignore", FutureWarning)
                 enable_symm_mem_for_group(mesh["tp"].get_group().group_name)
         self.whole: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -287,7 +289,7 @@ class Native:
             )
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """tokens and targets (B, S); the mean loss of this rank's sequences."""
+        """A step on tokens and targets (B, S); returns the mean loss of this rank's sequences."""
         around: AbstractContextManager[Any] = loss_parallel() if self.tensor else nullcontext()
         with around:
             if self.whole is None:
@@ -313,7 +315,7 @@ def cross_entropy_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def share(model: Llama, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """FSDP2: each block by itself, and what ends forward kept until backward."""
+    """Shard the model by FSDP2: each block separately. The parameters at the end of forward are kept until backward."""
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),

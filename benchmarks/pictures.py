@@ -1,10 +1,10 @@
-"""The pictures of docs/analyze.md, from the reports that are kept as JSON compared with the other results.
+"""Draw the pictures of docs/analyze.md, from reports that are kept as JSON with the other results.
 
     python benchmarks/pictures.py              draw docs/images/*.png again (needs chromium)
-    python benchmarks/pictures.py --measure    first make again the reports that need no GPU
+    python benchmarks/pictures.py --measure    first create the reports that need no GPU again
 
 The reports of several ranks and of a compiled model are of small programs (`late_rank`, `interrupted`) on a CPU, slowed
-down on purpose: they show how such a report is read, not how fast anything is.
+down on purpose. They show how to read such a report, not how fast anything is.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ PICTURES = (
 
 
 class Late(nn.Module):
-    """Some layers, before which one rank of a distributed step sleeps."""
+    """Some layers; one rank of a distributed step sleeps before them."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def late_rank() -> tuple[nn.Module, Tensor]:
 
 
 class Interrupted(nn.Module):
-    """A model that looks at a value, which ends a graph, and counts its calls, for which it is compiled again."""
+    """A model that reads a value, which ends a graph, and counts its calls, which forces it to be compiled again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def interrupted() -> tuple[nn.Module, Tensor]:
 
 
 def measure() -> None:
-    """The reports that need no GPU, without the name of the folder in which they were made."""
+    """Create the reports that need no GPU, without the name of their folder."""
     analyze = [*("-m", "rooftop", "analyze", "--no-html")]
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     resnet = ["resnet50", "--train", "--input", "256x3x224x224", "--dtype", "bf16", "--predict", "h200"]
@@ -115,10 +115,10 @@ def measure() -> None:
 
 
 def draw() -> None:
-    """All pictures.
+    """Draw all pictures.
 
     Raises:
-        RuntimeError: one is larger than `MOST_BYTES`.
+        RuntimeError: a picture is larger than `MOST_BYTES`.
     """
     from playwright.sync_api import sync_playwright
 
@@ -147,14 +147,14 @@ def taken(page: Any, heading: str) -> Any:
         second = page.locator("section").nth(1).bounding_box()
         height = second["y"] + second["height"] + 16
         return page.screenshot(full_page=True, clip={"x": 0, "y": 0, "width": 1100, "height": height})
-    page.add_style_tag(content=".scroll { max-height: 360px !important }")  # the first rows are enough
+    page.add_style_tag(content=".scroll { max-height: 360px !important }")  # show only the first rows
     if heading == "Summary":
         return page.locator("section[aria-label=Summary]").screenshot()
     return page.locator("section", has=page.get_by_role("heading", name=heading, exact=True, level=2)).screenshot()
 
 
 def smaller(png: bytes, most: int = 128) -> bytes:
-    """The same with at most so many colours: half the size, and no difference that one sees."""
+    """The picture with at most this many colours: half the size, without a visible difference."""
     packed = io.BytesIO()
     colours = Image.open(io.BytesIO(png)).convert("RGB").quantize(most, dither=Image.Dither.NONE)
     colours.save(packed, "PNG", optimize=True)
@@ -163,7 +163,7 @@ def smaller(png: bytes, most: int = 128) -> bytes:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measure", action="store_true", help="make the reports of a CPU and of a prediction anew")
+    parser.add_argument("--measure", action="store_true", help="create the reports of a CPU and of a prediction again")
     if parser.parse_args().measure:
         measure()
     draw()

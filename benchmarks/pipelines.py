@@ -1,16 +1,18 @@
-"""Pipeline schedules of our own, compared with PyTorch's with compiled blocks, FSDP2, and a pipeline without bubbles.
+"""Our pipeline schedules compared with PyTorch's with compiled blocks, with FSDP2, and with a pipeline without bubbles.
 
     python benchmarks/pipelines.py [--out benchmarks/results/h100/pipelines.json]
 
-llama-1b with 24 layers, sequences of 4,096 tokens, eight micro-batches of one, bfloat16. Two things are timed:
+The model is llama-1b with 24 layers, in bfloat16, with sequences of 4,096 tokens and eight micro-batches of one. Two
+things are timed:
 
-    step        of `GptTrainer`: float32 weights beside the narrow ones, clipping, AdamW
-    gradients   forward and backward alone, of weights in bfloat16; so is PyTorch's, of the same Llama in plain torch.nn
+    step        of `GptTrainer`: float32 weights next to the bfloat16 ones, clipping, AdamW
+    gradients   forward and backward alone, with bfloat16 weights; also by PyTorch, of the same Llama in plain torch.nn
                 with each block compiled (`parallel_native.py`). Its zero-bubble schedule refuses compiled blocks
 
-Ours are launched by the host, and replayed from a CUDA graph. The faster of both on one GPU, divided by the ranks, is
-what a pipeline without bubbles and transfers would take: `beside_bubble_free` is a step by that. Steps are timed one by
-one after some others; the median of the slowest rank. One more step, under the profiler, says how long ranks compute.
+Ours are launched by the host, and replayed from a CUDA graph. A pipeline without bubbles and transfers would take the
+faster of the two times on one GPU, divided by the ranks. `beside_bubble_free` is the time of a step relative to that.
+Steps are timed one by one after a warm-up; figures are the median of the slowest rank. One more step, under the
+profiler, shows how long ranks compute.
 """
 
 from __future__ import annotations
@@ -49,10 +51,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="+", choices=("step", "gradients"), default=("step", "gradients"))
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
-    parser.add_argument("--layers", type=int, default=LAYERS, help="of the model (default %(default)s)")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="layers of the model (default %(default)s)")
     parser.add_argument("--ours", action="store_true", help="leave PyTorch's out")
     parser.add_argument("--ranks", type=int, default=max(1, torch.cuda.device_count()))
-    parser.add_argument("--quick", action="store_true", help="show on a CPU that the script runs, by gloo")
+    parser.add_argument("--quick", action="store_true", help="test the script on a CPU, by gloo")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -70,7 +72,7 @@ def main() -> int:
 
 
 def with_ideal(rows: list[Row]) -> None:
-    """Of each row of several ranks, its time by that of the fastest of one GPU divided by the ranks."""
+    """Add to each row of several ranks its time relative to the fastest of one GPU divided by the ranks."""
     alone: dict[str, float] = {}
     for row in rows:
         if row["ranks"] == 1 and row["variant"].startswith("rooftop"):
@@ -92,7 +94,7 @@ def worker(options: argparse.Namespace) -> int:
 
 
 def training_of(quick: bool, layers: int = LAYERS, **changes: Any) -> GptTraining:
-    """Of 24 layers, by default: llama-1b's 22 have no half of a half."""
+    """The training of a model with, by default, 24 layers, because llama-1b's 22 cannot be divided by 4."""
     length = 64 if quick else 4096
     config = replace(gpt_config("llama-1b"), positions=length, layers=layers)
     if quick:
@@ -106,7 +108,7 @@ def layers_of(name: str, ranks: int, layers: int) -> dict[str, int]:
 
 
 def ways(device: torch.device, name: str) -> dict[str, bool]:
-    """How ours are run, and whether from a CUDA graph. Where the host launches, it bounds all schedules."""
+    """The ways to run our schedules, and whether from a CUDA graph. Without a graph, the host bounds all schedules."""
     launched_too = {"": False} if device.type != "cuda" or name in ("", "1f1b") else {}
     return launched_too | ({", replayed": True} if device.type == "cuda" else {})
 
@@ -143,7 +145,7 @@ def steps(device: torch.device, options: argparse.Namespace) -> Iterator[Row]:
 
 
 def peak(device: torch.device) -> dict[str, float]:
-    """The most memory since the last time, which is given back."""
+    """The peak of memory since the last call; frees cached memory."""
     if device.type != "cuda":
         return {}
     found = largest(torch.cuda.max_memory_allocated() / 2**30)
@@ -175,7 +177,7 @@ def gradients(device: torch.device, options: argparse.Namespace) -> Iterator[Row
     else:
         peers["PyTorch, FSDP2, compiled"] = lambda: peer_shared(training, tokens, targets)
         for name, kind in PEERS.items():
-            compiled = name != "zbv"  # what it refuses
+            compiled = name != "zbv"  # it refuses compiled blocks
             way = "compiled" if compiled else "not compiled"
             peers[f"PyTorch, {name}, {way}"] = lambda kind=kind, compiled=compiled: peer(
                 kind, training, tokens, targets, groups["pp"], compiled
@@ -232,7 +234,8 @@ def ours(
 
 
 class Stage(nn.Module):
-    """Some layers of the same Llama in plain torch.nn, with what the first and the last stage have beside them."""
+    """Some layers of the same Llama in plain torch.nn, with the embedding in the first stage and the head in the
+    last."""
 
     def __init__(
         self, training: GptTraining, layers: range, ends: tuple[bool, bool], device: torch.device, compiled: bool
@@ -253,7 +256,7 @@ class Stage(nn.Module):
                 block.forward = torch.compile(block.forward, backend=backend(device))  # type: ignore[method-assign]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens (B, S) or what goes between stages (B, S, W); that, or logits (B, S, V)."""
+        """From tokens (B, S), or the previous stage's result (B, S, W), to (B, S, W), or logits (B, S, V)."""
         if self.tok_embeddings is not None:
             x = self.tok_embeddings(x)
         for block in self.layers.values():
@@ -302,7 +305,7 @@ def peer(
         Stage(training, layers[number], (number == 0, number + 1 == stages), tokens.device, compiled) for number in here
     )
     between = torch.empty(1, tokens.shape[1], training.config.width, device=tokens.device, dtype=training.dtype)
-    between.requires_grad_()  # its gradient goes back
+    between.requires_grad_()  # because its gradient is sent back
     made = [
         pipelining.PipelineStage(
             module,
@@ -329,7 +332,7 @@ def peer(
 
 
 def peer_shared(training: GptTraining, tokens: Tensor, targets: Tensor) -> tuple[Callable[[], object], nn.Module]:
-    """FSDP2, whose data ranks gather and sum once a step; weights and their sums are float32 there."""
+    """The peer with FSDP2, whose data ranks gather and sum once a step, with float32 weights and sums."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     device = tokens.device
     model = Stage(replace(training, dtype=torch.float32), range(training.config.layers), (True, True), device, True)
@@ -352,7 +355,7 @@ def peer_shared(training: GptTraining, tokens: Tensor, targets: Tensor) -> tuple
 
 
 def times(run: Callable[[], object], device: torch.device) -> list[float]:
-    """Of single steps after some others, the slowest rank's."""
+    """Times of single steps after a warm-up, on the slowest rank."""
     found = []
     for number in range(WARM_UP + STEPS if device.type == "cuda" else 2):
         if dist.is_initialized():
@@ -373,8 +376,8 @@ def times(run: Callable[[], object], device: torch.device) -> list[float]:
 
 
 def computing(run: Callable[[], object], device: torch.device) -> dict[str, float]:
-    """How long the busiest rank computes in a step, and the least busy one, and how long any of them only waits for
-    transfers: what is left of a step then is idle."""
+    """How long the busiest and the least busy rank compute in a step, and how long ranks only wait for transfers; the
+    rest of a step is idle."""
     if device.type != "cuda":
         return {}
     with tempfile.NamedTemporaryFile(suffix=".json") as trace:

@@ -1,11 +1,12 @@
-"""Roofs predicted for this machine from fake tensors beside those of analyses that ran; and what an analysis costs.
+"""Roofs predicted for this machine from fake tensors, compared with those of real analyses; and the cost of an
+analysis.
 
     python benchmarks/predicted.py [--out benchmarks/results/h200/predicted.json]
 
-ResNet-50 and GPT-2, inference and training: op roof and fused roof, predicted with the ceilings of this run and with
-the H200's that come with Rooftop, and the time of an analysis beside that of ten steps under PyTorch's profiler, its
-summary included. Exits with 1 if a prediction with the same ceilings is off by more than 5%, or if an analysis takes
-more than 3 times as long as the profiler and 5 s.
+For ResNet-50 and GPT-2, inference and training, op roof and fused roof are predicted with the ceilings of this run and
+with those of the H200 that come with Rooftop. The time of an analysis is compared with ten steps under PyTorch's
+profiler, including its summary. The script exits with 1 if a prediction with the same ceilings is off by more than 5%,
+or if an analysis takes longer than 3 times the profiler's time plus 5 s.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ PROFILED_STEPS = 10
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/predicted.json"))
-    parser.add_argument("--quick", action="store_true", help="tiny programs on the CPU, to try the script")
+    parser.add_argument("--quick", action="store_true", help="tiny programs on the CPU, to test the script")
     options = parser.parse_args()
     device = "cpu" if options.quick else "cuda"
     ceilings = measure_ceilings(device)
@@ -87,7 +88,7 @@ def beside(build: Callable[[], Step], ceilings: Ceilings, device: str) -> dict[s
 
 
 def _profiled_s(step: Step, device: str) -> float:
-    """What people do instead: a few steps under PyTorch's profiler, and its table."""
+    """Seconds of the usual alternative: a few steps under PyTorch's profiler, and its table."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     began = time.perf_counter()
     seen = {"record_shapes": True, "profile_memory": True, "with_flops": True, "acc_events": True}

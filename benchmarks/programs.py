@@ -19,7 +19,8 @@ from rooftop.models import resnet50
 
 @dataclass
 class Step:
-    """A model in its mode, with its arguments; `training` are those of `rooftop.analyze` for a training step."""
+    """A model in its mode, with its arguments; `training` has the arguments of `rooftop.analyze` for a training
+    step."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -41,7 +42,7 @@ class Step:
         return loss.detach()
 
     def loss(self, out: Any) -> Tensor:
-        """What `rooftop.analyze` sends back through: the loss, or the loss that the model returns."""
+        """The tensor from which backward starts: the computed loss, or the loss that the model returns."""
         make: Callable[[Any], Tensor] | None = self.training.get("loss")
         loss: Tensor = make(out) if make is not None else out.loss
         return loss

@@ -1,11 +1,12 @@
-"""Recomputation of a model's blocks: memory of a token, time of forward and backward, and what is made again.
+"""Recomputation of a model's blocks: memory per token, time of forward and backward, and the recomputed tensors.
 
     python benchmarks/recomputation.py [--out benchmarks/results/h100/recomputation.json]
 
-Each model has a few blocks of a preset's size, in bfloat16, on one GPU. All kinds take turns, replayed from CUDA
-graphs: launches are not what is measured. `bytes_per_token` is what a block more takes of the allocator between forward
-and backward, beside its weights. Each tensor that selective recomputation makes again is compared with that of forward,
-bit for bit. Gradients are not: cuDNN's attention sums them in another order each time.
+Each model has a few blocks of a preset's size, in bfloat16, on one GPU. All kinds of recomputation take turns, replayed
+from CUDA graphs, so that launches do not count. `bytes_per_token` is the memory that one more block keeps between
+forward and backward, in addition to its weights. Each tensor that selective recomputation creates again is compared
+with that of forward, bit for bit. Gradients are not compared, because cuDNN's attention sums them in another order each
+time.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from rooftop.parallel import recomputing
 KINDS: tuple[bool | str, ...] = (False, "selective", "full")
 MODELS = {"gpt2-xl": (8, 1024), "llama-7b": (2, 4096), "llama-70b": (1, 4096)}  # sequences, and tokens of each
 BLOCKS = {"gpt2-xl": 6, "llama-7b": 4, "llama-70b": 2}
-VOCABULARY = 1024  # the head and the embedding are not what is measured
+VOCABULARY = 1024  # small, because the head and the embedding are not measured
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--quick", action="store_true", help="show on a CPU that the script runs")
+    parser.add_argument("--quick", action="store_true", help="test the script on a CPU")
     options = parser.parse_args()
     device = "cpu" if options.quick else "cuda"
     rows = [row for name in MODELS for row in rows_of(name, device)]
@@ -53,7 +54,7 @@ def main() -> int:
 
 
 def rows_of(name: str, device: str) -> list[dict[str, Any]]:
-    """Of each kind of recomputation."""
+    """A row for each kind of recomputation."""
     (batch, length), blocks = MODELS[name], BLOCKS[name]
     config = replace(gpt_config(name), layers=blocks, vocabulary=VOCABULARY, dropout=0.0, attention_dropout=0.0)
     if device == "cpu":
@@ -62,7 +63,7 @@ def rows_of(name: str, device: str) -> list[dict[str, Any]]:
     tokens = torch.randint(VOCABULARY, (batch, length), device=device)
     models = {kind: model_of(config, kind, device) for kind in KINDS}
     steps = {str(kind): step_of(model, tokens) for kind, model in models.items()}
-    for step in steps.values():  # kernels are compiled
+    for step in steps.values():  # so that kernels are compiled
         step()
     made, other = made_again_and_other(steps["selective"])
     kept = {kind: kept_per_block(config, kind, tokens, device) / tokens.numel() for kind in KINDS}
@@ -85,7 +86,7 @@ def model_of(config: Any, kind: bool | str, device: str) -> Gpt:
 
 
 def step_of(model: Gpt, tokens: torch.Tensor) -> Callable[[], None]:
-    """Forward and backward."""
+    """A step of forward and backward."""
 
     def step() -> None:
         model.zero_grad()
@@ -95,7 +96,7 @@ def step_of(model: Gpt, tokens: torch.Tensor) -> Callable[[], None]:
 
 
 def made_again_and_other(step: Callable[[], None]) -> tuple[int, int]:
-    """How many tensors a step made again, and how many of these are not what forward had."""
+    """The number of tensors that a step recomputed, and how many of these differ from those of forward."""
     equal: list[bool] = []
 
     class Compared(recomputing._Recipe):
@@ -114,7 +115,7 @@ def made_again_and_other(step: Callable[[], None]) -> tuple[int, int]:
 
 
 def kept_per_block(config: Any, kind: bool | str, tokens: torch.Tensor, device: str) -> float:
-    """Bytes of one block more, between forward and backward."""
+    """Bytes that one more block keeps between forward and backward."""
     if device == "cpu":
         return 0.0
     kept = []

@@ -2,20 +2,32 @@
 
     python benchmarks/scene.py [--out benchmarks/results/h200/scene.json] [--only frames] [--rocks 1000 100000]
 
-A rough rock of 81,920 triangles, instanced into a field until there are ten billion triangles, seen at 1920 x 1080 (and
-3840 x 2160) by a camera that moves a little with each frame, so that what the last frame hides is nearly what this one
-does. Of each: milliseconds of the frame as a caller waits for it (median), with a depth alone and with the whole
-G-buffer; those of each stage, from the device's events, in frames of their own; what was drawn; and all triangles
-through `scene_brute_force.py`, as long as that takes less than a second. The brute-force picture is compared with ours:
-the share of pixels whose depth is within 2%. Frames are drawn by the kernels in Warp and by those in CUDA C++. Then the
-same view of ever finer rocks, as many; 64 cameras at once; and hills of ten million triangles as a single mesh, beside
-brute force and a ray for each pixel through Warp's tree of boxes. Frames of a field of which some rocks move, come and
-go beside frames of which none does; four cascades of 2048 x 2048, drawn again and kept; and cameras of several sizes,
-together and each by itself; hills with and without a texture. Then a tree of 200,000 leaves: what it covers from
-ever farther, as a share of all its triangles from near, and a forest of it. Builds are of such hills, too, on the CPU
-of the machine, all its threads.
+A rough rock of 81,920 triangles is instanced into a field of up to ten billion triangles. A camera sees it at 1920 x
+1080 (and 3840 x 2160) and moves a little with each frame, so that consecutive frames hide nearly the same parts. Each
+row has
 
-`--quick` shows on a CPU that the script runs, with few and small pictures. Rows are written after each case.
+- the median time in ms for which a caller waits for a frame, with depth alone and with the whole G-buffer;
+- the time of each stage, from the device's events, in separate frames;
+- the numbers of drawn items;
+- the time to draw all triangles by `scene_brute_force.py`, as long as that takes less than a second, and the share of
+  pixels whose depth is within 2% of its picture.
+
+Frames are drawn by the kernels in Warp and by those in CUDA C++. Further cases are
+
+- the same view of ever finer rocks, as many;
+- 64 cameras at once;
+- hills of ten million triangles as a single mesh, compared with brute force and with a ray for each pixel through
+  Warp's tree of boxes;
+- a field in which some rocks move, appear and disappear, compared with a static one;
+- four cascades of 2048 x 2048, redrawn and kept;
+- cameras of several sizes, together and one by one;
+- hills with and without a texture;
+- a tree of 200,000 leaves, with its coverage from ever farther away relative to that of all its triangles from near,
+  and a forest of this tree.
+
+Builds of such hills on all CPU threads are timed, too.
+
+`--quick` tests the script on a CPU, with few and small pictures. Rows are written after each case.
 """
 
 from __future__ import annotations
@@ -45,11 +57,11 @@ from rooftop.hardware import ceilings_of, measure_ceilings
 SPACING = 3.0
 G_BUFFER = ("depth", "normal", "instance", "material", "velocity", "color")
 LONGEST_BRUTE_FORCE_MS = 1000.0
-CLOSE = 0.02  # relative, of depths
+CLOSE = 0.02  # relative tolerance of depths
 
 
 def rock(detail: int) -> tuple[np.ndarray, np.ndarray]:
-    """Closed, 20 * 4^detail triangles, radius about 1."""
+    """A closed rock of 20 * 4^detail triangles, with a radius of about 1."""
     random = np.random.default_rng(0)
     ball = trimesh.creation.icosphere(detail)
     way, radius = ball.vertices, np.ones(len(ball.vertices))
@@ -60,7 +72,7 @@ def rock(detail: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def hills(triangles: int) -> tuple[np.ndarray, np.ndarray]:
-    """A square of about so many triangles, rough at all scales."""
+    """A square terrain of about this many triangles, rough at all scales."""
     side = round((triangles / 2) ** 0.5)
     random = np.random.default_rng(0)
     x, y = np.meshgrid(*[np.linspace(0, 1, side + 1)] * 2, indexing="ij")
@@ -75,7 +87,7 @@ def hills(triangles: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def field(count: int) -> np.ndarray:
-    """(count, 4, 4): a square of rocks, each turned and sized at random."""
+    """Transforms (count, 4, 4) of a square of rocks, each rotated and scaled at random."""
     random = np.random.default_rng(1)
     side = int(np.ceil(count**0.5))
     transforms = np.tile(np.eye(4), (count, 1, 1))
@@ -91,7 +103,7 @@ def field(count: int) -> np.ndarray:
 
 
 def path(frame: int, width: int, height: int) -> scene.Camera:
-    """A camera over the middle of the field that looks along it, and moves."""
+    """The path of a camera that moves over the middle of the field and looks along it."""
     eye = np.array([0.03 * frame, 0.01 * frame, 2.5])
     return scene.Camera.look_at(
         eye, eye + np.array((10, 1 + 0.01 * frame, -1.6)), fov_y_degrees=60, width=width, height=height
@@ -129,7 +141,7 @@ def of_field(
 def of_scene(
     world: scene.Scene, cameras: Sequence[scene.Camera | list[scene.Camera]], kernels: str, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Frames one after another, as a caller waits for them and by stages."""
+    """Time frames one after another: as a caller waits for them, and by stages."""
     renderer = scene.Renderer(world, options.device, kernels=kernels)
     found: dict[str, Any] = {}
     for name, outputs in (("depth", ("depth",)), ("g_buffer", G_BUFFER)):
@@ -147,7 +159,7 @@ def of_scene(
 def beside(
     brute: BruteForce, mesh: Path, transforms: np.ndarray, width: int, height: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Brute force, and how far its picture is from ours."""
+    """Draw by brute force, and compare its picture with ours."""
     world = scene.Scene()
     world.add_instances(world.add_mesh(mesh), transforms)
     camera = path(0, width, height)
@@ -161,7 +173,7 @@ def beside(
 
 
 def agreement(ours: torch.Tensor, theirs: torch.Tensor) -> dict[str, float]:
-    """Of two pictures of depths: pixels where both or none show something, and those where both are close."""
+    """Compare two pictures of depths: the pixels where both or none show a surface, and those where both are close."""
     there = torch.isfinite(ours) & torch.isfinite(theirs)
     close = ((ours - theirs).abs() <= CLOSE * theirs)[there].float().mean().item()
     return {
@@ -171,7 +183,7 @@ def agreement(ours: torch.Tensor, theirs: torch.Tensor) -> dict[str, float]:
 
 
 def finer(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]) -> None:
-    """The same rocks, each of more triangles: what is seen stays the same."""
+    """The same rocks, each with more triangles, in the same view."""
     width, height = options.sizes[0]
     for detail in options.details:
         vertices, faces = rock(detail)
@@ -234,8 +246,8 @@ def around(frame: int, number: int, count: int, side: int) -> scene.Camera:
 
 
 def changing(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]) -> None:
-    """Of a field of rocks, some are moved, or removed and others added, before each frame. The frame's time is
-    without the change itself, which is timed beside it."""
+    """Move some rocks of a field, or remove some and add others, before each frame. The frame's time excludes the
+    change itself, which is timed separately."""
     vertices, faces = rock(min(options.detail, 3))
     count, changes = (100_000, [0, 100, 10_000]) if not options.quick else (200, [0, 10])
     with tempfile.TemporaryDirectory() as folder:
@@ -272,7 +284,7 @@ def of_changes(mesh: Path, what: str, count: int, changed: int, options: argpars
 
 
 def lights(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]) -> None:
-    """A sun with four cascades: frames without it, with maps drawn again for each, and with maps that are kept."""
+    """Time frames without a sun, with a sun whose four cascades are redrawn for each frame, and with kept maps."""
     vertices, faces = rock(options.detail)
     size = 2048 if not options.quick else 64
     rocks = options.rocks[-2] if len(options.rocks) > 1 else options.rocks[-1]
@@ -305,12 +317,12 @@ def of_cascades(world: scene.Scene, size: int, kernels: str, options: argparse.N
 
 
 def sun(frame: int, size: int) -> scene.DirectionalLight:
-    """With each frame it stands a little elsewhere."""
+    """The sun, whose direction changes a little with each frame."""
     return scene.DirectionalLight((1, 0.6 + 0.001 * frame, -0.7), size=size, cascades=4)
 
 
 def mixed_sizes(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]) -> None:
-    """Sixteen cameras of four sizes: in one chain of launches, and each by a renderer of its own."""
+    """Sixteen cameras of four sizes: in one chain of launches, and each by its own renderer."""
     vertices, faces = rock(options.detail)
     sides = [(1280, 720), (640, 480), (512, 512), (256, 256)] if not options.quick else [(32, 24), (16, 16)]
     rocks = options.rocks[-2] if len(options.rocks) > 1 else options.rocks[-1]
@@ -334,14 +346,14 @@ def mixed_sizes(options: argparse.Namespace, rows: Callable[[dict[str, Any]], No
 
 
 def sized(camera: scene.Camera, width: int, height: int) -> scene.Camera:
-    """The same place and angle, another size."""
+    """A camera with the same position and angle, but another size."""
     focal = camera.fy * height / camera.height
     centre = ((width - 1) / 2, (height - 1) / 2)
     return scene.Camera(camera.world_to_camera, width, height, focal, focal, *centre)
 
 
 def textures(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]) -> None:
-    """Hills under a texture of noise, beside the same hills without one."""
+    """Hills with a texture of noise, compared with the same hills without one."""
     triangles, side = (1_000_000, 4096) if not options.quick else (3000, 64)
     vertices, faces = hills(triangles)
     noise = np.random.default_rng(3).integers(0, 256, (side, side, 3), dtype=np.uint8)
@@ -368,7 +380,8 @@ def builds(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]) 
 
 
 def trees(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]) -> None:
-    """A tree of many leaves: built, seen from ever farther beside all its triangles, and a forest of it."""
+    """A tree of many leaves: its build, its picture from ever farther away compared with all its triangles, and a
+    forest of it."""
     vertices, faces, materials = tree(options.leaves)
     width = float(np.ptp(vertices[:, :2], axis=0).max())
     with tempfile.TemporaryDirectory() as folder:
@@ -426,7 +439,7 @@ def waited(call: Callable[[], object]) -> float:
 
 
 def middle(took: list[float]) -> float:
-    """The median of the second half: the first has compiled, and grown its lists."""
+    """The median of the second half, because frames of the first half compile kernels and grow lists."""
     return round(statistics.median(took[len(took) // 2 :]), 4)
 
 
@@ -444,15 +457,15 @@ def main() -> int:
     parser.add_argument("--sizes", nargs="+", type=sizes, default=[(1920, 1080), (3840, 2160)])
     parser.add_argument("--kernels", nargs="+", default=["warp", "cuda"])
     parser.add_argument("--details", nargs="+", type=int, default=[5, 7, 9], help="of finer rocks")
-    parser.add_argument("--hills", type=int, default=10_000_000, help="triangles of the single mesh")
+    parser.add_argument("--hills", type=int, default=10_000_000, help="number of triangles of the single mesh")
     parser.add_argument("--builds", nargs="+", type=int, default=[1_000_000, 10_000_000], help="triangles")
     parser.add_argument("--leaves", type=int, default=200_000, help="of a tree")
     parser.add_argument("--trees", type=int, default=10_000, help="of a forest")
     parser.add_argument("--frames", type=int, default=40)
-    parser.add_argument("--quick", action="store_true", help="small, on the CPU: shows that the script runs")
+    parser.add_argument("--quick", action="store_true", help="small, on the CPU, to test the script")
     options = parser.parse_args()
     if not options.quick and not torch.cuda.is_available():
-        parser.error("needs an NVIDIA GPU; --quick shows on a CPU that the script runs")
+        parser.error("needs an NVIDIA GPU; --quick tests the script on a CPU")
     options.device = "cuda"
     if options.quick:
         options.device, options.frames, options.rocks, options.detail = "cpu", 2, [49, 81], 3
@@ -470,7 +483,7 @@ def main() -> int:
     for name in options.only:
         try:
             CASES[name](options, row)
-        except Exception as error:  # the other cases are worth having
+        except Exception as error:  # go on, because the other cases are worth having
             traceback.print_exc()
             found["failed"][name] = f"{type(error).__name__}: {error}"
             write(found, options.out)

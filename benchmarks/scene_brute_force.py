@@ -1,8 +1,8 @@
-"""What a picture costs without levels of detail: every triangle of every instance, in a plain Warp kernel.
+"""The cost of a picture without levels of detail: every triangle of every instance, in a plain Warp kernel.
 
-A thread reads three corners from vertex and index buffers, transforms them, and draws the pixels of its box whose
-centre is inside, by 64-bit atomic maximum of depth and ids: the rasterizer that one would write first. No culling
-beyond what is off the screen, no clipping: what comes nearer than the near plane is left out.
+A thread reads three corners from vertex and index buffers, transforms them, and draws the pixels of the triangle's box
+whose centre is inside, by 64-bit atomic maximum of depth and ids. One would write this rasterizer first. It culls only
+triangles outside of the picture, and does not clip: triangles that reach nearer than the near plane are left out.
 """
 
 import numpy as np
@@ -81,14 +81,14 @@ class BruteForce:
         self.triangles = len(faces) * len(transforms)
 
     def draw(self, camera: Camera) -> Tensor:
-        """(H, W) depths, inf where nothing is."""
+        """Draw depths (H, W), with inf for background."""
         device = self.points.device
         to_view = torch.tensor(camera.world_to_camera).to(device) @ self.transforms
         matrices = to_view[:, :3].reshape(-1, 12).float().contiguous()
         pixels = torch.zeros(camera.height, camera.width, dtype=torch.int64, device=device)
         points = wp.from_torch(self.points, dtype=wp.vec3)
         lens = wp.vec4(camera.fx, camera.fy, camera.cx, camera.cy)
-        most = 1 << 30  # threads of a launch
+        most = 1 << 30  # most threads of a launch
         for first in range(0, self.triangles, most):
             threads = (min(most, self.triangles - first),)
             launch_warp(

@@ -1,15 +1,14 @@
-"""Builds of virtual geometry: seconds, memory and bytes on disk, by how many workers and of how many triangles.
+"""Builds of virtual geometry: seconds, memory and bytes on disk, by number of workers and of triangles.
 
     python benchmarks/scene_build.py [--out benchmarks/results/h200/scene_build.json] [--triangles 1000000]
 
-The hills of `scene.py`, plain and with normals and uv, built in a process of their own by 1, 2 and as many workers as
-there are cores. Of each: seconds of the build, and of the processors of all its processes; the most memory that these
-processes had together, in bytes a triangle with the arrays that were given (memory that they share counts once: PSS of
-Linux, looked at 20 times a second); bytes on disk a triangle, and what they are; whether the files are equal. `ratio`
-is the time of one worker over this one's: all rows of a mesh are from one run, `--rounds` of them one after another, of
-which the fastest counts.
+The hills of `scene.py`, plain and with normals and uv, are built in a separate process, by 1, 2 and as many workers as
+there are cores. Each row has the seconds of the build, and the CPU seconds of all its processes; the peak memory of
+these processes together, in bytes per triangle, including the input arrays (shared memory counts once: Linux's PSS,
+sampled 20 times a second); the bytes per triangle on disk, by kind; and whether the files are equal. `ratio` is the
+time with one worker over this row's. All rows of a mesh are from one run. The fastest of `--rounds` counts.
 
-`--quick` shows that the script runs.
+`--quick` tests the script.
 """
 
 from __future__ import annotations
@@ -37,7 +36,8 @@ KINDS = {"plain": (), "normals and uv": ("normals", "uv")}
 
 
 def hills(triangles: int) -> tuple[np.ndarray, np.ndarray]:
-    """A square of about so many triangles, rough at all scales: the same as in `scene.py`, made in less memory."""
+    """A square terrain of about this many triangles, rough at all scales: the same as in `scene.py`, but created with
+    less memory."""
     side = round((triangles / 2) ** 0.5)
     random = np.random.default_rng(0)
     line = np.linspace(0, 1, side + 1)
@@ -57,7 +57,7 @@ def hills(triangles: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def build_once(triangles: int, kind: str, workers: int, path: Path) -> dict[str, Any]:
-    """One build in this process."""
+    """Run one build in this process."""
     vertices, faces = hills(triangles)
     options: dict[str, Any] = {}
     if "uv" in KINDS[kind]:
@@ -81,7 +81,7 @@ def build_once(triangles: int, kind: str, workers: int, path: Path) -> dict[str,
 
 
 def cpu_seconds() -> float:
-    """Of this process and of those that it has ended."""
+    """CPU seconds of this process and of its ended children."""
     return sum(
         used.ru_utime + used.ru_stime
         for used in (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
@@ -89,7 +89,7 @@ def cpu_seconds() -> float:
 
 
 class Peak:
-    """The most memory that this process and its children have together, in bytes."""
+    """Measures the peak memory of this process and its children together, in bytes."""
 
     def __init__(self) -> None:
         self.most = 0
@@ -113,13 +113,13 @@ class Peak:
 def memory(process: int) -> int:
     try:
         text = Path(f"/proc/{process}/smaps_rollup").read_text()
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return 0
     return 1024 * next((int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")), 0)
 
 
 def parts_of_file(path: Path) -> dict[str, Any]:
-    """Bytes a triangle on disk, by what they are."""
+    """Bytes per triangle on disk, by kind."""
     geometry = scene.Geometry.open(path)
     heads = geometry.clusters()
     counts = heads[:, layouts.CLUSTER_COUNTS].astype(np.int64)
@@ -159,7 +159,7 @@ def main() -> int:
     parser.add_argument("--workers", nargs="+", type=int, default=sorted({1, 2, cores}))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="small: shows that the script runs")
+    parser.add_argument("--quick", action="store_true", help="small, to test the script")
     parser.add_argument("--once", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.once:

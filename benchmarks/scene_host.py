@@ -1,18 +1,19 @@
-"""What a frame costs the host beside its work: launches, and microseconds of Python.
+"""The cost of a frame for the host: launches, and microseconds of Python.
 
     python benchmarks/scene_host.py [--out benchmarks/results/cpu/scene_host.json] [--frames 400]
 
-On a GPU the stages up to hierarchical z are replayed from a CUDA graph, in one call. All else is launched by Python for
-each frame, and the caller waits for it. This script runs on the CPU and leaves out what the graph replays, and the
-kernels themselves: Warp's launches end where they would call the kernel. So the time is that of Python. Cases:
+On a GPU the stages up to hierarchical z are replayed from a CUDA graph, in one call. Python launches all other stages
+for each frame, and the caller waits for them. This script runs on the CPU. It leaves out the stages in the graph, and
+the kernels themselves: Warp's launches end before they call the kernel. So only Python's time is measured. The cases
+are:
 
     resident         nothing has changed
     moved            100 of 1,000 instances have moved
-    kept             a sun with four cascades, whose maps are kept; with the output `shadow`
+    kept             a sun with four cascades whose maps are kept, with the output `shadow`
     cameras          64 cameras in one call
 
-Launches are those of Warp and the operators of torch that would be a kernel or a copy on a GPU; `replayed` are those
-that the graph would hold, with the kernels in Warp. Times are the median of all frames, for a depth alone and for a
+Launches are those of Warp, and the torch operators that would be a kernel or a copy on a GPU. `replayed` counts those
+that the graph would hold, with the kernels in Warp. Times are medians over all frames, for depth alone and for a
 G-buffer. Cases take turns, frame by frame.
 """
 
@@ -62,7 +63,7 @@ def camera(number: int = 0) -> scene.Camera:
 
 
 def case(what: str, mesh: Path, outputs: tuple[str, ...]) -> Callable[[int], Callable[[], object]]:
-    """For each frame: makes its change, which is not timed, and returns what draws it."""
+    """A function that makes the change of each frame, which is not timed, and returns the function that draws it."""
     world, random = scene.Scene(), np.random.default_rng(0)
     count = 1000 if what == "moved" else 4
     places = np.tile(np.eye(4), (count, 1, 1))
@@ -74,7 +75,7 @@ def case(what: str, mesh: Path, outputs: tuple[str, ...]) -> Callable[[int], Cal
     renderer = scene.Renderer(world, "cpu")
 
     def frame(number: int) -> Callable[[], object]:
-        """Cameras move with each frame, except where maps are kept."""
+        """Draw a frame. Cameras move with each frame, unless maps are kept."""
         if what == "moved":
             chosen = random.permutation(count)[:100]
             moved = places[chosen]
@@ -111,7 +112,7 @@ def main() -> int:
             with count_launches() as launches, Operators() as operators:
                 draw()
             whole[key] = launches.total() + operators.counts.total()
-        # As a graph's replay, and launches up to the kernel.
+        # Replace the graph's replay by nothing, and end launches before the kernel.
         with patch.object(Stages, "draw", lambda *_: None), patch("warp._src.context.invoke", lambda *_: None):
             for number in range(4, 4 + options.frames):
                 for key, frame in cases.items():

@@ -1,4 +1,4 @@
-"""The other way to a picture without levels of detail: a ray for each pixel, through Warp's tree of boxes."""
+"""Another way to draw without levels of detail: a ray for each pixel, through Warp's tree of boxes."""
 
 import numpy as np
 import torch
@@ -35,20 +35,20 @@ def cast_rays(
 
 
 class Rays:
-    """A mesh, its tree built.
+    """A mesh and its tree.
 
     Args:
         vertices (V, 3), faces (F, 3).
     """
 
     def __init__(self, vertices: np.ndarray, faces: np.ndarray, device: str) -> None:
-        self.device = torch.empty(0, device=device).device  # with its number
+        self.device = torch.empty(0, device=device).device  # the device with its index
         points = wp.array(vertices.astype(np.float32), dtype=wp.vec3, device=device)
         self.mesh = wp.Mesh(points, wp.array(faces.astype(np.int32).ravel(), dtype=wp.int32, device=device))
         self.longest = 4.0 * float(np.linalg.norm(vertices.max(0) - vertices.min(0)))
 
     def draw(self, camera: Camera) -> Tensor:
-        """(H, W) depths, inf where nothing is. Parallel views are not for it."""
+        """Draw depths (H, W), with inf for background. Parallel views are not supported."""
         to_world = torch.from_numpy(np.linalg.inv(camera.world_to_camera)[:3].astype(np.float32).ravel())
         depths = torch.full((camera.height, camera.width), torch.inf, device=self.device)
         lens = wp.vec4(camera.fx, camera.fy, camera.cx, camera.cy)

@@ -1,18 +1,19 @@
-"""Streaming of pages: a billion triangles of their own, of which two gigabytes are on the device.
+"""Streaming of pages: a billion distinct triangles, of which two gigabytes are on the device.
 
     python benchmarks/scene_streaming.py --folder /data/rocks [--out benchmarks/results/h200/scene_streaming.json]
 
-A hundred rocks of ten million triangles in a field, each a file of its own: ten are built, the others are copies under
-other names. A camera flies a recorded path over them. Three renderers draw it: with all pages resident; with a pool,
-where each frame is drawn from what is there while the path ahead is prefetched; and with a pool, where each frame waits
-for its pages. Of each: p50 and p99 of a frame as a caller waits for it. Of the streamed ones: pages that were missing,
-the largest error shown, pages loaded and evicted, and pixels of holes: background where the resident picture has none
-within the error that is shown. And the first complete picture of a new renderer, beside the time that its bytes take at
-the rates of this machine, read and uploaded alone in the same run. Before that the system's cache of the files is
-dropped, where the system allows it (`posix_fadvise`); `cache_dropped` says whether their pages came from the disk.
+A field has a hundred rocks of ten million triangles, each in its own file: ten are built, and the others are copies
+under other names. A camera flies a recorded path over them. Three renderers draw it: with all pages resident; with a
+pool, drawing each frame from the resident pages while the path ahead is prefetched; and with a pool, waiting for the
+pages of each frame. Each row has p50 and p99 of the time for which a caller waits for a frame. Rows of streaming also
+have the pages that were missing, the largest error in a picture, the pages loaded and evicted, and the pixels of holes:
+background where the resident picture has none within that error. The time of a new renderer's first complete picture is
+compared with the time to read and upload the same bytes alone, measured in the same run. Before it, the system's cache
+of the files is dropped, if the system allows that (`posix_fadvise`); `cache_dropped` says whether the pages came from
+the disk.
 
-`--quick` shows on a CPU that the script runs, with few and small rocks. Goals: no holes; p99 at most 1.5 times p50; p50
-at most 1.15 times the resident one; the first picture within 1.25 times the time of its bytes.
+`--quick` tests the script on a CPU, with few and small rocks. The goals are: no holes; p99 at most 1.5 times p50; p50
+at most 1.15 times that of the resident renderer; the first picture within 1.25 times the time of its bytes.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ from rooftop.scene import layouts
 from rooftop.scene.streaming.loading import THREADS
 
 SPACING = 2.6  # rocks have a radius of about 1
-AHEAD = 8  # frames that are prefetched
+AHEAD = 8  # number of frames to prefetch
 GOALS = {"p99_to_p50": 1.5, "p50_to_resident": 1.15, "first_to_bytes": 1.25}
 
 
 def rock(triangles: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Closed, about so many triangles: a cube whose faces are grids, blown up and made rough at all scales."""
+    """A closed rock of about this many triangles: a cube of grids, inflated to a sphere and made rough at all
+    scales."""
     side = max(2, round((triangles / 12) ** 0.5))
     random = np.random.default_rng(seed)
     at = np.linspace(-1, 1, side + 1)
@@ -69,7 +71,7 @@ def rock(triangles: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def files_of(options: argparse.Namespace, folder: Path) -> list[Path]:
-    """The rocks; what is there already is taken as it is."""
+    """The files of the rocks; existing files are reused."""
     built = []
     for number in range(options.built):
         path = folder / f"rock-{options.triangles}-{number}.rtg"
@@ -86,7 +88,7 @@ def files_of(options: argparse.Namespace, folder: Path) -> list[Path]:
 
 
 def world_of(files: Sequence[Path]) -> scene.Scene:
-    """A square of them, each turned."""
+    """A scene with a square of these rocks, each rotated."""
     world, side = scene.Scene(), int(np.ceil(len(files) ** 0.5))
     for number, path in enumerate(files):
         turn, place = 2.4 * number, np.eye(4)
@@ -97,7 +99,7 @@ def world_of(files: Sequence[Path]) -> scene.Scene:
 
 
 def flight(options: argparse.Namespace) -> list[scene.Camera]:
-    """The recorded path: a curve over the field, low where rocks are near."""
+    """The recorded path: a curve over the field, partly low, near the rocks."""
     reach = SPACING * options.files**0.5 / 2
     width, height = options.size
     cameras = []
@@ -115,10 +117,10 @@ def flight(options: argparse.Namespace) -> list[scene.Camera]:
 def frames(
     name: str, renderer: scene.Renderer, cameras: Sequence[scene.Camera], depths: list[torch.Tensor] | None, wait: bool
 ) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """The path once as a warm-up, where nothing is streamed, and once measured.
+    """Draw the path once as a warm-up, unless pages are streamed, and once measured.
 
     Args:
-        depths: of the resident pictures, to look for holes; None for the resident renderer.
+        depths: depths of the resident pictures, to find holes; None for the resident renderer.
     """
     for camera in cameras if depths is None else cameras[:1]:
         renderer.render(camera, ("depth",))
@@ -147,7 +149,7 @@ def frames(
 
 
 def holes_in(depth: torch.Tensor, resident: torch.Tensor, error_pixels: float) -> int:
-    """Pixels of background farther inside of what the resident picture shows than its outline may be off."""
+    """The pixels of background that are farther inside of the resident picture's surfaces than outlines may differ."""
     reach = min(2 * int(np.ceil(error_pixels)) + 3, 2 * min(depth.shape) - 1)
     background = resident.isinf().float()[None, None]
     near_outline = torch.nn.functional.max_pool2d(background, reach, 1, reach // 2)[0, 0] > 0
@@ -155,7 +157,8 @@ def holes_in(depth: torch.Tensor, resident: torch.Tensor, error_pixels: float) -
 
 
 def first_picture(options: argparse.Namespace, files: Sequence[Path], camera: scene.Camera) -> dict[str, Any]:
-    """A new renderer's first picture, its pages from the disk; and its bytes read and uploaded alone."""
+    """Time a new renderer's first picture, with its pages from the disk, and the reading and uploading of the same
+    bytes alone."""
     world = world_of(files)
     dropped = drop_caches(files)
     renderer = scene.Renderer(world, options.device, pool_bytes=options.pool)
@@ -173,7 +176,8 @@ def first_picture(options: argparse.Namespace, files: Sequence[Path], camera: sc
 
 
 def drop_caches(files: Sequence[Path]) -> bool:
-    """Whether the system was told to forget the files; it may keep what somebody has mapped."""
+    """Ask the system to drop the files from its cache, and return whether it could be asked. It may keep mapped
+    pages."""
     if not hasattr(os, "posix_fadvise"):
         return False
     for path in files:
@@ -184,7 +188,7 @@ def drop_caches(files: Sequence[Path]) -> bool:
 
 
 def read_alone(files: Sequence[Path], pages: int) -> float:
-    """Seconds in which as many threads read as many pages, spread over the files, and do nothing with them."""
+    """Seconds for as many threads to read as many pages, spread over the files, without processing them."""
     places = [
         (path, k * layouts.PAGE_BYTES) for path in files for k in range(path.stat().st_size // layouts.PAGE_BYTES)
     ]
@@ -202,14 +206,14 @@ def read_alone(files: Sequence[Path], pages: int) -> float:
 
 
 def uploaded_alone(pages: int, device: str) -> float:
-    """Seconds in which as many pages go to the device, from pinned memory on a GPU."""
+    """Seconds to copy as many pages to the device; for a GPU, from pinned memory."""
     staged = torch.ones(layouts.PAGE_BYTES // 4, dtype=torch.int32, pin_memory=device == "cuda")
     there = torch.empty(64, len(staged), dtype=torch.int32, device=device)
     return waited(lambda: [there[k % 64].copy_(staged, non_blocking=True) for k in range(pages)])[1] / 1e3
 
 
 def waited(call: Callable[[], Any]) -> tuple[Any, float]:
-    """What a call gives, and the milliseconds until it is there."""
+    """The result of a call, and the milliseconds until it is available."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -224,7 +228,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def judged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The goals beside what was reached."""
+    """The goals and the results."""
     by = {row["what"]: row for row in rows}
     streamed, resident = by["streamed"], by["resident"]
     return {
@@ -245,19 +249,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument(
-        "--folder", type=Path, help="for the files, about 11 GB, which are kept; a temporary one if not given"
+        "--folder", type=Path, help="folder for the files, about 11 GB, which are kept; by default a temporary one"
     )
     parser.add_argument("--triangles", type=int, default=10_000_000, help="of a rock")
     parser.add_argument("--files", type=int, default=100)
     parser.add_argument("--built", type=int, default=10)
     parser.add_argument("--pool", type=int, default=2_000_000_000, help="bytes")
     parser.add_argument("--frames", type=int, default=600)
-    parser.add_argument("--speed", type=float, default=0.004, help="of the path, for each frame")
+    parser.add_argument("--speed", type=float, default=0.004, help="seconds of the path per frame")
     parser.add_argument("--size", type=size, default=(1920, 1080))
-    parser.add_argument("--quick", action="store_true", help="small, on the CPU: shows that the script runs")
+    parser.add_argument("--quick", action="store_true", help="small, on the CPU, to test the script")
     options = parser.parse_args()
     if not options.quick and not torch.cuda.is_available():
-        parser.error("needs an NVIDIA GPU; --quick shows on a CPU that the script runs")
+        parser.error("needs an NVIDIA GPU; --quick tests the script on a CPU")
     options.device = "cuda"
     if options.quick:
         options.device, options.triangles, options.files, options.built = "cpu", 60_000, 9, 2

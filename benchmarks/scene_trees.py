@@ -1,4 +1,4 @@
-"""A tree of many leaves, and how much of a picture it covers from near and from far."""
+"""A tree of many leaves, and the share of a picture that it covers from near and from far."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 
 from rooftop import scene
 
-LEAF = 0.09  # long, in m, and half as wide
-SIDES = 8  # of a branch
-SPACING = 1.6  # of trees, in widths
+LEAF = 0.09  # length of a leaf in m, which is half as wide
+SIDES = 8  # sides of a branch
+SPACING = 1.6  # distance of trees, in widths of a tree
 BRANCHING = (14, 10, 8)  # branches of the trunk, of each of those, and so on
-WIDEST, NARROWEST = 600, 2.0  # pixels that a tree is wide
+WIDEST, NARROWEST = 600, 2.0  # width of a tree in pixels
 DISTANCES = 12
-PIXELS_SEEN = 200_000  # at each distance, so that chance decides less than a percent
+PIXELS_SEEN = 200_000  # pixels at each distance, so that random error is below a percent
 
 
 def tree(leaves: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """About 8 m high: vertices, faces, and the material of each face, 0 of wood and 1 of leaves."""
+    """A tree about 8 m high: vertices, faces, and the material of each face, 0 for wood and 1 for leaves."""
     random = np.random.default_rng(0)
     starts, ends = np.array([[0.0, 0, 0]]), np.array([[0.0, 0, 6.5]])
     radius = 0.22
@@ -56,7 +56,7 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
 
 
 def _tubes(starts: np.ndarray, ends: np.ndarray, radius: float) -> tuple[np.ndarray, np.ndarray]:
-    """Open cones, each from its start to its end, where it is 0.4 times as wide."""
+    """Open cones, each from its start to its end, where its width is 0.4 times that at the start."""
     way = _unit(ends - starts)
     aside = _unit(np.cross(way, np.where(np.abs(way[:, :1]) < 0.9, [[1.0, 0, 0]], [[0, 1.0, 0]])))
     angle = 2 * np.pi * np.arange(SIDES)[:, None] / SIDES
@@ -77,7 +77,7 @@ def _joined(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.
 
 
 def grove(count: int, width: float) -> np.ndarray:
-    """(count, 4, 4): trees in a square, none of which hides another from above, each turned at random."""
+    """Transforms (count, 4, 4) of trees in a square, each rotated at random. From above, no tree hides another."""
     random = np.random.default_rng(0)
     angle = random.uniform(0, 2 * np.pi, count)
     transforms = np.tile(np.eye(4), (count, 1, 1))
@@ -93,8 +93,8 @@ def grove(count: int, width: float) -> np.ndarray:
 def covered(
     mesh: scene.Geometry, width: float, pixels: float, count: int, device: str, error: float
 ) -> dict[str, float]:
-    """The area that a tree covers, seen aslant in a parallel view in which it is so many pixels wide, in squares of its
-    width; and how many triangles were drawn for each."""
+    """The area that a tree covers in an oblique parallel view in which the tree is this many pixels wide, in units of
+    its width squared; and the triangles drawn per tree."""
     world = scene.Scene()
     world.add_instances(world.add_mesh(mesh), grove(count, width))
     across = SPACING * width * (math.isqrt(count - 1) + 1) + width

@@ -1,13 +1,14 @@
-"""Whether `rooftop analyze SCRIPT` tells of a loop what its own clock tells, and leaves it as it is.
+"""Check that `rooftop analyze SCRIPT` reports the same step time of a loop as the loop's own clock, and does not change
+it.
 
     python benchmarks/script_loops.py [--quick] [--out benchmarks/results/h200/script_loops.json] [--only NAME ...]
 
-Runs each loop of `benchmarks/loops/` plainly, under `rooftop analyze`, and plainly again. The table has the loop's own
-clock of both plain runs (from its third step on), the step that the report gives, their ratio, the ratio to the loop's
-own clock in the analyzed run (after the steps that are watched), and whether losses, exit status and the lines that the
-loop printed are the same. Where the two plain runs differ by more than half of the tolerance, the machine varied, and
-only the analyzed run itself can judge. A loop whose work is in other processes has no step of its own: there the table
-says whether the report names them. `--quick` runs small sizes on the CPU.
+Each loop of `benchmarks/loops/` runs plainly, under `rooftop analyze`, and plainly again. The table has the step time
+by the loop's own clock in both plain runs (from its third step on), the step time in the report, and their ratio. It
+also has the ratio to the loop's own clock in the analyzed run (after the watched steps), and whether losses, exit
+status and the loop's output are the same. If the two plain runs differ by more than half of the tolerance, the
+machine's speed varied, and only the clock in the analyzed run counts. A loop whose work is in other processes has no
+step itself: for it the table says whether the report names those processes. `--quick` runs small sizes on the CPU.
 """
 
 from __future__ import annotations
@@ -70,8 +71,9 @@ CASES = (
 
 @dataclass
 class Result:
-    """Of a loop. `own_ms` is what its clock said in the plain runs; `late_ms` of the steps after the first 12, also in
-    the analyzed run, which is between the two others. `varied`: the plain runs differ too much to judge another one."""
+    """The results of a loop. `own_ms`: its clock in the plain runs. `late_ms`: the steps after the first 12 in all
+    three runs, of which the analyzed one is the second. `varied`: the plain runs differ too much to judge another
+    one."""
 
     loop: str
     own_ms: list[float] = field(default_factory=list)
@@ -94,7 +96,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Ended:
-    """A process that ended: status, seconds, what it printed, and its LOOP line."""
+    """A process that ended: status, seconds, output, and its LOOP line."""
 
     status: int
     seconds: float
@@ -111,7 +113,7 @@ def main() -> int:
     device = "cpu" if options.quick else "cuda"
     out = options.out or Path(__file__).parent / "results" / ("cpu" if options.quick else "h200") / "script_loops.json"
     if device == "cpu":
-        os.environ["OMP_NUM_THREADS"] = "1"  # two threads on a busy machine wait for each other
+        os.environ["OMP_NUM_THREADS"] = "1"  # because two threads on a busy machine wait for each other
     described = next(found for found in devices() if found.kind == device)
     ceilings = measured_ceilings(device)
     results, left_out = [], []
@@ -139,14 +141,14 @@ def main() -> int:
 
 
 def measured_ceilings(device: str) -> Path:
-    """A file of them: what the loops are compared with, measured once."""
+    """A file with the ceilings, measured once for all loops."""
     path = Path(tempfile.mkdtemp()) / "ceilings.json"
     measure_ceilings(device).save(path)
     return path
 
 
 def tried(loop: Loop, device: str, ceilings: Path) -> Result:
-    """The loop run plainly, analyzed, and run plainly again."""
+    """Run the loop plainly, analyzed, and plainly again."""
     result = Result(" ".join([loop.name, *loop.arguments]))
     with tempfile.TemporaryDirectory() as folder:
         report_path = Path(folder) / "report.json"
@@ -189,12 +191,12 @@ def tried(loop: Loop, device: str, ceilings: Path) -> Result:
 
 
 def apart(times_ms: list[float]) -> float:
-    """How much the longest is above the shortest, relative to that; 0 of none."""
+    """(longest - shortest) / shortest; 0 if there are none."""
     return max(times_ms) / min(times_ms) - 1 if times_ms else 0.0
 
 
 def problems(loop: Loop, result: Result, device: str) -> list[str]:
-    """What is not as it should be."""
+    """Sentences about the differences that should not exist."""
     found = []
     if not result.same_status:
         found.append("another exit status")
@@ -212,7 +214,7 @@ def problems(loop: Loop, result: Result, device: str) -> list[str]:
 
 
 def ended(loop: Loop, device: str, analysis: list[str] | None = None) -> Ended:
-    """Run a loop to its end, under `rooftop analyze` with these options if there are some."""
+    """Run a loop to its end; with options, under `rooftop analyze`."""
     script = str(LOOPS / f"{loop.name}.py")
     words = ["--device", device, *loop.arguments]
     command = [sys.executable]

@@ -1,10 +1,11 @@
-"""Several jobs at a time that ask models, on one GPU or several: threads, streams, graphs, processes, MPS or batches.
+"""Several concurrent jobs that query models, on one GPU or several: threads, streams, graphs, processes, MPS or
+batches.
 
     python benchmarks/serving.py [--jobs 4] [--gpus 1] [--out benchmarks/results/h100/serving.json]
     python benchmarks/serving.py --table benchmarks/results/h100/serving.json    # that file as a table of Markdown
 
-Each job asks a ResNet-50 (bfloat16, channels last) of its own for images, again as soon as it is answered. What is
-measured, for a while after a warm-up: answers a second of all jobs, and how long one takes, as the job sees it.
+Each job queries its own ResNet-50 (bfloat16, channels last) with images, and sends the next request as soon as it has
+the answer. After a warm-up, the answers a second of all jobs are measured, and the time of an answer for a job.
 
 | way | |
 |---|---|
@@ -16,7 +17,7 @@ measured, for a while after a warm-up: answers a second of all jobs, and how lon
 | mps | the same, under a CUDA MPS server, which is started for it: their kernels run at the same time |
 | batch | all jobs' images in one call of one model |
 
-Jobs are dealt to the GPUs in turn. A way that this machine does not have says so in its row.
+Jobs are assigned to the GPUs in turn. If a way is impossible on this machine, its row says so.
 """
 
 from __future__ import annotations
@@ -49,19 +50,19 @@ BATCHES = (1, 8, 64)
 WAYS = ("one", "threads", "streams", "graphs", "processes", "mps", "batch")
 GPU_ALONE = ("streams", "graphs", "mps")
 Answers = list[tuple[float, float]]
-"""When a job asked and when it was answered, in seconds; of `time.perf_counter`, which processes share."""
+"""The times of a request and of its answer, in seconds, by `time.perf_counter`, which processes share."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked.
+    """The requests of a measurement.
 
     Attributes:
         batch: images of a request.
-        jobs: how many ask at a time.
-        devices: they are dealt to these in turn.
-        size: of an image, in pixels.
-        seconds: for how long is measured.
+        jobs: number of concurrent jobs.
+        devices: the devices to which jobs are assigned in turn.
+        size: side of an image, in pixels.
+        seconds: duration of the measurement.
     """
 
     batch: int
@@ -75,7 +76,7 @@ class Case:
 
 
 class Asking:
-    """One job: its model and its images, on a stream of its own where there is a GPU."""
+    """One job: its model and its images, on its own stream if there is a GPU."""
 
     def __init__(self, case: Case, job: int, times: int = 1) -> None:
         self.device = torch.device(case.device(job))
@@ -89,7 +90,7 @@ class Asking:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def launch(self) -> Tensor | None:
-        """Ask; on a GPU the answer is there once the stream has come to its end."""
+        """Launch a request; on a GPU, the answer is available once the stream is synchronized."""
         with self.current(), torch.inference_mode():
             if self.graph is not None:
                 self.graph.replay()
@@ -102,7 +103,7 @@ class Asking:
             self.stream.synchronize()
 
     def capture(self) -> None:
-        """From now on replay."""
+        """Capture a CUDA graph, which later requests replay."""
         for _ in range(3):
             self.launch()
         self.wait()
@@ -113,7 +114,7 @@ class Asking:
 
 
 def asked(asking: Asking, until: float) -> Answers:
-    """One request after another until a time."""
+    """Send one request after another until a time."""
     answers = []
     while (began := time.perf_counter()) < until:
         asking.launch()
@@ -133,7 +134,7 @@ def one(case: Case) -> Answers:
 
 
 def batch(case: Case) -> Answers:
-    """A job waits for the whole batch; its answers count once for each job."""
+    """The jobs wait for the whole batch, and an answer counts for each job."""
     each = case.jobs // len(case.devices)
     together = [Asking(case, number, times=each) for number in range(len(case.devices))]
     return [answer for answer in _in_threads(together, case.seconds) for _ in range(each)]
@@ -173,7 +174,7 @@ def graphs(case: Case) -> Answers:
 
 
 def _by_one_thread(askings: Sequence[Asking], seconds: float) -> Answers:
-    """Each job's next request is launched when its last one is answered; the oldest is waited for."""
+    """One thread launches each job's next request when its last one is answered; it waits for the oldest request."""
     for asking in askings:
         asking.launch()
         asking.wait()
@@ -194,7 +195,7 @@ def _by_one_thread(askings: Sequence[Asking], seconds: float) -> Answers:
 
 
 def processes(case: Case) -> Answers:
-    context = multiprocessing.get_context("forkserver")  # which has no CUDA context that a fork would break
+    context = multiprocessing.get_context("forkserver")  # because a fork would break a CUDA context
     context.set_forkserver_preload(["torch"])
     places = {name: value for name, value in os.environ.items() if name.startswith("CUDA_MPS_")}
     ready, start, found = context.Barrier(case.jobs + 1), context.Value("d", 0.0), context.SimpleQueue()
@@ -230,7 +231,7 @@ def mps(case: Case) -> Answers:
 
 @contextmanager
 def mps_server() -> Iterator[None]:
-    """A CUDA MPS server of this user's own, for the processes that are started within."""
+    """Run a CUDA MPS server of this user for the processes that are started within the block."""
     with tempfile.TemporaryDirectory() as folder:
         places = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
         before = {name: os.environ.get(name) for name in places}
@@ -259,7 +260,7 @@ RUN: dict[str, Callable[[Case], Answers]] = {
 
 
 def missing(way: str, case: Case) -> str:
-    """Why this machine cannot do it; "" if it can."""
+    """Why this machine cannot run a way; "" if it can."""
     if way in GPU_ALONE and case.devices[0] == "cpu":
         return "needs a GPU"
     if way == "mps" and shutil.which("nvidia-cuda-mps-control") is None:
@@ -268,7 +269,7 @@ def missing(way: str, case: Case) -> str:
 
 
 def figures(answers: Answers, case: Case) -> dict[str, float]:
-    """Of what was answered after the warm-up, and of the time from then to the last answer."""
+    """Figures from the answers after the warm-up, and from the time until the last of them."""
     first = min(began for began, _ in answers) + WARM_UP * case.seconds
     counted = [(began, ended) for began, ended in answers if began >= first]
     if len(counted) < 2:
@@ -282,7 +283,7 @@ def figures(answers: Answers, case: Case) -> dict[str, float]:
 
 
 def row_of(way: str, case: Case) -> dict[str, Any]:
-    """What was measured of a way, or why it was not."""
+    """The measurements of a way, or why there are none."""
     row: dict[str, Any] = {"way": way, "batch": case.batch, "jobs": 1 if way == "one" else case.jobs}
     row["gpus"] = 0 if case.devices[0] == "cpu" else len(case.devices)
     why = missing(way, case)
@@ -312,17 +313,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h100/serving.json"))
     parser.add_argument("--table", type=Path, metavar="FILE", help="print a file of results, and measure nothing")
-    parser.add_argument("--jobs", type=int, default=4, metavar="N", help="that ask at a time; 4 by default")
+    parser.add_argument("--jobs", type=int, default=4, metavar="N", help="number of concurrent jobs; 4 by default")
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="1 by default")
     parser.add_argument("--only", nargs="+", choices=WAYS, default=WAYS, metavar="WAY", help=f"of {', '.join(WAYS)}")
-    parser.add_argument("--seconds", type=float, default=4.0, metavar="S", help="for each row; 4 by default")
-    parser.add_argument("--quick", action="store_true", help="small images on the CPU, to try the script")
+    parser.add_argument("--seconds", type=float, default=4.0, metavar="S", help="seconds for each row; 4 by default")
+    parser.add_argument("--quick", action="store_true", help="small images on the CPU, to test the script")
     options = parser.parse_args()
     if options.table is not None:
         print(table(options.table))
         return 0
     if options.jobs % options.gpus:
-        parser.error(f"--jobs {options.jobs} are dealt evenly to --gpus {options.gpus}: expected a multiple")
+        parser.error(f"--jobs {options.jobs} are assigned evenly to --gpus {options.gpus}: expected a multiple")
     devices = ("cpu",) if options.quick else tuple(f"cuda:{number}" for number in range(options.gpus))
     results = Results(options.out, measure_ceilings(devices[0]))
     for batch_size in (1,) if options.quick else BATCHES:

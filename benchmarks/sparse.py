@@ -2,19 +2,20 @@
 
     python benchmarks/sparse.py [--out benchmarks/results/h200/sparse.json] [--only wavy-100k-64 unet]
 
-A submanifold convolution of 3 x 3 x 3 in float16, its sites in random order, on a wavy surface and on a room's floor,
-ceiling and walls: with the building of its rulebook, with a ready one (shared by an indice_key), its backward, and the
-rulebook alone. Then networks, with the building of all rulebooks: a U-Net of four levels, MinkUNet18 and the backbone
-of SECOND, inference with float16 weights and under autocast, and a training step under autocast with SGD.
+A submanifold convolution of 3 x 3 x 3 in float16, with its sites in random order, runs on a wavy surface and on a
+room's floor, ceiling and walls. Timed are the convolution with the building of its rulebook, with a ready rulebook
+(shared by an indice_key), its backward, and the building alone. The networks, which build all their rulebooks, are a
+U-Net of four levels, MinkUNet18 and the backbone of SECOND: inference with float16 weights and under autocast, and a
+training step under autocast with SGD.
 
-Variants of a case are interleaved, medians. Features rotate so that L2 does not serve them again; a rulebook and
-weights stay, as in a network. What does not wait for the GPU is also replayed from a CUDA graph; in networks that takes
-bounds for the numbers of outputs (`num_out_act_bound`). spconv has the same weights, and how far its results are from
-ours, |theirs - ours| at most over |ours| at most, is in the row, as are those of a replay from the call's; so is the
-memory that a call needs at its peak, and why what should be replayed cannot be captured. Roofs are at the ceilings
-measured in the same run, with the pairs that exist. Rows are written after each case; a case that fails leaves the
-others, and fails the run at the end. Without spconv the rows say so. `--quick` shows on a CPU that the script runs,
-with small inputs, and sets the convolution beside the one on the dense grid.
+Variants of a case are interleaved, and figures are medians. Features rotate, so that they do not come from L2; rulebook
+and weights stay, as in a network. Calls that do not wait for the GPU are also replayed from a CUDA graph; networks need
+bounds for the numbers of outputs for that (`num_out_act_bound`). spconv has the same weights. The row has the distance
+of its results from ours, max |theirs - ours| / max |ours|, and that of a replay from the call; the peak memory of a
+call; and, if a replay was expected, why a call cannot be captured. Roofs are at the ceilings measured in the same run,
+and count the existing pairs. Rows are written after each case. If a case fails, the others still run, and the run fails
+at the end. Without spconv the rows say so. `--quick` tests the script on a CPU, with small inputs, and compares with
+the convolution on the dense grid.
 """
 
 from __future__ import annotations
@@ -48,24 +49,26 @@ from rooftop.kernels import sparse_conv
 from rooftop.models.point_clouds import sparse_unet
 
 Call = Callable[[], Any]
-FARTHEST = 0.1  # of results: float16 through some forty layers moves them by less, other work by about 1
-FARTHEST_GRADIENT = 0.5  # of all parameters in one: small ones are of float16's noise
+# for results: through about forty layers, float16 changes them by less; different work changes them by about 1
+FARTHEST = 0.1
+FARTHEST_GRADIENT = 0.5  # for the gradients of all parameters together, because small ones are float16's noise
 REPLAYED = ", replayed"
 LOSS_SCALE = 2.0**14
 SPCONV = "spconv"
-STREAM = torch.cuda.Stream() if torch.cuda.is_available() else None  # autograd runs a backward where the forward ran
+# autograd runs a backward on the stream of its forward
+STREAM = torch.cuda.Stream() if torch.cuda.is_available() else None
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How large a run is.
+    """The sizes of a run.
 
     Attributes:
-        device: where.
-        dtype: of features.
-        sites, channels: of a convolution, at most.
-        cloud: sites of a network, at most.
-        small: networks of few levels, and the dense grid beside a convolution.
+        device: the device of the run.
+        dtype: dtype of features.
+        sites, channels: maximum sizes of a convolution.
+        cloud: maximum number of sites of a network.
+        small: whether networks have few levels, and a convolution is compared with the dense grid.
     """
 
     device: str = "cuda"
@@ -81,16 +84,16 @@ QUICK = Scale("cpu", torch.float32, sites=2000, channels=8, cloud=200, small=Tru
 
 @dataclass
 class Work:
-    """What is measured together, to one row.
+    """The measurements of one row.
 
     Attributes:
         what: e.g. "conv".
-        cost: of all that a call does, of each kernel that it needs at least.
-        goal_ms: of ours.
-        calls: by variant, one for each set of inputs.
-        replayable: variants to replay from a graph too.
-        apart: of each peer, how far its results are from ours; of each replay, from those of the call.
-        farthest: what `apart` may be.
+        cost: the costs of the kernels that a call needs at least.
+        goal_ms: goal for ours.
+        calls: the calls of each variant, one for each set of inputs.
+        replayable: variants that are also replayed from a graph.
+        apart: for each peer, the distance of its results from ours; for each replay, from those of its call.
+        farthest: the limit of `apart`.
         absent: variants that cannot be measured, and why.
     """
 
@@ -106,7 +109,7 @@ class Work:
 
 @dataclass(frozen=True)
 class ConvCase:
-    """A convolution of as many channels in as out.
+    """A convolution with equally many input and output channels.
 
     Attributes:
         goals: ms with the rulebook, without it, backward.
@@ -137,9 +140,9 @@ class NetworkCase:
     """A network on a cloud.
 
     Attributes:
-        build: it, in float32.
-        cloud: (sites, device) -> sites and grid.
-        goals: ms of inference and of a training step, where there are any.
+        build: creates the network, in float32.
+        cloud: function of (number of sites, device) that returns sites and grid.
+        goals: ms of inference and of a training step, if there are goals.
     """
 
     model: str
@@ -168,11 +171,11 @@ def main() -> int:
     names = sorted(set().union(*(case.names for case in CASES)))
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument("--seconds", type=float, default=0.1, help="to measure each variant")
-    parser.add_argument("--quick", action="store_true", help="small, on the CPU: shows that the script runs")
+    parser.add_argument("--seconds", type=float, default=0.1, help="seconds to measure each variant")
+    parser.add_argument("--quick", action="store_true", help="small, on the CPU, to test the script")
     options = parser.parse_args()
     if not options.quick and not torch.cuda.is_available():
-        parser.error("needs an NVIDIA GPU; --quick shows on a CPU that the script runs")
+        parser.error("needs an NVIDIA GPU; --quick tests the script on a CPU")
     scale = QUICK if options.quick else Scale()
     ceilings = ceilings_of("h200") if options.quick else measure_ceilings("cuda")
     spconv = imported("spconv.pytorch")
@@ -187,7 +190,7 @@ def main() -> int:
                 for row in measure_case(case, scale, ceilings, options.seconds):
                     found["rows"].append(row)
                     write(found, options.out)
-        except Exception as error:  # the other cases are worth having
+        except Exception as error:  # go on, because the other cases are worth having
             traceback.print_exc()
             found["failed"][max(case.names, key=len)] = f"{type(error).__name__}: {error}"
             write(found, options.out)
@@ -203,17 +206,18 @@ def write(found: dict[str, Any], path: Path | None) -> None:
 
 
 def imported(name: str) -> Any:
-    """A module, or in words why there is none."""
+    """A module, or the reason, in words, why it cannot be imported."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         return f"not installed: {error.name}"
-    except (ImportError, OSError, RuntimeError) as error:  # made for another CUDA or Python
+    except (ImportError, OSError, RuntimeError) as error:  # built for another CUDA or Python
         return f"cannot be imported: {str(error).splitlines()[0]}"
 
 
 def version_of(package: str) -> str:
-    """Of the distribution that a package came with: those of spconv are named by their CUDA version."""
+    """The version of the distribution that contains a package, since spconv's distributions are named by their CUDA
+    version."""
     return metadata.version(metadata.packages_distributions()[package][0])
 
 
@@ -225,14 +229,14 @@ def thousands(sites: int) -> str:
 
 
 def measure_case(case: Case, scale: Scale, ceilings: Ceilings, seconds: float) -> Iterator[dict[str, Any]]:
-    """A row for each work, printed.
+    """Measure and print a row for each work.
 
     Raises:
-        RuntimeError: results of a variant are not ours: it does other work.
+        RuntimeError: the results of a variant differ from ours, so it does different work.
     """
     gc.collect()
     if scale.device == "cuda":
-        torch.cuda.empty_cache()  # of the case before
+        torch.cuda.empty_cache()  # memory of the previous case
     torch.manual_seed(0)
     known, works = case.works(scale)
     print(*(f"{key} {value}" for key, value in known.items()))
@@ -253,7 +257,7 @@ def measure_work(work: Work, known: dict[str, Any], scale: Scale, ceilings: Ceil
     calls = {name: rotated(lambda call: call(), [(call,) for call in each]) for name, each in work.calls.items()}
     calls |= replays_of(work) if scale.device == "cuda" else {}
     timings = compare(calls, device=scale.device, seconds=seconds, warm_up_seconds=seconds / 2)
-    # A replay does all sets, a call one of them.
+    # A replay computes all sets, a call one of them.
     done = {name: 1 if name in sets else sets[name.removesuffix(REPLAYED)] for name in timings}
     rates = {name: timing.median_ms / done[name] for name, timing in timings.items()}
     spread = {name: timing.spread for name, timing in timings.items()}
@@ -271,7 +275,7 @@ def measure_work(work: Work, known: dict[str, Any], scale: Scale, ceilings: Ceil
 
 
 def peak_mib(call: Call, device: str) -> float:
-    """What a call allocates at its peak, beyond what there was."""
+    """Peak memory of a call, beyond the memory in use before it."""
     call()  # compiles, tunes
     with track(device) as tracked:
         call()
@@ -279,13 +283,13 @@ def peak_mib(call: Call, device: str) -> float:
 
 
 def replays_of(work: Work) -> dict[str, Call]:
-    """The calls with all sets, as the replay of a CUDA graph, each compared with its call; what cannot be captured is
-    noted in the work."""
+    """A replay of a CUDA graph for each variant, with the calls of all sets. Results are compared with the calls';
+    calls that cannot be captured are noted in `work`."""
     found = {}
     for name in [name for name in work.calls if name in work.replayable]:
         try:
             found[name + REPLAYED], work.apart[name + REPLAYED] = replayed(work.calls[name])
-        except Exception as error:  # the calls themselves are worth measuring
+        except Exception as error:  # go on, because the calls themselves can be measured
             torch.cuda.synchronize()
             if not name.startswith(SPCONV):
                 traceback.print_exc()
@@ -295,14 +299,14 @@ def replays_of(work: Work) -> dict[str, Call]:
 
 
 def replayed(calls: list[Call]) -> tuple[Call, float]:
-    """A replay of all calls, and how far what it gives is from what they give.
+    """A replay of all calls, and the distance of its results from theirs.
 
     Raises:
-        RuntimeError: the host waits for the GPU; and whatever a capture raises.
+        RuntimeError: the host waits for the GPU, or the capture fails.
     """
     if waits_for_gpu(calls[0]):
         raise RuntimeError("the host waits for the GPU")
-    held: list[Any] = []  # results, where the graph writes them
+    held: list[Any] = []  # results, at the addresses to which the graph writes
 
     def run() -> None:
         held[:] = [call() for call in calls]
@@ -315,7 +319,7 @@ def replayed(calls: list[Call]) -> tuple[Call, float]:
 
 
 def apart(theirs: Sequence[Tensor], ours: Sequence[Tensor]) -> float:
-    """|theirs - ours| at most over |ours| at most, of the worst of these tensors."""
+    """max |theirs - ours| / max |ours|, of the worst of these tensors."""
     pairs = [(a.double(), b.double()) for a, b in zip(theirs, ours, strict=True)]
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
 
@@ -326,7 +330,7 @@ def apart(theirs: Sequence[Tensor], ours: Sequence[Tensor]) -> float:
 def conv_works(
     indices: Tensor, shape: list[int], channels: int, pairs: int, goals: Sequence[float | None], scale: Scale
 ) -> Iterator[Work]:
-    """With the rulebook, without it, backward, and the rulebook alone."""
+    """The works of a convolution: with the rulebook, without it, backward, and the rulebook alone."""
     conv = sparse.SubMConv3d(channels, channels, 3, bias=False, indice_key="sites")
     conv = conv.to(scale.device, scale.dtype)
     features = torch.randn(len(indices), channels, device=scale.device, dtype=scale.dtype)
@@ -368,7 +372,7 @@ def conv_works(
 def conv_calls(
     library: Any, conv: Any, indices: Tensor, shape: list[int], sets: list[Tensor], dy: Tensor
 ) -> tuple[list[Call], list[Call], list[Call]]:
-    """With the rulebook, with a ready one, backward; each for every set of features."""
+    """The calls of a convolution: with the rulebook, with a ready one, backward; each for every set of features."""
 
     def whole(features: Tensor) -> Tensor:
         with torch.no_grad():
@@ -399,13 +403,14 @@ def conv_calls(
 
 
 def built(indices: Tensor, shape: list[int]) -> Any:
-    """A rulebook as a convolution takes it: its table in an order of rows, or as it is where that serves as well."""
+    """A rulebook in the form that a convolution takes: with its table in an order of rows, unless the plain table is as
+    fast."""
     table = sparse.build_rulebook(indices, sparse.geometry(1, shape, 3, subm=True)).table
     return table.rows() if table.order is None else table.order
 
 
 def built_by_spconv(indices: Tensor, shape: list[int]) -> Any:
-    """The same of spconv, as its module calls it in inference."""
+    """spconv's rulebook, built as its module does in inference."""
     spconv = importlib.import_module("spconv.pytorch")
     ones = [1] * 3
     return spconv.ops.get_indice_pairs_implicit_gemm(
@@ -417,7 +422,7 @@ def built_by_spconv(indices: Tensor, shape: list[int]) -> Any:
 def conv_costs(
     indices: Tensor, shape: list[int], conv: Any, features: Tensor, dy: Tensor, pairs: int
 ) -> tuple[Cost, Cost, Cost]:
-    """Of the rulebook, the convolution and its backward, by the operators' own formulas."""
+    """The costs of the rulebook, the convolution and its backward, by the operators' own formulas."""
     x = features.detach().clone().requires_grad_()
     with CountingMode() as mode:
         rulebook = sparse.build_rulebook(indices, sparse.geometry(1, shape, 3, subm=True))
@@ -428,7 +433,7 @@ def conv_costs(
 
 
 def add_dense(work: Work, conv: Any, x: sparse.SparseConvTensor, ours: Tensor) -> None:
-    """The convolution on the whole grid, which is there already."""
+    """Add the convolution on the whole dense grid, which exists already."""
     grid, weight = x.dense(), conv.weight.detach().permute(0, 4, 1, 2, 3).contiguous()
     work.calls["dense grid"] = [lambda: F.conv3d(grid, weight, padding=1)]
     found = F.conv3d(grid, weight, padding=1).movedim(1, -1)[tuple(x.indices.long().t())]
@@ -445,7 +450,7 @@ def flat(result: Any) -> list[Tensor]:
 def network_works(
     model: nn.Module, indices: Tensor, shape: list[int], batch: int, goals: Sequence[float | None], scale: Scale
 ) -> Iterator[Work]:
-    """Inference and a training step, each from the sites: with all rulebooks."""
+    """The works of a network: inference and a training step, each from the sites, including all rulebooks."""
     features = torch.randn(len(indices), 4, device=scale.device)
     narrow = features.to(scale.dtype)
     x = sparse.SparseConvTensor(narrow, indices, shape, batch)
@@ -495,7 +500,7 @@ def network_works(
 
 
 def compare_results(work: Work, how: Callable[[Any], float]) -> None:
-    """How far each variant is from ours; what a peer cannot do is noted and left out."""
+    """The distance of each variant's results from ours; peers that cannot run are noted and left out."""
     for name in [name for name in work.calls if name != "rooftop"]:
         try:
             work.apart[name] = how(work.calls[name][0])
@@ -505,7 +510,7 @@ def compare_results(work: Work, how: Callable[[Any], float]) -> None:
 
 
 def failed(name: str, error: Exception) -> dict[str, str]:
-    """That a peer cannot do it, and why.
+    """Record that a peer cannot run, and why.
 
     Raises:
         Exception: the error, if it is not a peer's.
@@ -516,7 +521,7 @@ def failed(name: str, error: Exception) -> dict[str, str]:
 
 
 class TrainingStep:
-    """Forward under autocast, loss, backward, SGD with momentum: a call."""
+    """A call makes a training step: forward under autocast, loss, backward, SGD with momentum."""
 
     def __init__(self, network: nn.Module, tensor: Callable[[], Any], target: Tensor | None, scale: Scale) -> None:
         self.network, self.tensor, self.target = network, tensor, target
@@ -528,19 +533,19 @@ class TrainingStep:
         with torch.autocast(self.device, torch.float16, enabled=self.device == "cuda"):
             found = result_of(self.network(self.tensor()))
             loss = found.float().square().mean() if self.target is None else F.cross_entropy(found, self.target)
-        (loss * LOSS_SCALE).backward()  # float16 has no numbers for the gradients of a mean over 100 k sites
+        (loss * LOSS_SCALE).backward()  # because gradients of a mean over 100 k sites are too small for float16
         self.optimizer.step()
         return loss.detach()
 
     def gradient(self) -> Tensor:
-        """Of all parameters, (P,), after a step."""
+        """The gradient of all parameters, (P,), after a step."""
         self()
         gradients = [p.grad.flatten().double() for p in self.network.parameters() if p.grad is not None]
         return torch.cat(gradients)
 
 
 def result_of(found: Any) -> Tensor:
-    """Logits of sites, or a map."""
+    """The logits of sites, or the map."""
     result: Tensor = found if isinstance(found, Tensor) else found.features
     return result
 
@@ -563,7 +568,7 @@ def second(scale: Scale) -> nn.Module:
 
 
 def scans(sites: int, device: str) -> sparse_surfaces.Surface:
-    """About so many voxels of four scans, or fewer of one."""
+    """About this many voxels of four scans, or fewer of one."""
     voxels, shape = sparse_surfaces.road(4 if sites > 30_000 else 1, device)
     return voxels[:sites], shape
 

@@ -1,4 +1,4 @@
-"""A network of rooftop.sparse as others run it: in spconv's modules, or with bounds; and the roof of its work."""
+"""Variants of a network of rooftop.sparse: in spconv's modules, or with bounds; and the roof of its work."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rooftop import sparse
 from rooftop.cost import Cost, matrix_precision, tensor_bytes
 from rooftop.models.point_clouds.sparse_unet import UShape
 
-ROOM = 1.05  # of the outputs that a cloud has, rows that a bound makes
-GRANULE = 1024  # to a multiple of which a bound is rounded up
+ROOM = 1.05  # bound of the rows, as a multiple of a cloud's outputs
+GRANULE = 1024  # a bound is rounded up to a multiple of this
 
 
 def in_spconv(model: nn.Module, spconv: Any) -> Any:
     """A copy whose sparse modules are those of spconv's module `spconv`, with the same arguments and weights. It takes
-    and gives spconv's tensors."""
+    and returns spconv's tensors."""
     if isinstance(model, sparse.SparseConvolution):
         twin = _convolution(model, spconv)
         twin.load_state_dict(model.state_dict())
@@ -36,9 +36,9 @@ def in_spconv(model: nn.Module, spconv: Any) -> Any:
 
 
 class UShapeOfSpconv(nn.Module):
-    """`UShape` with spconv's tensors, made of parts that take them: the model's own forward is for Rooftop's alone.
+    """`UShape` for spconv's tensors, since the model's own forward takes only Rooftop's.
 
-    Its result stays on the grid that was made larger; sites and their features are those of the model.
+    Its result stays on the enlarged grid; sites and features are those of the model.
     """
 
     stem: nn.Module
@@ -73,14 +73,14 @@ def _convolution(conv: sparse.SparseConvolution, spconv: Any) -> Any:
 
 
 def bounded(model: nn.Module, x: sparse.SparseConvTensor) -> nn.Module:
-    """A copy whose strided convolutions have a fixed number of outputs, with a little room beyond those of x: a CUDA
+    """A copy whose strided convolutions have a fixed number of outputs, slightly more than x needs, so that a CUDA
     graph can capture it."""
     found: dict[str, int] = {}
 
     def count(name: str) -> Callable[[nn.Module, Any, sparse.SparseConvTensor], None]:
         return lambda module, inputs, output: found.update({name: len(output.features)})
 
-    counting = copy.deepcopy(model).eval()  # statistics of the model's norms stay as they are
+    counting = copy.deepcopy(model).eval()  # so that the statistics of the model's norms do not change
     for name, module in counting.named_modules():
         if isinstance(module, sparse.SparseConvolution) and not module.subm and not module.inverse:
             module.register_forward_hook(count(name))
@@ -94,8 +94,8 @@ def bounded(model: nn.Module, x: sparse.SparseConvTensor) -> nn.Module:
 
 
 def settle(model: nn.Module, x: sparse.SparseConvTensor) -> None:
-    """Sets the statistics of norms to those of x, as training does: with those of an untrained network, features become
-    smaller from layer to layer than float16 has numbers."""
+    """Set the statistics of norms to those of x, as training does. With the statistics of an untrained network,
+    features would shrink from layer to layer below float16's range."""
     norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm1d)]
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
@@ -107,7 +107,7 @@ def settle(model: nn.Module, x: sparse.SparseConvTensor) -> None:
 
 
 def products_of(model: nn.Module, x: sparse.SparseConvTensor) -> list[int]:
-    """Flops of each convolution and linear layer, in their order: two for each pair and product of channels."""
+    """The flops of each convolution and linear layer, in order: two for each pair and product of channels."""
     found: list[int] = []
 
     def of_convolution(conv: Any, inputs: Any, output: sparse.SparseConvTensor) -> None:
@@ -117,7 +117,7 @@ def products_of(model: nn.Module, x: sparse.SparseConvTensor) -> list[int]:
     def of_linear(layer: Any, inputs: tuple[Tensor], output: Tensor) -> None:
         found.append(2 * output.numel() * layer.in_features)
 
-    twin = copy.deepcopy(model).to(x.features.dtype).eval()  # to count, the dtype does not matter
+    twin = copy.deepcopy(model).to(x.features.dtype).eval()  # the dtype does not matter for counting
     for module in twin.modules():
         if isinstance(module, sparse.SparseConvolution):
             module.register_forward_hook(of_convolution)

@@ -1,11 +1,10 @@
-"""The python and the memory ladder in one run: what docs/speed.md says of a CPU, and of a GPU where there is one.
+"""The python and the memory ladder in one run: the figures of docs/speed.md for a CPU and, if there is one, a GPU.
 
     python benchmarks/speed.py [--out benchmarks/results/cpu/speed.json] [--charts FOLDER]
 
-Every rung of the python ladder is compared with plain Python, then timed; the memory is measured level by level. On a
-machine that does other work the file says how many cores that took (`other_cores`): ratios within a run are what the
-page quotes, never times. `--rows` prints the page's table of a file that is there. Ends with status 1 if a rung is
-wrong.
+Every rung of the python ladder is compared with plain Python, then timed; the memory is measured level by level. If
+other programs ran, the file says how many cores they used (`other_cores`). So the page quotes only ratios within a run,
+never times. `--rows` prints the page's table for an existing file. The exit status is 1 if a rung is wrong.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ FOLDER = Path(__file__).resolve().parent
 
 
 def main() -> None:
-    # Dask looks for a package `sparse`, and would find the benchmark of that name beside this file.
+    # Dask looks for a package `sparse`, and would find the benchmark of that name in this folder.
     sys.path[:] = [each for each in sys.path if Path(each or ".").resolve() != FOLDER]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
-    parser.add_argument("--charts", type=Path, help="draw them (HTML) into this folder")
-    parser.add_argument("--size", type=int, help="points of the python ladder")
+    parser.add_argument("--charts", type=Path, help="folder for charts (HTML)")
+    parser.add_argument("--size", type=int, help="number of points of the python ladder")
     parser.add_argument(
         "--rows", type=Path, metavar="FILE", help="print the page's table of this file, measure nothing"
     )
@@ -74,7 +73,7 @@ def main() -> None:
 
 
 def rows(found: dict[str, Any]) -> list[str]:
-    """The table of docs/speed.md: ratios and bytes, which mean something elsewhere, too."""
+    """The table of docs/speed.md: ratios and bytes, which also apply to other machines."""
     table = []
     for each in found["python"]["rungs"]:
         if each["ms"] is not None:
@@ -85,12 +84,12 @@ def rows(found: dict[str, Any]) -> list[str]:
 
 
 def times(value: float) -> str:
-    """How many times faster, to two digits."""
+    """A speed-up, to two digits."""
     return f"{float(f'{value:.2g}'):,.10g}"
 
 
 def percent(value: float) -> str:
-    """Of a roof, to two digits."""
+    """Percent of a roof, to two digits."""
     return f"{float(f'{value:.2g}'):.10g}%" if value >= 0.1 else "<0.1%"
 
 

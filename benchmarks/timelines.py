@@ -1,5 +1,5 @@
-"""What a profiler's timeline says of a step: how long communication took, and how long nothing was computed meanwhile;
-and what was computed, by kind.
+"""Read a step from a profiler's timeline: how long communication took, how much of that was without computation, and
+the time of kernels by kind.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 Span = tuple[float, float]
 """Beginning and end."""
 
-STEP = "rooftop: step"  # what the measured step is called on the timeline
+STEP = "rooftop: step"  # name of the measured step on the timeline
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 COMMUNICATION = ("nccl", "ptop", "peer", "symm")
-"""Parts of names, in lower case: of NCCL's kernels, and of copies between GPUs, by which asynchronous tensor
-parallelism communicates."""
+"""Parts of names, in lower case, of NCCL's kernels and of copies between GPUs, which asynchronous tensor parallelism
+uses."""
 
 KINDS = {
     "communication": COMMUNICATION,
@@ -26,13 +26,13 @@ KINDS = {
     "optimizer": ("adam", "multi_tensor", "foreach"),
     "copies": ("memcpy", "memset"),
 }
-"""Parts of kernels' names, in lower case; the first kind that has one is the kernel's."""
+"""For each kind, parts of kernels' names, in lower case. The first kind that matches is the kernel's."""
 OTHERS = "others"
 
 
 @dataclass(frozen=True)
 class Communication:
-    """Of one step of a rank, in ms: when any communication ran; of that, when nothing else did; any work at all."""
+    """Times of one step of a rank, in ms: any communication; communication without other work; any work at all."""
 
     total_ms: float
     exposed_ms: float
@@ -40,10 +40,11 @@ class Communication:
 
 
 def communication(trace: Path) -> Communication:
-    """Of the step on a chrome trace of torch.profiler. Waiting for other ranks in a collective is communication.
+    """Read the step's communication from a chrome trace of torch.profiler. Waiting for other ranks in a collective
+    counts as communication.
 
     Raises:
-        ValueError: no step is on it, or no work of a GPU.
+        ValueError: the trace has no step, or no work of a GPU.
     """
     work = work_of_step(trace)
     spans: dict[bool, list[Span]] = {True: [], False: []}
@@ -80,7 +81,7 @@ def work_of_step(trace: Path) -> list[dict[str, Any]]:
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """The union, as spans that do not touch, in order."""
+    """The union of spans, as disjoint spans in order."""
     found: list[Span] = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:
@@ -91,5 +92,5 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def length(spans: Iterable[Span]) -> float:
-    """Of spans that do not overlap."""
+    """The total length of disjoint spans."""
     return sum(end - begin for begin, end in spans)

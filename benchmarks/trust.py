@@ -1,22 +1,23 @@
-"""Whether `rooftop analyze` can be trusted: public models, analyzed in fresh processes, compared with a plain timing.
+"""Check the reports of `rooftop analyze`: public models, analyzed in fresh processes, compared with a plain timing.
 
     python benchmarks/trust.py [--out benchmarks/results/h200/trust.json] [--processes 5] [--more] [--only TEXT ...]
     python benchmarks/trust.py --advice [--out benchmarks/results/h200/trust_advice.json]
 
-The plain timing shares nothing with Rooftop: ten steps between two events, again and again without a synchronization
-(steady), single steps from an idle GPU by the host's clock (latency), and the union of the kernels that PyTorch's
-profiler saw of some steps (busy). It is taken before and after each analysis, in the same process, and steady also
-between the phases of the analysis. Of the tens and of the single steps the lower tenth counts: what else a shared host
-does only adds to them, for seconds at a time.
+The plain timing shares no code with Rooftop. It consists of ten steps between two events, repeated without a
+synchronization (steady), single steps from an idle GPU by the host's clock (latency), and the union of the kernels of
+some steps in PyTorch's profiler (busy). It is taken before and after each analysis, in the same process, and steady
+also between the phases of the analysis. For the tens and the single steps, the lowest tenth counts, because other work
+of a shared host only adds to them, for seconds at a time.
 
-`--advice` follows the first three items of advice that a program can follow by itself, and times each in the same
-process, in turn with the program as it was. Where that has become more than 3% slower or faster than the report said,
-the host is not the same machine, and the gain is counted apart.
+`--advice` follows the first three items of advice that a script can apply, and times each in the same process, in turn
+with the original program. If the original has become more than 3% slower or faster than in the report, the host's speed
+has changed, and the gain is counted separately.
 
-Exits with 1 if a case misses: wall within 3% of steady, latency within 5%, launch gap within 0.3 ms or 3% of the wall
-time of steady minus busy, percent of roof within 3% over the processes, no row above 102% of its roof. Where the plain
-timings of different moments differ by more than that themselves, the host was not the same machine: such a run cannot
-judge a time, is counted as `varied`, and must have said that it was disturbed or lie between the two.
+The script exits with 1 if a case misses one of these: wall within 3% of steady, latency within 5%, launch gap within
+0.3 ms or 3% of the wall time of steady minus busy, percent of roof within 3% over the processes, no row above 102% of
+its roof. If the plain timings of different moments differ by more than these limits, the host's speed changed. Such a
+run cannot judge a time and counts as `varied`. Its report must be marked as disturbed, or its time must lie between the
+two plain timings.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/trust.json"))
     parser.add_argument("--processes", type=int, default=5)
     parser.add_argument("--only", default=[""], nargs="+", metavar="TEXT", help="cases whose names have one of these")
-    parser.add_argument("--more", action="store_true", help="add these processes to those that --out has already")
+    parser.add_argument("--more", action="store_true", help="add these processes to those in --out")
     parser.add_argument("--advice", action="store_true", help="follow the advice and time it")
-    parser.add_argument("--quick", action="store_true", help="small models on the CPU, to try the script")
+    parser.add_argument("--quick", action="store_true", help="small models on the CPU, to test the script")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     cases = [case for case in CASES if any(text in case.name for text in options.only)]
@@ -74,7 +75,8 @@ def main() -> int:
         )
         measured_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         result = {"environment": runs[0]["environment"], "measured_at": measured_at, "results": rows}
-        options.out.write_text(json.dumps(result, indent=1) + "\n")  # after each, so that one that fails costs no other
+        # after each process, so that a failing one loses no other
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(advice_table(rows) if options.advice else table(rows))
     missed = [] if options.advice else [problem for row in rows for problem in problems(row)]
     for problem in missed:
@@ -83,7 +85,7 @@ def main() -> int:
 
 
 def earlier_processes(path: Path) -> list[dict[str, Any]]:
-    """What a file of results has, a process at a time."""
+    """The results in a file, for each process."""
     found = json.loads(path.read_text())
     count = max(len(row["runs"]) for row in found["results"])
     return [
@@ -96,8 +98,8 @@ def earlier_processes(path: Path) -> list[dict[str, Any]]:
 
 
 def fresh_process(options: argparse.Namespace) -> dict[str, Any]:
-    """What one process of its own measures of all cases."""
-    out = options.out.with_suffix(".running.json")  # case by case; stays where this process is ended
+    """The measurements of all cases by a separate process."""
+    out = options.out.with_suffix(".running.json")  # written case by case; remains if this process is ended
     out.parent.mkdir(parents=True, exist_ok=True)
     out.unlink(missing_ok=True)
     flags = [flag for flag in ("--advice", "--quick") if getattr(options, flag[2:])]
@@ -136,7 +138,7 @@ def worker(cases: list[Case], device: str, out: Path, follow: bool) -> None:
 
 
 def brief(row: dict[str, Any]) -> str:
-    """What one process measured of a case, in a line."""
+    """The measurements of a case by one process, in a line."""
     names = (
         "wall_ms",
         "wall_interval_ms",
@@ -157,7 +159,7 @@ def brief(row: dict[str, Any]) -> str:
 
 
 def trusted(work: Workload, device: str) -> dict[str, Any]:
-    """A case's report beside its plain timing."""
+    """A case's report and its plain timing."""
     import rooftop
 
     before = plainly(work.run, device)
@@ -215,14 +217,14 @@ class Plainly:
     steady_ms: float
     latency_ms: float
     busy_ms: float
-    median_ms: float  # of the tens
+    median_ms: float  # median of the tens
 
 
 def plainly(step: Callable[[], Any], device: str) -> Plainly:
     steady = steady_times(step, device)
     alone = []
     synchronize(device)
-    time.sleep(0.5)  # a GPU that has just worked at its power limit is no idle one
+    time.sleep(0.5)  # because a GPU that has just worked at its power limit is not idle
     for _ in range(10):
         synchronize(device)
         began = time.perf_counter()
@@ -234,7 +236,7 @@ def plainly(step: Callable[[], Any], device: str) -> Plainly:
 
 
 def steady_times(step: Callable[[], Any], device: str, lead_s: float = 0.2, seconds: float = 0.6) -> list[float]:
-    """Times of a step, each the mean of ten in a row (a CPU's of one), for about so many seconds."""
+    """Times of a step, each the mean of ten in a row (on a CPU, of one), for about this many seconds."""
     for _ in range(3):
         step()
     if device == "cpu":
@@ -273,7 +275,7 @@ def _lower_tenth(times: list[float]) -> float:
 
 
 def _busy_ms(step: Callable[[], Any], steps: int = 5, lead_s: float = 0.3) -> float:
-    """Of the last steps of a row: under a power limit the clocks of the first ones are higher, and then lower."""
+    """Busy time of the last steps of a series, because under a power limit the clocks of the first steps are higher."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
@@ -299,7 +301,7 @@ def _busy_ms(step: Callable[[], Any], steps: int = 5, lead_s: float = 0.3) -> fl
 
 
 def _detach_profiler() -> None:
-    """PyTorch's profiler leaves CUPTI attached, and a step that is bound by its host would be slower from then on."""
+    """Detach CUPTI, which PyTorch's profiler leaves attached: it would slow down steps that the host bounds."""
     with open("/proc/self/maps") as maps:
         path = next((line.split()[-1] for line in maps if "libcupti.so" in line), None)
     if path is not None:
@@ -344,13 +346,13 @@ def merged(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def apart(values: Iterable[float]) -> float:
-    """How much the largest is above the smallest, relative to that."""
+    """(largest - smallest) / smallest."""
     found = list(values)
     return max(found) / min(found) - 1 if found else 0.0
 
 
 def judged(row: dict[str, Any], what: str) -> list[float]:
-    """Of the runs in which the host was the same at all moments."""
+    """The values of the runs in which the host's speed did not change."""
     otherwise = row["latency_varied" if what == "latency_off" else "varied"]
     return [value for value, varied in zip(row[what], otherwise, strict=True) if not varied]
 
@@ -403,16 +405,16 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 @dataclass
 class Followed:
-    """One item of advice: the gain that it named and the one that it has."""
+    """One item of advice: its predicted and its real gain."""
 
     title: str
     named_ms: float
     interval_ms: list[float | None] = field(default_factory=list)
     before_ms: float | None = None
-    """Of the program as it was, timed in turn with the changed one."""
+    """Times of the original program, in turn with the changed one."""
     gained_ms: float | None = None
     gained_busy_ms: float | None = None
-    """How much less the GPU is busy. Where this is not what was gained, the host sets the pace."""
+    """The decrease of the GPU's busy time. If the real gain differs from it, the host bounds the step."""
     why_not: str = ""
 
 
@@ -440,13 +442,14 @@ def followed(case: Case, device: str) -> dict[str, Any]:
 
 
 Way = Callable[[Case, str], tuple[Callable[[], Any], int]]
-"""Makes the program with the advice followed; also how many steps as they were each of its steps is."""
+"""Creates the program with the advice applied; also the number of original steps in one of its steps."""
 
 
 def gained(case: Case, way: Way, device: str) -> tuple[float, float, float]:
-    """Steady time of a step as it was; that and its busy time less those of the changed step. Taken in turn."""
+    """The steady time of an original step, and the differences of steady and busy time to the changed step, measured in
+    turn."""
     changed, steps = way(case, device)
-    plain = case.build(device, fused=way is in_graph).run  # the gain of the fused optimizer is an item of its own
+    plain = case.build(device, fused=way is in_graph).run  # because the gain of the fused optimizer is a separate item
     before, after = list[float](), list[float]()
     for _ in range(3):
         before += steady_times(plain, device)
@@ -525,7 +528,8 @@ def way_of(item: Any) -> Way | None:
 
 
 def advice_table(rows: dict[str, Any]) -> str:
-    lines, hits, count, losses = [], [0, 0], [0, 0], 0  # where the host was the same, and where it varied
+    # pairs: with unchanged speed of the host, and with changed speed
+    lines, hits, count, losses = [], [0, 0], [0, 0], 0
     for name, row in rows.items():
         for item in row.get("followed", []):
             gained, before = item["gained_ms"], item["before_ms"]

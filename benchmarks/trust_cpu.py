@@ -1,19 +1,20 @@
-"""Whether reports of a CPU repeat: on a quiet machine, and compared with busy loops of other programs.
+"""Check that reports of a CPU repeat: on a quiet machine, and next to busy loops of other programs.
 
     python benchmarks/trust_cpu.py [--out benchmarks/results/cpu/trust.json] [--repeats 10]
 
-Five models are analyzed again and again, each time in a separate process. First they have the machine for themselves,
-as a program is started usually and so that it keeps its memory (else what the heap of a process holds decides how many
-pages a step takes again). Then there are as many busy loops beside them as cores (a third as often, since they take
-long). A report must be within 5% of the median of the undisturbed ones that were started like it, or say that it was
-disturbed. Then the ceilings are measured again beside the loops: no percent of roof may change by that.
+Five models are analyzed repeatedly, each time in a separate process. First they have the machine for themselves. They
+are started in the usual way, and in a way that keeps freed memory (otherwise the state of the heap decides how many
+pages a step allocates again). Then as many busy loops as cores run next to them (a third as often, since these runs
+take long). A report must be within 5% of the median of the undisturbed reports that were started in the same way, or
+say that it was disturbed. Then the ceilings are measured again next to the loops, which must not change any percent of
+roof.
 
-A shared machine is not equally fast in any two minutes. So each process also times its step plainly, ten steps in a
-row by the host's clock, before and after the report: where these tens vary, no report can repeat, and its wall time
-must lie within 5% of them.
+The speed of a shared machine changes from minute to minute. So each process also times its step plainly, ten steps in a
+row by the host's clock, before and after the report. If these tens vary, no report can repeat; then its wall time must
+lie within 5% of them.
 
-Exits with 1 if a report misses. What the machine did by itself while the first reports were made counts as well: they
-are marked if it disturbed them.
+The script exits with 1 if a report misses. Other work of the machine during the first reports counts as well; these are
+marked if it disturbed them.
 """
 
 from __future__ import annotations
@@ -90,7 +91,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu/trust.json"))
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--how", nargs="+", choices=HOWS, default=list(HOWS), help="which processes, and the refresh")
+    parser.add_argument(
+        "--how", nargs="+", choices=HOWS, default=list(HOWS), help="which processes to run, and the refresh"
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -125,7 +128,7 @@ def how(kept: bool, beside: bool = False) -> str:
 
 
 def analyzed(name: str, repeats: int, kept: bool, beside: bool = False) -> dict[str, Any]:
-    """The same model so many times, in processes that keep their memory or are started as usual."""
+    """Analyze the same model several times, in processes that keep their memory or are started as usual."""
     reports = [fresh_report(name, kept) for _ in range(repeats)]
     row: dict[str, Any] = {"case": name, "memory_kept": kept, "beside_loops": beside}
     row |= {figure: [report[figure] for report in reports] for figure in reports[0]}
@@ -169,7 +172,7 @@ def report_of(name: str) -> dict[str, Any]:
 
 
 def plain_ms(model: nn.Module, x: Tensor, train: bool) -> list[float]:
-    """The mean time of a step in each ten of them, without Rooftop."""
+    """The mean time of a step in each series of ten, without Rooftop."""
     found: list[float] = []
     until = time.perf_counter() + PLAIN_SECONDS
     with torch.set_grad_enabled(train):
@@ -221,7 +224,7 @@ def problems(rows: list[dict[str, Any]], refreshed: dict[str, Any]) -> Iterator[
 
 
 def unmarked(row: dict[str, Any]) -> list[float]:
-    """Percent of roof in the reports that were not disturbed."""
+    """The percent of roof in the reports that were not disturbed."""
     return [p for p, marked in zip(row["percent_of_roof"], row["disturbed"], strict=True) if not marked]
 
 

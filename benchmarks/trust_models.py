@@ -17,7 +17,7 @@ Loss = Callable[[Any], Tensor]
 
 @dataclass
 class Workload:
-    """A model and its inputs, and in training its loss and optimizer."""
+    """A model and its inputs, and for training its loss and optimizer."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -28,7 +28,7 @@ class Workload:
     called: Callable[..., Any] | None = None
 
     def run(self) -> None:
-        """One step as a plain loop has it."""
+        """One step, as in a plain loop."""
         call = self.model if self.called is None else self.called
         if self.loss is None:
             with torch.no_grad(), self.around():
@@ -42,7 +42,7 @@ class Workload:
         self.optimizer.zero_grad(set_to_none=True)
 
     def analyzed(self) -> dict[str, Any]:
-        """What `rooftop.analyze` needs to know besides the model and its inputs."""
+        """The arguments of `rooftop.analyze` besides the model and its inputs."""
         return {} if self.loss is None else {"train": True, "loss": self.loss, "optimizer": self.optimizer}
 
 
@@ -51,7 +51,7 @@ class Case:
     """A model at a batch size.
 
     Attributes:
-        make: (model, args, kwargs, loss in training) from (batch, small); `small` is for a CPU.
+        make: function of (batch, small) that returns (model, args, kwargs, loss in training); `small` is for a CPU.
     """
 
     name: str
@@ -62,10 +62,10 @@ class Case:
     channels_last: bool = False
 
     def build(self, device: str, *, batches: int = 1, capturable: bool = False, fused: bool = False) -> Workload:
-        """Ready to run.
+        """The workload, ready to run.
 
         Args:
-            batches: times the batch size. capturable, fused: of the optimizer.
+            batches: factor of the batch size. capturable, fused: options of the optimizer.
         """
         small = device == "cpu"
         torch.manual_seed(0)

@@ -2,8 +2,8 @@
 
     python benchmarks/viewer_picture.py [--out docs/images/scene_view.png]
 
-Needs chromium. The times on it are those of the machine that draws it: the picture shows where they stand, not how fast
-anything is.
+The script needs chromium. The times in the picture are those of the machine that draws it: they show the layout of the
+page, not how fast anything is.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
             page = browser.new_page(viewport=WINDOW, color_scheme="light")
             page.goto(viewer.url)
             page.wait_for_selector("#picture[data-state=sharp]", timeout=300_000)
-            for _ in range(2):  # the second is drawn as those after it are, with what is hidden known
+            for _ in range(2):  # the second picture has a previous frame, like all later ones
                 page.evaluate("found => { view = found; change(); }", VIEW)
                 page.wait_for_selector("#picture[data-state=sharp]", timeout=300_000)
             png = smaller(page.screenshot(), 64)

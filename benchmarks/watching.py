@@ -1,11 +1,11 @@
-"""The cost of an open recording for the steps of a loop that it only times, or no longer watches.
+"""The cost of an open recording for steps of a loop that the recording only times, or no longer watches.
 
     python benchmarks/watching.py [--out benchmarks/results/h200/watching.json] [--rounds 20] [--quick]
 
-A loop of a small model, which its host bounds, runs in turn plainly, with the steps found and nothing else
-(`StepFinder`), and inside `rooftop.recording`, after the steps that this watches. The order changes from round to
-round, and what else the host does meets all three. `by_tens_us`: the median of each ten after the watched steps, over
-the rounds. `--quick` tries the script on a CPU.
+A loop of a small model, which the host bounds, runs in turn in three ways: plainly, with only the detection of steps
+(`StepFinder`), and inside `rooftop.recording`, after the watched steps. The order changes from round to round, so other
+work of the host affects all three. `by_tens_us`: the median, over the rounds, of each ten steps after the watched ones.
+`--quick` tests the script on a CPU.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from rooftop.analysis.step_finding import StepFinder
 from rooftop.hardware import devices, measure_ceilings
 from rooftop.hardware.sequences import synchronize
 
-WATCHED, TIMED = 12, 60  # steps of a recording that are watched, and those after them
+WATCHED, TIMED = 12, 60  # number of watched steps of a recording, and of steps after them
 
 
 class Nobody:
-    """Is told where steps end, and does nothing."""
+    """A listener for the ends of steps that does nothing."""
 
     in_charge = True
 
@@ -92,7 +92,7 @@ def training(device: torch.device) -> Callable[[], None]:
 
 
 def steps_us(step: Callable[[], None], device: torch.device) -> list[float]:
-    """Times of steps by the host's clock, each the mean of ten in a row; those that may be watched come before."""
+    """Times of steps by the host's clock, each the mean of ten in a row; after steps that may be watched."""
     for _ in range(WATCHED):
         step()
     times = []

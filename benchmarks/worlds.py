@@ -1,4 +1,4 @@
-"""Shared code of benchmarks that run once in one process and once in several."""
+"""Code of benchmarks that run once in one process and once in several."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import torch.distributed as dist
 from rooftop.hardware import devices
 
 Row = dict[str, Any]
-LOOK_S = 0.5  # between two looks for new rows
+LOOK_S = 0.5  # seconds between two checks for new rows
 
 
 class Ended(Exception):
-    """Processes ended with a status that is not 0."""
+    """A process ended with a status other than 0."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"ended with {status}")
@@ -29,14 +29,15 @@ class Ended(Exception):
 
 
 def rows_of(script: str, worlds: Iterable[int], passed: Sequence[str], keep: Callable[[list[Row]], None]) -> list[Row]:
-    """What rank 0 of a script says (`told`) in a world of so many processes, one world after another.
+    """The rows that rank 0 of a script writes (`told`) in worlds of these numbers of processes, one world after
+    another.
 
     Args:
-        passed: arguments of the script; --worker, behind them, names the file where rows go.
-        keep: is given all rows so far whenever there are more: a run that is cut off leaves what it had.
+        passed: arguments of the script; --worker, after them, names the file for the rows.
+        keep: called with all rows so far whenever there are new ones, so that an interrupted run keeps its rows.
 
     Raises:
-        Ended: a process failed; it has said why.
+        Ended: a process failed; its output has the reason.
     """
     rows: list[Row] = []
     for ranks in worlds:
@@ -59,7 +60,7 @@ def rows_of(script: str, worlds: Iterable[int], passed: Sequence[str], keep: Cal
 
 
 def told(rows: Iterable[Row], file: Path) -> None:
-    """Write each row as it comes, by rank 0."""
+    """Write each row when it arrives, on rank 0."""
     for row in rows:
         if ranks_here()[1] == 0:
             with file.open("a") as lines:
@@ -67,7 +68,7 @@ def told(rows: Iterable[Row], file: Path) -> None:
 
 
 def written(rows: Sequence[Row], out: Path | None, *, quick: bool, complete: bool) -> None:
-    """Rows to a file, with the device's name; of a run that is not `complete`, it says so."""
+    """Write rows to a file, with the device's name, and whether the run is `complete`."""
     if out is not None:
         device = next(d.to_dict() for d in devices() if d.kind == ("cpu" if quick else "cuda"))
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -76,12 +77,12 @@ def written(rows: Sequence[Row], out: Path | None, *, quick: bool, complete: boo
 
 
 def ranks_here() -> tuple[int, int]:
-    """(ranks, this one)."""
+    """(number of ranks, this rank)."""
     return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
 
 
 def largest(value: float) -> float:
-    """Of all ranks."""
+    """The largest value of all ranks."""
     if not dist.is_initialized():
         return value
     found = torch.tensor(value, dtype=torch.float64, device="cuda" if "nccl" in dist.get_backend() else "cpu")

@@ -1,13 +1,13 @@
-"""Attention by each back end that PyTorch ships, beside the one that Rooftop chooses, forward and backward, in TFLOP/s.
+"""Attention by each back end of PyTorch and by the one that Rooftop chooses, forward and backward, in TFLOP/s.
 
     python benchmarks/kernels/attentions.py [--out benchmarks/results/h200/attentions.json] [--seconds 50]
 
-bfloat16, about 16384 positions in all and 2048 features over the heads, sizes listed and three drawn when the script
-runs (`--seed` repeats them). "sdpa" is `torch.nn.functional.scaled_dot_product_attention` as it is. Variants
-interleaved, medians; calls of up to 2048 positions are replayed from a CUDA graph. The flops are those of the pairs
-that a query may see. The roof is that of the operator's own cost at the ceilings measured in the same run. The rows
-decide `RULES` in `rooftop.kernels.attentions.attentions`. A back end that cannot do a size is left out. The file is
-written after each row; after `--seconds` no further size is begun.
+Tensors are bfloat16, with about 16384 positions in all and 2048 features over the heads. Sizes are listed, and three
+are drawn at random (`--seed` repeats them). "sdpa" is plain `torch.nn.functional.scaled_dot_product_attention`.
+Variants are interleaved, and figures are medians. Calls of up to 2048 positions are replayed from a CUDA graph. Flops
+count only the pairs that a query may see. The roof follows from the operator's own cost and the ceilings measured in
+the same run. The rows decide `RULES` in `rooftop.kernels.attentions.attentions`. A back end that cannot do a size is
+left out. The file is written after each row; after `--seconds` no further size is started.
 """
 
 from __future__ import annotations
@@ -43,8 +43,10 @@ Calls = dict[str, Callable[[], object]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
-    parser.add_argument("--seconds", type=float, default=50, help="after which no further size is begun")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="of the drawn sizes")
+    parser.add_argument("--seconds", type=float, default=50, help="seconds after which no further size is started")
+    parser.add_argument(
+        "--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="seed of the drawn sizes"
+    )
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU")
@@ -126,7 +128,8 @@ def backwards(inputs: list[Tensor], dout: Tensor, causal: bool) -> Calls:
 
 
 def able(calls: Calls, inputs: list[Tensor]) -> Calls:
-    """Those that can do it, as replays of CUDA graphs: a sample of one long call would have the host's time, too."""
+    """The variants that can do this size, as replays of CUDA graphs, because a sample of one long call would include
+    the host's time."""
     found: Calls = {}
     for name, call in calls.items():
         try:

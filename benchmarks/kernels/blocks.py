@@ -2,12 +2,12 @@
 
     python benchmarks/kernels/blocks.py [--out benchmarks/results/h200/blocks.json] [--only gpt llama swin]
 
-The blocks of examples/transformer_blocks.py in bfloat16, one listed size of each; with `--drawn` another that is drawn
-when the script runs (`--seed` repeats it). Inference and training (forward and all gradients), each called eagerly, and
-replayed from a CUDA graph, which shows what the kernels take; both libraries as they are and through torch.compile.
-Variants interleaved, medians. The roof is the fused one of torch's block at the ceilings measured in the same run: it
-moves inputs, parameters and results once. What cannot be captured is only called eagerly, and said to be. The file is
-written after each row. `--quick` shows on a CPU that the script runs.
+The blocks are those of examples/transformer_blocks.py in bfloat16, in one listed size each, and with `--drawn` in a
+second, random one (`--seed` repeats it). Inference and training (forward and all gradients) are called eagerly, and
+replayed from a CUDA graph, which shows the time of the kernels. Both libraries run plain and through torch.compile.
+Variants are interleaved, and figures are medians. The roof is the fused one of torch's block at the ceilings measured
+in the same run: it moves inputs, parameters and results once. Variants that cannot be captured are only called eagerly,
+with a message. The file is written after each row. `--quick` tests the script on a CPU.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--only", nargs="+", choices=sorted(SIZES), default=sorted(SIZES), help="these blocks")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="of the drawn sizes")
+    parser.add_argument(
+        "--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="seed of the drawn sizes"
+    )
     parser.add_argument("--drawn", action="store_true", help="a drawn size of each block, too")
-    parser.add_argument("--quick", action="store_true", help="tiny, on the CPU: shows that the script runs")
+    parser.add_argument("--quick", action="store_true", help="tiny, on the CPU, to test the script")
     options = parser.parse_args()
     if not options.quick and not torch.cuda.is_available():
-        parser.error("needs an NVIDIA GPU; --quick shows on a CPU that the script runs")
+        parser.error("needs an NVIDIA GPU; --quick tests the script on a CPU")
     ceilings = ceilings_of("h200") if options.quick else measure_ceilings("cuda")
     environment = {"device": ceilings.device, "versions": dict(ceilings.versions)}
     found: dict[str, Any] = {"environment": environment, "dtype": "bfloat16", "seed": options.seed, "rows": []}
@@ -74,7 +76,7 @@ def llama_sizes(draw: random.Random) -> list[Size]:
 
 
 def swin_sizes(draw: random.Random) -> list[Size]:
-    """`size` is the side of the image, in windows of 4."""
+    """Swin's sizes, where `size` is the side of the image, in windows of 4."""
     heads = draw.randint(3, 12)
     drawn = {"width": 32 * heads, "heads": heads, "batch": 16, "size": 4 * draw.randint(6, 20)}
     return [{"width": 192, "heads": 6, "batch": 64, "size": 56}, drawn]
@@ -111,7 +113,7 @@ def measure_block(name: str, size: Size, ceilings: Ceilings, device: str) -> lis
 
 
 def example() -> Any:
-    """The module of the example; compiled code looks it up by name."""
+    """The module of the example, registered because compiled code looks it up by name."""
     name = EXAMPLE.stem
     if name not in sys.modules:
         specification = importlib.util.spec_from_file_location(name, EXAMPLE)
@@ -152,7 +154,7 @@ def replays(calls: dict[str, Call]) -> dict[str, Call]:
 
 
 def times(calls: dict[str, Call], device: str) -> dict[str, float]:
-    """ms of each."""
+    """ms of each variant."""
     if not calls:
         return {}
     found = compare(calls, device=device, seconds=0.1, warm_up_seconds=0.05)

@@ -1,11 +1,13 @@
-"""Trilinear interpolation in CUDA C++ and Triton beside torch and torch.compile, in TB/s of the bytes that must move.
+"""Trilinear interpolation in CUDA C++ and Triton compared with torch and torch.compile, in TB/s of the bytes that must
+move.
 
     python benchmarks/kernels/cuda_interpolations.py [--out benchmarks/results/h200/cuda_interpolations.json]
 
-Features (B, 8, C) of 2^26 elements for each C (three of them drawn at run time), points float32, forward and backward
-(gradients of features and points). Variants interleaved, two sets of inputs, medians, replayed from a CUDA graph and
-called eagerly. The roof is that of the operator's own cost at the ceilings measured in the same run. What cannot do a
-size is left out and said to be. No size is begun after `--seconds`; the file is written after each.
+Features (B, 8, C) have 2^26 elements for each C (three of them drawn at run time), and points are float32. Forward and
+backward (gradients of features and points) are timed. Variants are interleaved, with two sets of inputs, replayed from
+a CUDA graph and called eagerly; figures are medians. The roof follows from the operator's own cost and the ceilings
+measured in the same run. Variants that cannot do a size are left out with a message. No size is started after
+`--seconds`; the file is written after each size.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--channels", type=int, nargs="+", default=CHANNELS, help="other sizes C")
-    parser.add_argument("--seconds", type=float, default=45, help="after which no size is begun")
+    parser.add_argument("--seconds", type=float, default=45, help="seconds after which no further size is started")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU")
@@ -59,12 +61,12 @@ def main() -> None:
 
 @cache
 def stream() -> torch.cuda.Stream:
-    """Where everything runs."""
+    """The stream on which everything runs."""
     return torch.cuda.Stream()
 
 
 def plain(features: Tensor, points: Tensor) -> Tensor:
-    """As one would write it in PyTorch."""
+    """Interpolate as one would write it in PyTorch."""
     upper = ((points + 1) * 0.5).to(features.dtype)
     u, v, w = torch.stack((1 - upper, upper), 2).unbind(1)  # (B, 2) each
     weights = (u[:, :, None, None] * v[:, None, :, None] * w[:, None, None, :]).flatten(1)  # (B, 8)
@@ -75,7 +77,7 @@ def measure_size(channels: int, dtype: torch.dtype, ceilings: Ceilings) -> list[
     """A row for each direction: TB/s of each variant, replayed and eager."""
     torch._dynamo.reset()
     count = ELEMENTS // (8 * channels)
-    sets = [_inputs(count, channels, dtype) for _ in range(2)]  # the second set pushes the first out of L2
+    sets = [_inputs(count, channels, dtype) for _ in range(2)]  # the second set evicts the first from L2
     variants: dict[str, Interpolation] = {
         "cuda": trilinear_interpolate_cuda,
         "triton": trilinear_interpolate,
@@ -113,7 +115,7 @@ def measure_size(channels: int, dtype: torch.dtype, ceilings: Ceilings) -> list[
 def _call(
     direction: str, variant: Interpolation, sets: list[tuple[Tensor, ...]]
 ) -> tuple[Callable[..., object], list[Any]]:
-    """What is timed, and its arguments."""
+    """The timed call, and its arguments."""
     if direction == "forward":
         return variant, [(features.detach(), points.detach()) for features, points, _ in sets]
     with torch.cuda.stream(stream()):  # autograd runs a backward on the stream of its forward

@@ -1,11 +1,13 @@
-"""The layer norm of a sum in CUDA C++ beside its Triton twin, torch and torch.compile, in TB/s of necessary bytes.
+"""The layer norm of a sum in CUDA C++ compared with Triton, torch and torch.compile, in TB/s of the bytes that must
+move.
 
     python benchmarks/kernels/cuda_norms.py [--out benchmarks/results/h200/cuda_norms.json]
 
-float16 and bfloat16, 2^26 elements, each size N (three of them drawn at run time), x + input_bias + residual and the
-norm of that, both written. The twin is `add_layer_norm` in Triton; `norm alone` adds nothing: there the
-kernels themselves stand beside each other. Variants interleaved, two sets of inputs, medians, replayed from a graph and
-called eagerly. The roof is that of the operator's own cost at the ceilings measured in the same run.
+The operator writes x + input_bias + residual and the norm of this sum. Tensors have 2^26 elements in float16 or
+bfloat16, in rows of several sizes N (three are drawn at run time). The Triton kernel is `add_layer_norm`; `norm alone`
+adds nothing, and compares the norms themselves. Variants are interleaved, with two sets of inputs, replayed from a
+graph and called eagerly; figures are medians. The roof follows from the operator's own cost and the ceilings measured
+in the same run.
 """
 
 from __future__ import annotations
@@ -48,13 +50,13 @@ def main() -> None:
     for columns in options.sizes:
         for dtype in (torch.float16, torch.bfloat16):
             rows += measure_size(columns, dtype, ceilings)
-            if options.out:  # after each size: what was measured is kept
+            if options.out:  # after each size, so that earlier measurements are kept
                 options.out.parent.mkdir(parents=True, exist_ok=True)
                 options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def fused(columns: int) -> dict[str, Norm]:
-    """All take x, residual, input_bias, weight, bias and give (y, total)."""
+    """The variants. All take x, residual, input_bias, weight, bias and return (y, total)."""
 
     def plain(x: Tensor, residual: Tensor, input_bias: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         total = x + input_bias + residual
@@ -82,7 +84,7 @@ def measure_size(columns: int, dtype: torch.dtype, ceilings: Ceilings) -> list[d
     """A row for the fused sum and one for the norm alone: TB/s of each variant, replayed and eager."""
     torch._dynamo.reset()
     rows = ELEMENTS // columns
-    sets = [_inputs(rows, columns, dtype) for _ in range(2)]  # the second set pushes the first out of L2
+    sets = [_inputs(rows, columns, dtype) for _ in range(2)]  # the second set evicts the first from L2
     tensor_bytes = 2 * rows * columns
     results = []
     for what, variants, read, written in (("fused", fused(columns), 2, 2), ("norm alone", alone(columns), 1, 1)):

@@ -2,12 +2,12 @@
 
     python benchmarks/kernels/elementwise.py [--out benchmarks/results/h200/elementwise.json] [--elements 134217728]
 
-Each expression in bfloat16 (a sum also in float32), forward and backward, of 2^27 elements; a sum and GELU of 2^20 too,
-and GELU of three sizes drawn when the script runs (`--seed` repeats them; most are odd). Variants interleaved,
-several sets of inputs where one would stay in L2, medians; replayed from a CUDA graph, which shows the kernels, and
-called eagerly. The roof is that of the operator's own cost at the ceilings measured in the same run. Liger has no
-general elementwise operator; its GELU and SiLU are parts of gated products and no peers here. The file is written after
-each row.
+Each expression runs forward and backward, in bfloat16 (a sum also in float32), on 2^27 elements. A sum and GELU also
+run on 2^20, and GELU on three random sizes (`--seed` repeats them; most are odd). Variants are interleaved, with
+several sets of inputs if one would stay in L2. Figures are medians, replayed from a CUDA graph, which shows the
+kernels, and called eagerly. The roof follows from the operator's own cost and the ceilings measured in the same run.
+Liger has no general elementwise operator; its GELU and SiLU are parts of gated products, so they are not compared here.
+The file is written after each row.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ EXPRESSIONS: dict[str, tuple[Function, str]] = {
     "scaled": (lambda x, s: torch.clamp(x * s, -1.0, 1.0), "fc"),
     "four": (lambda a, b, c, d: torch.where(a > b, c * a + b, d), "ffff"),
 }
-COLUMNS = 4096  # of rows, where an expression has any
+COLUMNS = 4096  # columns of a row, if an expression has rows
 
 
 def main() -> None:
@@ -51,7 +51,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--elements", type=int, nargs="+", help="other sizes")
     parser.add_argument("--expressions", nargs="+", choices=EXPRESSIONS, default=list(EXPRESSIONS))
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="of the drawn sizes")
+    parser.add_argument(
+        "--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="seed of the drawn sizes"
+    )
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU")
@@ -88,7 +90,8 @@ def measure(name: str, dtype: str, elements: int, ceilings: Ceilings) -> list[di
     torch._dynamo.reset()
     variants = {"rooftop": fused(function), "torch": function, "compile": torch.compile(function, dynamic=False)}
     rows = []
-    for direction in ("forward",) if name == "add" else ("forward", "backward"):  # an addition passes gradients on
+    # the backward of an addition only passes gradients on
+    for direction in ("forward",) if name == "add" else ("forward", "backward"):
         calls = {key: _calls(variant, direction, sets) for key, variant in variants.items()}
         cost = _cost(function, direction, sets[0])
         eager = _compare({key: each["eager"] for key, each in calls.items()})
@@ -115,7 +118,7 @@ def _inputs(shape: tuple[int, ...], layouts: str, dtype: torch.dtype) -> list[Te
 
 
 def _calls(function: Function, direction: str, sets: list[list[Tensor]]) -> dict[str, Callable[[], object]]:
-    """The call, eager and replayed over all sets; backward gives the gradients by the inputs of full shape."""
+    """The call, eager and replayed over all sets. Backward computes the gradients of the inputs of full shape."""
     if direction == "forward":
         return _both(function, [[t.detach() for t in each] for each in sets])
     with torch.cuda.stream(STREAM):  # autograd runs a backward on the stream of its forward
@@ -136,7 +139,8 @@ def _cost(function: Function, direction: str, inputs: list[Tensor]) -> Cost:
 
 
 def _read_by_backward(function: Function, inputs: list[Tensor]) -> list[Tensor]:
-    """The inputs that the derivative needs, by what the fused expression keeps; none where gradients are passed on."""
+    """The inputs that the derivative needs, from those that the fused expression keeps; none if gradients are only
+    passed on."""
     kept: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:

@@ -1,15 +1,16 @@
-"""Cross entropy beside torch, torch.compile and Liger: forward and backward together, in ms; with and without logits.
+"""Cross entropy compared with torch, torch.compile and Liger: forward and backward together, in ms, from logits and
+from hidden states.
 
     python benchmarks/kernels/losses.py [--out benchmarks/results/h200/losses.json]
 
-bfloat16, mean over 8192 rows, as many classes as listed and three numbers of them drawn when the script runs (`--seed`
-repeats them). Forward and backward run as one, since some variants make the gradient in forward and some in backward;
-replayed from a CUDA graph, which shows the kernels, and called eagerly. Variants interleaved, two sets of inputs,
-medians. Liger's asks the GPU how many rows count, and waits for the answer: no graph can hold that, so its time is that
-of calls. The roof is that of reading the logits once and writing their gradient once or, from hidden states, that of
-three matrix products, at the ceilings measured in the same run; there the peak of memory is stated too. What is not
-installed, or cannot do a size, is left out and said to be. No size is begun after `--seconds`; the file is written
-after each.
+Tensors are bfloat16, with the mean over 8192 rows, for the listed numbers of classes and three random ones (`--seed`
+repeats them). Forward and backward are timed together, since some variants compute the gradient in forward and some in
+backward. They are replayed from a CUDA graph, which shows the kernels, and called eagerly. Variants are interleaved,
+with two sets of inputs; figures are medians. Liger waits for the GPU to count rows, which a graph cannot contain, so
+its time is that of eager calls. The roof reads the logits once and writes their gradient once or, from hidden states,
+computes three matrix products, at the ceilings measured in the same run. For hidden states, peak memory is reported,
+too. Peers that are not installed, or cannot do a size, are left out with a message. No size is started after
+`--seconds`; the file is written after each size.
 """
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--classes", type=int, nargs="+", default=CLASSES, help="other numbers of classes")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="of what is drawn")
-    parser.add_argument("--seconds", type=float, default=45, help="after which no size is begun")
+    parser.add_argument(
+        "--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="seed of the drawn sizes"
+    )
+    parser.add_argument("--seconds", type=float, default=45, help="seconds after which no further size is started")
     parser.add_argument("--only", choices=("logits", "hidden"), help="only from logits, or only from hidden states")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -83,8 +86,8 @@ def measure_logits(classes: int, ceilings: Ceilings) -> dict[str, Any]:
     try:
         from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
 
-        # It writes the gradient over the logits, so that a second run would get other ones: it is given a copy, and
-        # the time of the copy alone is measured beside it.
+        # Liger overwrites the logits with the gradient, so a second run would get other logits. So it gets a copy, and
+        # the time of the copy alone is measured, too.
         variants["liger and copy"] = lambda x, t: LigerCrossEntropyFunction.apply(x.clone(), t, None, -100)[0]
         variants["copy"] = lambda x, t: x.clone()[0, 0] * 1.0
     except ImportError:
@@ -126,7 +129,7 @@ def measure_linear(rows: int, features: int, classes: int, ceilings: Ceilings) -
 def _measure(
     row: dict[str, Any], variants: dict[str, Loss], sets: list[Any], wanted: int, memory: bool = False
 ) -> dict[str, Any]:
-    """`wanted`: so many of the first inputs get a gradient."""
+    """Measure the variants. `wanted`: how many of the inputs, from the first, get a gradient."""
     calls: dict[str, dict[str, Callable[[], object]]] = {}
     peaks: dict[str, float] = {}
     for name, loss in variants.items():

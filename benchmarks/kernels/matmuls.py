@@ -2,11 +2,11 @@
 
     python benchmarks/kernels/matmuls.py [--out benchmarks/results/h200/matmuls.json] [--seed 7]
 
-bfloat16, y = activation(x @ weight.T + bias) + residual, at the listed shapes and three drawn when the script runs
-(`--seed` repeats them). "linear" is the product and its bias alone, what a library can do at best. Variants are
-interleaved, medians; each is replayed from a CUDA graph, over enough sets of operands that L2 does not serve the next,
-and called eagerly. The roof is that of the operator's own cost at the ceilings measured in the same run. Liger has no
-such operator.
+The operator is y = activation(x @ weight.T + bias) + residual in bfloat16, at the listed shapes and three random ones
+(`--seed` repeats them). "linear" is the product with its bias alone, the best that a library can do. Variants are
+interleaved, and figures are medians. Each is replayed from a CUDA graph, over so many sets of operands that L2 holds
+none of the next, and called eagerly. The roof follows from the operator's own cost and the ceilings measured in the
+same run. Liger has no such operator.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CASES = (
     (4096, 4096, 4095, "silu", False),
 )
 BOTH_WAYS = (CASES[1], CASES[3])
-SPANS = ((65, 1024), (1024, 4096), (4096, 8192))  # of M, N and K of the drawn cases, in multiples of 8
+SPANS = ((65, 1024), (1024, 4096), (4096, 8192))  # ranges of M, N and K of the drawn cases, in multiples of 8
 ROTATED_BYTES = 120_000_000  # over twice the L2 cache
 SECONDS = 0.04
 Case = tuple[int, int, int, str, bool]
@@ -60,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures as JSON, anew after each case")
     parser.add_argument(
-        "--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="of the drawn shapes"
+        "--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="seed of the drawn shapes"
     )
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def drawn(seed: int) -> list[Case]:
-    """A case of each span."""
+    """A random case for each range."""
     draw = random.Random(seed)
     return [
         (*(8 * draw.randint(low // 8, high // 8) for _ in range(3)), draw.choice(sorted(TORCH)), draw.random() < 0.5)  # type: ignore[misc]
@@ -87,7 +87,7 @@ def drawn(seed: int) -> list[Case]:
 
 
 def measure_case(case: Case, backward: bool, ceilings: Ceilings) -> dict[str, Any]:
-    """TFLOP/s of each variant, replayed and eager; `backward`: of forward and backward together."""
+    """TFLOP/s of each variant, replayed and eager; with `backward`, for forward and backward together."""
     m, n, k, activation, residual = case
     one = 2 * (m * k + n * k + m * n * (1 + residual))
     sets = [_operands(case, backward) for _ in range(max(1, min(8, -(-ROTATED_BYTES // one))))]

@@ -3,10 +3,10 @@ chosen.
 
     python benchmarks/kernels/norm_variants.py [--out benchmarks/results/h200/norm_variants.json] [--sizes 512 1024]
 
-bfloat16, 2^27 elements, TB/s of the bytes that must move, kernels called without autograd; beside them torch's copy and
-its sum of two tensors of the same size. Of each size the five best are kept, and the best backward for each number of
-stages (rows fetched ahead). Odd N is loaded without a shift here. Kernels are compiled first, by as many processes as
-there are cores.
+Figures are TB/s of the bytes that must move, for 2^27 elements in bfloat16. Kernels are called without autograd. For
+comparison, torch's copy and its sum of two tensors of the same size are timed, too. For each size the five best
+variants are kept, and the best backward for each number of stages (rows fetched ahead). Rows of odd N are loaded
+without a shift here. Kernels are compiled first, by as many processes as there are cores.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def variants(columns: int) -> Iterator[Variant]:
-    """Launch parameters with a sensible share of a tile for each thread."""
+    """Launch parameters with a sensible number of elements per thread."""
     width = 1 << (columns - 1).bit_length()
     blocks = [block for block in (width, width // 2, width // 4, width // 8) if block >= 64]
     for rows, block, warps in itertools.product((1, 2, 4, 8, 16), blocks, (1, 2, 4, 8, 16, 32)):
@@ -80,7 +80,7 @@ def variants(columns: int) -> Iterator[Variant]:
 
 
 def kernels(columns: int) -> list[Variant]:
-    """One variant for each kernel that is compiled: the number of programs is not compiled in."""
+    """One variant for each compiled kernel, since the number of programs is not compiled in."""
     found = list(variants(columns))
     alike = {replace(v, programs_per_sm=1) if isinstance(v, BackwardConfig) else v: v for v in found}
     return list(alike.values())
@@ -97,7 +97,7 @@ class Problem:
 
 
 def run(problem: Problem, variant: Variant) -> Callable[[], object] | None:
-    """The call with these parameters, made once; None where they do not fit on the GPU."""
+    """A call with these parameters, after a first run; None if they do not fit on the GPU."""
     p = problem
 
     def forward() -> object:
@@ -160,7 +160,7 @@ def best_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def rate(call: Callable[[], object], tensors: int) -> float:
-    """TB/s, for so many tensors of ELEMENTS bfloat16 moved."""
+    """TB/s, if this many tensors of ELEMENTS bfloat16 are moved."""
     timing = measure(call, device="cuda", seconds=0.01, warm_up_seconds=0.003)
     return tensors * 2 * ELEMENTS / timing.median_ms / 1e9
 

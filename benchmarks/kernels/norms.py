@@ -2,11 +2,11 @@
 
     python benchmarks/kernels/norms.py [--norm rms_norm] [--all-sizes] [--out benchmarks/results/h200/norms.json]
 
-bfloat16, 2^27 elements, each size N and three drawn when the script runs (`--seed` repeats them). Variants interleaved,
-two sets of inputs, medians. Each direction is replayed from a CUDA graph, which shows the kernels, and called eagerly,
-which adds what the host needs (it shows where it takes longer than the kernels: `small` has the eager calls of 64 rows,
-in us). The roof is that of the operator's own cost at the ceilings measured in the same run. What is not installed, or
-cannot do a size, is left out and said to be.
+Tensors have 2^27 elements in bfloat16, in rows of the listed sizes N and three random ones (`--seed` repeats them).
+Variants are interleaved, with two sets of inputs; figures are medians. Each direction is replayed from a CUDA graph,
+which shows the kernels, and called eagerly, which adds the host's time if that is longer (`small` has the eager calls
+of 64 rows, in us). The roof follows from the operator's own cost and the ceilings measured in the same run. Peers that
+are not installed, or cannot do a size, are left out with a message.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SIZES = (1024, 4096, 16384, 50257)
 ALL_SIZES = (128, 256, 512, 768, 1000, 1024, 2048, 2601, 4096, 5120, 8192, 11008, 16384, 32768, 50257, 262144)
 SPANS = ((64, 2048), (2048, 8192), (8192, 32768))
 ELEMENTS = 1 << 27
-TENSORS = {  # that must be read and written, forward and backward
+TENSORS = {  # how many must be read and written, forward and backward
     "layer_norm": ((1, 1), (2, 1)),
     "rms_norm": ((1, 1), (2, 1)),
     "add_layer_norm": ((2, 2), (3, 1)),
@@ -49,7 +49,9 @@ def main() -> None:
     parser.add_argument("--norm", choices=TENSORS, default="layer_norm", help="which of them")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="other sizes N")
     parser.add_argument("--all-sizes", action="store_true", help="all sizes that the documentation shows")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="of the drawn sizes")
+    parser.add_argument(
+        "--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="seed of the drawn sizes"
+    )
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU")
@@ -69,7 +71,7 @@ def main() -> None:
 
 
 def save(path: Path | None, found: dict[str, Any]) -> None:
-    """After each size: what was measured is kept."""
+    """Save the figures after each size, so that earlier measurements are kept."""
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(found, indent=1) + "\n")
@@ -80,7 +82,7 @@ def best_peer(row: dict[str, Any]) -> float:
 
 
 def norms(name: str, columns: int) -> dict[str, Norm]:
-    """The variants; all take (x, weight, bias, residual)."""
+    """The variants, which all take (x, weight, bias, residual)."""
     shape = (columns,)
     normal = (
         (lambda x, w, b: F.rms_norm(x, shape, w, 1e-5))
@@ -125,7 +127,7 @@ def of_liger(name: str) -> dict[str, Norm]:
 def measure_size(name: str, columns: int, ceilings: Ceilings) -> list[dict[str, Any]]:
     """A row for each direction: TB/s of each variant, replayed and eager."""
     rows = ELEMENTS // columns
-    sets = [_inputs(rows, columns) for _ in range(2)]  # 256 MiB a tensor: the second set pushes the first out of L2
+    sets = [_inputs(rows, columns) for _ in range(2)]  # 256 MiB a tensor: the second set evicts the first from L2
     results = []
     directions = zip(("forward", "backward"), _variants(name, columns, sets), TENSORS[name], strict=True)
     for direction, variants, (read, written) in directions:
@@ -160,7 +162,7 @@ Variants = dict[str, dict[str, Callable[[], object]]]  # name -> "eager" and "re
 
 
 def _variants(name: str, columns: int, sets: list[Inputs]) -> tuple[Variants, Variants]:
-    """Forward and backward of each norm, with what cannot do this size left out."""
+    """Forward and backward of each norm that can do this size."""
     torch._dynamo.reset()
     forward: Variants = {}
     backward: Variants = {}
@@ -198,7 +200,7 @@ def _forward(norm: Norm, *inputs: Tensor) -> tuple[Tensor, ...]:
 
 
 def _backward(outputs: tuple[Tensor, ...], inputs: Inputs) -> None:
-    """With respect to all that the norm takes; of a sum also with a gradient that comes past the norm."""
+    """Backward for all inputs of the norm; for a sum, the sum itself has a gradient, too."""
     gradients = inputs[4 : 4 + len(outputs)]
     torch.autograd.grad(outputs, inputs[:4], gradients, retain_graph=True, allow_unused=True)
 

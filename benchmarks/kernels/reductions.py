@@ -2,12 +2,13 @@
 
     python benchmarks/kernels/reductions.py [--out benchmarks/results/h200/reductions.json] [--seed 1]
 
-The sum of everything in float32, of the sizes listed and three drawn when the script runs (`--seed` repeats them); then
-rows, columns, a middle dimension, all but the channels, a norm, places, and the gradient of an extreme, alone and after
-its result: torch.compile's forward writes which elements tie, one byte each, for its backward to read instead of the
-input, so that its backward alone may beat the roof. Variants interleaved, medians; inputs rotated so that they come
-from memory and not from L2. Each is replayed from a CUDA graph, which shows the kernels, and called eagerly. The roof
-is that of the operator's cost at the ceilings measured in the same run. Figures are written after each case.
+The first case is the sum of all elements in float32, in the listed sizes and three random ones (`--seed` repeats them).
+Others reduce rows, columns, a middle dimension, or all but the channels, or compute a norm, the indices of extremes,
+and the gradient of an extreme, alone and with its forward. torch.compile's forward stores which elements tie, one byte
+each. Its backward reads these bytes instead of the input, so its backward alone may beat the roof. Variants are
+interleaved, and figures are medians. Inputs rotate, so that they come from memory and not from L2. Each variant is
+replayed from a CUDA graph, which shows the kernels, and called eagerly. The roof follows from the operator's cost and
+the ceilings measured in the same run. The file is written after each case.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ Function = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """A reduction of a tensor; dim None is all of it. `direction`: the result is timed, its gradient, or both."""
+    """A reduction of a tensor; dim None reduces all dimensions. `direction`: whether forward, backward or both are
+    timed."""
 
     name: str
     shape: tuple[int, ...]
@@ -64,7 +66,9 @@ CASES = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="of the drawn sizes")
+    parser.add_argument(
+        "--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="seed of the drawn sizes"
+    )
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU")
@@ -114,14 +118,14 @@ def measure_case(case: Case, ceilings: Ceilings) -> dict[str, Any]:
 
 
 def _times(variants: dict[str, Callable[[], object]], calls: int) -> dict[str, float]:
-    """us of each, for so many calls in one."""
+    """us of each variant, where one sample has this many calls."""
     with torch.cuda.stream(STREAM):
         found = compare(variants, device="cuda", seconds=SECONDS, warm_up_seconds=WARM_UP_SECONDS)
     return {name: 1e3 * timing.median_ms / calls for name, timing in found.items()}
 
 
 def _calls(function: Function, sets: list[list[Tensor]], direction: str) -> dict[str, Callable[[], object]]:
-    """One call, and a replay of one for each set."""
+    """One eager call, and a replay with a call for each set."""
     if direction == "forward":
         plain = [[x.detach()] for (x,) in sets]
         return {"eager": rotated(function, plain), "replay": captured(lambda: [function(x) for (x,) in plain], STREAM)}
@@ -154,6 +158,6 @@ def _roof_us(case: Case, x: Tensor, ceilings: Ceilings) -> float:
 
 
 if __name__ == "__main__":
-    functorch_config.donated_buffer = False  # a compiled backward is called many times
+    functorch_config.donated_buffer = False  # because a compiled backward is called many times
     STREAM = torch.cuda.Stream() if torch.cuda.is_available() else None
     main()

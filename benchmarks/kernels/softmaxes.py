@@ -2,11 +2,11 @@
 
     python benchmarks/kernels/softmaxes.py [--out benchmarks/results/h200/softmaxes.json] [--sizes 4096 128256]
 
-bfloat16, 2^28 elements, each size N listed and three drawn when the script runs (`--seed` repeats them). Variants
-interleaved, two sets of inputs, medians. Each direction is replayed from a CUDA graph, which shows the kernels, and
-called eagerly. The roof is that of the operator's own cost at the ceilings measured in the same run. What is not
-installed, or cannot do a size, is left out and said to be. No size is begun after `--seconds`; the file is written
-after each.
+Tensors have 2^28 elements in bfloat16, in rows of the listed sizes N and three random ones (`--seed` repeats them).
+Variants are interleaved, with two sets of inputs; figures are medians. Each direction is replayed from a CUDA graph,
+which shows the kernels, and called eagerly. The roof follows from the operator's own cost and the ceilings measured in
+the same run. Peers that are not installed, or cannot do a size, are left out with a message. No size is started after
+`--seconds`; the file is written after each size.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="other sizes N")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="of the drawn sizes")
+    parser.add_argument(
+        "--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="seed of the drawn sizes"
+    )
     parser.add_argument("--operators", nargs="+", choices=OPERATORS, default=OPERATORS, help="softmax, log_softmax")
-    parser.add_argument("--seconds", type=float, default=45, help="after which no size is begun")
+    parser.add_argument("--seconds", type=float, default=45, help="seconds after which no further size is started")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU")
@@ -83,7 +85,7 @@ def functions(name: str) -> dict[str, Function]:
 def measure_size(name: str, columns: int, ceilings: Ceilings) -> list[dict[str, Any]]:
     """A row for each direction: TB/s of each variant, replayed and eager."""
     rows = ELEMENTS // columns
-    sets = [_inputs(rows, columns) for _ in range(2)]  # 512 MiB a tensor: the second set pushes the first out of L2
+    sets = [_inputs(rows, columns) for _ in range(2)]  # 512 MiB a tensor: the second set evicts the first from L2
     forward, backward = _variants(name, columns, sets)
     results = []
     for direction, variants, tensors in (("forward", forward, 2), ("backward", backward, 3)):
@@ -104,7 +106,7 @@ Variants = dict[str, dict[str, Callable[[], object]]]  # name -> "eager" and "re
 
 
 def _variants(name: str, columns: int, sets: list[Inputs]) -> tuple[Variants, Variants]:
-    """Forward and backward of each function, with what cannot do this size left out."""
+    """Forward and backward of each function that can do this size."""
     torch._dynamo.reset()
     forward: Variants = {}
     backward: Variants = {}

@@ -2,12 +2,12 @@
 
     python benchmarks/kernels/tables.py [--check]
 
-Between `<!-- figures: NAME.json -->` (of the H200; `cpu/NAME.json` of a CPU) and `<!-- end of figures -->` stands what
-this makes of that file: tables, both directions side by side, Rooftop's column in bold, the roof and the peers of the
-same run beside it. `<!-- figures: overview -->` is one table of a few rows of many files, which `OVERVIEW` names. What
-is outside of the markers is written by hand. `--check` writes nothing and fails where a page is not up to date.
+The text between `<!-- figures: NAME.json -->` (of the H200; `cpu/NAME.json` of a CPU) and `<!-- end of figures -->` is
+generated from that file. Its tables have both directions side by side, Rooftop's column in bold, and the roof and the
+peers of the same run. `<!-- figures: overview -->` is one table of a few rows of many files, which `OVERVIEW` names.
+Text outside of the markers is written by hand. `--check` writes nothing and fails if a page is not up to date.
 
-`<!-- figures: NAME.json what=sizes name=a,b -->` shows only the rows that have one of these values under each key.
+`<!-- figures: NAME.json what=sizes name=a,b -->` shows only the rows that have one of the values under each key.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "h200"
 MARKED = re.compile(
     r"(<!-- figures: ((?:cpu/)?\w+\.json|overview)((?: \S+=\S+)*) -->\n).*?(<!-- end of figures -->)", re.DOTALL
 )
-COMMANDS = {  # that make a file, where it is not the script of its name under kernels/
+COMMANDS = {  # scripts that write a file, if it is not the script of the same name under kernels/
     "log_softmaxes.json": "kernels/softmaxes.py --operators log_softmax",
     "rms_norms.json": "kernels/norms.py --norm rms_norm",
     "add_layer_norms.json": "kernels/norms.py --norm add_layer_norm",
@@ -41,19 +41,19 @@ OURS = (
     *("rooftop", "cuda", "twin", "rooftop, compiled", "rooftop, replayed"),
     *("rooftop, bounded", "rooftop, bounded, replayed", "rooftop, autocast"),
 )
-FIGURES = ("graph", "rates", "eager")  # where a row has its figures, the best known first
+FIGURES = ("graph", "rates", "eager")  # keys of a row's figures, the preferred one first
 NOT_SHOWN = {*FIGURES, "unit", "roof", "op_roof", "direction", "plan", "chosen", "peak_mib"}
 NOT_SHOWN |= {"goal_ms", "spread", "apart", "absent"}
 WORDS = ("operator", "kind", "expression", "surface", "model", "work")  # keys whose values are not numbers
 UNKNOWN = "-"
-DIGITS = ((100, 0), (10, 1), (0.1, 2), (0, 4))  # after the point, of numbers from so much
+DIGITS = ((100, 0), (10, 1), (0.1, 2), (0, 4))  # digits after the point, for numbers from this value on
 
 Row = dict[str, Any]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where the page is not up to date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is not up to date")
     options = parser.parse_args()
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
@@ -61,12 +61,12 @@ def main() -> None:
         if filled == text:
             continue
         if options.check:
-            sys.exit(f"{page.relative_to(ROOT)} is not what the figures say: python benchmarks/kernels/tables.py")
+            sys.exit(f"{page.relative_to(ROOT)} does not match the figures: python benchmarks/kernels/tables.py")
         page.write_text(filled, encoding="utf-8")
 
 
 def with_figures(page: str, results: Path) -> str:
-    """The page with what stands between its markers made again."""
+    """The page with the text between its markers generated again."""
 
     def filled(found: re.Match[str]) -> str:
         folder = results.parent if found[2].startswith("cpu/") else results
@@ -77,7 +77,8 @@ def with_figures(page: str, results: Path) -> str:
 
 
 def section(path: Path, chosen: Sequence[str] = ()) -> str:
-    """The tables of one file of figures, of its chosen rows; what to run, where it is not there."""
+    """The tables for the chosen rows of one file of figures; if the file does not exist, the command that creates
+    it."""
     if not path.is_file():
         script = COMMANDS.get(path.name, f"kernels/{path.stem}.py")
         folder = "cpu" if path.parent.name == "cpu" else "h200"
@@ -106,8 +107,7 @@ def section(path: Path, chosen: Sequence[str] = ()) -> str:
 
 
 def rows_of(value: Any, chosen: Sequence[str]) -> Any:
-    """The chosen rows of a list: "key=a,b" chooses rows whose key is a or b. What is not a list of rows stays as it
-    is."""
+    """The chosen rows of a list: "key=a,b" chooses rows whose key is a or b. Other values stay as they are."""
     if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
         return value
     wanted = [(key, values.split(",")) for key, values in (each.split("=") for each in chosen)]
@@ -115,14 +115,14 @@ def rows_of(value: Any, chosen: Sequence[str]) -> Any:
 
 
 class Line(NamedTuple):
-    """Rows of one file that stand in the overview.
+    """Rows of one file that the overview shows.
 
     Attributes:
-        operator: as the page calls it.
-        size: what it works on.
-        file: without its ending.
-        has: what a row has, by key; None: the row has no such key.
-        direction: of rows that say none.
+        operator: its name on the page.
+        size: the size of its inputs.
+        file: the file's name without its suffix.
+        has: the required values of a row, by key; None: the row must not have that key.
+        direction: the direction of rows that do not state one.
     """
 
     operator: str
@@ -193,7 +193,7 @@ def clusters(rows: list[Row]) -> str:
 
 
 def models(rows: list[Row]) -> str:
-    """One line for each case: ours as called, in the engine's graphs and replayed, and the fastest peer."""
+    """One line for each case: ours called eagerly, in the engine's graphs and replayed, and the fastest peer."""
     replayed, in_graphs = ", replayed", "rooftop, graphs of the engine"
     heads = ["case", "roof", "rooftop without graphs", "in the engine's graphs", "replayed"]
     heads += ["fastest peer", "called", "replayed"]
@@ -216,7 +216,8 @@ DRAWING = ("instance_cull", "cull", "sort", "rasterize", "hzb")  # stages that f
 
 
 def scenes(rows: list[Row]) -> str:
-    """Frames beside all triangles drawn one by one; the same view of finer meshes; views at once; a single mesh."""
+    """Frames compared with drawing all triangles one by one; the same view of finer meshes; several views at once; a
+    single mesh."""
     named = {what: [row for row in rows if row["what"] == what] for what in dict.fromkeys(row["what"] for row in rows)}
     tables = []
     for frame in named.get("frame", []):
@@ -244,7 +245,8 @@ def scenes(rows: list[Row]) -> str:
 
 
 def arrays(rows: list[Row]) -> str:
-    """Operations of Mats on a GPU, in TB/s of what must move; masked copies, which move what a mask says, in ms."""
+    """Operations of Mats on a GPU, in TB/s of the bytes that must move. Masked copies are in ms, because a mask decides
+    how much moves."""
     lines = [["operation", "images of", "roof", "rooftop", "torch", "torch.compile"]]
     masked = [["operation", "images of", "rooftop", "torch", "torch.compile"]]
     for row in rows:
@@ -264,7 +266,7 @@ def arrays(rows: list[Row]) -> str:
 
 
 def relative_times(rows: list[Row]) -> str:
-    """Operations of Mats on a CPU, in times of what OpenCV takes."""
+    """Times of operations of Mats on a CPU, relative to OpenCV's."""
     lines = [["operation", "images of", "rooftop", "torch"]]
     for row in rows:
         times = [row["ms"][name] / row["ms"]["opencv"] for name in ("rooftop", "torch")]
@@ -277,7 +279,7 @@ def operation_of(row: Row) -> list[str]:
 
 
 def relative_rates(rows: list[Row]) -> str:
-    """Readers of videos on a CPU, in frames a second of what OpenCV reads."""
+    """Frames a second of video readers on a CPU, relative to OpenCV's."""
     lines = [["video", "rooftop: rgb", "input", "torchcodec: rgb", "PyAV, not converted"]]
     for row in rows:
         rates = row["frames_per_s"]
@@ -297,7 +299,7 @@ def in_a_table(says: str, lines: list[list[str]]) -> str:
     return "\n".join([says, "", *(f"| {' | '.join(line)} |" for line in ruled(lines))])
 
 
-READERS = (  # a column each: its head, and the variant
+READERS = (  # for each column: its head, and the variant
     ("NVDEC: rgb", "rooftop, NVDEC, rgb"),
     ("input", "rooftop, NVDEC, input"),
     ("CPU: rgb", "rooftop, CPU, rgb"),
@@ -311,7 +313,7 @@ READERS = (  # a column each: its head, and the variant
 
 
 def videos(rows: list[Row]) -> str:
-    """Frames a second: one reader of each video; several of one at once."""
+    """Frames a second: one reader of each video, and several readers of one video at once."""
     tables = []
     if alone := [row for row in rows if row["what"] == "sizes"]:
         lines = [["video", *(head for head, _ in READERS)]]
@@ -339,7 +341,7 @@ def same_case(a: Row, b: Row) -> bool:
 
 
 def case_of(row: Row, key: str = "triangles") -> list[str]:
-    """Its first columns: what is counted, the size of its picture, and triangles that are drawn."""
+    """The first columns of a case: the count, the size of the picture, and the number of drawn triangles."""
     counted = row[key] if isinstance(row[key], str) else amount(row[key])
     return [counted, " x ".join(map(str, row["size"])), amount(row["drawn"]["triangles"]) if "drawn" in row else "all"]
 
@@ -353,12 +355,12 @@ def amount(count: int) -> str:
 
 
 def ruled(lines: list[list[str]]) -> list[list[str]]:
-    """With the line below the heads."""
+    """The lines with a rule below the heads."""
     return [lines[0], ["---:"] * len(lines[0]), *lines[1:]]
 
 
 def groups(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """Rows that are described by the same things; "" or the operator that they are all of."""
+    """Groups of rows with the same keys, each with its operator if all have the same one, else ""."""
     kinds: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         kinds.setdefault(described_by(row), []).append(row)
@@ -372,7 +374,7 @@ def described_by(row: Row) -> tuple[str, ...]:
 
 
 def table(name: str, rows: list[Row], file: Row) -> str:
-    """One line for each size; the figures of each direction beside each other."""
+    """One line for each size, with the figures of the directions side by side."""
     keys = [key for key in described_by(rows[0]) if not (name and key in ("operator", "block"))]
     directions = list(dict.fromkeys(row.get("direction", "") for row in rows))
     variants = ours_first(list(dict.fromkeys(name for row in rows for name in figures(row))))
@@ -412,7 +414,7 @@ def shown(row: Row, variants: list[str]) -> list[str]:
 
 
 def number(value: float | None) -> str:
-    """About three digits."""
+    """The number with about three digits."""
     if value is None:
         return UNKNOWN
     digits = next(digits for least, digits in DIGITS if value >= least)
@@ -420,7 +422,7 @@ def number(value: float | None) -> str:
 
 
 def as_read(value: Any) -> str:
-    """A size as people read it."""
+    """A size in readable form."""
     if isinstance(value, list):
         return " x ".join(map(as_read, value))
     if isinstance(value, bool):

@@ -2,11 +2,12 @@
 
     python benchmarks/kernels/transformers.py [--out benchmarks/results/h200/transformers.json] [--only rope swiglu]
 
-bfloat16, sizes listed and one drawn for each of the first three operators when the script runs (`--seed` repeats them).
-The bytes are those that must move, by the operator's own cost, and the roof is that cost at the ceilings measured in
-the same run. Variants interleaved, two sets of inputs, medians. Each direction is replayed from a CUDA graph, which
-shows the kernels, and called eagerly. What is not installed, or cannot do a size, is left out and said to be; what
-cannot be captured is only called eagerly. The file is written after each row.
+Tensors are bfloat16, in the listed sizes and a random one for each of the first three operators (`--seed` repeats
+them). Bytes are those that must move by the operator's own cost. The roof follows from that cost and the ceilings
+measured in the same run. Variants are interleaved, with two sets of inputs; figures are medians. Each direction is
+replayed from a CUDA graph, which shows the kernels, and called eagerly. Peers that are not installed, or cannot do a
+size, are left out with a message; calls that cannot be captured are only timed eagerly. The file is written after each
+row.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Case:
-    """One size: what it is, its inputs (those that require a gradient get one), and the variants that take them."""
+    """One size: its name, its inputs (those that require a gradient get one), and the variants that take them."""
 
     operator: str
     size: dict[str, int | str]
@@ -47,7 +48,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--only", nargs="+", choices=sorted(CASES), default=sorted(CASES), help="these operators")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="of the drawn sizes")
+    parser.add_argument(
+        "--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="seed of the drawn sizes"
+    )
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU")
@@ -98,7 +101,7 @@ def rope_cases(draw: random.Random) -> list[Case]:
 
         def inputs() -> list[Tensor]:
             flat = [values(batch, positions, h, width).detach() for h in (heads, heads // 4)]
-            # leaves: to a view, autograd would bring its gradient on the stream that made the view
+            # leaves, because autograd computes the gradient of a view on the stream that created the view
             pair = [t.transpose(1, 2).requires_grad_() for t in flat]
             angles = torch.outer(torch.arange(positions), 1e4 ** -torch.linspace(0, 1, width // 2))
             return [*pair, angles.cos().cuda(), angles.sin().cuda()]
@@ -109,7 +112,7 @@ def rope_cases(draw: random.Random) -> list[Case]:
 
 
 def swiglu_cases(draw: random.Random) -> list[Case]:
-    """Packed, as one matrix product gives both."""
+    """Gate and up packed, as one matrix product gives both."""
 
     def plain(packed: Tensor) -> Tensor:
         gate, up = packed.chunk(2, -1)
@@ -131,7 +134,7 @@ def swiglu_cases(draw: random.Random) -> list[Case]:
 
 
 def embedding_cases(draw: random.Random) -> list[Case]:
-    """Tokens as of text (few of them frequent), all alike, and drawn evenly."""
+    """Tokens distributed as in text (few of them frequent), all equal, and uniformly random."""
     plain: Function = lambda weight, tokens: F.embedding(tokens, weight)  # noqa: E731
     ours: Function = lambda weight, tokens: embedding(tokens, weight)  # noqa: E731
     found = {"rooftop": ours, "torch": plain, "compile": compiled(plain)}
@@ -217,7 +220,8 @@ def counted(case: Case, inputs: list[Tensor]) -> dict[str, Cost]:
         backward(*taped(case.variants["rooftop"], inputs))
     costs = {record.name: record.cost for record in mode.records if record.name.startswith("rooftop::")}
     forward_cost = costs[f"rooftop::{case.operator}"]
-    backward_cost = costs.get(f"rooftop::{case.operator}_backward", forward_cost)  # a rotation is its own backward
+    # the backward of a rotation is a rotation
+    backward_cost = costs.get(f"rooftop::{case.operator}_backward", forward_cost)
     assert forward_cost is not None
     assert backward_cost is not None
     return {"forward": forward_cost, "backward": backward_cost}
@@ -234,7 +238,7 @@ def variant(function: Function, sets: list[list[Tensor]]) -> list[tuple[Call, Ca
 def both(fn: Callable[..., object], sets: list[Any]) -> tuple[Call, Call | None]:
     eager = rotated(fn, sets)
     with torch.cuda.stream(STREAM):
-        waits = waits_for_gpu(eager)  # as torch's gradient of an embedding does
+        waits = waits_for_gpu(eager)  # torch's gradient of an embedding waits
     return eager, None if waits else captured(lambda: [fn(*each) for each in sets], STREAM)
 
 

@@ -28,7 +28,7 @@ def main() -> None:
     )
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     clock = LoopClock(options.device)
-    for _ in range(options.epochs):  # to start the workers again is part of a step
+    for _ in range(options.epochs):  # a step includes the start of new workers
         for x, y in loader:
             with accelerator.accumulate(model):
                 loss = F.cross_entropy(model(x), y)

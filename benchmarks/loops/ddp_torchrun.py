@@ -20,7 +20,7 @@ def train(device: str, steps: int, large: bool) -> LoopClock:
     model = DistributedDataParallel(net.to(device), device_ids=[device] if large else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     batch = 256 * (1 + (rank == last))
-    clock = LoopClock(device, watched=20)  # of ranks more steps are watched
+    clock = LoopClock(device, watched=20)  # more steps are watched with several ranks
     for _ in range(steps):
         loss = model(torch.randn(batch, width, device=device)).square().mean()
         optimizer.zero_grad()
@@ -33,7 +33,7 @@ def train(device: str, steps: int, large: bool) -> LoopClock:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--steps", type=int, help="40 on a CPU, 400 on GPUs, where one takes some ms")
+    parser.add_argument("--steps", type=int, help="40 on a CPU, 400 on GPUs, where a step takes some ms")
     options = parser.parse_args()
     large = options.device == "cuda"
     device = f"cuda:{os.environ['LOCAL_RANK']}" if large else "cpu"
@@ -41,7 +41,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if large else "gloo")
     steps = options.steps or (400 if large else 40)
-    clock = train(device, steps, large)  # its model is gone before the group: else gloo aborts now and then
+    clock = train(device, steps, large)  # the model must be deleted before the group, or gloo sometimes aborts
     if dist.get_rank() == 0:
         clock.finish()
     dist.destroy_process_group()

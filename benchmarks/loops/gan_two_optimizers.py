@@ -1,4 +1,4 @@
-"""A GAN on synthetic images: in each step a step of the discriminator's optimizer and one of the generator's."""
+"""A GAN on synthetic images: in each step, the discriminator's and the generator's optimizer make a step."""
 
 from __future__ import annotations
 

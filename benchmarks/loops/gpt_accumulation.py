@@ -1,6 +1,6 @@
 """A small GPT on the characters of the standard library: gradients of several micro-batches, autocast, GradScaler.
 
-The GradScaler begins with a scale that overflows where it is active, so that it skips steps.
+If it is active, the GradScaler begins with a scale that overflows, so that it skips steps.
 """
 
 from __future__ import annotations

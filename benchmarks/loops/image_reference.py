@@ -1,5 +1,5 @@
-"""Training of a ResNet like in reference scripts of image classification: a learning rate with warm-up and decay,
-weight decay for some weights only, label smoothing, mixup, averaged weights, an evaluation and a checkpoint after each
+"""Training of a ResNet as in reference scripts of image classification: a learning rate with warm-up and decay, weight
+decay for some weights only, label smoothing, mixup, averaged weights, and an evaluation and a checkpoint after each
 epoch."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def network(channels: int, blocks: int) -> nn.Sequential:
 
 
 def groups(model: nn.Module) -> list[dict]:
-    """Norms and biases do not decay."""
+    """Two parameter groups: norms and biases have no weight decay."""
     parameters = list(model.parameters())
     return [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 1e-4},

@@ -8,7 +8,7 @@
 
 The clock starts at the end of the second step and waits for the device there, at pauses (an evaluation) and at the end,
 as loops that print their speed do. `finish` prints one line of JSON. Its `late_ms` is the mean of the steps after the
-first 12 (`watched`), in which nobody watches the loop any more.
+first 12 (`watched`), when `rooftop analyze` no longer watches the loop.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LoopClock:
             self.go_on()
 
     def pause(self) -> None:
-        """What follows is not a step: an evaluation."""
+        """The time until the next step does not count, because it is an evaluation."""
         self._marks.append(None)
         if self._since is not None:
             self._wait()
@@ -75,7 +75,7 @@ class LoopClock:
         return sum(durations) / len(durations) if durations else None
 
     def _mark(self) -> Any:
-        """Now, in the order of what runs on the device; nothing waits for it."""
+        """The present time in the order of the device's work, without waiting for it."""
         if not self.device.startswith("cuda"):
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)

@@ -28,7 +28,7 @@ class Net(nn.Module):
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """Images (N, 1, 28, 28) of the digits that scikit-learn brings, and what they show."""
+    """Images (N, 1, 28, 28) of scikit-learn's digits, and their labels."""
     from sklearn.datasets import load_digits
 
     found = load_digits()

@@ -1,4 +1,4 @@
-"""No optimizer and no module: two matrices are trained by hand. Ends with a particular exit status."""
+"""Train two matrices by hand, without an optimizer and a module. The script ends with a particular exit status."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""All tuners one after another, within a total time.
+"""Run all tuners one after another, within a total time.
 
     python benchmarks/tuning/all.py --out DIRECTORY [--seconds 600] [--only softmaxes losses ...] [--quick]
 
-Writes FAMILY.json and FAMILY.log for each, whatever becomes of the others. A tuner's share of the time that is left is
-by what it has to try; what it does not use is for those after it.
+The script writes FAMILY.json and FAMILY.log for each tuner, even if others fail. A tuner gets a share of the remaining
+time that depends on its number of candidates. Later tuners share the time that it does not use.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SHARES = {  # seconds that suit each, in the order in which they run
+SHARES = {  # suitable seconds for each, in the order in which they run
     "rotary": 20,
     "attentions": 60,
     "matmuls": 80,
@@ -38,13 +38,13 @@ SHARES = {  # seconds that suit each, in the order in which they run
     "sparse_pools": 60,
     "randoms": 20,
 }
-GRACE = 30.0  # seconds beyond its share after which a tuner is stopped: the last task may be long
+GRACE = 30.0  # seconds after its share at which a tuner is stopped, since the last task may take long
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="directory for figures and logs")
-    parser.add_argument("--seconds", type=float, default=600.0, help="for all of them")
+    parser.add_argument("--out", type=Path, required=True, help="folder for figures and logs")
+    parser.add_argument("--seconds", type=float, default=600.0, help="seconds for all tuners")
     parser.add_argument("--only", nargs="+", choices=SHARES, default=list(SHARES), help="these families")
     parser.add_argument("--quick", action="store_true", help="on the CPU, tiny, to see that they run")
     options = parser.parse_args()
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def _run(family: str, seconds: float, out: Path, quick: bool) -> bool:
-    """Whether a tuner ended well; its output goes to a file."""
+    """Run a tuner with its output in a file, and return whether it succeeded."""
     began = time.monotonic()
     command = [sys.executable, str(HERE / f"{family}.py"), "--out", str(out / f"{family}.json")]
     command += ["--quick"] if quick else ["--seconds", f"{seconds:.0f}"]

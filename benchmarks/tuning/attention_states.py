@@ -60,7 +60,7 @@ def check_backward(width: int) -> None:
 
 
 def configs(table: str, *found: tuple[int, int]) -> dict[str, Settings]:
-    """By elements of a tile and warps."""
+    """Candidates, by elements of a tile and warps."""
     return {f"{n} {w}w": {(attention_states, table): ElementsConfig(n, w)} for n, w in found}
 
 

@@ -1,9 +1,9 @@
-"""Launch parameters tried out: each candidate is proven right on a small problem, then all are timed side by side.
+"""Try launch parameters: check each candidate on a small problem, then time all of them interleaved.
 
-A tuner lists tasks, the most promising first, and calls `main`. Candidates are proven in separate processes, which
-share Triton's cache: so they compile in parallel. Then each task is timed here, its candidates and peers interleaved,
-from CUDA graphs. Figures are written after each task, and no task is begun after the time that `--seconds` gives.
-`--quick` runs everything on the CPU, through Triton's interpreter, at tiny sizes: it shows that a tuner works.
+A tuner lists tasks, the most promising first, and calls `main`. Candidates are checked in separate processes, which
+share Triton's cache, so that they compile in parallel. Then each task is timed in this process, with its candidates and
+peers interleaved, from CUDA graphs. Figures are written after each task, and no task is started after `--seconds`.
+`--quick` tests a tuner on the CPU, through Triton's interpreter, at tiny sizes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ QUICK = "--quick" in sys.argv
 if QUICK:
     os.environ["TRITON_INTERPRET"] = "1"  # rooftop, which reads it, is imported after this module
 DEVICE = "cpu" if QUICK else "cuda"
-CACHE_BYTES = 50 << 20  # the L2 of an H200: CUDA must not start before the processes do, so it cannot be asked
+CACHE_BYTES = 50 << 20  # the L2 of an H200; not queried, because CUDA must not start before the processes do
 
 Call = Callable[[], object]
 Settings = dict[tuple[ModuleType, str], Any]  # tables to set, by module and name
@@ -40,17 +40,17 @@ class Task:
     """One size of one kernel.
 
     Attributes:
-        name: what is printed.
-        moved_bytes: what the operator must read and write.
+        name: name for the output.
+        moved_bytes: bytes that the operator must read and write.
         candidates: by name.
-        call: makes the tensors, and gives the call that is timed.
-        check: the same call on a small problem, beside what is right. Small: many run at once.
-        peers: what is timed beside the candidates.
-        goal: what the table is measured by, in words.
-        repeats: how many times `call` does the work, with other tensors each time, so that L2 does not serve it.
-        graph: whether calls are replayed from a CUDA graph; not where the host waits for the GPU.
-        changed: called when tables have been set: clears what was made from others.
-        flops: of operators bound by them: figures are then TFLOP/s and not TB/s.
+        call: function that creates the tensors, and returns the call to time.
+        check: the same call on a small problem, with the correct result. It is small because many run at once.
+        peers: calls to time with the candidates.
+        goal: the goal of the table, in words.
+        repeats: how many times `call` does the work, with other tensors each time, so that they do not come from L2.
+        graph: whether calls are replayed from a CUDA graph; impossible if the host waits for the GPU.
+        changed: called after tables have been set, to clear caches that depend on them.
+        flops: for operators that flops bound: figures are then TFLOP/s instead of TB/s.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Task:
     flops: int = 0
 
     def cleared(self) -> None:
-        """Clear what was made from other tables."""
+        """Clear caches that depend on other tables."""
         from rooftop.launch import known_calls
 
         self.changed()
@@ -74,7 +74,7 @@ class Task:
 
     @contextmanager
     def settled(self, candidate: str) -> Iterator[None]:
-        """The tables of a candidate, for as long as the block runs."""
+        """Set the tables of a candidate while the block runs."""
         settings = self.candidates[candidate]
         before = {(module, name): getattr(module, name) for module, name in settings}
         for (module, name), value in settings.items():
@@ -98,13 +98,13 @@ def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def main(tasks: Sequence[Task], description: str | None) -> None:
-    """Proves and times; the options are those of all tuners."""
+    """Check and time the tasks; all tuners have these options."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
-    parser.add_argument("--seconds", type=float, default=50, help="after which no task is begun")
+    parser.add_argument("--seconds", type=float, default=50, help="seconds after which no further task is started")
     parser.add_argument("--processes", type=int, default=min(15, os.cpu_count() or 1), help="that prove candidates")
-    parser.add_argument("--quick", action="store_true", help="on the CPU, tiny, to see that this runs")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these tasks, by name", default=[])
+    parser.add_argument("--quick", action="store_true", help="tiny, on the CPU, to test the script")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these tasks, by name", default=[])
     options = parser.parse_args()
     unknown = set(options.only) - {task.name for task in tasks}
     if unknown:
@@ -112,11 +112,11 @@ def main(tasks: Sequence[Task], description: str | None) -> None:
     _run([task for task in tasks if not options.only or task.name in options.only], options)
 
 
-_tasks: list[Task] = []  # as the processes find them
+_tasks: list[Task] = []  # global, so that the processes find them
 
 
 def _prove(job: Job) -> str | None:
-    """What is wrong with a candidate, None if nothing is."""
+    """The error of a candidate; None if it is correct."""
     task = _tasks[job[0]]
     try:
         with task.settled(job[1]):
@@ -129,9 +129,10 @@ def _prove(job: Job) -> str | None:
 def _proofs(jobs: list[Job], processes: int, until: float) -> dict[Job, str | None]:
     if QUICK:
         return {job: _prove(job) for job in jobs}
-    assert not torch.cuda.is_initialized()  # or the processes could not use the GPU
+    assert not torch.cuda.is_initialized()  # otherwise the processes could not use the GPU
     found = _proven_by(jobs, processes, until)
-    # A kernel that goes out of bounds breaks its process for all that it proves later: those are told apart again.
+    # A kernel that goes out of bounds breaks its process for later candidates, so all candidates with CUDA errors are
+    # checked again, one by one.
     broken = [job for job, why in found.items() if why and ("CUDA error" in why or "[CUDA]" in why)]
     return found | _proven_by(broken, processes, until, tasks_per_process=1)
 
@@ -159,8 +160,8 @@ def _run(tasks: list[Task], options: argparse.Namespace) -> None:
     jobs = [(i, name) for i, task in enumerate(tasks) for name in task.candidates]
     print(f"{len(jobs)} candidates of {len(tasks)} tasks", flush=True)
     proofs = _proofs(jobs, options.processes, began + 0.55 * options.seconds)
-    if not QUICK and not torch.cuda.is_available():  # asked before, it would start CUDA
-        sys.exit("there is no GPU: --quick shows that this runs")
+    if not QUICK and not torch.cuda.is_available():  # not asked earlier, because that would start CUDA
+        sys.exit("there is no GPU: --quick tests the script without one")
     failed = {f"{tasks[i].name}: {name}": why for (i, name), why in proofs.items() if why}
     for name, why in failed.items():
         print(f"FAILED {name}: {why}", flush=True)
@@ -200,7 +201,7 @@ def _timed(task: Task, candidates: Sequence[str], failed: dict[str, str]) -> dic
         for name in (*candidates, *task.peers):
             try:
                 calls[name] = _prepared(task, name, call, stream)
-            except Exception as error:  # what cannot be launched at this size, or a peer that cannot do this
+            except Exception as error:  # a candidate that cannot be launched at this size, or a peer that cannot run
                 failed[f"{task.name}: {name}"] = why = f"{type(error).__name__}: {str(error)[:300]}"
                 print(f"FAILED {task.name}: {name}: {why}", flush=True)
         if stream is not None:
@@ -218,7 +219,7 @@ def _timed(task: Task, candidates: Sequence[str], failed: dict[str, str]) -> dic
 
 
 def _prepared(task: Task, name: str, call: Call, stream: torch.cuda.Stream | None) -> Call:
-    """What is timed: of a candidate `call` with its tables set, of a peer its own call."""
+    """The call to time: for a candidate `call` with its tables set, for a peer its own call."""
     from rooftop.hardware.graphs import captured
 
     graph = task.graph and stream is not None

@@ -1,14 +1,16 @@
-"""Kernels of conv_act beside cuDNN for every convolution of ResNet-50; lines for `kernels/convolutions/tables.py`.
+"""Time kernels of conv_act and cuDNN for every convolution of ResNet-50, and print lines for
+`kernels/convolutions/tables.py`.
 
     python benchmarks/tuning/conv_acts.py --out conv_acts.json [--batch 256 32 1] [--only 3x3] [--seconds 240]
     python benchmarks/tuning/conv_acts.py --quick
 
-Microseconds. `--only` takes those jobs whose name contains it, as "3x3 128-128 28". `--quick` tries tiny sizes on the
-CPU, through the interpreter.
+Figures are microseconds. `--only` selects jobs whose name contains it, such as "3x3 128-128 28". `--quick` runs tiny
+sizes on the CPU, through the interpreter.
 
 Candidates are compiled by processes that share Triton's cache (each launches them once), then checked against torch and
-timed, all of a shape interleaved, from CUDA graphs whose operands do not stay in L2. What does not compile or does not
-fit is recorded under "errors" and left out. The last rows sum the best of each, and those of cuDNN, over the network.
+timed, all of a shape interleaved, from CUDA graphs whose operands do not stay in L2. Candidates that do not compile or
+fit are recorded under "errors" and left out. The last rows add up the best of each convolution, and cuDNN's, over the
+network.
 """
 
 from __future__ import annotations
@@ -39,12 +41,12 @@ from rooftop.kernels.convolutions.tables import ConvPlan, ConvTile, Geometry, Pr
 from rooftop.kernels.operands.activations import activated
 
 PEERS = ("torch", "library", "cudnn", "cudnn, benchmarked", "product")
-L2_BYTES = 120_000_000  # operands of so many bytes do not stay in any GPU's L2
+L2_BYTES = 120_000_000  # operands of this many bytes do not stay in any GPU's L2
 
 
 @dataclass(frozen=True)
 class Job:
-    """A convolution of ResNet-50, and how many it has of it."""
+    """A convolution of ResNet-50, and how often it occurs."""
 
     channels: int
     size: int
@@ -67,7 +69,7 @@ class Job:
 
 
 def stage(width: int, size: int, blocks: int) -> list[Job]:
-    """The second to fourth stages: `size` is that of the result."""
+    """The convolutions of the second to fourth stages; `size` is that of the result."""
     return [
         Job(2 * width, 2 * size, width, 1, 1, False, "relu", 1),
         Job(width, 2 * size, width, 3, 2, False, "relu", 1),
@@ -104,7 +106,7 @@ def g(rows: int, columns: int, depth: int, warps: int, stages: int, split: int =
     return ConvTile("gathered", rows, columns, depth, warps, stages, split=split, early=early)
 
 
-# By ptxas (Triton 3.6 and 3.7) those that were looked at do not spill; shared memory is at most 227 KiB a
+# According to ptxas (Triton 3.6 and 3.7), the inspected ones do not spill. Shared memory is at most 227 KiB per
 # multiprocessor.
 MANY = [
     p(128, 128, 64, 4, 3, 2, 2),
@@ -154,7 +156,7 @@ TRIED = [p(16, 32, 16, 4, 2), s(16, 32, 16, 4, 2, 2), g(16, 32, 16, 4, 2, 2)]
 
 
 def candidates(job: Job, batch: int, device: str) -> list[ConvTile]:
-    """Those that suit, each as the tables would make it fit, none twice."""
+    """The suitable candidates, each adapted as the tables would do, without duplicates."""
     if device == "cpu":
         tiles = TRIED
     elif job.channels < 8:
@@ -202,7 +204,7 @@ def name_of(task: Task) -> str:
 
 
 def compile_one(task: Task) -> tuple[str, str]:
-    """In a separate process: one launch."""
+    """Launch a candidate once, in a separate process."""
     global _broken
     tile, job, batch = task
     try:
@@ -214,20 +216,20 @@ def compile_one(task: Task) -> tuple[str, str]:
         return name_of(task), ""
     except Exception as error:
         if _broken:
-            return name_of(task), ""  # a kernel before broke this process: the parent tries by itself
+            return name_of(task), ""  # an earlier kernel broke this process: the parent tries this one itself
         _broken = "CUDA error" in str(error)
         return name_of(task), f"{type(error).__name__}: {str(error)[:200]}"
 
 
 def by_torch(job: Job, x: Tensor, weight: Tensor, bias: Tensor, added: Tensor | None) -> Tensor:
-    """As a network that was folded calls it, in place."""
+    """torch's calls in a network with folded norms, in place."""
     y = functional.conv2d(x, weight, bias, job.stride, job.kernel // 2)
     y = y if added is None else y.add_(added)
     return y.relu_() if job.activation == "relu" else y
 
 
 def check(tile: ConvTile, job: Job, given: Operands) -> None:
-    """The first and the last image against torch in float32."""
+    """Check the first and the last image against torch in float32."""
     x, weight, bias, added = given
     geometry = job.geometry(x.shape[0])
     y, _ = forward(ConvPlan(tile.kernel, tile, ""), x, weight, bias, added, geometry, job.activation, False)
@@ -282,7 +284,7 @@ def measure(job: Job, batch: int, tiles: list[ConvTile], device: str, seconds: f
 
 
 def line(job: Job, batch: int, best: str, us: dict[str, float], tiles: list[ConvTile]) -> str:
-    """What the best of a job is in the table."""
+    """The line of the table for the best candidate of a job."""
     tile = next((tile for tile in tiles if label(tile) == best), None)
     geometry = job.geometry(batch)
     shape = (geometry.rows, job.out_channels, job.channels, geometry.taps, job.stride, job.residual)
@@ -297,7 +299,8 @@ def line(job: Job, batch: int, best: str, us: dict[str, float], tiles: list[Conv
 
 
 def totals(rows: list[dict[str, Any]], batch: int) -> dict[str, Any] | None:
-    """The network's convolutions at a batch: the best of each, and those of torch and cuDNN where there are."""
+    """Totals over the network's convolutions at a batch size: of the best candidates, and of torch and cuDNN if
+    measured."""
     measured = [row for row in rows if row["batch"] == batch]
     if len(measured) < len(JOBS):
         return None
@@ -321,7 +324,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="jobs whose name contains this")
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--processes", type=int, default=15)
-    parser.add_argument("--quick", action="store_true", help="on the CPU, to see that this runs")
+    parser.add_argument("--quick", action="store_true", help="on the CPU, to test the script")
     options = parser.parse_args()
     began = time.perf_counter()
     device, jobs, batches = ("cpu", TINY, [2]) if options.quick else ("cuda", JOBS, options.batch)
@@ -342,7 +345,7 @@ def main() -> None:
     waiting: dict[Task, Any] = {}
     pool: Any = None
     if device == "cuda":
-        assert not torch.cuda.is_initialized()  # or the processes could not use the GPU
+        assert not torch.cuda.is_initialized()  # otherwise the processes could not use the GPU
         pool = multiprocessing.get_context("fork").Pool(options.processes)
         for job, batch in work:
             for tile in candidates(job, batch, device):
@@ -360,7 +363,8 @@ def main() -> None:
             print("left out:", name, errors[name][:120], flush=True)
             return False
 
-    # All is compiled before anything is timed: a GPU that does two things at a time shows the time of neither.
+    # All candidates are compiled before anything is timed, because launches of other processes would disturb the
+    # timing.
     for result in waiting.values():
         result.wait(max(0.0, 0.6 * options.seconds - (time.perf_counter() - began)))
     late = [task for task, result in waiting.items() if not result.ready()]

@@ -2,11 +2,11 @@
 
     python benchmarks/tuning/conv_lstms.py [--out conv_lstms.json] [--seconds 100] [--quick]
 
-The gates of one step of Keras's example, (8, 64, 64, 64 filters), channels last, as forward and backward of a layer run
-them: forward with the convolutions' sums kept, backward with both gradients of the hidden state. Then a whole layer of
-three steps for each kernel size of the example, in TFLOP/s of its convolutions; the peers are the same convolutions
-without the gates, and the layer with cuDNN's choice of algorithms by trial (`torch.backends.cudnn.benchmark`). TF32 is
-on, as in the example's benchmark.
+The first tasks are the gates of one step of Keras's example, (8, 64, 64, 64 filters), channels last, as in a layer:
+forward keeps the convolutions' sums, and backward has both gradients of the hidden state. The others are a whole layer
+of three steps for each kernel size of the example, in TFLOP/s of its convolutions. Their peers are the same
+convolutions without the gates, and the layer with algorithms that cuDNN chooses by trial
+(`torch.backends.cudnn.benchmark`). TF32 is on, as in the example's benchmark.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rooftop.kernels.recurrent import conv_lstm_sequences, conv_lstms, tables
 
 BATCH, FILTERS, SIDE = (1, 8, 3) if QUICK else (8, 64, 64)
 STEPS = 2 if QUICK else 3
-ACTIVATIONS = ("relu", "sigmoid")  # of the example's layers
+ACTIVATIONS = ("relu", "sigmoid")  # activations of the example's layers
 CELLS = BATCH * FILTERS * SIDE * SIDE
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
@@ -34,13 +34,13 @@ def maps(channels: int, dtype: torch.dtype, batch: int = BATCH) -> Tensor:
 
 # ---- the gates of a step ---------------------------------------------------------------------------------------
 
-# Channels of the tensors of a step.
+# The channels of each tensor of a step.
 FORWARD = (FILTERS, FILTERS, 4 * FILTERS, FILTERS, 4 * FILTERS, 4 * FILTERS)  # hidden, cell; gates, cell, added; sums
 BACKWARD = (4 * FILTERS, *4 * (FILTERS,), 4 * FILTERS, FILTERS)  # of gates, cell; two of hidden, cell; sums, cell
 
 
 def repeats(dtype: torch.dtype) -> int:
-    """Problems timed one after another, so that L2 does not serve them."""
+    """The number of problems to time one after another, so that they do not come from L2."""
     return copies_past_cache(19 * CELLS * dtype.itemsize)
 
 
@@ -72,7 +72,7 @@ def backward(dtype: torch.dtype, count: int | None = None) -> Call:
 
 
 def check_gates(made: object, dtype: torch.dtype) -> None:
-    """Beside the reference of the same random problem."""
+    """The result for a random problem, and that of the reference."""
     torch.manual_seed(1)
     found = made(dtype, 1)()  # type: ignore[operator]
     torch.manual_seed(1)
@@ -89,7 +89,7 @@ def check_gates(made: object, dtype: torch.dtype) -> None:
 
 
 def configs(table: str, *found: tuple[int, int]) -> dict[str, Settings]:
-    """By elements of a program and warps."""
+    """Candidates, by elements of a program and warps."""
     return {f"{e} elements {w}w": {(tables, table): ElementsConfig(e, w)} for e, w in found}
 
 
@@ -144,7 +144,7 @@ def layer_backward(size: int, dtype: torch.dtype) -> Call:
 
 
 def convolutions(size: int, dtype: torch.dtype, of_backward: bool) -> Call:
-    """What there is beside the gates."""
+    """The layer's convolutions without the gates."""
     gates, kernel = layer(size, dtype)
     hidden = [maps(FILTERS, dtype) for _ in range(STEPS - 1)]
     if not of_backward:
@@ -159,7 +159,7 @@ def convolutions(size: int, dtype: torch.dtype, of_backward: bool) -> Call:
 
 
 def by_trial(made: object, size: int, dtype: torch.dtype) -> Call:
-    """With cuDNN's algorithms chosen by trial, once for each shape."""
+    """Let cuDNN choose algorithms by trial, once for each shape."""
     call = made(size, dtype)  # type: ignore[operator]
 
     def with_trial() -> object:
@@ -184,7 +184,7 @@ def check_layer(made: object, size: int, dtype: torch.dtype) -> None:
         douts = randn(STEPS, BATCH, SIDE, SIDE, FILTERS, dtype=dtype).permute(0, 1, 4, 2, 3)
         expected = torch.autograd.grad(outputs, (gates, kernel), douts.double())
     for mine, exact in zip(found[:2], expected, strict=True):
-        # But for a few: where the activation bends, a rounding can make a gradient another.
+        # A few elements may differ: at the bend of an activation, rounding can change a gradient.
         apart, largest = (mine.double() - exact.detach()).abs(), float(exact.detach().abs().max())
         share = float((apart > 0.03 * largest).double().mean())
         assert share < 1e-4, f"{share:.2g} of the elements differ by more than 3% of the largest"

@@ -20,10 +20,10 @@ from rooftop.kernels.elementwise import tables
 from rooftop.kernels.elementwise.tables import FlatConfig, TileConfig
 
 SINGLE, HALF = torch.float32, torch.bfloat16
-ELEMENTS, SMALL = (1 << 12, 1 << 11) if QUICK else (1 << 27, 1 << 20)  # timed, and of a check
+ELEMENTS, SMALL = (1 << 12, 1 << 11) if QUICK else (1 << 27, 1 << 20)  # elements to time, and to check
 WIDE, TALL = (64, 64) if QUICK else (4096, 8192)
 Function = Callable[..., Any]
-Shapes = Callable[[int], list[tuple[int, ...]]]  # of so many elements
+Shapes = Callable[[int], list[tuple[int, ...]]]  # function of the number of elements that returns shapes
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def with_channels(elements: int) -> list[tuple[int, ...]]:
 
 
 def inputs(shapes: list[tuple[int, ...]], dtype: torch.dtype, transposed: bool) -> list[Tensor]:
-    """`transposed`: the last has its neighbours along the first dimension."""
+    """Inputs; with `transposed`, the last one is contiguous along the first dimension."""
     tensors = [randn(*shape, dtype=dtype) for shape in shapes]
     if transposed:
         tensors[-1] = tensors[-1].t().contiguous().t()
@@ -111,7 +111,7 @@ def task(
 
 
 def gradients(function: Function, tensors: list[Tensor]) -> Call:
-    """Of all tensors, by the gradient of the result."""
+    """The gradients of all tensors, from the gradient of the result."""
     tensors = [t.requires_grad_() for t in tensors]
     y = function(*tensors)
     torch.manual_seed(1)
@@ -120,7 +120,8 @@ def gradients(function: Function, tensors: list[Tensor]) -> Call:
 
 
 def backward(table: str, function: Function, shapes: Shapes, full: int, candidates: dict[str, Settings]) -> Task:
-    """In bfloat16; `full`: tensors of full shape that are read and written, gradients among them."""
+    """Tasks of backward in bfloat16; `full`: the number of full-shape tensors that are read and written, including
+    gradients."""
 
     def call() -> Call:
         return gradients(fused(function), inputs(shapes(ELEMENTS), HALF, False))
@@ -130,7 +131,7 @@ def backward(table: str, function: Function, shapes: Shapes, full: int, candidat
         return gradients(torch.compile(function, dynamic=False), inputs(shapes(ELEMENTS), HALF, False))
 
     def check() -> None:
-        """The sums of float32 that is given the same."""
+        """The result, and that in float32 for the same inputs."""
         tensors = inputs(shapes(SMALL), HALF, False)
         exact = gradients(function, [t.float() for t in tensors])()
         for ours, theirs in zip(gradients(fused(function), tensors)(), exact, strict=True):  # type: ignore[call-overload]
@@ -143,17 +144,17 @@ def backward(table: str, function: Function, shapes: Shapes, full: int, candidat
 
 
 def flat(*found: tuple[int, int]) -> dict[str, Settings]:
-    """By elements and warps."""
+    """Candidates, by elements and warps."""
     return {f"{n} {w}w": {(tables, "FLAT"): (FlatConfig(1 << 30, n, w),)} for n, w in found}
 
 
 def tiles(table: str, *found: tuple[int, int, int]) -> dict[str, Settings]:
-    """By elements, columns and warps."""
+    """Candidates, by elements, columns and warps."""
     return {f"{n} of {c} {w}w": {(tables, table): TileConfig(n, c, w)} for n, c, w in found}
 
 
 def sums(*found: tuple[int, int, int, int]) -> dict[str, Settings]:
-    """By elements, columns, warps and programs an SM."""
+    """Candidates, by elements, columns, warps and programs per SM."""
     return {
         f"{n} of {c} {w}w {p}p": {
             (tables, "LONG_SUMS"): TileConfig(n, c, w),

@@ -2,9 +2,9 @@
 
     python benchmarks/tuning/few_rows.py [--out few_rows.json] [--seconds 45] [--quick]
 
-The library is a candidate, too: where cuBLAS lacks the epilogue (gelu), it is two kernels. "tables" has the plan that
-was the fastest of each task, whose tile an `Entry` takes. Where nothing or relu follows, `choose` asks no table: those
-tasks say what that costs. Weights come from memory, as they do in a network whose weights the L2 does not hold.
+The library is a candidate, too; if cuBLAS lacks the epilogue (gelu), it takes two kernels. "tables" has the fastest
+plan of each task, whose tile goes into an `Entry`. If nothing or relu follows, `choose` uses no table, and those tasks
+show the cost of that. Weights come from memory, as in a network whose weights do not fit into L2.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Shape = tuple[int, int, int]  # M, N, K
 SHAPES: dict[str, tuple[Shape, ...]] = {
     "gelu": ((196, 1536, 384), (49, 3072, 768), (784, 768, 192), (3136, 384, 96)),  # first layers of Swin-T's blocks
     "none": ((196, 384, 1536), (49, 768, 3072), (950, 256, 256), (100, 256, 2048)),
-    "relu": ((950, 2048, 256), (100, 2048, 256)),  # of DETR's layers
+    "relu": ((950, 2048, 256), (100, 2048, 256)),  # DETR's layers
 }
 TINY: dict[str, tuple[Shape, ...]] = {"gelu": ((20, 64, 32),), "none": ((20, 64, 32),)}
 TILES = (
@@ -68,7 +68,7 @@ def by_torch(shape: Shape, copies: int) -> Call:
 
 
 def check(shape: Shape, activation: str) -> None:
-    """At the size itself: what the compiler takes for divisible must be so."""
+    """Check at the timed size, so that divisibility, which the compiler uses, is the same."""
     x, weight, bias = operands(shape)
     found, _ = forward(PLAN, x, weight, bias, activation, None, False)
     exact, _ = linear_act_reference(x.double(), weight.double(), bias.double(), activation, None)

@@ -17,7 +17,7 @@ from rooftop.kernels.gated.gated import SwigluBackward
 from rooftop.kernels.gated.tables import GatedConfig
 
 COLUMNS = 33 if QUICK else 14336
-ROWS, SMALL = (3, 3) if QUICK else ((1 << 28) // COLUMNS, 68)  # timed, and of a check: as divisible
+ROWS, SMALL = (3, 3) if QUICK else ((1 << 28) // COLUMNS, 68)  # rows to time, and to check; with the same divisibility
 
 
 def inputs(rows: int, packed: bool) -> tuple[Tensor, Tensor]:
@@ -58,7 +58,7 @@ def check_backward(packed: bool) -> None:
 
 
 def configs(table: str, *found: tuple[int, int]) -> dict[str, Settings]:
-    """By bytes of a tile and warps."""
+    """Candidates, by bytes of a tile and warps."""
     return {f"{b}B {w}w": {(tables, table): GatedConfig(b, w)} for b, w in found}
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/tuning/losses.py [--out losses.json] [--seconds 45] [--quick]
 
-"fused": loss and gradient in one kernel; "loss" and "gradient": the two of the separable form.
+"fused" is loss and gradient in one kernel; "loss" and "gradient" are the two kernels of the separate form.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rooftop.kernels.operands.launch_data import ANY_BYTES
 from rooftop.kernels.operands.row_tiles import LongConfig, TileConfig
 
 TERMS = Terms(None, -100, 0.0, 0.0)
-ROWS, SMALL = (4, 3) if QUICK else (8192, 512)  # timed, and of a check
+ROWS, SMALL = (4, 3) if QUICK else (8192, 512)  # rows to time, and to check
 MANY = 33_000 if QUICK else 128256  # classes
 
 
@@ -40,7 +40,7 @@ def plain(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fused(x: Tensor, target: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
-    """A call that gives (losses, gradient)."""
+    """A call that returns (losses, gradient)."""
     dx, inverse = torch.empty_like(x), losses.inverse_of_targets(target, x.shape[1], TERMS, torch.float32)
     return lambda: (losses.losses_of_rows(x, target, TERMS, inverse, dx)[0], dx)
 
@@ -100,7 +100,7 @@ def torch_loss(columns: int) -> Call:
 
 
 def long(table: str, *found: tuple[int, int, int, int] | tuple[int, int, int, int, str]) -> dict[str, Settings]:
-    """By block bytes, warps, programs an SM and stages; no tile holds a row."""
+    """Candidates for rows longer than a tile, by block bytes, warps, programs per SM and stages."""
     configs = [LongConfig(ANY_BYTES, *each) for each in found]
     return {
         f"long {c.block_bytes // 1024}K {c.warps}w {c.programs_per_sm}p {c.stages}s{'' if c.again else ' plain'}": {
@@ -112,7 +112,7 @@ def long(table: str, *found: tuple[int, int, int, int] | tuple[int, int, int, in
 
 
 def tiles(table: str, *found: tuple[int, int, int]) -> dict[str, Settings]:
-    """By rows, block bytes and warps."""
+    """Candidates, by rows, block bytes and warps."""
     configs = [TileConfig(ANY_BYTES, *each) for each in found]
     return {f"tile {c.rows}r {c.block_bytes}B {c.warps}w": {(tables, table): (c,)} for c in configs}
 

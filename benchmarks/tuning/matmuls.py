@@ -1,9 +1,9 @@
-"""Tiles of linear_act compared with cuBLAS and torch.compile; what is found goes into `kernels/matmuls/tables.py`.
+"""Tiles of linear_act compared with cuBLAS and torch.compile, for `kernels/matmuls/tables.py`.
 
     python benchmarks/tuning/matmuls.py --out matmuls.json [--seconds 60] [--processes 15]
     python benchmarks/tuning/matmuls.py --quick
 
-TFLOP/s. `--quick` tries tiny sizes on the CPU, through the interpreter.
+Figures are TFLOP/s. `--quick` runs tiny sizes on the CPU, through the interpreter.
 
 Candidates are compiled by processes that share Triton's cache (each launches them once on small operands), then checked
 against torch and timed, all of a shape interleaved, from CUDA graphs whose operands do not stay in L2.
@@ -43,7 +43,7 @@ TORCH: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "sigmoid": torch.sigmoid,
 }
-ALL = 1 << 20  # programs an SM: one tile a program, not persistent
+ALL = 1 << 20  # programs per SM: so many that each has one tile, without persistence
 
 
 def d(rows: int, columns: int, depth: int, warps: int, stages: int, **more: int) -> Tile:
@@ -58,9 +58,9 @@ def p(rows: int, columns: int, depth: int, warps: int, stages: int, **more: int)
     return Tile("pointers", rows, columns, depth, warps, stages, **more)  # type: ignore[arg-type]
 
 
-# The most promising first. By ptxas none spills; shared memory is at most 227 KiB a multiprocessor. `lag` is in clock
-# cycles for each element of K: at the tensor cores' peak a tile of 128 x 128 takes 8, of 64 x 128 4; half of that is
-# wanted.
+# The most promising first. According to ptxas none spills; shared memory is at most 227 KiB per multiprocessor. `lag`
+# is in clock cycles per element of K. At the tensor cores' peak a tile of 128 x 128 takes 8 cycles, one of 64 x 128
+# takes 4; the lag should be half of that.
 LARGE = [
     d(128, 128, 64, 4, 3, parts=2, programs_per_sm=2, group=16, lag=5),
     d(128, 128, 64, 4, 3, parts=2, programs_per_sm=2, group=16),
@@ -107,7 +107,7 @@ FEW = [
     p(64, 64, 128, 4, 3, split=4),
     d(64, 64, 128, 4, 4, split=2),
 ]
-# Descriptors of copies, or loads of two bytes.
+# Descriptors of padded copies, or loads of two bytes.
 ODD = [
     d(128, 256, 64, 8, 3, parts=2),
     d(128, 128, 64, 4, 3, parts=2, programs_per_sm=2),
@@ -134,7 +134,7 @@ JOBS: list[Job] = [
     (4096, 4096, 4095, "silu", False, False, ODD, 0),
     (4096, 4096, 4096, "none", False, False, LARGE, 2),
 ]  # fmt: skip
-LATER = 8  # from here on they only widen the tables
+LATER = 8  # jobs from this one on only extend the tables
 TINY: list[Job] = [
     (40, 64, 48, "sigmoid", False, False, [d(32, 32, 16, 4, 2), d(32, 32, 16, 4, 2, parts=2, split=2)], 0),
     (40, 64, 48, "gelu", True, False, [p(32, 32, 16, 4, 2)], 1),
@@ -159,7 +159,8 @@ def operands(m: int, n: int, k: int, residual: bool, device: str) -> tuple[Tenso
 
 
 def compile_one(task: tuple[Tile, str, bool, bool, int]) -> tuple[str, str]:
-    """In a separate process: a launch on small operands whose sizes the compiler cannot tell from the large ones."""
+    """Launch a candidate once, in a separate process, on small operands that the compiler treats like the large
+    ones."""
     global _broken
     tile, activation, keep, residual, odd = task
     name = f"{label(tile)}|{activation}|{keep}|{residual}|{odd}"
@@ -171,7 +172,7 @@ def compile_one(task: tuple[Tile, str, bool, bool, int]) -> tuple[str, str]:
         return name, ""
     except Exception as error:
         if _broken:
-            return name, ""  # a kernel before broke this process: the parent tries by itself
+            return name, ""  # an earlier kernel broke this process: the parent tries this one itself
         _broken = "CUDA error" in str(error)
         return name, f"{type(error).__name__}: {str(error)[:200]}"
 
@@ -180,7 +181,7 @@ _broken = False
 
 
 def check(tile: Tile, job: Job, device: str) -> None:
-    """Against torch in float32, on operands of the job's own size (rows at most 1008, not a multiple of the tile)."""
+    """Check against torch in float32, on operands of the job's size (at most 1008 rows, not a multiple of the tile)."""
     m, n, k, activation, keep, residual, *_ = job
     x, weight, bias, added = operands(min(m, 1008), n, k, residual, device)
     y, before = forward(LinearPlan(tile.kernel, tile, ""), x, weight, bias, activation, added, keep)
@@ -206,7 +207,7 @@ def variants(job: Job, tiles: list[Tile], device: str) -> dict[str, Callable[...
         "torch": eager,
         "library": ours(LIB),
     }
-    if device == "cuda" and job in JOBS[:2]:  # compiling takes seconds
+    if device == "cuda" and job in JOBS[:2]:  # only for two jobs, because compiling takes seconds
         torch._dynamo.reset()
         found["compile"] = torch.compile(eager, dynamic=False)
     return found | {label(tile): ours(LinearPlan(tile.kernel, tile, "")) for tile in tiles}
@@ -233,7 +234,7 @@ def measure(job: Job, tiles: list[Tile], device: str, seconds: float) -> dict[st
 
 
 def pointwise(device: str, seconds: float) -> list[dict[str, Any]]:
-    """The kernel that finishes a library's product, and that of the gradient, in ms at 4096 x 4096."""
+    """Times of the kernel that finishes a library's product, and of its gradient's kernel, in ms at 4096 x 4096."""
     size = 4096 if device == "cuda" else 64
     z, dy = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
     y = torch.empty_like(z)
@@ -295,7 +296,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--processes", type=int, default=15)
-    parser.add_argument("--quick", action="store_true", help="on the CPU, to see that this runs")
+    parser.add_argument("--quick", action="store_true", help="on the CPU, to test the script")
     options = parser.parse_args()
     began = time.perf_counter()
     device, jobs = ("cpu", TINY) if options.quick else ("cuda", JOBS)
@@ -310,7 +311,7 @@ def main() -> None:
 
     pool: Any = None
     if device == "cuda":
-        assert not torch.cuda.is_initialized()  # or the processes could not use the GPU
+        assert not torch.cuda.is_initialized()  # otherwise the processes could not use the GPU
         pool = multiprocessing.get_context("fork").Pool(options.processes)
 
     def precompile(jobs: list[Job], best: dict[int, list[Tile]], until: float) -> None:
@@ -328,7 +329,8 @@ def main() -> None:
                 errors[name] = error
                 print("left out:", name, error[:120], flush=True)
         if any(error == "not compiled in time" for error in errors.values()):
-            pool.terminate()  # a kernel may hang: its process goes, and what is left compiles as it is needed
+            # a kernel may hang: its process is ended, and remaining candidates compile when they are needed
+            pool.terminate()
             pool = None
         print(f"{len(tasks)} compiled after {time.perf_counter() - began:.1f} s", flush=True)
 

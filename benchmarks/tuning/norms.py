@@ -2,9 +2,9 @@
 
     python benchmarks/tuning/norms.py [--out norms.json] [--seconds 60] [--quick]
 
-Decides CLUSTER_* of `norms/tables.py` ("staged": blocks of a cluster, warps, blocks on an SM, stages), and
-FORWARD, FORWARD_SHIFTED, BACKWARD_SHIFTED, FORWARD_LONG, FORWARD_LONG_ODD and BACKWARD_LONG of `norms/tables.py`.
-"plain": rows at odd addresses are loaded one element at a time. "table": as the tables are.
+The tables are CLUSTER_* ("staged": blocks of a cluster, warps, blocks on an SM, stages), FORWARD, FORWARD_SHIFTED,
+BACKWARD_SHIFTED, FORWARD_LONG, FORWARD_LONG_ODD and BACKWARD_LONG of `norms/tables.py`. "plain" loads rows at odd
+addresses one element at a time. "table" is the present entry of the tables.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ Both = tuple[Callable[[], list[Tensor]], Callable[[], list[Tensor]]]  # ours and
 
 
 def both(direction: str, rows: int, columns: int) -> Both:
-    """`direction`: forward or backward, after "rms " or "add " where it is not layer norm."""
+    """Ours and PyTorch's calls. `direction`: forward or backward, with the prefix "rms " or "add " for other norms than
+    layer norm."""
     torch.manual_seed(0)
     rms, adds = direction.startswith("rms"), direction.startswith("add")
     x, dy, residual = (randn(rows, columns) for _ in range(3))
@@ -73,7 +74,7 @@ def _backward(dy: Tensor, residual: Tensor | None, x: Tensor, weight: Tensor, bi
 
 
 def check(direction: str, columns: int) -> None:
-    """As many rows as are as divisible by 16 as those that are timed."""
+    """Check on fewer rows, with the same divisibility by 16 as the timed ones."""
     rows = 9 if QUICK else 64 + ELEMENTS // columns % 16
     ours, plain = both(direction, rows, columns)
     with count_launches() as counted:
@@ -82,7 +83,7 @@ def check(direction: str, columns: int) -> None:
         tables.CLUSTER_BACKWARD if "backward" in direction else tables.CLUSTER_FORWARD, columns
     )
     if staged is not None and not QUICK and not any("staged" in name for name in counted):
-        raise ValueError(f"{staged} does not take {columns} columns")  # what is timed would be Triton's kernel
+        raise ValueError(f"{staged} does not take {columns} columns")  # otherwise Triton's kernel would be timed
     for mine, theirs in zip(found, plain(), strict=True):
         limit = 3e-2 * max(1.0, theirs.float().abs().max().item())
         torch.testing.assert_close(mine.float(), theirs.float(), rtol=0, atol=limit)
@@ -97,7 +98,7 @@ def plain(direction: str, rows: int, columns: int) -> Call:
 
 
 def task(direction: str, columns: int, candidates: dict[str, Settings]) -> Task:
-    if QUICK:  # short rows, of the same kernels
+    if QUICK:  # short rows, but the same kernels
         columns = 131 if columns % 2 else 136
     rows = 16 if QUICK else ELEMENTS // columns
     tensors = (3 if "backward" in direction else 2) + (2 if direction == "add forward" else "add" in direction)
@@ -111,7 +112,7 @@ PLAIN: dict[str, Settings] = {"plain": {(tables, "SHIFTED_FROM"): 1 << 30}}
 
 
 def tabled(name: str, config: Callable[..., object], *values: tuple[int, ...], one: bool = True) -> dict[str, Settings]:
-    """Tables of one entry (or not a table) by its fields."""
+    """Settings with these fields, as a table of one entry or as a plain value."""
     return {f"{v}": {(tables, name): (config(*v),) if one else config(*v)} for v in values}
 
 
@@ -138,7 +139,7 @@ def forward(*values: tuple[int, ...]) -> dict[str, Settings]:
 
 
 def of_fours(columns: int) -> dict[str, Settings]:
-    """Triton's kernels, and those of clusters, of rows that begin at multiples of 8 bytes (30005: of 2)."""
+    """Triton's kernels and those of clusters, for rows that begin at multiples of 8 bytes (30005: of 2)."""
     none: Settings = {(tables, name): () for name in ("FORWARD_FOURS", "FORWARD_FOURS_RMS")}
     tiles = ((4096, 8), (8192, 8), (8192, 16), (4096, 16), (2048, 8), (16384, 16), (8192, 32))
     by_triton: dict[str, Settings] = {}

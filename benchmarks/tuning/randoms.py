@@ -19,7 +19,8 @@ KEY = 1234567
 
 
 def part_of(shape: tuple[int, int]) -> Box:
-    """Half of the columns, so that rows are apart; of odd ones, elements are in no whole groups of four."""
+    """Half of the columns, so that rows are not contiguous. With an odd number, elements do not form whole groups of
+    four."""
     return Box((shape[0], 2 * shape[1]), (0, shape[1]), shape)
 
 
@@ -56,7 +57,7 @@ def check_dropout(name: str) -> None:
 
 
 def whole_mask(shape: tuple[int, int]) -> torch.Tensor:
-    """By the float64 implementation."""
+    """The mask by the float64 implementation."""
     scale = randoms._kept_scale(0.1, torch.float32)
     whole = counter_dropout(torch.ones(shape[0], 2 * shape[1], dtype=torch.float64), 0.1, KEY)
     return torch.where(whole > 0, scale, 0.0).float()

@@ -2,7 +2,7 @@
 
     python benchmarks/tuning/reductions.py [--out reductions.json] [--seconds 40] [--quick]
 
-Small inputs are so many copies that L2 does not serve them; a figure is the time of one.
+Small inputs have so many copies that they do not come from L2; a figure is the time of one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Dims = int | tuple[int, ...] | None
 
 
 def everything(*found: tuple[int, int, int, bool, int], early: bool = False) -> dict[str, Settings]:
-    """By block bytes, warps, programs an SM, whether the last one combines, and stages."""
+    """Candidates, by block bytes, warps, programs per SM, whether the last program combines, and stages."""
     return {
         f"{b}B {w}w {p}p{' last' if last else ''} {s}s{' early' if early else ''}": {
             (tables, "ALL"): (AllConfig(ANY_BYTES, b, w, SplitConfig(p, last), s, early),)
@@ -36,7 +36,7 @@ def everything(*found: tuple[int, int, int, bool, int], early: bool = False) -> 
 
 
 def rows(table: str, *found: tuple[int, int, int] | tuple[int, int, int, int]) -> dict[str, Settings]:
-    """By rows, block bytes of each, warps and stages."""
+    """Candidates, by rows, block bytes per row, warps and stages."""
     configs = [RowConfig(ANY_BYTES, *each) for each in found]
     return {
         f"{c.rows}r {c.block_bytes}B {c.warps}w{f' {c.stages}s' if c.stages > 1 else ''}": {(tables, table): (c,)}
@@ -45,7 +45,7 @@ def rows(table: str, *found: tuple[int, int, int] | tuple[int, int, int, int]) -
 
 
 def columns(*found: tuple[int, int, int, int, int]) -> dict[str, Settings]:
-    """By bytes of a row and of the tile, warps, programs an SM and stages."""
+    """Candidates, by bytes of a row and of the tile, warps, programs per SM and stages."""
     return {
         f"{width}B of {tile}B {w}w {p}p {s}s": {
             (tables, "COLUMNS"): ColumnConfig(width, tile, w, s, SplitConfig(p, True))
@@ -55,7 +55,7 @@ def columns(*found: tuple[int, int, int, int, int]) -> dict[str, Settings]:
 
 
 def far_rows(*found: tuple[int, int, int, int, int]) -> dict[str, Settings]:
-    """By rows, block bytes of each, warps, programs an SM and stages."""
+    """Candidates, by rows, block bytes per row, warps, programs per SM and stages."""
     return {
         f"{r}r {b}B {w}w {p}p {s}s": {
             (tables, "FAR_ROWS"): (RowConfig(ANY_BYTES, r, b, w, s),),
@@ -66,7 +66,7 @@ def far_rows(*found: tuple[int, int, int, int, int]) -> dict[str, Settings]:
 
 
 def gradients(*found: tuple[int, int]) -> dict[str, Settings]:
-    """By bytes of the tile and warps; and counting ties in a kernel of its own."""
+    """Candidates, by bytes of the tile and warps, and one that counts ties in a separate kernel."""
     candidates: dict[str, Settings] = {
         f"{b}B {w}w": {(tables, "SHARE_BLOCK_BYTES"): b, (tables, "SHARE_WARPS"): w} for b, w in found
     }
@@ -98,7 +98,7 @@ def check(kind: str, shape: Shape, dtype: torch.dtype, dim: Dims) -> None:
     if kind in ("argmax", "amax"):
         assert torch.equal(found, by_torch(kind, x, dim))
         return
-    size = (x.numel() / max(1, found.numel())) ** 0.5  # of a sum of so many
+    size = (x.numel() / max(1, found.numel())) ** 0.5  # tolerance of a sum of this many
     tolerance = 1e-4 if dtype == SINGLE else 1e-2
     torch.testing.assert_close(found.double(), x.double().sum(dim), rtol=tolerance, atol=tolerance * size)
 
@@ -125,7 +125,7 @@ def check_backward(shape: Shape) -> None:
 
 
 def small(shape: Shape) -> Shape:
-    """Of a check: as divisible, and of as many columns, but fewer rows."""
+    """The shape for a check: with the same divisibility and columns, but fewer rows."""
     if QUICK:
         return tuple(min(size, 600 if len(shape) == 1 else 40) for size in shape)
     return (min(shape[0], 1 << 24 if len(shape) == 1 else 1024), *shape[1:])

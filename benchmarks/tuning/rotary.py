@@ -22,7 +22,7 @@ def measured(width: int) -> Shape:
 
 
 def small(width: int) -> Shape:
-    """Of a check: sizes as divisible as those that are timed, so that kernels are compiled once."""
+    """Sizes for a check, with the same divisibility as the timed ones, so that kernels are compiled once."""
     return (1, 2, 3, width) if QUICK else (1, 32, 112, width)
 
 
@@ -54,7 +54,7 @@ def check(shape: Shape, layout: str, interleaved: bool) -> None:
 
 
 def by_torch(shape: Shape, layout: str) -> Call:
-    """As models write it."""
+    """The rotation as models write it in PyTorch."""
     query, key, cos, sin = inputs(shape, layout)
     wide_cos, wide_sin = (torch.cat((t, t), -1).to(query.dtype) for t in (cos, sin))
 
@@ -66,7 +66,7 @@ def by_torch(shape: Shape, layout: str) -> Call:
 
 
 def configs(*found: tuple[int, int, int]) -> dict[str, Settings]:
-    """By positions, heads and warps."""
+    """Candidates, by positions, heads and warps."""
     return {
         f"{p} positions {h} heads {w}w": {(rotary, "ROTARY"): (RotaryConfig(rotary.MOST_PAIRS, p, h, w),)}
         for p, h, w in found

@@ -1,15 +1,15 @@
-"""The tables of sparse convolution: those of `sites/tables.py`, and from how many rows on what pays.
+"""Tables of sparse convolution in `sites/tables.py`, and the numbers of rows from which orders and lists pay off.
 
     python benchmarks/tuning/sparse_convs.py [--out sparse_convs.json] [--seconds 100] [--quick]
 
-A submanifold convolution of 3 x 3 x 3 over a wavy surface one or two sites thick, its rows in random order, in float16.
-Orders and lists of pairs are made before, as a rulebook keeps them; "row order" and "list pairs" time the making of
-them, "sorting at" and "lists at" both together, to see from how many rows on they pay for a single convolution. The
-gradient of the features is the forward kernel with the weight transposed, and has the same candidates. Beside them
-stand other orders of the rows: as they came, by the masks as numbers, the order without its table; and a surface whose
-sites were sorted before. The goal says what a convolution does: floating-point operations of its pairs, and of all that
-is multiplied by tiles of 128 rows; bytes of features and of weight that these take from L2. Candidates are proven on a
-surface of few sites.
+The work is a submanifold convolution of 3 x 3 x 3 over a wavy surface one or two sites thick, with rows in random
+order, in float16. Orders and lists of pairs are computed before, as a rulebook keeps them. "row order" and "list pairs"
+time their computation; "sorting at" and "lists at" time it together with a convolution, to find the number of rows from
+which they pay off for a single convolution. The gradient of the features is the forward kernel with a transposed
+weight, and has the same candidates. Other orders of the rows are timed for comparison: the original order, the order by
+masks as numbers, the order without its table, and a surface whose sites were sorted before. The goal states the work of
+a convolution: flops of its pairs, and of everything that tiles of 128 rows multiply, and the bytes of features and
+weight that these tiles take from L2. Candidates are checked on a surface of few sites.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ TAPS = 27
 
 @cache
 def surface(count: int, in_order: bool = False) -> Tensor:
-    """Neighbours (N, 27) int32 of at least `count` sites, by a search among sorted keys; in random order, or sorted."""
+    """The neighbours (N, 27) int32 of at least `count` sites, found in sorted keys. Sites are in random order, or
+    sorted."""
     torch.manual_seed(count)
     side = int((count / 1.9) ** 0.5) + 1
     x, y = torch.meshgrid(*(torch.arange(side, device=DEVICE),) * 2, indexing="ij")
     z = (8 * (torch.sin(x / 9.0) + torch.cos(y / 13.0)) + 20).round().long()
-    # A second layer where the surface is steep keeps it connected, as one that was scanned is.
+    # A second layer, where the surface is steep, keeps it connected like a scanned one.
     site = torch.stack((x, y, z), -1).reshape(-1, 3)
     above = site[torch.rand(len(site), device=DEVICE) < 0.9] + torch.tensor([0, 0, 1], device=DEVICE)
     site = torch.cat((site, above))
@@ -175,7 +176,7 @@ def repeats(count: int, channels: int) -> int:
 
 def timed(work: Work, count: int, channels: int) -> Call:
     sets = [operands(count, channels) for _ in range(repeats(count, channels))]
-    work(count, *sets[0])  # makes tables, as a rulebook keeps them
+    work(count, *sets[0])  # computes tables, as a rulebook keeps them
     return lambda: [work(count, *each) for each in sets]
 
 
@@ -186,7 +187,7 @@ def proven(work: Work, channels: int) -> None:
 
 
 def tables_checked() -> None:
-    """Masks, the sorted table and pairs against the table."""
+    """Check masks, the sorted table and pairs against the table."""
     table = surface(PROVEN_SITES)
     masks = neighbour_masks(table)
     assert all(torch.equal((masks[:, 0] >> tap) & 1, (table[:, tap] >= 0).int()) for tap in range(TAPS)), "wrong masks"
@@ -205,7 +206,8 @@ def tables_checked() -> None:
 
 
 def rows(channels: int) -> dict[str, Settings]:
-    """By rows, columns, channels at a time, warps and stages, which count by twos here: 3 and 4 are the same."""
+    """Candidates, by rows, columns, channels at a time, warps and stages. Stages count in steps of two here: 3 and 4
+    are the same."""
     found = [(64, 64, 64, 4, 5), (128, 64, 64, 4, 5), (128, 64, 64, 4, 7), (256, 64, 64, 8, 5)]
     found += [(256, 64, 32, 8, 5), (256, 64, 32, 4, 5)]
     if channels <= 32:
@@ -225,7 +227,8 @@ def rows(channels: int) -> dict[str, Settings]:
 
 
 def weights(channels: int) -> dict[str, Settings]:
-    """By channels of the result, of the features, pairs at a time, warps, stages, and programs a multiprocessor."""
+    """Candidates, by channels of the result and of the features, pairs at a time, warps, stages, and programs per
+    multiprocessor."""
     found = [(64, 64, 32, 4, 5, 7), (64, 64, 32, 4, 5, 14), (64, 64, 32, 4, 7, 7), (64, 64, 64, 4, 5, 4)]
     found += [(64, 64, 64, 4, 3, 7)]
     if channels <= 32:
@@ -265,11 +268,12 @@ def moved_bytes(count: int, channels: int) -> int:
 
 
 def measured_by(work: Work, count: int, channels: int) -> str:
-    """What the convolution does, on a surface that has been made."""
+    """The work of the convolution on an existing surface."""
     table, masks = surface(count), order_of(count)[1]
     pairs = int((table >= 0).sum())
     tiles = torch.nn.functional.pad(masks, (0, -len(masks) % TILE)).view(-1, TILE)
-    taps = sum(int(((tiles >> tap) & 1).any(1).sum()) for tap in range(TAPS))  # of all tiles
+    # taps that tiles multiply, over all tiles
+    taps = sum(int(((tiles >> tap) & 1).any(1).sum()) for tap in range(TAPS))
     product_flops, gathered = 2 * channels**2, 2 * channels * pairs
     if work is for_weight:
         return f"{product_flops * pairs / 1e9:.1f} GFLOP, {2 * gathered / 1e6:.0f} MB of features and gradient"
@@ -281,7 +285,7 @@ def measured_by(work: Work, count: int, channels: int) -> str:
 
 
 def with_goal(task: Task, work: Work, count: int, channels: int) -> Task:
-    """The task, which counts what it is measured by once its surface is there."""
+    """The task, which computes its goal once its surface exists."""
     make = task.call
 
     def call() -> Call:

@@ -2,9 +2,9 @@
 
     python benchmarks/tuning/sparse_pools.py [--out sparse_pools.json] [--seconds 60] [--quick]
 
-A wavy surface, its rows in random order, in float16, halved by windows of 2 x 2 x 2 and by those of 3 x 3 x 3 that
-overlap; and its four parts, sorted by batch element, as a whole. Tables are made before, as a rulebook keeps them.
-Candidates are proven on a surface of few sites.
+The input is a wavy surface with rows in random order, in float16. It is halved by windows of 2 x 2 x 2 and by
+overlapping windows of 3 x 3 x 3. Global pools reduce its four parts, sorted by batch element. Tables are computed
+before, as a rulebook keeps them. Candidates are checked on a surface of few sites.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ELEMENTS = 4
 
 @cache
 def book_of(count: int, window: str) -> Rulebook:
-    """Of a surface of about `count` sites."""
+    """The rulebook of a surface of about `count` sites."""
     torch.manual_seed(count)
     side = int(count**0.5) + 1
     x, y = torch.meshgrid(*(torch.arange(side, device=DEVICE),) * 2, indexing="ij")
@@ -51,7 +51,7 @@ def forward(book: Rulebook, features: Tensor, average: bool) -> Tensor:
 
 
 def backward(book: Rulebook, dy: Tensor, y: Tensor, features: Tensor) -> Tensor:
-    """Of a maximum, which reads more than a mean."""
+    """Backward of a maximum, which reads more than that of a mean."""
     counts = torch.empty(0, dtype=torch.int32, device=DEVICE)
     arguments = (dy, y, features, counts, book.neighbours, book.reverse, len(features))
     return sparse_pools.SparsePoolBackward(*arguments).computed()
@@ -89,7 +89,7 @@ def timed_whole(count: int, channels: int) -> Call:
 
 
 def by_torch(count: int, channels: int) -> Call:
-    """Rows cut where a batch element ends, which somebody has to know."""
+    """torch's global pools of the rows of each batch element, whose ends must be known."""
     sets = [rows(count, channels).chunk(ELEMENTS) for _ in range(repeats(count, channels))]
     return lambda: [torch.stack([part.mean(0) for part in parts]) for parts in sets]
 
@@ -126,12 +126,13 @@ def repeats(count: int, channels: int) -> int:
 
 
 def pools(table: str, *found: tuple[int, int, int, int]) -> dict[str, Settings]:
-    """By bytes of a tile, columns at most, taps on their way at once, and warps."""
+    """Candidates, by bytes of a tile, maximum columns, taps in flight, and warps."""
     return {f"{b}B {c}c {a}a {w}w": {(tables, table): PoolConfig(b, c, a, w)} for b, c, a, w in found}
 
 
 def wholes() -> dict[str, Settings]:
-    """By bytes of a tile, columns at most, rows of a program at least, programs a multiprocessor, and warps."""
+    """Candidates, by bytes of a tile, maximum columns, minimum rows of a program, programs per multiprocessor, and
+    warps."""
     found = [(4096, 64, 256, 8, 4), (2048, 64, 256, 8, 4), (8192, 64, 256, 4, 4), (4096, 128, 256, 8, 4)]
     found += [(8192, 128, 256, 8, 8), (4096, 64, 512, 4, 4), (4096, 64, 128, 16, 4)]
     return {f"{b}B {c}c {s}r x{p} {w}w": {(tables, "GLOBAL"): GlobalConfig(b, c, s, p, w)} for b, c, s, p, w in found}

@@ -2,8 +2,9 @@
 
     python benchmarks/tuning/window_attentions.py [--out window_attentions.json] [--seconds 110] [--quick]
 
-The four stages of swin_t, 7 x 7 windows shifted by 3, heads of 32 features, in bfloat16; 256 images and one. Proven on
-one image (of the last stage two), where the constants that a kernel is compiled with are the same.
+The tasks are the four stages of swin_t, with 7 x 7 windows shifted by 3 and heads of 32 features, in bfloat16, for 256
+images and for one. Candidates are checked on one image (two in the last stage), with which kernels are compiled for the
+same constants.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Shape = tuple[int, int, int]  # images, side, heads
 
 
 def sizes_of(shape: Shape) -> Sizes:
-    """One window that covers the map is not shifted."""
+    """The sizes of attention; a single window that covers the map is not shifted."""
     _, side, heads = shape
     return Sizes(heads, WINDOW, SHIFT if side > WINDOW[0] else (0, 0), FEATURES**-0.5)
 
@@ -57,7 +58,7 @@ def backward(shape: Shape) -> Call:
 
 
 def in_torch(shape: Shape) -> Call:
-    """As written for torch.compile, but in eager mode: shift, cut, attend, join, shift back."""
+    """Attention as written for torch.compile, but eager: shift, cut, attend, join, shift back."""
     problems, sizes = [inputs(shape) for _ in range(repeats(shape))], sizes_of(shape)
     masks = [window_attentions._shift_mask(x, sizes.window, sizes.shift) for x, _, _ in problems]
 
@@ -88,7 +89,8 @@ def check_backward(shape: Shape) -> None:
 
 
 def forwards() -> dict[str, Settings]:
-    """By queries of a program and warps: with fewer queries a window's keys and values are read by several programs."""
+    """Candidates, by queries of a program and warps. With fewer queries, several programs read a window's keys and
+    values."""
     found = ((64, 4), (64, 2), (64, 8), (32, 4), (32, 2), (16, 2), (16, 1), (32, 1))
     return {
         f"{q} queries {w}w": {(window_attentions, "WINDOW_FORWARD"): (WindowConfig(POSITIONS, FEATURES, q, w),)}
@@ -97,7 +99,7 @@ def forwards() -> dict[str, Settings]:
 
 
 def backwards() -> dict[str, Settings]:
-    """By warps, stages and programs of an SM."""
+    """Candidates, by warps, stages and programs per SM."""
     found = ((8, 1, 4), (4, 1, 4), (4, 1, 8), (4, 2, 4), (4, 2, 8), (8, 2, 2), (8, 1, 2), (4, 1, 16), (8, 2, 4))
     return {
         f"{w}w {s} stages {p} programs": {
