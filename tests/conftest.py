@@ -96,8 +96,8 @@ def freeze() -> None:
 
 @pytest.fixture(autouse=True)
 def imports_frozen() -> Iterator[None]:
-    """The same for modules that a test has imported: a compiler or a library of models has 300,000 objects, 0.15 s for
-    each collection."""
+    """Modules that a test has imported are not searched either: a compiler or a library of models has 300,000 objects,
+    which take 0.15 s in each collection."""
     yield
     if len(sys.modules) > FROZEN + 100:
         freeze()
@@ -111,7 +111,8 @@ def pytest_runtest_setup() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call() -> None:
-    """So does the test, whichever of its fixtures were there already; its numbers are not those of its fixtures."""
+    """The test draws the same random numbers too, whichever of its fixtures already existed. These differ from its
+    fixtures' numbers."""
     seed(2)
 
 
@@ -122,15 +123,17 @@ def seed(number: int) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A cache of this run alone: ceilings of a machine that is busy with tests are not for its user.
+    """Use a separate cache for this run, because the ceilings of a machine that is busy with tests are not for its
+    user.
 
-    One thread for each worker, and for the processes that tests start: more would wait for each other's cores.
+    Use one thread for each worker and for each process that tests start, because more threads would wait for each
+    other's cores.
 
     No name server is queried. Each connection between ranks looks up a name that is not needed, and a lost query takes
     five seconds.
     """
     use_a_gpu_each()
-    if "ROOFTOP_CACHE" not in os.environ:  # workers and other processes use that of the first one
+    if "ROOFTOP_CACHE" not in os.environ:  # workers and other processes use the first process's cache
         cache = tempfile.TemporaryDirectory(prefix="rooftop-tests-", ignore_cleanup_errors=True)
         os.environ["ROOFTOP_CACHE"] = cache.name
         config.add_cleanup(cache.cleanup)
@@ -153,7 +156,7 @@ def use_a_gpu_each() -> None:
 
 
 def in_turn(gpus: str, number: int) -> str:
-    """The same GPUs, beginning with another one for each number: "0,1,2" and 4 is "1,2,0"."""
+    """The same GPUs, rotated by this number: "0,1,2" rotated by 4 is "1,2,0"."""
     names = gpus.split(",")
     first = number % len(names)
     return ",".join(names[first:] + names[:first])
@@ -177,7 +180,7 @@ def memory_of_the_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.T
 
 @pytest.fixture(autouse=True)
 def nothing_known() -> None:
-    """What calls of other tests decided is forgotten, since tests change what decisions depend on."""
+    """Forget decisions that calls of other tests have made, since tests change the conditions of decisions."""
     known_calls.forget()
 
 
@@ -208,8 +211,9 @@ def threads_of_torch() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def names_of_scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A script puts its folder into `sys.path`, and the command line puts the user's. Left there, benchmarks/sparse.py
-    is what others import as `sparse`, and the net.py of one test is that of the next."""
+    """A script puts its folder into `sys.path`, and the command line puts the user's folder there. If these entries
+    stayed, `import sparse` in other tests would import benchmarks/sparse.py, and a test would import the net.py of an
+    earlier one."""
     before = set(sys.path)
     yield
     sys.path[:] = [each for each in sys.path if each in before and not os.path.join(each, "").startswith(SCRIPTS)]
@@ -267,7 +271,7 @@ def models_remembered() -> Iterator[None]:
     from rooftop.models.registry import builtin_models
     from rooftop.models.weights import files as weights
 
-    remembered = functools.cache(functools.cache)  # by the builder, its models
+    remembered = functools.cache(functools.cache)  # the models, by their builder
 
     def entries() -> dict[str, Any]:
         return {name: replace(entry, build=remembered(entry.build)) for name, entry in builtin_models().items()}
@@ -279,7 +283,7 @@ def models_remembered() -> Iterator[None]:
 
 SHIM = Path(__file__).with_name("cuda_on_cpu.h")
 COMPILE = cuda.compile
-# A copy of a library is another library, with its own state: not so where symbols are unique in the process.
+# A copy of a library counts as another library with separate state, unless its symbols are unique in the process.
 GXX = ("g++", "-std=c++17", "-Og", "-w", "-fPIC", "-fno-gnu-unique")
 Size = int | tuple[int, ...]
 BY_VALUE = {"int": ctypes.c_int, "long long": ctypes.c_longlong, "float": ctypes.c_float}
@@ -360,7 +364,7 @@ def fork() -> Fork:
     context.set_forkserver_preload(list(PRELOADED))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KINETO_LOG_LEVEL", "99")
-        patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # queries without CUDA, which does not work after a fork
+        patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asked without CUDA, which does not work after a fork
         forkserver.ensure_running()
 
     def start(
@@ -396,7 +400,7 @@ class KernelOnCpu:
         self.run.argtypes = [ctypes.c_uint * 8] + [BY_VALUE.get(each, ctypes.c_void_p) for each in real.binary.types]
 
     def copied_to(self, library: Path) -> KernelOnCpu:
-        """The same kernel with state of its own, so that it may run beside this one, in another thread."""
+        """The same kernel with separate state, so that it may run at the same time in another thread."""
         if not library.exists():
             shutil.copy(self.library, library)
         return KernelOnCpu(self.real, library, self.symbol)
@@ -420,8 +424,7 @@ def _three(size: Size) -> Size:
 
 @pytest.fixture(scope="session")
 def shared_builds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of this run for results that take long to compute, shared by all workers and the processes that they
-    start."""
+    """A folder for results of this run that take long to compute, shared by all workers and their processes."""
     if BUILDS in os.environ:
         return Path(os.environ[BUILDS])
     folder = tmp_path_factory.getbasetemp()
@@ -451,10 +454,10 @@ def made_once(shared_builds: Path) -> Callable[[str, Callable[[Path], None]], Pa
 
 @pytest.fixture(scope="session")
 def free_port(shared_builds: Path) -> Callable[[], int]:
-    """Gives a port at which a process that begins later can listen.
+    """Gives ports at which processes that begin later can listen.
 
-    One that the system chooses could be another's by then: the system gives it to any connection, and ranks make many.
-    So these are below those that Linux chooses from, and each is given once in this run.
+    A port chosen by the system could be taken by then: the system gives it to any connection, and ranks make many.
+    Therefore these ports are below those that Linux chooses from, and each is given once in this run.
     """
 
     def take() -> int:
@@ -480,9 +483,9 @@ def _binds(given: socket.socket, port: int) -> bool:
 
 @pytest.fixture(scope="session")
 def children() -> Callable[..., list[psutil.Process]]:
-    """`children("spawn_main")`: processes that this one has started and whose command has this in it.
+    """`children("spawn_main")`: processes that this process has started and whose command contains this text.
 
-    One that is killed is still a child until it is waited for, but has no command any more: it is left out.
+    A killed process remains a child until it is waited for, but has no command any more, so it is left out.
     """
 
     def named(words: str, recursive: bool = False) -> list[psutil.Process]:
@@ -504,7 +507,7 @@ def switches() -> Switches:
     """All global settings of torch that a measurement could have changed."""
     cuda = torch.cuda.is_available()
     if cuda:
-        torch._C._cuda_clearCublasWorkspaces()  # which cuBLAS keeps for each stream that has multiplied matrices
+        torch._C._cuda_clearCublasWorkspaces()  # cuBLAS keeps this memory for each stream that has multiplied matrices
     return {
         "matmul tf32": torch.backends.cuda.matmul.allow_tf32,
         "reduced bf16": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
@@ -551,7 +554,7 @@ def measurement(shared_builds: Path, measured_with_switches_turned: Callable[[st
     """Measure this CPU, which takes a while. The first worker that needs it does so, and stores the result in the cache
     of this run.
 
-    Rates need not be as exact as those for a user, so they are measured in a twelfth of the time.
+    The rates need not be as exact as for a user, so they are measured in a twelfth of the time.
     """
 
     def make(folder: Path) -> None:
@@ -649,7 +652,7 @@ def cuda_on_cpu(
 
     monkeypatch.setattr(cuda, "compile", compile)
     monkeypatch.setattr(cuda, "runs_on", lambda tensor: tensor.device.type == "cpu")
-    launch_data.device_facts.cache_clear()  # what is remembered of the CPU: whether these kernels run there
+    launch_data.device_facts.cache_clear()  # the cached answer whether these kernels run on the CPU
     yield launches
     launch_data.device_facts.cache_clear()
 

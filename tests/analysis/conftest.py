@@ -45,6 +45,6 @@ def ceilings(round_ceilings: Ceilings) -> Ceilings:
 
 @pytest.fixture(scope="session")
 def transformers(torchvision_models: ModuleType) -> ModuleType:
-    """It imports torchvision if that is installed."""
+    """The library transformers, which imports torchvision if that is installed."""
     module: ModuleType = pytest.importorskip("transformers")
     return module

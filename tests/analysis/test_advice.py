@@ -56,7 +56,8 @@ def test_half_precision_keeps_each_operators_percent_of_roof(ceilings: Ceilings)
 def test_half_precision_is_advised_on_a_cpu_only_where_it_is_faster_there(
     ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The processor's peaks say nothing about the library's kernels. One convolution was 700 times as slow."""
+    """The processor's peaks say nothing about the library's kernels: in bfloat16, one convolution was 700 times as
+    slow."""
     x, weight = torch.randn(64, 512), torch.randn(512, 512)
     with CountingMode() as mode:
         x @ weight
@@ -111,7 +112,7 @@ def test_what_comes_after_the_last_launch_takes_its_time(ceilings: Ceilings) -> 
 
 
 def chain(ms: float) -> list[MeasuredOperator]:
-    """relu and a sum with another tensor, of 1 MB each, after a product; each takes so long for a MB."""
+    """A product, then relu and a sum with another tensor of 1 MB. Each operator takes this long for a MB."""
     x, weight, other = torch.randn(500, 500), torch.randn(500, 500), torch.randn(500, 500)
     with CountingMode() as mode:
         (x @ weight).relu().add_(other)
@@ -142,7 +143,8 @@ def test_advice_comes_by_falling_gain_and_not_for_trifles(ceilings: Ceilings) ->
 
 
 def test_operators_slowed_by_their_labels_gain_in_proportion_to_the_plain_step(ceilings: Ceilings) -> None:
-    """Operators take more than 5 ms in a step of 5 ms. Their gain is scaled in proportion, and at most the step."""
+    """Operators take more than 5 ms in a step of 5 ms. Their gain is scaled in proportion, and is at most the step's
+    time."""
     product = operator("mm", Cost(0, 1000, {"fp32": 4_000_000}), 8.0)
     labelled = findings(ceilings, product, *chain(1.25)[1:])
     busy_ms = sum(op.measured_ms for op in labelled.operators)

@@ -41,8 +41,8 @@ TOUCH_NOTHING = {
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Threads would wait for each other while other programs use the cores; these models are too small to need
-    threads."""
+    """These models are too small to need threads, which would wait for each other while other programs use the
+    cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -246,7 +246,7 @@ def test_gpt2_costs_what_the_formula_says(transformers: ModuleType) -> None:
         configuration = transformers.GPT2Config()
         model = transformers.AutoModelForCausalLM.from_config(configuration, dtype=torch.bfloat16).eval()
         records = count(lambda: model(torch.zeros(1, length, dtype=torch.int64)))
-    # Projections to q, k, v (3 d²), of the heads (d²), to the hidden layer and back (8 d²); the vocabulary.
+    # Projections to q, k, v (3 d²), from the heads (d²), to the hidden layer and back (8 d²), and to the vocabulary.
     matrices = 2 * (12 * layers * width**2 + vocabulary * width) * length
     # Scores and weighted values, for the pairs that a causal mask keeps.
     attention = layers * 2 * 2 * width * (length * (length + 1) // 2)

@@ -1,4 +1,4 @@
-"""A prediction for a GPU counts the operators that PyTorch would choose there, whoever calls them, and leaves no
+"""A prediction for a GPU counts the operators that PyTorch would choose there, whatever code calls them, and leaves no
 trace."""
 
 from __future__ import annotations
@@ -158,7 +158,8 @@ def test_attention_of_any_dimensions(leading: tuple[int, ...], mask: str, train:
 
 
 def test_attention_inside_another_function_is_found(h200: Ceilings) -> None:
-    """`F.multi_head_attention_forward` hid it: the layer with dropout took seven times as many bytes as without."""
+    """`F.multi_head_attention_forward` hid the attention: with dropout, the layer was counted with seven times the
+    bytes."""
     x = torch.randn(4, 2048, 512)
     with_dropout, without = (
         rooftop.predict(
@@ -366,7 +367,7 @@ def test_gradients_are_clipped_as_lists_in_a_loop_of_ones_own(h200: Ceilings) ->
 
 @pytest.mark.parametrize(("dtype", "precision"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16"), (None, "fp16")])
 def test_autocast_of_a_gpu_casts(dtype: torch.dtype | None, precision: str, h200: Ceilings) -> None:
-    """Without a GPU PyTorch ignores it, and all products counted as float32."""
+    """Without a GPU, PyTorch ignores this autocast, and all products were counted as float32."""
     model, x = nn.Sequential(nn.Linear(16, 32), nn.GRU(32, 8)), torch.randn(5, 4, 16)
 
     def run(x: Tensor) -> Tensor:
@@ -428,7 +429,7 @@ def test_nothing_remains(fails: bool, h200: Ceilings) -> None:
 
 
 def test_several_at_once() -> None:
-    """Kernels belong to the process, so the last user removes them."""
+    """The replaced kernels belong to the process, so the last user removes them."""
     before = counted_step()
     with as_on_gpu():
         with as_on_gpu():
@@ -444,6 +445,6 @@ def overloads(functions: Iterable[Any]) -> list[str]:
 
 @pytest.mark.parametrize("name", overloads(CHOSEN_BY_DEVICE))
 def test_only_composite_operators_are_replaced(name: str) -> None:
-    """Of these the other threads' calls can be handed on to what PyTorch composes."""
+    """Calls of other threads can be handed on to PyTorch's own composition only for these operators."""
     assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
     assert not torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutogradCPU")

@@ -181,9 +181,9 @@ def in_a_thread(run: Callable[..., None], *arguments: Any) -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_number_of_two_threads_is_that_of_the_node_that_can_still_be_run(reentrant: bool) -> None:
-    """Like on a GPU, where the numbers of both threads begin at 0. Here the other thread reaches the numbers of this
-    one, and no frame of `backward` is on its stack. Both threads are new, so that few nodes are made on the way to a
-    number."""
+    """As on a GPU, where the numbers of both threads begin at 0. Here the other thread reaches the numbers of this
+    thread, without a frame of `backward` on its stack. Both threads are new, so that a given number is reached after
+    few nodes."""
     number = torch._C._autograd._get_sequence_nr
     run_backward = torch.autograd.Variable._execution_engine.run_backward
     net, x, slope = Recomputed(reentrant), torch.randn(3, 4, requires_grad=True), torch.ones(3, 4)
@@ -214,7 +214,7 @@ def test_a_number_of_two_threads_is_that_of_the_node_that_can_still_be_run(reent
 @pytest.mark.gpu
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputed_work_belongs_to_its_module_on_a_gpu(reentrant: bool) -> None:
-    """There the backward pass runs in another thread, and its nodes have that thread's numbers."""
+    """On a GPU, the backward pass runs in another thread, and its nodes have that thread's numbers."""
     net, x = Recomputed(reentrant).cuda(), torch.randn(3, 4, device="cuda", requires_grad=True)
     for _ in range(5):
         records = run(ModuleTracker(net), lambda: net(x).sum().backward())
@@ -419,8 +419,8 @@ class Patient(nn.Module):
 
 @pytest.mark.parametrize("times", [1, 20])
 def test_a_module_that_was_interrupted_runs_no_more(times: int) -> None:
-    """PyTorch does not call a hook at its end. The exception may keep its frame alive, or a later frame may take its
-    place in memory."""
+    """PyTorch calls no hook when such a module ends. The exception may keep the module's frame alive, or a later frame
+    may take its place in memory."""
     net, x = Net(), torch.randn(3, 4)
     slow = Interrupted()
     net.add_module("slow", slow)
@@ -495,7 +495,7 @@ def test_modules_under_transforms_move_what_all_samples_move() -> None:
 
 
 def _graph(traced: torch.jit.ScriptModule) -> str:
-    """Without the numbers that TorchScript gives to the types of a process."""
+    """The text of the graph, without the numbers that TorchScript gives to the types of a process."""
     return re.sub(r"___torch_mangle_\d+\.", "", str(traced.graph))
 
 

@@ -88,7 +88,7 @@ def test_operators_take_the_types_that_autocast_gives_them(build: Callable[[], n
         if record.name not in CASTS and record.phase == "forward"
     ]
     names = {name for name, _ in expected} & {name for name, _ in predicted}
-    moving = names - {"aten::sum", "aten::add_"}  # the step's own sum; counters of batch norms
+    moving = names - {"aten::sum", "aten::add_"}  # the sum is the step's own; the rest are counters of batch norms
     assert [item for item in predicted if item[0] in moving] == [item for item in expected if item[0] in moving]
 
 
@@ -100,7 +100,8 @@ def test_weights_are_cast_once_and_activations_where_they_meet_a_product() -> No
 
     records = recorded(twice)
     casts = {kind: [r.casts for r in under_autocast(records, kind) if r.casts] for kind in ("cpu", "cuda")}
-    # Bias, input and weight for the first product, none for the second, and on a GPU what the last sum takes.
+    # Casts of bias, input and weight for the first product, none for the second, and on a GPU those of the last sum's
+    # inputs.
     assert casts == {"cpu": [(8, 4 * 16, 16 * 8)], "cuda": [(8, 4 * 16, 16 * 8), (4 * 8,)]}
 
 
@@ -285,7 +286,7 @@ def test_small_calls_go_by_their_larger_likes(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_convolution_that_was_not_timed_gains_as_others_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Depthwise convolutions gain by a layout, pointwise ones do not."""
+    """Depthwise convolutions become faster with another layout, pointwise ones do not."""
     layers = (nn.Conv2d(8, 16, 3, groups=8), nn.Conv2d(4, 16, 3, groups=4), nn.Conv2d(8, 16, 1), nn.Conv2d(4, 16, 1))
     found = [specs(recorded(lambda layer=layer: layer(torch.randn(1, layer.in_channels, 9, 9))))[0] for layer in layers]
 

@@ -78,7 +78,7 @@ def test_another_machine_input_or_version_is_said(before: Report) -> None:
 
 
 def test_other_ceilings_are_said(before: Report, ceilings: Ceilings) -> None:
-    """A percent of roof may change by its roof alone."""
+    """A percent of roof may change only because its roof changed."""
     rates = {precision: 1.5 * rate for precision, rate in ceilings.flops.items()}
     after = replace(before, ceilings=replace(ceilings, flops=rates).to_dict())
     (said,) = compare_reports(before, after).differences

@@ -39,7 +39,7 @@ PROGRAMS: dict[str, Callable[[], nn.Module]] = {
 
 @cache
 def observed(name: str, train: bool) -> tuple[list[MeasuredOperator], GraphModule]:
-    """A program's operators, and its graph as a compiler gets it; both are the same wherever the program would run."""
+    """A program's operators, and its graph in the form that a compiler gets. Both are the same on every device."""
     module, x = PROGRAMS[name]().train(train), torch.randn(2, 3, 32, 32)
 
     def phase() -> tuple[str, str]:

@@ -180,7 +180,7 @@ class Hidden(threading.Thread):
 
 
 def test_what_cannot_be_taken_out_is_named(ceilings: Ceilings) -> None:
-    class Holder:  # created here, because the tests freeze earlier objects, which are not found
+    class Holder:  # created here, because earlier objects are frozen by the tests and would not be found
         hidden = Hidden()
 
     class InAThread(Base):

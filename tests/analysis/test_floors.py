@@ -93,7 +93,8 @@ def test_op_roof_counts_intermediates_and_fused_roof_does_not(ceilings: Ceilings
 
 
 def test_fused_roof_of_a_training_step_moves_everything_once_each_way(ceilings: Ceilings) -> None:
-    """Forward reads x, writes y; backward reads dy and x, writes dx: five tensors, whatever lies between."""
+    """The forward pass reads x and writes y; the backward pass reads dy and x and writes dx: five tensors, whatever the
+    steps between."""
     tree = tree_of(nn.Sequential(nn.ReLU(), nn.Sigmoid(), nn.Tanh(), nn.ReLU()), ceilings, train=True)
     assert tree.fused_roof_ms == pytest.approx(5 * ACTIVATION_BYTES * MS_PER_BYTE, rel=0.3)
     assert tree.fused_roof_ms < tree.op_roof_ms

@@ -64,7 +64,8 @@ def test_in_place_and_through_views_it_is_the_same(ceilings: Ceilings, x: Tensor
 def test_a_residual_sum_joins_the_norm_after_it_and_is_kept_for_the_next(
     ceilings: Ceilings, x: Tensor, weight: Tensor
 ) -> None:
-    """Sum 3, norm 2. Fused: product and x are read, sum and norm are written. The last sum comes after a product."""
+    """The sum moves 3 units and the norm 2. Fused: product and x are read, sum and norm are written. The last sum comes
+    after a product."""
 
     def block() -> Tensor:
         y = x + x @ weight
@@ -128,15 +129,16 @@ def test_a_slow_sum_over_columns_is_written_anew_and_joins_nothing(gpu: Ceilings
 
 
 def test_parts_are_put_together_in_the_kernel_that_reads_them(ceilings: Ceilings, x: Tensor, weight: Tensor) -> None:
-    """Two products side by side with 2 units read and 2 written, then an activation with as much. Half of that
-    remains."""
+    """Two products side by side read 2 units and write 2, and so does the activation after them. Fusion leaves half of
+    that."""
     operators = counted(lambda: torch.cat([x @ weight, weight @ x]).relu() @ weight)
     assert seen(fused(operators, ceilings)) == (2, 1, 8.0, 4.0)
 
 
 def test_backward_computes_a_formula_again_rather_than_read_what_it_left(ceilings: Ceilings, weight: Tensor) -> None:
-    """Forward of x * sigmoid(x) after a product: sigmoid 2, product 3; joined 2. Backward: of the five units that its
-    operators move in addition to the gradient and the result, only x remains after fusion."""
+    """Forward pass of x * sigmoid(x) after a product: the sigmoid moves 2 units and the product 3; fused, they move 2.
+    Backward pass: its operators move five units in addition to the gradient and the result. After fusion only x remains
+    of these."""
     leaf = torch.randn(ROWS, WIDTH, requires_grad=True)
 
     def forward() -> Tensor:
@@ -189,7 +191,7 @@ def test_compiled_kernels_come_as_near_to_their_roof_as_those_of_the_step(
 def test_what_other_things_than_memory_bind_says_nothing_of_compiled_kernels(
     ceilings: Ceilings, x: Tensor, weight: Tensor
 ) -> None:
-    """A power takes ten times as long as its bytes, the other operators as long as theirs."""
+    """A power takes ten times as long as its bytes need; the other operators take as long as their bytes need."""
     operators = counted(lambda: ((x @ weight).mul(2).pow(3).relu() - 1) @ weight)
     slow = [replace(op, measured_ms=op.measured_ms * (10 if "pow" in op.record.name else 1)) for op in operators]
     assert fused(slow, ceilings).now_ms == pytest.approx(13 * 2 * UNIT_MS)

@@ -1,4 +1,4 @@
-"""The arguments of a step are the same at each run, and afterwards."""
+"""The arguments of a step have the same values at each run, and after the last run."""
 
 from __future__ import annotations
 
@@ -251,7 +251,8 @@ def test_a_step_that_changes_nothing_is_not_mentioned() -> None:
 
 
 def test_iterators_threads_and_training_go_on() -> None:
-    """Objects that cannot be restored are left alone. Otherwise they would be half in one state and half in another."""
+    """Objects that cannot be restored are left alone. Otherwise one half of them would be in one state, the other half
+    in another."""
     loader = iter(torch.utils.data.DataLoader(range(9)))  # type: ignore[arg-type]
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     numbers = (n for n in range(9))
@@ -260,7 +261,7 @@ def test_iterators_threads_and_training_go_on() -> None:
 
 
 def test_the_state_of_pytorch_itself_is_none_of_the_programs() -> None:
-    """Its registries and caches would be restored as well."""
+    """Otherwise PyTorch's registries and caches would be restored as well."""
 
     def program(x: Tensor) -> Any:
         return checkpoint(lambda y: flex_attention(y, y, y), x), torch.cond, torch.compile

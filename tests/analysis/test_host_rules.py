@@ -29,8 +29,8 @@ PINNED_IN = "Memcpy HtoD (Pinned -> Device)"
 
 @pytest.fixture
 def gpu(ceilings: Ceilings) -> Ceilings:
-    """A launch in a graph takes 2 us, 1 us of it the kernel itself. Pinned copies to the GPU have 4 times the rate,
-    from it twice the rate."""
+    """A launch in a graph takes 2 us, 1 us of which is the kernel itself. Pinned copies are 4 times as fast to the GPU,
+    and twice as fast from the GPU."""
     rates = {
         "host_to_device_pageable": 1e9,
         "host_to_device_pinned": 4e9,
@@ -74,7 +74,7 @@ def test_a_graph_saves_the_launch_gap(gpu: Ceilings) -> None:
 
 @pytest.mark.parametrize(("host_ms", "low_ms"), [(None, 8.0), (8.0, 6.0), (1.0, 0.2), (12.0, 8.0)])
 def test_a_graph_gains_less_where_the_host_can_be_faster(host_ms: float | None, low_ms: float, gpu: Ceilings) -> None:
-    """For a GPU that is busy for 2 ms with 100 kernels, with 2 us from one kernel to the next."""
+    """The GPU is busy for 2 ms with 100 kernels, and needs 2 us from one kernel to the next."""
     (advice,) = launch_gap(dataclasses.replace(found(gpu), host_ms=host_ms))
     assert advice.low_ms == pytest.approx(low_ms)
 

@@ -75,7 +75,7 @@ def test_kernel_joins_the_label_around_the_operator_that_it_is_linked_to() -> No
 
 
 def test_labels_on_two_threads_do_not_mix() -> None:
-    """The backward pass runs on another thread, at times inside the label that waits for it."""
+    """The backward pass runs on another thread, sometimes while the calling thread waits inside a label."""
     events = [
         Event("op 0", 0, 1000, correlation=1, thread=1),
         Event("op 1", 100, 50, correlation=2, thread=2),

@@ -1,4 +1,4 @@
-"""The names in a report of operators that share a schema name."""
+"""Operators that share a schema name have different names in a report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def names_of(report: rooftop.analysis.Report) -> set[str]:
 @pytest.mark.parametrize("dimensions", [1, 2, 3])
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 def test_a_transposed_convolution_has_its_name(dimensions: int, train: bool) -> None:
-    """Next to a convolution of the same shapes, whose row it does not join."""
+    """A convolution of the same shapes keeps a separate row."""
     plain, transposed = (getattr(nn, f"{name}{dimensions}d")(3, 3, 3, padding=1) for name in ("Conv", "ConvTranspose"))
     x = torch.rand(2, 3, *(8,) * dimensions, requires_grad=True)
     expected = {"convolution", f"conv_transpose{dimensions}d"}

@@ -183,7 +183,7 @@ class Page:
     def close(self) -> None:
         for event, hear in self.heard.items():
             self.page.remove_listener(event, hear)
-        self.page.goto("about:blank")  # the opened page would continue working
+        self.page.goto("about:blank")  # otherwise the opened page would continue to work
 
     def _requested(self, url: str) -> None:
         if not url.startswith(("data:", "file:", "blob:")):
@@ -224,7 +224,7 @@ def opened(tab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]
 
 @pytest.mark.browser
 @needs_chromium
-# Each change in both schemes and at both widths, and each scheme at each width.
+# Each sort of change is shown in both schemes and at both widths, and each scheme at each width.
 @pytest.mark.parametrize(
     ("change", "scheme", "width"),
     [
@@ -249,7 +249,7 @@ def test_a_prediction_opens_without_a_word(width: int, scheme: str, opened: Open
     assert found.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
     headings = "[...document.querySelectorAll('#operators th')].map(h => h.textContent)"
     assert found.page.evaluate(headings) == ["operator", "phase", "shapes", "dtype", "calls", "share", "roof", "bound"]
-    found.page.click("#operators th:nth-child(7) button")  # from falling to rising
+    found.page.click("#operators th:nth-child(7) button")  # the order changes from falling to rising
     roofs = found.page.evaluate(
         "[...document.querySelectorAll('#operators td:nth-child(7)')].map(c => +c.dataset.value)"
     )

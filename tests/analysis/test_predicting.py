@@ -28,8 +28,8 @@ from rooftop.models.vision.resnet import BasicBlock, ResNet
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Threads would wait for each other while other programs use the cores; these models are too small to need
-    threads."""
+    """These models are too small to need threads, which would wait for each other while other programs use the
+    cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -87,10 +87,10 @@ def counts(report: Report) -> dict[tuple[Any, ...], tuple[int, int, int]]:
 
 @pytest.mark.parametrize("train", [False, True])
 def test_the_totals_are_those_of_a_run(train: bool, build: Build, ceilings: Ceilings, h200: Ceilings) -> None:
-    """With a CPU's ceilings, the counts agree operator by operator. With a GPU's, they agree except for attention,
-    which is another operator there.
+    """With a CPU's ceilings, the counts agree operator by operator. With a GPU's ceilings, they agree except for
+    attention, which is another operator on a GPU.
 
-    (Dropout is another operator as well, but the model has none.)"""
+    (Dropout is another operator on a GPU as well, but the model has none.)"""
     model, x, extra = build()
     extra = extra if train else {}
     measured = rooftop.analyze(model, x, ceilings=ceilings, train=train, **extra)
@@ -165,7 +165,8 @@ def test_nothing_of_a_model_changes(h200: Ceilings) -> None:
 
 @pytest.mark.parametrize("has_stepped", [False, True])
 def test_nothing_of_a_model_changes_that_a_callable_holds(has_stepped: bool, h200: Ceilings) -> None:
-    """In-place work on real tensors alone (weight decay, counts of batches) is computed by PyTorch's fake mode."""
+    """PyTorch's fake mode really computes in-place work whose tensors are all real (weight decay, counts of
+    batches)."""
     net, x = small_net(), images()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.5, weight_decay=0.5)
 
@@ -184,7 +185,7 @@ def test_nothing_of_a_model_changes_that_a_callable_holds(has_stepped: bool, h20
     assert all(torch.equal(value, weights[name]) for name, value in net.state_dict().items())
     assert {p: set(of) for p, of in optimizer.state.items()} == {p: set(of) for p, of in state.items()}
     assert all(torch.equal(value, state[p][name]) for p, of in optimizer.state.items() for name, value in of.items())
-    step(x)  # and still works
+    step(x)  # and the original still works
 
 
 def test_what_trains_goes_on_where_it_stood(h200: Ceilings) -> None:
@@ -257,7 +258,8 @@ def test_attention_with_dropout_is_one_kernel_on_a_gpu(
 
 
 def test_a_prediction_is_a_lower_bound(h200: Ceilings) -> None:
-    """Each operator takes its roof; the host launches one after the other, which hides them or is hidden by them."""
+    """Each operator takes the time of its roof. The host launches one operator after the other. Only the longer of the
+    two times counts."""
     report = rooftop.predict(small_net(), images(), ceilings=h200)
     summary, gaps = report.summary, report.gaps
     assert gaps.kernel_gap_ms == 0

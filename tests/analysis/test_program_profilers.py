@@ -1,4 +1,4 @@
-"""A program that uses a profiler keeps it and its results; its report does without our profiler."""
+"""A program that uses a profiler keeps this profiler and its results; our report then does without our own profiler."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_each_kind_of_profiler_is_noticed_before_it_begins(begin: type) -> None:
         try:
             with begin():
                 torch.ones(3) + 1
-        except RuntimeError:  # a build without ITT refuses it after it is noticed
+        except RuntimeError:  # a build without ITT refuses this profiler, but only after we have noticed it
             assert begin is profiler.emit_itt
     assert seen_before == [False]
 
@@ -95,7 +95,7 @@ def test_each_kind_of_profiler_is_noticed_before_it_begins(begin: type) -> None:
 def test_compiled_code_beside_a_profiler_is_refused_with_the_reason(
     ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Like on a GPU, where nothing is seen without a profiler."""
+    """As on a GPU, where nothing can be observed without a profiler."""
     monkeypatch.setattr(Recording, "_runs_compiled", True)
     with found(ceilings) as recorded, profile():
         recorded.compiles()

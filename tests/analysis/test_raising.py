@@ -1,5 +1,5 @@
-"""An operator above its roof raises the ceiling that set the roof, if it exceeds the roof again when it runs alone.
-Otherwise it keeps its flag."""
+"""An operator above its roof raises the ceiling that set the roof, if the operator exceeds the roof again when run
+alone. Otherwise it keeps its flag."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def records_of(call: object, *args: Tensor) -> list[Record]:
 
 
 def alone(monkeypatch: pytest.MonkeyPatch, ms: float | None) -> None:
-    """Let everything that is measured again take this long."""
+    """Let every repeated measurement take this long."""
 
     def fake(
         calls: list[tuple[CallSpec, Form]], device: torch.device, repeats: int | None = None
@@ -71,7 +71,7 @@ def test_what_cannot_be_made_again_raises_nothing(ceilings: Ceilings, monkeypatc
 
 
 def test_a_cost_that_must_be_wrong_raises_nothing(ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten times above its roof: no ceiling is that far off."""
+    """An operator ten times above its roof: no ceiling is that far off."""
     op = product(ceilings, 0.1)
     alone(monkeypatch, op.measured_ms)
     assert raised(ceilings, [op], CPU) == (ceilings, 0)

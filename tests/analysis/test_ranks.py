@@ -78,7 +78,7 @@ class Named:
 
 @dataclass
 class Event:
-    """As the profiler gives them; times in ms."""
+    """An event with the interface of the profiler's; times in ms."""
 
     label: str
     start: float
@@ -139,7 +139,7 @@ def test_on_a_cpu_an_operator_hides_a_collective_unless_it_waits_for_it() -> Non
         Event("gloo:all_reduce", 1, 11, thread=2, annotation=True),
         Event("aten::linear", 3, 6),
         Event("aten::addmm", 3, 5),
-        Event("aten::add", 6, 12),  # of an AsyncCollectiveTensor: waits first
+        Event("aten::add", 6, 12),  # a method of an AsyncCollectiveTensor, which waits first
         Event("_c10d_functional::wait_tensor", 6, 11),
         Event("aten::add", 11, 12),
     ]
@@ -300,8 +300,8 @@ Launch = Callable[..., tuple[list[Any], int, str]]
 def launch(tmp_path: Path, fork: Callable[..., BaseProcess]) -> Launch:
     """Run a program on two ranks; return what each wrote, the exit status and stderr.
 
-    torchrun would end all ranks as soon as one has failed, perhaps before they could report the reason. The tests of
-    the command line test it.
+    torchrun would end all ranks as soon as one has failed, perhaps before they could report the reason. The command
+    line's tests cover torchrun.
     """
 
     def run(body: str) -> tuple[list[Any], int, str]:

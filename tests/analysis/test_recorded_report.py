@@ -78,7 +78,7 @@ def test_the_start_up_is_told_apart_and_is_no_part_of_a_step(ceilings: Ceilings)
     report = report_of(program, ceilings)
     note = note_of(report, "Before the first step the program needed")
     start_up_ms, *first_ms = times_in(note.replace("(imports, data, weights)", ""))
-    assert 150 < start_up_ms < 1.01 * (took[0] + took[1])  # a step begins where its module is called
+    assert 150 < start_up_ms < 1.01 * (took[0] + took[1])  # a step begins at the call of its module
     assert len(first_ms) == 3
     assert "The wall time is from later steps." in note
     assert report.mode == f"{NEEDED + 8} recorded steps"
@@ -120,7 +120,7 @@ def test_few_steps_are_told_with_the_duration_of_each(steps: int, ceilings: Ceil
     told = note_of(report, "Its first steps took").partition("first steps took")[2]
     durations = times_in(told)
     assert len(durations) == min(steps, 3)
-    assert all(ms > 29 for ms in durations[1:])  # the first begins where its module is called
+    assert all(ms > 29 for ms in durations[1:])  # the first step begins at the call of its module
     assert told.count("(watched)") == min(steps, 2)
     assert (30 if steps > 2 else 0) < report.summary.wall_ms < 1.5 * max(took)
     if steps == 3:
@@ -142,7 +142,7 @@ def test_an_inference_loop_of_15_calls_is_reported_by_one_call(ceilings: Ceiling
 
     report = report_of(program, ceilings)
     assert report.mode == "15 recorded steps"
-    assert 0.5 * min(took[-4:]) < report.summary.wall_ms < 1.5 * max(took[-4:])  # others may use the machine
+    assert 0.5 * min(took[-4:]) < report.summary.wall_ms < 1.5 * max(took[-4:])  # other programs may use the machine
     assert report.summary.flops == pytest.approx(2 * 2 * 400**3, rel=0.01)
     assert {row.phase for row in report.ops} == {"forward"}
 
@@ -223,7 +223,7 @@ def test_a_program_that_goes_on_with_a_finer_habit_keeps_its_coarser_steps(ceili
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, ceilings: Ceilings) -> list[dict[str, Any]]:
-    """Each requested measurement of this machine, with torch's threads and default device."""
+    """Each requested measurement of this machine, with the number of torch's threads and the default device."""
     asked: list[dict[str, Any]] = []
 
     def measure(device: torch.device, **words: Any) -> Ceilings:

@@ -122,7 +122,7 @@ def test_garbage_is_collected_before_the_timed_steps_where_the_program_collects(
 
 @pytest.mark.parametrize("training", [True, False])
 def test_so_many_steps_are_enough_as_a_report_of_fewer_says(training: bool, ceilings: Ceilings) -> None:
-    """If calls are the steps, the first two are watched together, so one more is needed."""
+    """If each call is a step, the first two are watched together, so one more is needed."""
 
     def report_of(steps: int) -> Report:
         net, x = small_net(), torch.randn(6, 8)
@@ -154,7 +154,7 @@ class Seeing(TorchDispatchMode):
 
 
 def allocated_by_rooftop() -> int:
-    """Bytes that its code has allocated since tracemalloc started and not freed."""
+    """Bytes that Rooftop's code has allocated since tracemalloc started and has not freed."""
     gc.collect()
     of_rooftop = tracemalloc.Filter(True, str(Path(rooftop.__file__).parent / "*"))
     return sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces([of_rooftop]).traces)
@@ -164,7 +164,7 @@ def allocated_by_rooftop() -> int:
 def test_nothing_is_kept_of_the_steps_after_the_timed_ones(
     find_steps: bool, ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A training may take weeks, and start threads of its own at each step."""
+    """A training may take weeks and start new threads at each step."""
     monkeypatch.setattr(recordings, "TIMED_STEPS", 5)
     net, x = small_net(), torch.randn(6, 8)
     optimizer = torch.optim.AdamW(net.parameters())
@@ -184,12 +184,12 @@ def test_nothing_is_kept_of_the_steps_after_the_timed_ones(
                 kept.append(allocated_by_rooftop())
     tracemalloc.stop()
     assert recorded.steps == NEEDED + 160
-    assert kept[1] <= kept[0] + 1000  # bytes; each step of these once left about 100
+    assert kept[1] <= kept[0] + 1000  # bytes; each of these steps once left about 100
     assert recorded.report.mode == f"{NEEDED + 160} recorded steps"
 
 
 def test_a_recording_that_another_thread_closes_has_the_report_of_the_stages_before(ceilings: Ceilings) -> None:
-    """A watchdog that ends a hanging program during the timed steps."""
+    """A watchdog ends a hanging program during the timed steps."""
     with rooftop.recording(ceilings=ceilings) as recorded:
         train(NEEDED + 5, recorded)
         closing = threading.Thread(target=recorded.close)
@@ -284,7 +284,7 @@ def test_little_is_kept_of_kinds_of_steps_that_take_the_lead_in_turn(ceilings: C
 
 
 def test_a_mode_of_the_program_sees_the_program_alone(ceilings: Ceilings) -> None:
-    """The labels for the profiler, which are operators, are ours."""
+    """The program's mode does not see our labels for the profiler, which are operators."""
 
     def seen(recorded: Recording | None) -> list[str]:
         with Seeing() as mode:
@@ -297,7 +297,7 @@ def test_a_mode_of_the_program_sees_the_program_alone(ceilings: Ceilings) -> Non
 
 
 def test_what_is_on_the_meta_device_costs_nothing(ceilings: Ceilings) -> None:
-    """Like for a model that is built on the meta device before it has memory."""
+    """As for a model that is built on the meta device before it has memory."""
     with rooftop.recording(ceilings=ceilings) as recorded:
         nn.Linear(4096, 4096, device="meta")(torch.ones(512, 4096, device="meta"))
         torch.ones(64, 64) @ torch.ones(64, 64)
@@ -373,7 +373,7 @@ def test_inference_and_the_names_of_modules(ceilings: Ceilings) -> None:
 
 @pytest.mark.parametrize("at", [0, 2, 3, 5, 7, NEEDED])
 def test_exceptions_pass_through_and_leave_nothing_behind(at: int, ceilings: Ceilings) -> None:
-    """In each stage: watched as a whole, warming up, plain, labelled, settling, timed."""
+    """An exception is raised in each stage: watched as a whole, warming up, plain, labelled, settling, timed."""
     net, recorded = small_net(), rooftop.recording(ceilings=ceilings)
 
     def loop() -> None:

@@ -71,9 +71,11 @@ def test_other_processes_are_named(measured: Profile, ceilings: Ceilings, monkey
 def test_a_gain_that_noise_could_hide_is_not_offered(
     measured: Profile, ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """bfloat16 gains some of the operators' time: offered on a quiet machine, with its interval; not in 90% noise.
+    """bfloat16 would save some of the operators' time. This is offered on a quiet machine, with its interval, but not
+    with 90% noise.
 
-    Operators take twice their roofs on the machine of these ceilings, casts once theirs; products half in bfloat16.
+    On the machine of these ceilings, operators take twice the time of their roofs, casts take the time of their roofs,
+    and products take half their time in bfloat16.
     """
     ratios = {op.record.spec: 0.5 for op in measured.operators}
     monkeypatch.setattr("rooftop.analysis.advice.format_rules.repeated_ratios", lambda *_: ratios)
@@ -94,7 +96,7 @@ def test_a_gain_that_noise_could_hide_is_not_offered(
 def test_latency_is_a_figure_of_its_own(measured: Profile, ceilings: Ceilings) -> None:
     alone = reported(measured, ceilings, steps(100.0), latency=steps(130.0), busy_ms=97.0)
     assert alone.summary.latency_ms == 130.0
-    assert alone.summary.percent_of_roof == pytest.approx(alone.summary.fused_roof_ms)  # of 100 ms: of the wall time
+    assert alone.summary.percent_of_roof == pytest.approx(alone.summary.fused_roof_ms)  # of the wall time of 100 ms
     assert alone.gaps.launch_gap_ms == pytest.approx(3.0)
     assert "the GPU sets the pace: the GPU works for 97% of a step. A single step takes 130 ms" in alone.pace
     waiting = reported(measured, ceilings, steps(100.0), latency=steps(101.0), busy_ms=40.0)

@@ -262,7 +262,7 @@ def test_a_script_ends_as_it_would_and_prints_what_it_would(
     assert len(lines) == NEEDED + 4
     assert printed["analyzed"][0].splitlines()[: len(lines)] == lines
     assert f"train.py  {NEEDED + 3} recorded steps" in printed["analyzed"][0]
-    of_profiler = "Memory block of unknown size"  # PyTorch's word on tensors older than its profiler
+    of_profiler = "Memory block of unknown size"  # PyTorch's message about tensors older than its profiler
     errors = "".join(line for line in printed["analyzed"][1].splitlines(keepends=True) if of_profiler not in line)
     assert errors.startswith("not all is well\n")
     said = {"sys.exit('no data')": "no data", "sys.exit(('no data', 2))": "('no data', 2)"}.get(end)
@@ -277,7 +277,7 @@ def test_a_script_ends_as_it_would_and_prints_what_it_would(
 
 
 def test_a_report_is_made_before_what_runs_at_the_end_of_python(tmp_path: Path, ceilings: Ceilings) -> None:
-    """Like a separate process: `atexit` runs last, and sees that the script has ended."""
+    """As in a separate process, `atexit` functions run last and see that the script has ended."""
     path = script(tmp_path, LOOP + "import atexit\natexit.register(lambda: print('goodbye'))\nsys.exit(5)")
     ceilings.save(tmp_path / "ceilings.json")
     done = subprocess.run(
@@ -334,7 +334,7 @@ def test_a_process_that_ends_at_once_has_its_report_made_before(
 
 
 def test_a_watchdog_that_ends_the_process_ends_it_with_its_report(command: Command) -> None:
-    """A thread other than the observed one."""
+    """The watchdog is a thread other than the observed one."""
     watched = """
     import os
     import threading
@@ -417,7 +417,7 @@ def test_modules_in_other_threads_are_named(tmp_path: Path, ceilings: Ceilings) 
 
 def test_a_script_that_starts_nothing_has_no_word_on_it(tmp_path: Path, ceilings: Ceilings) -> None:
     report = run(tmp_path, LOOP, ceilings)
-    of_others = ("work is in other processes", "script started", "ran modules")  # not what else this machine does
+    of_others = ("work is in other processes", "script started", "ran modules")  # without what else this machine does
     assert not [note for note in report.notes if any(words in note for words in of_others)]
 
 

@@ -1,4 +1,4 @@
-"""Dispatch modes may end in any order, and PyTorch then remembers what it would without them."""
+"""Dispatch modes may end in any order. PyTorch then remembers the same as if they had never been active."""
 
 from __future__ import annotations
 

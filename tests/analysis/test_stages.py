@@ -73,7 +73,7 @@ def test_a_step_with_an_evaluation_in_it_is_not_timed() -> None:
 
 
 def test_steps_that_all_differ_are_all_timed() -> None:
-    """A loop whose number of micro-batches is drawn."""
+    """A loop with a random number of micro-batches."""
     laps = make_laps([(5, (1, 1)), (6, (2, 2)), (7, (3, 3))])
     assert laps.usual_calls is None
     assert laps.steady_ms == [5, 6, 7]

@@ -1,4 +1,5 @@
-"""Where the steps of a program end that does not say so: each kind of loop, and what changes its habit midway."""
+"""The ends of steps are found in programs that do not mark them: in each kind of loop, and in loops that change
+midway."""
 
 from __future__ import annotations
 
@@ -141,7 +142,7 @@ def test_a_step_does_not_end_inside_a_label_of_an_operator() -> None:
     model = net()
     with StepFinder(Deep()), LabelsEachOperator():
         train(model, sgd(model), 3)
-    assert set(depths) == {1}  # inside an operator the mode is away
+    assert set(depths) == {1}  # inside an operator the mode is not active
 
 
 class Nested(torch.optim.Optimizer):
@@ -257,7 +258,7 @@ def test_of_two_optimizers_the_first_leads() -> None:
 
 
 def test_an_optimizer_that_steps_once_for_several_of_another_leads() -> None:
-    """A critic that trains three times a generator."""
+    """A critic takes three training steps for each step of a generator."""
     critic, generator = net(), net()
     optimizers = sgd(critic), sgd(generator)
 
@@ -267,7 +268,8 @@ def test_an_optimizer_that_steps_once_for_several_of_another_leads() -> None:
             train(generator, optimizers[1], 1)
 
     told, _ = found(gan)
-    assert told.earlier[-1] == 6  # steps of the critic, until the generator had stepped twice after three of them
+    # steps of the critic, until the generator had stepped for the second time after three of them
+    assert told.earlier[-1] == 6
     assert told.steps[1:] == [(4, 4)] * 4
 
 
@@ -341,7 +343,7 @@ def test_evaluation_after_training_ends_no_step_of_it() -> None:
 
     told, _ = found(program)
     assert told.steps[1:4] + told.steps[5:] == [(1, 1)] * 6
-    assert told.steps[4] == (10, 1)  # which tells it from the others
+    assert told.steps[4] == (10, 1)  # which distinguishes it from the others
 
 
 def test_a_program_that_evaluates_first_is_judged_by_its_training() -> None:

@@ -1,4 +1,4 @@
-"""What libraries ask of values, answered for fake tensors as a real run of the same program would be."""
+"""When libraries ask for values, fake tensors give the answers of a real run of the same program."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def h200() -> Ceilings:
 
 @pytest.mark.parametrize("bounds", [(-2.0, 2.0), (1.0, 1.5)], ids=["wide", "narrow"])
 def test_networks_that_draw_truncated_normals_can_be_built_without_values(bounds: tuple[float, float]) -> None:
-    """PyTorch draws until all values fit, and asks the tensor whether they do."""
+    """PyTorch draws until all values are within the limits, and asks the tensor whether they are."""
     with fake_tensors():
         layer = nn.Linear(8, 8)
         nn.init.trunc_normal_(layer.weight, 0.0, 1.0, *bounds)
@@ -38,7 +38,7 @@ def test_networks_that_draw_truncated_normals_can_be_built_without_values(bounds
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Mistral"])
 def test_a_decoder_is_causal_as_it_is_when_run(family: str, transformers: ModuleType, h200: Ceilings) -> None:
-    """Otherwise transformers creates a mask for fake tensors: all pairs were counted, and shared heads copied."""
+    """With fake tensors, transformers created a mask: all pairs were counted, and shared heads were copied."""
     heads, shared, length, layers, width = 4, 2, 128, 2, 64
     config = getattr(transformers, f"{family}Config")(
         hidden_size=width,
@@ -90,7 +90,7 @@ def test_the_ctc_loss_is_counted_as_when_run(concatenated: bool, h200: Ceilings)
 
 
 def test_what_pytorch_reads_on_its_own_is_named_as_such(h200: Ceilings) -> None:
-    """Lengths in lists: PyTorch puts them into a tensor and reads that."""
+    """Lengths come in lists. PyTorch puts them into a tensor and reads that tensor."""
     log_probs, targets = torch.randn(50, 4, 20, requires_grad=True), torch.randint(1, 20, (4, 10))
     with pytest.raises(InputError, match="cannot be predicted: its operators depend on values"):
         rooftop.predict(lambda x, y: ctc(x, y, [50] * 4, [10] * 4), log_probs, targets, ceilings=h200, train=True)

@@ -14,7 +14,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """The script with that name, imported for this test alone."""
+    """The script with that name, imported only for this test."""
 
     def imported(name: str) -> ModuleType:
         monkeypatch.syspath_prepend(FOLDER)

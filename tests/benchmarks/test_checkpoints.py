@@ -25,7 +25,8 @@ def test_what_a_save_costs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert benchmark.main() == 0
     found = json.loads((tmp_path / "out").read_text())
     assert len(found["rounds"]) == 2
-    assert found["bytes_of_rank"] == 12 * TINY.parameters + 4 * 16  # float32, two moments; counts of 16 tensors
+    # float32 parameters and two moments, and the step counts of 16 tensors
+    assert found["bytes_of_rank"] == 12 * TINY.parameters + 4 * 16
     assert all(found[name] > 0 for name in ("plain_ms", "saving_ms", "blocked_s", "write_s", "percent_of_disk"))
     assert [*(tmp_path / "run").iterdir()] == []
 

@@ -62,7 +62,7 @@ def test_each_model_beside_its_peers_which_do_the_same(case: str, batch: int, pe
         assert (row["case"], row["batch"]) == (case, batch)
         assert row["images_per_s"] == pytest.approx(1e3 * batch / row["ms"])
         assert 0 < row["roof_ms"] <= row["op_roof_ms"]
-        assert row["goal_ms"] is None  # it is of a GPU
+        assert row["goal_ms"] is None  # the file is from a GPU
     assert [row["apart"] is None for row in found["rows"]] == [True, *[False] * len(peers)]
     assert max(row["apart"] or 0 for row in found["rows"]) < (1e-4 if "conv_lstm" in case else 0.1)
 

@@ -115,8 +115,9 @@ def test_exposed_is_what_no_computation_covers(tmp_path: Path, script: Script) -
         event("cpu_op", "aten::mm", 1000, 9000),
         event("kernel", "gemm", 2000, 1000),
         event("kernel", "norm", 2500, 1000),  # beside it: 2000 to 3500
-        event("kernel", "ncclDevKernel_ReduceScatter", 3000, 1000),  # 500 of them alone
-        event("kernel", "ncclDevKernel_AllGather", 3800, 1200),  # 200 with the other, 1000 more alone
+        event("kernel", "ncclDevKernel_ReduceScatter", 3000, 1000),  # 500 of them without other work
+        # 200 together with the other, and 1000 more without other work
+        event("kernel", "ncclDevKernel_AllGather", 3800, 1200),
         event("gpu_memcpy", "Memcpy DtoD", 6000, 500),
         {"name": "no time", "cat": "process_name"},
     ]

@@ -45,7 +45,7 @@ def test_each_way_is_measured_or_says_what_it_needs(
         row = rows[way]
         assert row["jobs"] == (1 if way == "one" else 2)
         assert 0 < row["median_ms"] <= row["p99_ms"]
-        busy = row["jobs"] * 1e3 / row["images_per_s"]  # how long an answer takes, if all jobs are always waiting
+        busy = row["jobs"] * 1e3 / row["images_per_s"]  # the time until an answer, if all jobs are always waiting
         assert 0.3 * row["median_ms"] < busy < 3 * row["p99_ms"], row
     capsys.readouterr()
     assert run(serving, monkeypatch, "--table", str(out)) == 0

@@ -252,7 +252,7 @@ def test_a_replay_is_compared_with_its_call(
         return replay
 
     held = result.clone()
-    results = iter([result, held])  # of the call, of the replay
+    results = iter([result, held])  # times of the call and of the replay
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(benchmark_module, "waits_for_gpu", lambda call: False)
     monkeypatch.setattr(benchmark_module, "captured", capture)
@@ -304,7 +304,7 @@ def test_products_are_counted_by_the_pairs_that_there_are(folder: None) -> None:
         sparse.SparseConv3d(4, 8, 2, 2, bias=False, indice_key="half"),
         torch.nn.Linear(8, 16, bias=False),
     )
-    pairs = [5, 3]  # each site with itself, and two with each other; each site with the one cell that it is in
+    pairs = [5, 3]  # each site is paired with itself, and two sites with each other; each site lies in one cell
     flops = [2 * pairs[0] * 2 * 4, 2 * pairs[1] * 4 * 8, 2 * 3 * 8 * 16]
     result = model(x).features
     assert len(result) == 3

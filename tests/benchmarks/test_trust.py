@@ -43,7 +43,7 @@ RUN: dict[str, Any] = {
 
 
 def misses(trust: Any, **changes: Any) -> list[str]:
-    """Of five runs, the last of which is changed."""
+    """The misses of five runs, the last of which is changed."""
     changed = {**copy.deepcopy(RUN), **changes}
     return list(trust.problems(trust.merged("a model", [*[RUN] * 4, changed])))
 

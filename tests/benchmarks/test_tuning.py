@@ -45,12 +45,12 @@ def test_a_wrong_candidate_is_named_and_not_timed(tmp_path: Path) -> None:
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(TUNING)}, capture_output=True, text=True)
     assert "first: 3 warps" in done.stdout
     assert "afterwards 16 []" in done.stdout
-    assert done.returncode == 1, done.stderr  # a quick run shows that all works
+    assert done.returncode == 1, done.stderr  # a quick run only shows that everything works
     found = json.loads((tmp_path / "found.json").read_text())
     assert list(found["failed"]) == ["first: 3 warps"]
     assert "three warps are wrong" in found["failed"]["first: 3 warps"]
     (row,) = found["rows"]
-    assert set(row["us"]) == {"8 warps", "peer"}  # a quick run times the first that is right
+    assert set(row["us"]) == {"8 warps", "peer"}  # a quick run times the first correct candidate
     assert (row["best"], row["tables"]) == ("8 warps", {"tables.WARPS": 8})
 
 

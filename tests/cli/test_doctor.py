@@ -1,4 +1,4 @@
-"""`rooftop doctor`: what it prints, its exit status, and that it runs where torch does not."""
+"""`rooftop doctor`: its output, its exit status, and that it runs even if torch cannot be imported."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def test_json_has_the_same(run: Run, folder: Path, tmp_path: Path) -> None:
     assert figures["percent_of_roof"] == pytest.approx(100 * figures["roof_ms"] / figures["decode_ms"])
     assert (
         figures["cache_bytes"] == 3 * 16 * 2 * 2 * 12 * 4
-    )  # a page each and the unused page, 16 positions, 2 layers, float32
+    )  # a page for each sequence and the unused page, 16 positions, 2 layers, float32
     status, out, err = run(*words, "--json", "text.json")
     assert status == 0
     assert err.endswith("text, tokens and figures: text.json\n")

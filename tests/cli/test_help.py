@@ -48,7 +48,8 @@ VERBS = dict(verbs_of(command))
 
 
 def test_no_help_loads_torch() -> None:
-    """All verbs in one process, which is faster: a module that none of them loads is not loaded by any single one."""
+    """All verbs run in one process, which is faster: if they load no module of torch together, then none of them does
+    alone."""
     program = f"""
 import sys
 from rooftop.cli.main import main
@@ -131,7 +132,7 @@ def test_it_takes_a_file_or_none(
 
 @pytest.mark.parametrize("path", JSON, ids=" ".join)
 def test_it_overwrites_nothing_but_json(path: tuple[str, ...], tmp_path: Path) -> None:
-    """An argument after --json by mistake, such as a photograph, stays unchanged."""
+    """A file named after --json by mistake, such as a photograph, stays unchanged."""
     photograph, before = tmp_path / "cat.png", tmp_path / "before.json"
     photograph.write_bytes(b"\x89PNG")
     before.write_text("{}")
@@ -154,7 +155,7 @@ def test_a_value_is_written_or_printed(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_devices_and_findings_as_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Verbs that only had a switch before: JSON is printed next to the table, or instead of it."""
+    """These verbs had only a switch before: JSON is printed next to the table, or instead of it."""
     path = tmp_path / "device.json"
     assert main(["device", "--json", str(path)]) == 0
     assert capsys.readouterr().out

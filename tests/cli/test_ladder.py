@@ -39,7 +39,7 @@ FOUND = Climb(
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs `rooftop ladder ...` in an empty folder as on a GPU, with a climb that is made up."""
+    """Runs `rooftop ladder ...` in an empty folder as on a GPU, with a made-up climb."""
     monkeypatch.chdir(tmp_path)
 
     def call(*words: str, found: Climb = FOUND) -> tuple[int, str, str]:
@@ -113,7 +113,7 @@ def test_a_size_that_does_not_fit_is_a_wrong_call(
 def test_the_python_ladder_where_there_is_no_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its table, when to stop, its figures and its chart, of a climb that is made up."""
+    """The table, the point to stop, the figures and the chart of a made-up climb."""
     measured = SpeedOutcome(
         "loops [a]", "Python", "one core", "measured", "a second does not matter", "", 12, 5.0, 0.1, 1.0, 4.0
     )

@@ -1,4 +1,5 @@
-"""`rooftop media decode`, `transcode` and `bench`: what they write and print, and what they leave behind."""
+"""`rooftop media decode`, `transcode` and `bench`: their files, their output, and that they leave nothing else
+behind."""
 
 from __future__ import annotations
 
@@ -139,7 +140,7 @@ def test_transcode_keeps_variable_times_ten_bits_and_turns(tmp_path: Path) -> No
 
 
 TIMES = {
-    "held.gif": [0, 10, 20, 30, 40, 340],  # in hundredths, and the end
+    "held.gif": [0, 10, 20, 30, 40, 340],  # times in hundredths of a second, and the end
     "coarse.mp4": [0, 8, 12, 16, 24, 28],  # a clock of 1/25 s, where frames were dropped
     "dropped.avi": [0, 4, 8, 24, 28, 32],
     "held.mkv": [0, 4, 8, 12, 16, 604],
@@ -174,7 +175,7 @@ def test_transcode_keeps_the_time_of_each_frame(tmp_path: Path, name: str, suffi
     assert main(["media", "transcode", str(given), str(out)]) == 0
     reader = VideoReader(out)
     assert reader.times.tolist() == pytest.approx([each / 100 for each in hundredths], abs=0.001)
-    if suffix != "avi" and name != "dropped.avi":  # AVI does not say how long the last frame is shown
+    if suffix != "avi" and name != "dropped.avi":  # AVI does not store how long the last frame is shown
         assert reader.duration == pytest.approx(end / 100, abs=0.001)
 
 
@@ -182,7 +183,7 @@ def test_transcode_keeps_the_time_of_each_frame(tmp_path: Path, name: str, suffi
     "times", [[0.0, 0.1, 0.2, 0.3, 0.4], [0.0, 0.08, 0.12, 0.16, 0.36], [0.04 * n for n in range(5)]]
 )
 def test_transcode_keeps_sound_beside_its_pictures(tmp_path: Path, times: list[float]) -> None:
-    """A click at the time of each white picture stays at it."""
+    """A click at the time of each white picture stays at that picture."""
     given, out = tmp_path / "clicks.mkv", tmp_path / "out.mkv"
     samples = torch.zeros(1, RATE)
     for time in times[1::2]:
@@ -253,7 +254,7 @@ def test_bench_counts_frames_by_device_and_streams(video: Path, capsys: pytest.C
         assert each["reason"] or (each["frames"] > 0 and each["seconds"] >= 0.2)
         assert each["fps"] == pytest.approx(each["frames"] / each["seconds"] if each["seconds"] else 0.0)
     assert told["rates"][0]["reason"] is None
-    assert told["auto"]["device"] == "cpu"  # small pictures, with a GPU as well
+    assert told["auto"]["device"] == "cpu"  # small pictures even with a GPU
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert printed.splitlines()[0].split() == ["device", "streams", "frames/s", "of", "each", "ms", "a", "frame"]

@@ -121,7 +121,7 @@ elastic_launch(config, rank)()
 
 @pytest.fixture
 def run(options: list[str], tmp_path: Path, fork: Callable[..., BaseProcess]) -> Run:
-    """The same with torchrun's own agent, whose ranks have already imported torch."""
+    """Like `torchrun`, but with torchrun's agent in this process, whose ranks have already imported torch."""
 
     def call(*words: str) -> tuple[int, str, str]:
         said = {"output": tmp_path / "output", "errors": tmp_path / "errors"}

@@ -1,4 +1,4 @@
-"""`rooftop scene render`: every way to say where the camera is, what is written, and how wrong calls end."""
+"""`rooftop scene render`: every way to place the camera, the files that are written, and how wrong calls end."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_picture_frames_the_scene_and_a_table_says_what_it_took(run: Run, ball
     seen = covered(pixels("ball.png"))
     assert seen.shape == (48, 64)
     assert seen[24, 32]
-    assert seen.any(1).sum() > 30  # of 48 rows, nearly all
+    assert seen.any(1).sum() > 30  # nearly all of the 48 rows
     assert not seen[[0, -1]].any()
     assert not seen[:, [0, -1]].any()
     stages = {name: float(ms) for name, ms in re.findall(r"^(\w+) +([\d.]+) *$", out, re.MULTILINE)}
@@ -96,7 +96,7 @@ def test_several_outputs_stand_beside_each_other_with_captions(run: Run, ball: P
     status, _, err = run(ball, "-o", "sheet.png", *SMALL, "--show", "color", "--show", "level", "--show", "normal")
     assert status == 0, err
     sheet = pixels("sheet.png")
-    assert sheet.shape == (2 * (48 + 16), 2 * 64, 3)  # a line of 16 above each
+    assert sheet.shape == (2 * (48 + 16), 2 * 64, 3)  # a line of text, 16 high, above each picture
     top, below = sheet[:64], sheet[64:]
     for part, there in ((top[:, :64], True), (top[:, 64:], True), (below[:, :64], True), (below[:, 64:], False)):
         assert covered(part[:16]).any() == there
@@ -141,7 +141,7 @@ def test_a_turn_goes_around_and_its_velocity_shows_it(run: Run, ball: Path, box:
     colors = [{tuple(color) for color in pixels(f"turn-000{k}.png").reshape(-1, 3)} - {NIGHT} for k in range(4)]
     assert list(map(len, colors)) == [2, 2, 2, 2]  # from +x the slender box sticks out above and below the ball
     middle = [tuple(pixels(f"turn-000{k}.png")[24, 32]) for k in range(4)]
-    assert middle[0] != NIGHT  # the ball is before the box, then behind it, and aside in between
+    assert middle[0] != NIGHT  # the ball is before the box, then beside it, then behind it
     assert middle[2] != NIGHT
     assert middle[0] != middle[2]
     assert middle[1] == middle[3] == NIGHT
@@ -193,7 +193,7 @@ def test_statistics_as_json(run: Run, ball: Path) -> None:
     assert second["pictures"] == {"color": "ball-0001.png"}
     assert first["statistics"]["triangles"] > 100
     assert first["statistics"]["stage_ms"]["rasterize"] > 0
-    # The cameras are as --camera takes them.
+    # The printed cameras can be given to --camera.
     Path("cameras.json").write_text(json.dumps([first["camera"], second["camera"]]))
     status, out, err = run(
         ball, "-o", "again.png", "--camera", "cameras.json", "--json", "again.json", "--device", "cpu"
@@ -206,7 +206,7 @@ def test_statistics_as_json(run: Run, ball: Path) -> None:
 
 
 def test_a_pool_draws_the_same_picture_and_says_what_it_held(run: Run, ball: Path) -> None:
-    """In bytes or with a unit; statistics have it, too."""
+    """The pool is given in bytes or with a unit; the statistics contain its size too."""
     assert run(ball, "-o", "all.png", *SMALL)[0] == 0
     status, out, err = run(ball, "-o", "pool.png", "--pool", "1.5MB", "--json", "pool.json", *SMALL)
     assert status == 0, err
@@ -274,7 +274,7 @@ def test_the_same_camera_said_in_five_ways(run: Run, ball: Path) -> None:
         assert status == 0, err
         assert covered(pixels(f"{name}.png")).mean() > 0.15
         apart = np.abs(pixels(f"{name}.png").astype(int) - pixels("points.png")).max(-1)
-        assert (apart > 2).mean() < 0.01, name  # an angle's last digit may move an edge
+        assert (apart > 2).mean() < 0.01, name  # rounding an angle may move an edge
 
 
 def test_a_parallel_view_is_as_high_as_it_should_be(run: Run, box: Path) -> None:
@@ -321,7 +321,8 @@ def test_the_outline_of_a_scene_is_where_its_instances_are(ball: Path, box: Path
     world.add_instance(world.add_mesh(ball), transform)
     low, high = (reduce(outline(world), 0) for reduce in (np.min, np.max))
     np.testing.assert_allclose([low, high], [[2, -2, -2], [6, 2, 2]], atol=0.1)
-    world.add_instances(world.add_mesh(box), np.tile(np.eye(4), (300, 1, 1)))  # too many to look at their vertices
+    # too many triangles to read their vertices
+    world.add_instances(world.add_mesh(box), np.tile(np.eye(4), (300, 1, 1)))
     np.testing.assert_allclose(outline(world).min(0), (-3.5, -2, -2), atol=0.1)
 
 

@@ -103,7 +103,7 @@ def test_callables_bring_keywords(net: str) -> None:
 def test_keywords_of_a_builder_are_analyzed(
     options: tuple[str, ...], net: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The functions get these values, which does not require a measurement."""
+    """The builder's functions get these values, which can be tested without a measurement."""
     seen: list[dict[str, object]] = []
 
     def watching(model: nn.Module, *args: object, **kwargs: object) -> Report:
@@ -324,7 +324,7 @@ def test_exit_status_of_a_script(run: Run, tmp_path: Path) -> None:
     assert run(*words)[0] == 0
     (tmp_path / "train.py").write_text("import sys\nsys.exit(int(sys.argv[1]))")
     status, _, err = run(*words)
-    assert status == 7  # that of a plain run
+    assert status == 7  # the output of a plain run
     assert "train.py ended with exit status 7" in err
     assert len(err.splitlines()) == 1
 

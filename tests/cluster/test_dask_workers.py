@@ -84,7 +84,7 @@ class Scheduler:
 
 @pytest.fixture
 def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_port: Callable[[], int]) -> Iterator[Scheduler]:
-    """Not started yet; in a folder of its own with my.py, which the workers cannot import."""
+    """A scheduler that is not started yet, in a separate folder with my.py, which the workers cannot import."""
     (tmp_path / "program").mkdir()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "program" / "my.py").write_text(TARGETS)
@@ -131,7 +131,8 @@ def test_workers_of_a_scheduler_do_each_item_once_also_if_one_is_killed(
 
     scheduler.start(2)
     with Client(scheduler.address, timeout=120) as client:
-        client.wait_for_workers(2, timeout=120)  # else one may do all before the other begins, which is then killed
+        # otherwise one worker may do everything before the other, which is to be killed, begins
+        client.wait_for_workers(2, timeout=120)
     killed = []
 
     def kill(what: str, _: float) -> None:

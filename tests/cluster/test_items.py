@@ -40,7 +40,7 @@ def test_folders_have_what_is_below_them(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     images = [tmp_path / name for name in ("a.JPG", "b/1.png", "b/2.jpg")]
     assert find_inputs([tmp_path], "image") == ("image", images)
-    assert find_inputs([tmp_path / "b", tmp_path], "image")[1] == [*images[1:], images[0]]  # once, where it came first
+    assert find_inputs([tmp_path / "b", tmp_path], "image")[1] == [*images[1:], images[0]]  # once, in its first place
     assert find_inputs([tmp_path], "path")[1] == [*images, tmp_path / "notes.txt"]
     with pytest.raises(InputError, match=r"several kinds \(image: .*a.JPG and text: .*notes.txt\).*--as"):
         find_inputs([tmp_path])

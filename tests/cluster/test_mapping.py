@@ -131,7 +131,7 @@ def rows_of(what: str) -> int:
 
 
 def mapped(target: Any, inputs: list[str], **options: Any) -> tuple[Any, list[dict[str, Any]]]:
-    """The report and the rows of out.parquet in order, by two workers."""
+    """The report, and the rows of out.parquet in order, computed by two workers."""
     report = map_items(target, inputs, "out.parquet", device="cpu", **{"workers": 2, **options})
     rows = pq.read_table("out.parquet").to_pylist()
     return report, sorted(rows, key=lambda row: (row["input"], -1 if row["place"] is None else row["place"]))
@@ -164,7 +164,7 @@ Workers = Callable[[], list[psutil.Process]]
 
 @pytest.fixture
 def workers(children: Callable[..., list[psutil.Process]]) -> Workers:
-    """Gives those that live, without what was there before."""
+    """Gives the live workers, without processes that were there before."""
     before = children("spawn_main")
     return lambda: [each for each in children("spawn_main") if each not in before]
 
@@ -282,7 +282,8 @@ def test_functions_and_closures_can_be_given() -> None:
 
 
 def test_memory_is_bounded_with_a_slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """60 results of 1 MiB: no more items are begun than are written, fit in a part, and are in the workers' chunks."""
+    """60 results of 1 MiB: the begun items are at most those that are written, fit in a part, or are in the workers'
+    chunks."""
     monkeypatch.setattr(parts_module, "PART_BYTES", 4 << 20)
     write, begun_ahead = parts_module.Parts._write, []
 

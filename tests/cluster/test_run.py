@@ -1,5 +1,4 @@
-"""The loop alone, with workers that behave at random: each item gets one row, whatever is lost and in whichever
-order."""
+"""Only the loop, with workers that behave randomly: each item gets one row, whatever is lost and in any order."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ class DrawnWorkers:
         if fate == "h":
             first = number % len(chunk.items)
             return [Hung(chunk, first, 1 + number % (len(chunk.items) - first))]
-        # every third item fails, and the first ones have no type
+        # every third item fails, and the first results have no type
         outcomes: list[Any] = [
             Failure("third") if item.place % 3 == 0 else {"n": item.place if item.place > 4 else None}  # type: ignore[operator]
             for item in chunk.items

@@ -92,7 +92,7 @@ PRODUCTS = [
         (8 * 16 + 32 * 16 + 32) * 4,
         8 * 32 * 4,
     ),
-    # With beta 0 the addend is not read, alpha 2 is a multiplication for each result.
+    # With beta 0 the addend is not read; alpha 2 costs a multiplication for each result.
     Hand(
         "baddbmm",
         lambda: torch.baddbmm(x(2, 3, 5), x(2, 3, 4), x(2, 4, 5), beta=0, alpha=2),
@@ -188,7 +188,7 @@ CONVOLUTIONS = [
         (2 * 4 * 8 * 8 + 2 * 3 * 8 * 8 + 4 * 3 * 9) * 4,
         (2 * 3 * 8 * 8 + 4 * 3 * 9 + 4) * 4,
     ),
-    # The first layer of a network needs no gradient of its input, hence no weights.
+    # The first layer of a network needs no gradient of its input, so its weights are not read.
     Hand(
         "convolution_backward",
         lambda: backward(F.conv2d(x(2, 3, 8, 8), leaf(4, 3, 3, 3), padding=1)),

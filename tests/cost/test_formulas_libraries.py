@@ -83,7 +83,7 @@ QUANTIZATION = [
         24 * 4,
         24 * 4 + 24,
     ),
-    # Minimum and maximum besides; two flags, and four statistics that are read and written.
+    # Also minimum and maximum; two flags, and four statistics that are read and written.
     Hand(
         "aten::_fused_moving_avg_obs_fq_helper",
         lambda: torch.fused_moving_avg_obs_fake_quant(
@@ -216,7 +216,7 @@ PLACES = [
         (200 + 4 + 9) * 4,
         3 * 8 * 4,
     ),
-    # Of equal bins: a subtraction and a division for each coordinate, and bounds first if they are not given.
+    # Equal bins: a subtraction and a division for each coordinate. Bounds are computed first if they are not given.
     Hand("aten::_histogramdd_bin_edges", lambda: torch.histogramdd(x(100, 2), [3, 8]), 400, 800, (4 + 9) * 4),
     Hand("aten::_histogramdd_from_bin_cts", lambda: torch.histogramdd(x(100, 2), [3, 8]), 900, 800, 24 * 4),
     Hand("aten::histogram", lambda: torch.histogram(x(100), 8, range=(0, 1)), 300, 400, (8 + 9) * 4),
@@ -243,7 +243,7 @@ PLACES = [
         24 * 4 + 3 * 8,
         9 * 2 * 4 + 4 * 8,
     ),
-    # A mask of 24 elements let six gradients through; as many are placed as the source had.
+    # A mask of 24 elements lets six gradients through; the source's gradient has as many elements as the source.
     Hand(
         "aten::masked_scatter_backward",
         lambda: backward(x(4, 6).masked_scatter(torch.arange(24).view(4, 6) < 6, leaf(6))),
@@ -376,7 +376,7 @@ CALLS: dict[str, tuple[Call, tuple[int, int, int]]] = {
         _flash(packed=False, causal=True),
         (2 * _CAUSAL * 128 + 5 * _CAUSAL, _QKV, _QKV // 3 + _ROWS * 4),
     ),
-    # Packed, two sequences of as many positions are the least: 256 positions, two of 128.
+    # Packed sequences cost least if their lengths are equal: 256 positions are two sequences of 128.
     "flash attention, packed": (
         _flash(packed=True, causal=False),
         (2 * _ALL * 128 + 5 * _ALL, _QKV + _ENDS, _QKV // 3 + _ROWS * 4),

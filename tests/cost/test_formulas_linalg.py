@@ -79,7 +79,7 @@ FACTORIZATIONS = [
         36 * 8,
         36 * 8 + 4,
     ),
-    # (9, 6): R takes 2 * 36 (9 - 2) = 504, its six reflectors as many columns of Q another 504.
+    # (9, 6): R takes 2 * 36 (9 - 2) = 504 flops, and six columns of Q from its six reflectors another 504.
     Hand("linalg_qr", lambda: torch.linalg.qr(x(9, 6)), 504 + 504, 54 * 4, (54 + 36) * 4),
     Hand("linalg_qr", lambda: torch.linalg.qr(x(9, 6), mode="r"), 504, 54 * 4, 36 * 4),
     # All nine: 4 * 9 * 9 * 6 - 2 * 18 * 36 + 4 * 216 / 3 = 936.
@@ -109,7 +109,7 @@ FACTORIZATIONS = [
     Hand("_linalg_eigvals", lambda: aten._linalg_eigvals(x(6, 6)), 10 * 216, 36 * 4, 6 * 8),
     # (9, 6), values alone: the lesser of 4 * 9 * 36 - 4 * 72 = 1008 and 2 * 9 * 36 + 2 * 216 = 1080.
     Hand("_linalg_svd", lambda: aten._linalg_svd(x(9, 6), False, False), 1008, 54 * 4, 6 * 4),
-    # Thin factors: the lesser of 14 * 9 * 36 + 8 * 216 = 6264 and 6 * 9 * 36 + 20 * 216 = 6264: here they meet.
+    # Thin factors: the lesser of 14 * 9 * 36 + 8 * 216 = 6264 and 6 * 9 * 36 + 20 * 216 = 6264, which are equal here.
     Hand(
         "_linalg_svd",
         lambda: torch.linalg.svd(x(9, 6), full_matrices=False),
@@ -123,7 +123,7 @@ FACTORIZATIONS = [
 ]
 
 SOLVERS = [
-    # n² k, and of the matrix the 21 elements of its triangle; 15 where its diagonal is known to be one.
+    # n² k flops. The triangle of 21 elements is read; only 15 of them if its diagonal is known to be one.
     Hand(
         "linalg_solve_triangular",
         lambda: torch.linalg.solve_triangular(triangle(), x(6, 5), upper=False),
@@ -243,7 +243,7 @@ def test_cost_is_what_a_person_counts(hand: Hand) -> None:
 def test_square_textbook_counts_agree_with_each_other(size: int) -> None:
     # Golub & Van Loan: Q and R of a square matrix 8 n³ / 3, of which Q is half.
     assert reflectors(size, size, size) == pytest.approx(4 * size**3 / 3)
-    # All vectors of a square matrix: 22 n³ by Golub-Reinsch, and that is the lesser.
+    # All vectors of a square matrix: 22 n³ by Golub-Reinsch, which is the lesser of the two.
     assert singular_value_flops(size, size, vectors=True, full=True) == pytest.approx(22 * size**3)
     # A wide matrix costs what its transpose does.
     assert singular_value_flops(size, 2 * size, vectors=True, full=True) == singular_value_flops(

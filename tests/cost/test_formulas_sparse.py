@@ -84,13 +84,13 @@ PRODUCTS = [
     # 2 nnz n; the four columns address four of five rows.
     Hand("mm", lambda: coo() @ x(5, 3), 2 * 4 * 3, COO + 4 * 3 * 4, 4 * 3 * 4),
     Hand("mm", lambda: csr() @ x(5, 3), 2 * 4 * 3, CSR + 4 * 3 * 4, 4 * 3 * 4),
-    # Six blocks have two columns each, more than the six rows there are.
+    # Six blocks have two columns each, which are more than the six existing rows.
     Hand("mm", lambda: bsr() @ x(6, 3), 2 * 24 * 3, BSR + 6 * 3 * 4, 4 * 3 * 4),
     Hand("mv", lambda: coo() @ x(5), 2 * 4, COO + 4 * 4, 4 * 4),
     # From the right: four rows address all four columns of the dense factor.
     Hand("mm", lambda: x(3, 4) @ csr(), 2 * 3 * 4, CSR + 3 * 4 * 4, 3 * 5 * 4),
     Hand("bmm", lambda: torch.bmm(torch.stack([coo(), coo()]), x(2, 5, 3)), 2 * 8 * 3, 8 * 28 + 8 * 12, 2 * 4 * 3 * 4),
-    # With beta 0 the addend is not read; `torch.sparse.mm` arrives so.
+    # With beta 0 the addend is not read; `torch.sparse.mm` calls this operator with beta 0.
     Hand(
         "_sparse_addmm",
         lambda: torch.sparse.mm(leaf(coo()), x(5, 3)),
@@ -107,9 +107,9 @@ PRODUCTS = [
     ),
     # A linear layer with sparse weights (4, 5) on two rows.
     Hand("addmm", lambda: F.linear(x(2, 5), csr(), x(4)), 2 * 2 * 4 + 2 * 4, CSR + 2 * 4 * 4 + 4 * 4, 2 * 4 * 4),
-    # A row is written wherever the matrix has one: three of them, hybrid coordinates.
+    # The result has a row wherever the matrix has one: three rows, in hybrid coordinates.
     Hand("hspmm", lambda: torch.hspmm(coo(), x(5, 3)), 2 * 4 * 3, COO + 4 * 3 * 4, 3 * 8 + 3 * 3 * 4),
-    # The sum of two sparse ones: three rows of 3 from the product at least, and what was there.
+    # The sum of two sparse matrices: at least three rows of 3 from the product, and the addend's elements.
     Hand(
         "sspaddmm",
         lambda: torch.sspaddmm(coo(3), coo(), x(5, 3)),
@@ -117,7 +117,8 @@ PRODUCTS = [
         COO + COO + 4 * 3 * 4,
         13 * 20,
     ),
-    # Two sparse ones: at least one multiply-add for each of the result's five elements (20 bytes each).
+    # The product of two sparse matrices: at least one multiply-add for each of the result's five elements (20 bytes
+    # each).
     Hand("mm", lambda: coo() @ coo().t(), 2 * 3, 2 * COO, 3 * 20),
     Hand("_sparse_sparse_matmul", lambda: torch.sparse.mm(leaf(coo()), coo().t()), 2 * 3, 2 * COO, 3 * 20),
     # Where the pattern has elements: 2 k for each, and the addend.
@@ -205,7 +206,7 @@ CONVERSIONS = [
         7 * 4 + 2 * 8,
         7 * 20,
     ),
-    # Of a dense tensor what the mask has a place for; of the mask its indices.
+    # Reads the elements of the dense tensor that the mask selects, and the indices of the mask.
     Hand("sparse_mask", lambda: x(4, 5).sparse_mask(coo()), 0, 4 * 4 + 64, COO),
     Hand("sparse_mask", lambda: coo().sparse_mask(coo()), 0, COO + 64, COO),
     Hand("clone", lambda: coo().clone(), 0, COO, COO),
@@ -221,9 +222,9 @@ ARITHMETIC = [
     Hand("mul", lambda: csr() * 2, 4, CSR, CSR),
     Hand("mul_", lambda: coo().mul_(2), 4, 4 * 4, 4 * 4),
     Hand("add", lambda: coo() + coo(), 4, 2 * COO, COO),
-    # Of the dense factor four elements are needed.
+    # Four elements of the dense factor are needed.
     Hand("mul", lambda: coo() * x(4, 5), 4, COO + 4 * 4, COO),
-    # A dense sum is written whole, and changes at four places.
+    # The dense sum is written completely, but changes at only four places.
     Hand("add", lambda: x(4, 5) + coo(), 4, COO + 20 * 4, 20 * 4),
     Hand("add_", lambda: x(4, 5).add_(coo(), alpha=-0.1), 2 * 4, COO + 4 * 4, 4 * 4),
     Hand("_sparse_softmax", lambda: torch.sparse.softmax(coo(), 1), 5 * 4, COO, COO),
@@ -260,7 +261,7 @@ TRAINING = [
     Hand("add_", lambda: train(embedding(), torch.optim.SGD), 2 * 9, 24 + 36 + 36, 36),
     Hand("_coalesce", lambda: train(embedding(), torch.optim.SparseAdam), 3 * 2 + 3, 24 + 36, 16 + 24),
     Hand("sparse_mask", lambda: train(embedding(), torch.optim.SparseAdam), 0, 24 + 16, 16 + 24),
-    # The indices of the gradient of a bag are those that came in; each row is its bag's gradient, added once.
+    # The gradient of a bag has the indices of the input; each row is the gradient of its bag, added once.
     Hand(
         "_embedding_bag_backward",
         lambda: train(nn.EmbeddingBag(10, 3, sparse=True, mode="sum"), torch.optim.SGD),
@@ -303,7 +304,7 @@ GRAPHS = [
         18 * 4 + 2 * 8,
         6 * 4,
     ),
-    # A sum repeats its gradient, a mean divides it, a maximum looks where it came from.
+    # A sum repeats its gradient, a mean divides it, and a maximum looks up the source's position.
     *(
         Hand(
             "_segment_reduce_backward",

@@ -244,7 +244,7 @@ def test_analysis_of_attention_ends_nothing(measured: Ceilings) -> None:
     report = rooftop.analyze(Attends(None), torch.rand(1, 1, 64, WIDTH), ceilings=measured)
     (row,) = [row for row in report.ops if row.name == "higher_order::flex_attention"]
     assert row.flops == 64 * 64 * (4 * WIDTH + SOFTMAX_FLOPS)
-    with pytest.raises(NotImplementedError, match="backward on CPU"):  # as without us
+    with pytest.raises(NotImplementedError, match="backward on CPU"):  # as without the count
         Attends(None)(torch.rand(1, 1, 64, WIDTH))
 
 

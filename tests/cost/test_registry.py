@@ -1,4 +1,4 @@
-"""Registering formulas, and finding the one of an operator."""
+"""Formulas are registered, and the formula of an operator is found."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_work_that_raised_its_ceilings_is_not_above_its_roof(cost: Cost, above: 
     ms = before.ms / above
     raised = raise_ceilings(ceilings(), cost, ms, "aten::test")
     assert roof(cost, raised).ms <= ms * (1 + 1e-9)
-    assert roof(cost, raised).ms >= ms * (1 - 1e-9)  # and no figure is raised further than it must be
+    assert roof(cost, raised).ms >= ms * (1 - 1e-9)  # and no figure is raised further than necessary
     assert raised.raises
     assert {each.by for each in raised.raises} == {"aten::test"}
 

@@ -51,7 +51,7 @@ class Drawn:
 
 
 class Failing:
-    """Samples of which one raises."""
+    """Samples, one of which raises an error."""
 
     def __init__(self, error: BaseException, at: int = 5, count: int = 12) -> None:
         self.error, self.at, self.count = error, at, count
@@ -69,7 +69,7 @@ class Failing:
 
 
 class Signalling(Failing):
-    """Samples of which one sends a signal."""
+    """Samples, one of which sends a signal."""
 
     def __init__(self, to_parent: bool, what: signal.Signals) -> None:
         super().__init__(KeyError("never"))
@@ -98,7 +98,7 @@ def listed(batches: Iterator[LoadedBatch]) -> list[Any]:
 
 
 def shared_memory() -> set[str]:
-    """The mappings of PyTorch's shared memory in this process."""
+    """This process's mappings of PyTorch's shared memory."""
     return {line for line in Path("/proc/self/maps").read_text().splitlines() if "/torch_" in line}
 
 
@@ -107,7 +107,7 @@ Workers = Callable[[], set[int]]
 
 @pytest.fixture
 def begun() -> Workers:
-    """Gives the processes that this test has begun and that live: other tests keep some for those that follow."""
+    """Gives the live processes that this test has begun. Earlier tests keep some processes for later tests."""
     before = set(multiprocessing.active_children())
     return lambda: {each.pid for each in multiprocessing.active_children() if each not in before and each.pid}
 
@@ -297,7 +297,7 @@ def test_a_process_that_ends_itself_is_an_error() -> None:
 
 @pytest.fixture
 def _ctrl_c_raises() -> Iterator[None]:
-    """Also where the shell has started the tests in the background, and so with SIGINT ignored."""
+    """Ctrl-C raises even if the shell has started the tests in the background, where SIGINT is ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -438,10 +438,10 @@ def choice(overlaps: bool = False, **milliseconds: float) -> str | None:
 
 
 def test_the_choice() -> None:
-    assert choice(here=0.4) == "here"  # quick: nothing else is tried
-    assert choice(here=80, threads=21) == "threads"  # near a quarter: processes are not tried
+    assert choice(here=0.4) == "here"  # quick, so nothing else is tried
+    assert choice(here=80, threads=21) == "threads"  # near a quarter, so processes are not tried
     assert choice(here=80, threads=60, processes=25) == "processes"
-    assert choice(here=80, threads=60, processes=57) == "threads"  # processes must gain more
+    assert choice(here=80, threads=60, processes=57) == "threads"  # too small a gain to use processes
     assert choice(here=20, threads=30, processes=30) == "here"
     assert choice(overlaps=True, here=20, threads=30, processes=40) == "threads"  # the device does not wait
     said = Choice(("here", "threads"), 4)

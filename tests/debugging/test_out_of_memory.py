@@ -36,7 +36,7 @@ LINEAR = torch.nn.modules.linear.__file__
 
 
 def frames(*lines: tuple[str, int]) -> list[dict[str, Any]]:
-    """Innermost first, as the allocator tells them."""
+    """Stack frames, innermost first, as in the allocator's records."""
     return [{"filename": file, "line": line, "name": "forward"} for file, line in lines]
 
 
@@ -79,7 +79,7 @@ SNAPSHOT = {
     ],
     "device_traces": [
         [
-            alloc(0x2000, "module layers.9", frames(("/home/me/old.py", 1))),  # of a tensor freed since
+            alloc(0x2000, "module layers.9", frames(("/home/me/old.py", 1))),  # of a tensor that has been freed since
             alloc(0x2000, "module layers.1", IN_FORWARD),
             alloc(0x3000, "module layers.1", IN_FORWARD),
             alloc(0x10000, ""),  # on autograd's thread

@@ -234,7 +234,7 @@ def test_without_cuda_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) -> Non
     assert check.races == []
 
 
-SIZE = 1 << 23  # 32 MiB: has a segment of the allocator to itself
+SIZE = 1 << 23  # 32 MiB, large enough for a separate segment of the allocator
 
 
 def wrong() -> tuple[SourceLine, SourceLine]:
@@ -263,7 +263,7 @@ def test_on_a_gpu_a_second_check_works_and_the_first_has_ended() -> None:
         pass
     with pytest.raises(StreamRaceError, match="aten::sum reads"), check_streams():
         wrong()
-    wrong()  # outside: nobody watches
+    wrong()  # outside, where nothing is watched
     assert earlier.races == []
     with pytest.raises(ZeroDivisionError), check_streams():  # noqa: PT012 - its own exception goes before
         wrong()

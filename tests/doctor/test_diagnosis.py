@@ -430,7 +430,7 @@ def test_no_c_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpu: Non
     assert (finding.status, finding.needed) == ("broken", True)
     assert finding.command == "sudo apt-get update && sudo apt-get install -y gcc"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert look("C compiler").status == "absent"  # without a GPU nothing needs it
+    assert look("C compiler").status == "absent"  # without a GPU, nothing needs this part
     finding = look("torch.compile")
     assert (finding.status, finding.needed) == ("absent", False)
     assert finding.command == "sudo apt-get update && sudo apt-get install -y g++"

@@ -21,7 +21,7 @@ from rooftop.hardware.measuring import cache_path
 from rooftop.hardware.probes import identity
 
 Switches = dict[str, object]
-Measurement = tuple[Ceilings, Switches, Switches]  # and what was set before and after
+Measurement = tuple[Ceilings, Switches, Switches]  # and the settings before and after
 
 
 def test_json_round_trip(measured: Ceilings, tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_machines_that_come_with_rooftop_load_in_the_format_in_which_they_were_w
         assert 0.5 < there.sustained["bf16"] / there.peak("bf16") < 1
     before = {key: value for key, value in there.to_dict().items() if key not in ("sustained", "pulse", "raises")}
     before["memory"] = [{key: rate for key, rate in each.items() if key in PATTERNS} for each in before["memory"]]
-    first = Ceilings.from_dict(before)  # as the first instrument wrote it
+    first = Ceilings.from_dict(before)  # the format of the first instrument
     assert (first.sustained, first.raises) == ({}, ())
     assert first.rate(1 << 30) == there.rate(1 << 30)
 
@@ -106,8 +106,8 @@ def test_rate_is_never_below_what_was_measured(measured: Ceilings) -> None:
 def test_no_plain_loop_is_far_above_a_ceiling(
     measured: Ceilings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The machine is shared, so one of three measurements must agree within a third. (The benchmark requires 5% on a
-    dedicated GPU.)"""
+    """The machine is shared, so only one of three measurements must agree within a third. (The benchmark requires 5% on
+    a dedicated GPU.)"""
     monkeypatch.setenv("ROOFTOP_CACHE", str(tmp_path))
     size = 1 << 27
     x, y = torch.rand(size // 4), torch.empty(size // 4)

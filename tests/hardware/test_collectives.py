@@ -19,7 +19,7 @@ Left = Callable[[], list[psutil.Process]]
 
 @pytest.fixture
 def left(children: Callable[..., list[psutil.Process]]) -> Left:
-    """Processes of a measurement that live on."""
+    """Processes that outlive their measurement."""
     return lambda: children("rooftop.hardware.collectives")
 
 

@@ -34,7 +34,8 @@ def test_what_is_not_known_disturbs_nothing() -> None:
 
 
 def test_a_busy_neighbour_is_seen() -> None:
-    """A process that this one began counts as its own, so the neighbour is a grandchild that has lost its parent."""
+    """Processes that this process has started count as its own work, so the neighbour is a grandchild that has lost its
+    parent."""
     context = multiprocessing.get_context("fork")
     with Watch(torch.device("cpu")) as watch:
         parent = context.Process(target=_start_neighbour)

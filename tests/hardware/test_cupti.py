@@ -1,4 +1,5 @@
-"""CUPTI is found if it is loaded, and a process works without it: traced again, in threads, in CUDA graphs."""
+"""CUPTI is found if it is loaded. After it is detached, a process still works: traced again, in threads, in CUDA
+graphs."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ def test_threads_that_wait_in_the_standard_library_are_in_no_call() -> None:
         thread.start()
     try:
         ends = time.monotonic() + 60
-        while cupti.others_in_calls():  # one that has just begun does not wait yet
+        while cupti.others_in_calls():  # a thread that has just begun does not wait yet
             assert time.monotonic() < ends, cupti.others_in_calls()
             time.sleep(1e-3)
     finally:
@@ -109,12 +110,12 @@ def test_what_a_pool_calls_may_be_in_a_call_also_without_a_frame_of_its_own() ->
         product = pool.submit(torch.mm, a, a)
         while not cupti.others_in_calls().startswith("the thread ThreadPoolExecutor"):
             assert time.monotonic() < ends
-            if product.done():  # before this thread had its turn
+            if product.done():  # before this thread could run
                 product = pool.submit(torch.mm, a, a)
 
 
 def test_who_asks_keeps_no_caller() -> None:
-    """If the caller's frame was in a local variable of itself, all callers and their tensors waited for a garbage
+    """If a frame was stored in its own local variable, all callers and their tensors stayed until a garbage
     collection."""
 
     def caller() -> weakref.ref[torch.Tensor]:

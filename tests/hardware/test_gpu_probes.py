@@ -82,7 +82,7 @@ def test_a_product_is_computed_as_it_says(
     assert operands.hold(product)
     allowed = torch.backends.cuda.matmul.allow_tf32
     operands.call(product)()
-    assert torch.backends.cuda.matmul.allow_tf32 == allowed  # which these precisions leave off
+    assert torch.backends.cuda.matmul.allow_tf32 == allowed  # which these precisions turn off
     b, m, n, k = product.batch, product.m, product.n, product.k
     left = operands._left[: b * m * k].double()
     right = operands._right[: b * k * n].double()
@@ -127,7 +127,7 @@ def test_the_fastest_candidates_run_again_after_longer_pauses(monkeypatch: pytes
     assert [variant.run for variant in final[:2]] == [candidates[3].call, candidates[17].call]
     assert min(v.pause_s for v in final) > max(v.pause_s for v in first)
     assert samples.figures == {"flops bf16": 1000 / 0.25e-3}
-    assert best.call is final[3].run  # the fourth of the final session was the fastest there
+    assert best.call is final[3].run  # the fourth sample of the final session was the fastest of that session
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="launches Triton kernels on the CPU")

@@ -75,7 +75,7 @@ def histories(draw: st.DrawFn) -> History:
     return found
 
 
-few = settings(max_examples=40)  # an example is two or three histories of up to 17 figures each
+few = settings(max_examples=40)  # each example consists of two or three histories of up to 17 figures
 
 
 @few
@@ -118,7 +118,8 @@ def test_ceilings_alone_are_a_history_that_gives_the_same_ceilings(found: Histor
 
 
 def test_ceilings_alone_stay_disturbed_where_they_were() -> None:
-    """The best memory rate is from a measurement under load, the other figures are from a later quiet one."""
+    """The best memory rate is from a measurement under load; the other figures are from a later measurement on a quiet
+    machine."""
     loaded = history(measurement({"flops fp32": 1e9, f"memory {MIB} read": 9e9}, others=0.5))
     quiet = measurement({"flops fp32": 2e9, f"memory {MIB} read": 5e9}, at=MOMENTS[1])
     ceilings = loaded.merged(history(quiet)).ceilings()
@@ -137,7 +138,7 @@ def test_the_best_of_a_figure_is_never_pruned() -> None:
 def test_what_came_out_lower_is_named_with_the_date_of_what_stays() -> None:
     found = history(measurement({"flops fp32": 1e9, "flops bf16": 4e9}))
     found = found.merged(history(measurement({"flops fp32": 0.5e9, "flops bf16": 3.95e9}, at=MOMENTS[1])))
-    (lower,) = found.lower()  # bf16 came out the same
+    (lower,) = found.lower()  # bf16 had the same figure
     assert (lower.figure, lower.new, lower.kept, lower.kept_at) == ("flops fp32", 0.5e9, 1e9, MOMENTS[0])
 
 
@@ -229,7 +230,8 @@ def test_only_what_is_missing_is_measured(cache: Path, probes: dict[str, float])
     with pytest.raises(ValueError, match="no bf16 rate was measured"):
         first.peak("bf16")
     del probes["parts"]
-    assert measure_ceilings("cpu", precisions=["fp32", "tf32", "fp8"]) == first  # a CPU has neither of the last two
+    # a CPU has neither of the last two parts
+    assert measure_ceilings("cpu", precisions=["fp32", "tf32", "fp8"]) == first
     assert "parts" not in probes
     second = measure_ceilings("cpu", precisions={"bf16", "fp32"})
     assert probes["parts"] == 1

@@ -36,7 +36,7 @@ def put_back() -> Iterator[None]:
 
 
 def reading() -> None:
-    """As our code: whatever goes wrong in it is caught."""
+    """Run as Rooftop's code, in which every error is caught."""
     try:
         signal.raise_signal(signal.SIGUSR1)
     except Exception as error:

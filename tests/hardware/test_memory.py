@@ -15,7 +15,7 @@ def kilobytes(count: int) -> torch.Tensor:
 
 
 def test_the_peak_counts_what_lives_at_the_same_time() -> None:
-    x = kilobytes(100)  # was there before: does not count
+    x = kilobytes(100)  # existed before, so it does not count
     with track("cpu") as block:
         y = x + 1
         y = y.view(-1, 4).relu()  # the sum is freed after
@@ -125,7 +125,7 @@ def test_the_summary_ends_with_the_cpu() -> None:
 @pytest.mark.gpu
 def test_on_a_gpu_blocks_and_releases_are_those_of_the_allocator() -> None:
     torch.cuda.synchronize()
-    size = (64 << 20) + -(-release()[0].fragmented_bytes >> 21 << 21)  # fits into nothing that other tests left
+    size = (64 << 20) + -(-release()[0].fragmented_bytes >> 21 << 21)  # too large for any block that other tests left
     with track() as outer:
         torch.empty(2 * size, dtype=torch.uint8, device="cuda")
         with track("cuda") as inner:
@@ -135,7 +135,7 @@ def test_on_a_gpu_blocks_and_releases_are_those_of_the_allocator() -> None:
     summary = memory_summary()[0]
     assert summary.allocated_bytes == torch.cuda.memory_allocated()
     assert summary.limit_bytes is None
-    held = release()[0]  # x is in the block that was released before, whose other half cannot be given back
+    held = release()[0]  # x lies in the block released before, so the other half of this block cannot be given back
     assert held.fragmented_bytes >= size
     assert held.allocated_bytes >= x.nbytes
     assert held.allocated_bytes + held.fragmented_bytes == torch.cuda.memory_reserved()

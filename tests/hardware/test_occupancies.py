@@ -1,4 +1,5 @@
-"""Occupancy agrees with examples computed by hand, laws, NVIDIA's own calculator, and the driver of an existing GPU."""
+"""Occupancy agrees with examples computed by hand, with general laws, with NVIDIA's calculator, and with the driver of
+a real GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ HOPPER = (9, 0)
         (32, 16, 0, (9, 0), 32, 32, ("blocks",)),
         (128, 255, 0, (9, 0), 2, 8, ("registers",)),
         (256, 40, 0, (9, 0), 6, 48, ("registers",)),  # 12 warps of 1,280 registers in each quarter of 16,384
-        (96, 168, 0, (9, 0), 4, 12, ("registers",)),  # 3 warps in each quarter: 12, not the 12.19 of all together
+        # 3 warps in each quarter: 12 in all, not the 12.19 of the undivided registers
+        (96, 168, 0, (9, 0), 4, 12, ("registers",)),
         (128, 32, 64 * 1024, (9, 0), 3, 12, ("shared memory",)),  # 65 KiB each of 228
         (256, 32, 113 * 1024, (9, 0), 2, 16, ("shared memory",)),  # 114 KiB each: all of it
         (256, 32, 113 * 1024 + 1, (9, 0), 1, 8, ("shared memory",)),
@@ -68,7 +70,7 @@ def test_every_limit_is_named() -> None:
     unused = occupancy(256, 0, 0, (7, 0)).limits
     assert unused["registers"] is None
     assert unused["shared memory"] is None
-    assert occupancy(256, 0, 0, HOPPER).limits["shared memory"] == 228  # what the driver reserves
+    assert occupancy(256, 0, 0, HOPPER).limits["shared memory"] == 228  # reserved by the driver
 
 
 @pytest.mark.parametrize(
@@ -231,7 +233,7 @@ extern "C" int blocks(int major, int minor, int warps, int sharedBytes, int rese
 
 
 def test_equals_the_calculator_of_the_cuda_toolkit(tmp_path: Path) -> None:
-    triton = importlib.util.find_spec("triton")  # its wheel brings the toolkit's headers
+    triton = importlib.util.find_spec("triton")  # the wheel contains the toolkit's headers
     include = Path(triton.origin).parent / "backends/nvidia/include" if triton and triton.origin else None
     compiler = shutil.which("g++") or shutil.which("clang++")
     if include is None or not (include / "cuda_occupancy.h").exists() or compiler is None:
@@ -258,7 +260,7 @@ def test_equals_the_calculator_of_the_cuda_toolkit(tmp_path: Path) -> None:
     assert seen == {"warps", "blocks", "registers", "shared memory"}
 
 
-# The driver of the GPU that is here
+# The driver of this machine's GPU
 
 
 KERNEL = r"""
@@ -354,7 +356,7 @@ def test_equals_the_driver() -> None:
     capability = torch.cuda.get_device_capability()
     if capability not in MULTIPROCESSORS:
         pytest.skip(f"compute capability {capability} has no row")
-    torch.zeros(1, device="cuda")  # makes the context that the driver's calls use
+    torch.zeros(1, device="cuda")  # creates the context that the driver's calls use
     library, driver = nvrtc(), ctypes.CDLL("libcuda.so.1")
     kernels = [
         Kernel(driver, compiled(library, capability, registers, static_floats), capability)

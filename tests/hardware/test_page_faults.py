@@ -45,7 +45,7 @@ def test_a_clock_has_the_pages_of_a_step() -> None:
 
 @pytest.mark.parametrize("taking_first", [True, False])
 def test_the_wall_time_is_of_the_first_state_of_the_heap(taking_first: bool) -> None:
-    """The state before anything was recorded, whether it is the faster one or not."""
+    """The wall time is from the state before any recording, whether this state is the faster one or not."""
     taking = taking_first
 
     def step() -> None:

@@ -13,7 +13,7 @@ from rooftop.hardware.pulse import Pulse
 
 
 def taken(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> Pulse:
-    """A pulse, taken while product and read, in turns, took this long."""
+    """A pulse whose samples of the product and of the read, in turn, took this long."""
     following = iter(seconds)
     monkeypatch.setattr(pulses, "_mean_s", lambda call: next(following))
     pulse = Pulse()
@@ -33,11 +33,11 @@ def test_the_slower_of_the_two_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     product, read = 2.0 * pulses.SIDE**3, float(pulses.READ_BYTES)
     assert pulse.share_of({"product": product / 0.8, "read": read}) == ("product", pytest.approx(0.8))
     assert pulse.share_of({"product": product, "read": 2 * read}) == ("read", 0.5)
-    assert pulse.share_of({}) is None  # ceilings of before
+    assert pulse.share_of({}) is None  # ceilings from before
 
 
 def test_it_computes_what_it_counts() -> None:
-    """No processor of today multiplies or reads as fast as the bounds say."""
+    """The bounds are rates of multiplying and reading that no current processor reaches."""
     pulse = Pulse()
     pulse.take()
     assert set(pulse.rates) == {"product", "read"}
@@ -47,7 +47,7 @@ def test_it_computes_what_it_counts() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_defaults_of_the_program_change_nothing(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The multiplied and read numbers are float32 on the CPU, even if a program has other defaults."""
+    """The pulse uses float32 numbers on the CPU, even if a program has other defaults."""
     seen = []
 
     def looked_at(call: Callable[[], Tensor]) -> float:
@@ -69,7 +69,7 @@ def test_defaults_of_the_program_change_nothing(dtype: torch.dtype, monkeypatch:
 
 
 def test_a_core_that_is_taken_away_now_and_then_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each third call takes four times as long: as long as the others, on average twice."""
+    """Every third call takes four times as long as the others, so the average call takes twice as long."""
     now, calls = [0.0], [0]
     monkeypatch.setattr(pulses.time, "perf_counter", lambda: now[0])
 
@@ -85,7 +85,7 @@ def test_moments_that_differ_are_told_by_the_worst_of_both_rates(monkeypatch: py
     monkeypatch.setattr(pulses, "_mean_s", lambda call: next(seconds))
     pulse = Pulse()
     pulse.take()
-    assert pulse.varied is None  # one moment cannot differ
+    assert pulse.varied is None  # a single sample has no spread
     pulse.take()
     pulse.take()
-    assert pulse.varied == ("read", pytest.approx(0.5))  # 1, 0.5 and 1 of its median
+    assert pulse.varied == ("read", pytest.approx(0.5))  # 1, 0.5 and 1 times its median

@@ -22,7 +22,7 @@ from rooftop.hardware.topology import Peer
 GIB = 2**30
 TWO_CPUS = ["cpu", "cpu"]
 CPU = torch.device("cpu")
-PATIENCE_S = 20  # a test that waits for a thread that never comes fails after it
+PATIENCE_S = 20  # seconds after which a test fails that waits for a thread that never comes
 
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
@@ -308,7 +308,7 @@ def test_modes_of_the_calling_thread_hold_in_the_models(name: str) -> None:
     ensemble = Ensemble([Reporting(), Reporting()], TWO_CPUS, combine=list)
     with CONTEXTS[name]():
         assert ensemble() == [state()] * 2
-    assert ensemble() == [state()] * 2  # its threads are kept, their modes are not
+    assert ensemble() == [state()] * 2  # its threads are kept, but not their modes
 
 
 def test_an_exception_names_its_model_and_the_next_call_works() -> None:
@@ -382,7 +382,8 @@ def test_a_job_on_a_gpu_has_its_own_stream_and_follows_what_the_caller_launched(
 
 @pytest.mark.gpu
 def test_a_thread_whose_first_call_is_a_matrix_product_has_a_context() -> None:
-    models, x = pair("cuda:0"), torch.randn(5, 8, device="cuda:0")  # cuBLAS warns without one: an error here
+    # without a context cuBLAS warns, which is an error here
+    models, x = pair("cuda:0"), torch.randn(5, 8, device="cuda:0")
     assert torch.equal(Ensemble(models, ["cuda:0"] * 2)(x), torch.stack([model(x) for model in models]))
 
 
@@ -404,7 +405,7 @@ def test_on_two_gpus_an_ensemble_gives_what_each_model_gives_alone() -> None:
 @pytest.mark.gpu
 @needs_two_gpus
 def test_on_two_gpus_an_ensemble_takes_the_time_of_its_slower_model() -> None:
-    """Some 20 ms of work, launched in less than a tenth of that: one host launches for both."""
+    """About 20 ms of work, launched in less than a tenth of this time, so that one host can launch for both GPUs."""
     ensemble = Ensemble([Matmuls(count=100), Matmuls(count=100)], ["cuda:0", "cuda:1"])
     alone_ms = []
     with torch.inference_mode():

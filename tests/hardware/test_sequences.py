@@ -97,7 +97,8 @@ def test_single_steps_are_timed_apart() -> None:
 
 @pytest.mark.gpu
 def test_a_sequence_hides_the_host_behind_the_gpu() -> None:
-    """The host needs 30 ms for a step whose work takes the GPU 40: in sequence it is hidden, alone it is not.
+    """The host needs 30 ms for a step that takes the GPU 40 ms. The host's time is hidden in a sequence, but not in a
+    single step.
 
     Other tests may share the GPU, so both are timed in turn.
     """

@@ -80,7 +80,7 @@ def test_variants_are_interleaved() -> None:
     timings = compare(variants, device="cpu", seconds=0.02, warm_up_seconds=0.0)
     assert timings.keys() == {"a", "b"}
     changes = sum(left != right for left, right in itertools.pairwise(order))
-    assert changes >= 8  # at least five rounds of both
+    assert changes >= 8  # at least five rounds of both calls
 
 
 def test_rotation_passes_each_set_in_turn() -> None:
@@ -117,7 +117,7 @@ def test_a_replayed_launch_is_cheaper_than_an_eager_one() -> None:
 def test_rounds_take_the_variants_in_balanced_orders() -> None:
     calls: list[str] = []
     compare({name: partial(calls.append, name) for name in "abc"}, device="cpu", seconds=0.01, warm_up_seconds=0.001)
-    runs = [name for name, _ in itertools.groupby(calls)]  # a sample is many calls of one
+    runs = [name for name, _ in itertools.groupby(calls)]  # a sample consists of many calls of one function
     followers = set(itertools.pairwise(runs))
     assert {("a", "b"), ("b", "a"), ("a", "c"), ("c", "a"), ("b", "c"), ("c", "b")} <= followers
 

@@ -22,7 +22,7 @@ class NVMLError(Exception):
 
 
 class NVMLError_NotSupported(NVMLError):
-    """This GPU has no such thing."""
+    """This GPU has no such feature."""
 
 
 class NVMLError_InvalidArgument(NVMLError):

@@ -1,4 +1,4 @@
-"""The profiler's raw events are there; its tree of Python objects is never made."""
+"""The profiler's raw events can be read; its tree of Python objects is never created."""
 
 from __future__ import annotations
 

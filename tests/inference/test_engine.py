@@ -96,7 +96,7 @@ def test_a_model_in_training_mode_runs_as_in_evaluation() -> None:
     torch.testing.assert_close(got, model.eval()(x), rtol=1e-5, atol=1e-5)
     changed = Engine(model)
     nn.init.zeros_(model.fc.weight)
-    assert torch.equal(changed(x), got)  # later changes do not reach it
+    assert torch.equal(changed(x), got)  # later changes do not affect the engine
 
 
 @torch.no_grad()
@@ -157,8 +157,8 @@ def test_norms_and_softmaxes_by_rooftops_kernels() -> None:
 
 @torch.no_grad()
 def test_max_pools_by_rooftops_kernel() -> None:
-    """Only poolings whose result it returns are replaced: without indices, with sizes rounded down, and with the
-    forward of their class."""
+    """A pooling is replaced only if the kernel returns the same result: without indices, with sizes rounded down, and
+    with the `forward` of its class."""
 
     class Pool(nn.MaxPool2d):
         pass
@@ -331,7 +331,8 @@ def test_a_signature_is_captured_once_and_the_least_recently_used_goes() -> None
         assert torch.equal(engine(x), model(x))
         captures.append(graphs.captures)
         assert len(engine.report.graphs or ()) <= 2
-    #                   1  2  1  3: not 1, but 2 goes; 1 is there; 2 again: 3 goes; 2; 3 again: 1 goes
+    # At the first 3, the graph of 2 is dropped, because 1 was used later. When 2 comes again, it is captured again and
+    # 3 is dropped. The last 3 is captured again and 1 is dropped.
     assert captures == [1, 2, 2, 3, 3, 4, 4, 5]
     held = engine.report.graphs
     assert held is not None
@@ -370,7 +371,7 @@ def test_what_makes_a_signature() -> None:
     assert captures(None, 1) == 3
     assert captures([torch.ones(4)], 1.0) == 4
     assert captures((torch.ones(4),), 1.0) == 5
-    assert captures((torch.zeros(4, dtype=torch.float64),), 1.0) == 5  # it is converted anyway
+    assert captures((torch.zeros(4, dtype=torch.float64),), 1.0) == 5  # the value is converted anyway
     assert captures((torch.zeros(4, dtype=torch.int64),), 1.0) == 6
     with pytest.raises(TypeError, match=r"got a builtins\.object: pass its tensors"):
         captures(object(), 1.0)
@@ -533,7 +534,7 @@ def test_repeated_calls_see_the_inputs_of_each(gpu_engine: Engine) -> None:
         x = torch.randn(4, 3, 64, 64, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
         results.append((gpu_engine(x), eager(x)))
         x.fill_(float("nan"))  # a later write on the same stream is not seen
-    for got, expected in results:  # all still belong to the caller
+    for got, expected in results:  # all outputs still belong to the caller
         torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
     assert not torch.equal(results[0][0], results[1][0])
     x = torch.randn(4, 3, 64, 64, device="cuda")
@@ -668,7 +669,7 @@ def test_detr_with_its_lists_and_masks_is_captured() -> None:
 @pytest.mark.gpu
 @torch.no_grad()
 def test_what_is_computed_once_outlives_the_graphs_that_read_it() -> None:
-    """More sizes than graphs and constants, then the first sizes again, from several streams."""
+    """There are more sizes than kept graphs and constants. The first sizes come again, from several streams."""
     torch.manual_seed(0)
     model = Detr(BasicBlock, (1, 1, 1, 1), 5, 7, 32, 4, 2, 3, 48).eval().cuda()
     engines = [Engine(model, dtype=torch.float32, most_shapes=3), Engine(model, dtype=torch.float32, graphs=False)]
@@ -687,7 +688,7 @@ def test_what_is_computed_once_outlives_the_graphs_that_read_it() -> None:
 
 
 class Waiting(nn.Module):
-    """The host needs a value from the GPU, or waits for it: this cannot be captured."""
+    """A model in which the host needs a value from the GPU, or waits for the GPU. This cannot be captured."""
 
     def __init__(self, explicitly: bool) -> None:
         super().__init__()
@@ -712,13 +713,13 @@ def test_a_model_that_waits_runs_without_graphs_and_says_so(explicitly: bool) ->
     x = torch.randn(2, 4, device="cuda")
     with pytest.warns(RuntimeWarning, match="runs without a CUDA graph, since the model cannot be captured"):
         first = engine(x)
-    assert torch.cuda.current_stream() == stream  # the failed capture left its own
+    assert torch.cuda.current_stream() == stream  # the failed capture left its memory
     assert torch.cuda.get_sync_debug_mode() == 0
     torch.testing.assert_close(first, model(x))
     torch.testing.assert_close(engine(-x), model(-x))
     (why,) = engine.report.refused.values()
     assert ("Error" if explicitly else "test_engine.py") in why
-    # The GPU works as before, its random numbers and captures, too.
+    # The GPU works as before, and so do its random numbers and captures.
     other = Engine(network().eval().cuda())
     images = torch.randn(2, 3, 64, 64, device="cuda")
     torch.testing.assert_close(other(images), eager_twin(other)(images), rtol=1e-2, atol=1e-2)
@@ -767,6 +768,6 @@ def test_a_caller_s_capture_is_refused(gpu_engine: Engine) -> None:
     x = torch.randn(2, 3, 64, 64, device="cuda")
     gpu_engine(x)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        x.add_(0)  # an empty graph is a warning
+        x.add_(0)  # an empty graph causes a warning
         with pytest.raises(RuntimeError, match="graphs=False"):
             gpu_engine(x)

@@ -224,7 +224,7 @@ def test_a_call_whose_sizes_are_not_known_is_uncovered(monkeypatch: pytest.Monke
 
 
 def rows_of(report: Report, name: str) -> list[OperatorRow]:
-    """By the sizes with which they ran."""
+    """The number of rows, from the sizes of the calls."""
     found = [row for row in report.ops if row.name == name and row.phase == "forward"]
     return sorted(found, key=lambda row: row.bytes)
 

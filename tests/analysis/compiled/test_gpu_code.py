@@ -55,4 +55,4 @@ def test_attention_norms_and_embeddings(kernels_of: Callable[[str], list[dict[st
     assert [kernel for kernel in kernels if kernel["moved"] is None] == []
     gradient = 4 * 1000 * 256  # of the table of tokens, in float32
     assert [0, gradient] in named(kernels, "embedding_dense_backward")  # filled with zeros
-    assert [gradient, gradient // 2] in named(kernels, "embedding_dense_backward")  # and cast in the end
+    assert [gradient, gradient // 2] in named(kernels, "embedding_dense_backward")  # and cast at the end

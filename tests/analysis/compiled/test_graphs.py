@@ -413,7 +413,8 @@ def test_code_compiled_before_any_analysis_is_uncovered_not_dropped(shown: bool,
 @pytest.fixture
 def gpu_network(request: pytest.FixtureRequest) -> tuple[nn.Module, Tensor]:
     if request.param == "resnet":
-        # Channels last, as the compiler wants it. Otherwise it lays out weights again at each step, which moves bytes.
+        # The compiler wants channels last. With another layout it rearranges the weights at each step, which moves
+        # bytes.
         model = rooftop.models.resnet18().to("cuda", memory_format=torch.channels_last)
         return model, torch.randn(8, 3, 64, 64, device="cuda").contiguous(memory_format=torch.channels_last)
     transformers = request.getfixturevalue("transformers")

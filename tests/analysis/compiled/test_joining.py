@@ -133,7 +133,7 @@ def test_the_same_library_call_twice_is_taken_in_order() -> None:
 
 
 def test_a_library_call_that_the_graph_does_not_know_takes_nobody_elses_work() -> None:
-    """A copy of an input before the first kernel, while the graph has a copy after the second kernel."""
+    """An input is copied before the first kernel, but the graph has a copy only after the second kernel."""
     events = [
         Event(RUN, 0, 1000, 1),
         Event("aten::copy_", 5, 5, 2, kinds=["float", "float", "Scalar"], sizes=[[4], [4], []], values=["", "", False]),
@@ -369,7 +369,7 @@ def test_a_replay_has_the_work_of_the_sizes_that_it_was_called_with() -> None:
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [1, 0, 2]], ids=["between", "before"])
 def test_a_graph_replayed_in_parts_does_its_work_once(order: list[int]) -> None:
-    """Inductor splits a graph where an operator cannot be captured, which then runs between two replays."""
+    """Inductor splits a graph at an operator that cannot be captured. This operator then runs between two replays."""
     events = [
         Event(RUN, 0, 500, 1),
         Event("cudaGraphLaunch", 100, 20, 50),

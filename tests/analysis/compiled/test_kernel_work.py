@@ -255,7 +255,8 @@ def test_a_library_call_does_its_own_work_and_its_neighbours_theirs(rows: int, i
 
 
 def test_operands_that_a_kernel_computed_are_no_work_of_the_library_that_lists_them() -> None:
-    """Inductor lists the nodes of an operand with the call too, and the call with the kernel that computes it."""
+    """Inductor lists the nodes of an operand with the call too, and lists the call with the kernel that computes the
+    operand."""
     graph = traced(linear, torch.zeros(4, 6), torch.zeros(6, 5))
     relu, mm, exp = computed(graph)
     listed = [("triton_a_0", [relu, mm]), ("torch.ops.aten.mm.default", [mm, relu]), ("triton_b_1", [exp])]

@@ -228,7 +228,8 @@ def sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, foreach=True)  # its steps are float32, and squares are products
+    # its step counts are float32, and squares are computed as products
+    return torch.optim.AdamW(parameters, foreach=True)
 
 
 def fused(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
