@@ -1,6 +1,6 @@
 """Under autocast a public function's result has the dtype of the PyTorch function that it stands for.
 
-PyTorch is the oracle: on the CPU as it is; for a GPU by fake tensors, which PyTorch's autocast casts as it does real
+PyTorch is the oracle: directly on the CPU, and for a GPU with fake tensors, which PyTorch's autocast casts like real
 ones.
 """
 
@@ -23,7 +23,7 @@ from rooftop.kernels.operands.autocasting import result_dtype
 from rooftop.testing import assert_as_accurate
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
-Function = Callable[[Tensor, Tensor, Tensor], Any]  # of rows (4, 8), a parameter (8,) and targets (4,)
+Function = Callable[[Tensor, Tensor, Tensor], Any]  # functions of rows (4, 8), a parameter (8,) and targets (4,)
 
 
 def total_and_norm(norm: Callable[..., Tensor], x: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,7 +82,7 @@ PAIRS: dict[str, tuple[Function, Function]] = {
 
 
 def of(kind: Callable[..., torch.nn.Module], x: Tensor) -> Tensor:
-    """With the float32 parameters that a model under autocast has, on the device of x."""
+    """The function with float32 parameters, as in a model under autocast, on the device of x."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     module = kind(8, device="meta")
     for name, parameter in module.named_parameters():
@@ -93,7 +93,7 @@ def of(kind: Callable[..., torch.nn.Module], x: Tensor) -> Tensor:
 
 @contextmanager
 def autocasting(device: str, *enabled: bool) -> Iterator[None]:
-    """One `with torch.autocast` in another; a PyTorch without CUDA refuses to enter it for a GPU."""
+    """One `with torch.autocast` inside another. A PyTorch without CUDA refuses to enter autocast for a GPU."""
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     torch.set_autocast_enabled(device, enabled[-1])
     torch.set_autocast_dtype(device, torch.bfloat16)
@@ -123,7 +123,7 @@ def test_the_dtype_is_pytorchs(name: str, device: str, enabled: tuple[bool, ...]
                 try:
                     expected = dtypes_of(theirs, device, dtype, parameter)
                 except RuntimeError:
-                    continue  # what PyTorch refuses
+                    continue  # calls that PyTorch refuses
                 assert dtypes_of(ours, device, dtype, parameter) == expected, (dtype, parameter)
 
 
@@ -135,7 +135,7 @@ def test_nested_as_a_user_writes_it() -> None:
         with torch.autocast("cpu", enabled=False):
             assert kernels.cross_entropy(x, torch.arange(4)).dtype == torch.bfloat16
         assert kernels.cross_entropy(x, torch.arange(4)).dtype == torch.float32
-    with autocasting("cuda", True):  # of another device
+    with autocasting("cuda", True):  # the autocast of another device
         assert kernels.layer_norm(x, 8).dtype == kernels.softmax(x).dtype == torch.bfloat16
     assert result_dtype("layer_norm", torch.empty(2, device="meta", dtype=torch.bfloat16)) == torch.bfloat16
 
@@ -162,7 +162,7 @@ WIDE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 def test_half_precision_is_not_rounded_before_a_result_in_float32(
     name: str, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    """What a GPU does under autocast: half precision is read, float32 written, and the gradient is half precision."""
+    """Under autocast, a GPU reads half precision and writes float32, and the gradient is half precision."""
     torch.manual_seed(0)
     rows, parameter = torch.randn(shape).mul(4).to(dtype), torch.randn(shape[1])
 
@@ -179,7 +179,7 @@ def test_half_precision_is_not_rounded_before_a_result_in_float32(
     found, plain, exact = results(ours, dtype), results(theirs, torch.float32), results(theirs, torch.float64)
     assert found[0].dtype == torch.float32
     if len(found) == 4:
-        assert found[1].dtype == dtype  # the sum keeps the dtype of what is added
+        assert found[1].dtype == dtype  # the sum keeps the dtype of the addend
         return
     for mine, eager, truth in zip(found, plain, exact, strict=True):
         assert_as_accurate(mine, eager, truth.double())

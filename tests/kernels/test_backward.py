@@ -1,5 +1,6 @@
-"""Laws of every backward: within autocast it gives the gradients of one outside, as PyTorch's own operators do, and
-autograd makes no zeros for what it takes along from forward, which would cost as much as to read it."""
+"""Laws of every backward pass. Inside autocast it gives the same gradients as outside, like PyTorch's own operators.
+Autograd creates no zeros for additional results of forward, because writing zeros would cost as much as reading these
+results."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Every operator of the `rooftop::` namespace can be traced, has a derivative or refuses one, and costs what a count by
-hand gives.
+"""Every operator of the `rooftop::` namespace can be traced, has a derivative or refuses one, and has the cost of a
+count by hand.
 
 `rooftop analyze` therefore knows the roof of a model that uses them all.
 """
@@ -30,7 +30,7 @@ ELSEWHERE = {
     "site_norm",
     "site_norm_backward",
 }  # rooftop.sparse's, if something imported it
-OPERATORS = sorted(  # those of the kernels; each is registered when its file is imported
+OPERATORS = sorted(  # the kernels' operators, each registered when its file is imported
     name.removeprefix("rooftop::")
     for name in torch._C._dispatch_get_all_op_names()
     if name.startswith("rooftop::") and "." not in name and name.removeprefix("rooftop::") not in ELSEWHERE
@@ -101,18 +101,19 @@ CASES: dict[str, tuple[Callable[[], Any], Count]] = {
         lambda: learn(kernels.conv_lstm_gates, GATES, STATE),
         ((3 * 6 + 2 * 7 + 15) * 6, F4 * (24 + 18), F4 * 30),
     ),
-    # two steps: a convolution for the second with its sums, and the gates of both
+    # two steps: a convolution with its sums for the second step, and the gates of both
     "conv_lstm_sequence": (
         lambda: kernels.conv_lstm_sequence(STEPS, RECURRENT),
         (2 * 3 * 48 + (2 * 26 + 4) * 6, F4 * (48 + 48), F4 * (12 + 6)),
     ),
-    # two gradients of one convolution; the gates' backward of both steps, and the sum of one state's two gradients;
-    # read the sums, the first result, the cells, gradients of results and cell; written those of gates, kernel and cell
+    # two gradients of one convolution, the gates' backward of both steps, and the sum of one state's two gradients.
+    # Read are the sums, the first result, the cells, and the gradients of results and cell; written are the gradients
+    # of gates, kernel and cell
     "conv_lstm_sequence_backward": (
         lambda: learn(kernels.conv_lstm_sequence, STEPS, RECURRENT),
         (4 * 3 * 48 + (2 * 47 + 1) * 6, F4 * (48 + 48 + 6 + 12 + 12 + 6), F4 * (48 + 48 + 6)),
     ),
-    # four rows of three of the table's six
+    # four rows, which use three of the table's six rows
     "embedding": (lambda: kernels.embedding(CLASSES, HEAD), (0, F4 * 12 + I8 * 4, F4 * 12)),
     "embedding_backward": (lambda: learn(kernels.embedding, CLASSES, HEAD), (12, F4 * 12 + I8 * 4, F4 * 18)),
     # maximum, subtraction, exponential, sum; a loss and two statistics of each row are written
@@ -126,7 +127,7 @@ CASES: dict[str, tuple[Callable[[], Any], Count]] = {
         (5 * 24, F4 * 24 + I8 * 4, F4 * 25),
     ),
     "scale_gradient": (lambda: torch.ops.rooftop.scale_gradient(X, torch.tensor(0.5)), (24, F4 * 25, F4 * 24)),
-    # whether the factor is 1 is all that must be read
+    # only the test whether the factor is 1 must be read
     "scale_gradient_": (lambda: torch.ops.rooftop.scale_gradient_(X.clone(), torch.tensor(0.5)), (0, F4, 0)),
     # three matrix products
     "linear_cross_entropy": (
@@ -145,19 +146,19 @@ CASES: dict[str, tuple[Callable[[], Any], Count]] = {
         lambda: kernels.sparse_conv(HIDDEN, TAPS, ROW[:2], LINE, pair_count=10),
         (2 * 10 * 6 + 8, F4 * (12 + 18 + 2 + 12), F4 * 8),
     ),
-    # without the number of pairs, one for each result
+    # without the number of pairs, one pair for each result is assumed
     "sparse_conv_backward": (
         lambda: learn(lambda x, w, b: kernels.sparse_conv(x, w, b, LINE), HIDDEN, TAPS, ROW[:2]),
         (2 * 2 * 4 * 6 + 8, F4 * (8 + 12 + 18 + 12), F4 * (12 + 18 + 2)),
     ),
-    # a sum for each result, the fewest that there can be, and a division; how many neighbours there are is written too
+    # at least a sum for each result, and a division; the number of neighbours is written too
     "sparse_pool": (lambda: kernels.sparse_avg_pool(HIDDEN, LINE), (2 * 12, F4 * (12 + 12), F4 * (12 + 4))),
     # a comparison and a sum for each result; gradient, result, features and table
     "sparse_pool_backward": (
         lambda: learn(lambda x: kernels.sparse_max_pool(x, LINE), HIDDEN),
         (2 * 12, F4 * (12 + 12 + 12 + 12), F4 * 12),
     ),
-    # six batch elements of which four have one site each: a sum for each feature, a division for each result
+    # six batch elements, four of which have one site each: a sum for each feature, a division for each result
     "sparse_global_pool": (
         lambda: kernels.sparse_global_avg_pool(HIDDEN, CLASSES, 6),
         (12 + 18, F4 * 12 + I8 * 4, F4 * (18 + 6)),
@@ -201,7 +202,7 @@ CASES: dict[str, tuple[Callable[[], Any], Count]] = {
         lambda: learn(kernels.merge_attention_states, HEADS, LSE, HEADS + 1, LSE + 1),
         (5 * 120 + 15 * 30, F4 * 450, F4 * 300),
     ),
-    # 14 positions in three pages of five, of one head of keys, to which five of queries look
+    # 14 positions in three pages of five, with one head of keys for five heads of queries
     "paged_attention": (
         lambda: kernels.paged_attention(HEADS[0], HEADS[:, :1], HEADS[:, 1:2], *PAGES, positions=14),
         (14 * 5 * (4 * 4 + 5), F4 * (60 + 2 * 14 * 4) + I8 * (3 + 3), F4 * 60),
@@ -225,7 +226,7 @@ CASES: dict[str, tuple[Callable[[], Any], Count]] = {
         lambda: learn(kernels.trilinear_interpolate_cuda, CELLS, POINTS),
         (3 * 96, F4 * 120, F4 * 108),
     ),
-    # a product of each element that is kept or not; the mask is made, not read
+    # a product for each element, kept or not; the mask is created, not read
     "counter_dropout": (lambda: kernels.counter_dropout(X, 0.5, 3), (24, F4 * 24, F4 * 24)),
     # a product and a sum
     "random_normal": (lambda: kernels.random_normal((4, 6), 3), (2 * 24, 0, F4 * 24)),
@@ -234,7 +235,7 @@ CASES: dict[str, tuple[Callable[[], Any], Count]] = {
 }
 
 
-WITHOUT_AUTOGRAD = {  # what calls these refuses tensors that autograd watches, or they have no tensors
+WITHOUT_AUTOGRAD = {  # their callers refuse tensors that need gradients, or they take no tensors
     "activation", "max_pool2d", "merge_attention_states_", "paged_attention", "random_normal", "random_uniform",
     "rope_", "scale_gradient_",
 }  # fmt: skip
@@ -317,7 +318,7 @@ def test_a_model_of_all_operators_is_covered(predicted: bool) -> None:
     h200 = ceilings_of("h200")
     if predicted:
         report = rooftop.predict(Everything(), X, train=True, ceilings=h200)
-    else:  # against some ceilings: to measure those of this machine takes longer
+    else:  # some ceilings, because measuring those of this machine takes longer
         report = rooftop.analyze(Everything(), X, train=True, ceilings=replace(h200, kind="cpu"))
     assert report.coverage == 1.0
     assert [row.name for row in report.uncovered] == []

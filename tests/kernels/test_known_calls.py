@@ -1,5 +1,5 @@
-"""What is decided once for calls of known shapes, strides and dtypes: any sequence of calls gives the bits that it
-gives where nothing is known.
+"""Decisions are remembered for calls with known shapes, strides and dtypes. Any sequence of calls gives the same bits
+as without remembered decisions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Inputs:
         return torch.randint(below, shape, generator=self.generator).to(self.device)
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, learned: bool = True) -> Tensor:
-        """Dense, transposed, with gaps, or off a multiple of 16 bytes."""
+        """A tensor that is dense, transposed, with gaps, or at an address that is no multiple of 16 bytes."""
         kind = self.one("dense", "dense", "transposed", "gaps", "offset")
         values = self.numbers(*shape).to(dtype)
         if kind == "transposed" and len(shape) > 1:
@@ -240,7 +240,7 @@ def test_calls_of_several_threads() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_calls_in_other_modes(device: str) -> None:
-    """What is known from one mode serves the others, and results belong to the mode of their call."""
+    """Decisions from one mode are used in the others, but results belong to the mode of their call."""
     x = torch.randn(3, 8, device=device)
     for _ in range(3):
         with torch.inference_mode():
@@ -318,7 +318,7 @@ def test_the_third_call_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.skipif(not INTERPRETED, reason="without kernels nothing is launched again")
 def test_one_tensor_as_two_arguments() -> None:
-    """Its pointers would stand for two."""
+    """Otherwise one pointer would stand for two arguments."""
     known_calls.forget()
     gate, up = torch.randn(3, 8), torch.randn(3, 8)
     for _ in range(4):

@@ -1,7 +1,9 @@
-"""The numerics gate holds for every draw, not only for the seeds of other tests: few rows and many, far from zero too.
+"""The numerics gate holds for every draw, not only for the seeds of other tests: for few and many rows, and for values
+far from zero.
 
-Each test takes many small draws with an odd number of columns; float64 PyTorch is the truth, float32 PyTorch the
-measure. A mean rounded to float32, or statistics rounded before backward uses them, fail in some of these draws.
+Each test takes many small draws with an odd number of columns. PyTorch in float64 is the reference, and its error in
+float32 is the limit. A mean rounded to float32, or statistics rounded before backward uses them, fail in some of these
+draws.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from rooftop.sparse.site_norms import site_norm
 from rooftop.testing import assert_as_accurate
 
 EPS = 1e-5
-Function = Callable[..., Any]  # of x (M, N), weight (N,), bias (N,) and targets (M,)
+Function = Callable[..., Any]  # functions of x (M, N), weight (N,), bias (N,) and targets (M,)
 
 
 def pair(name: str, **keywords: Any) -> tuple[Function, Function]:

@@ -1,4 +1,4 @@
-"""The tables of the pages are what benchmarks/kernels/tables.py makes of the committed figures.
+"""The tables of the pages are those that benchmarks/kernels/tables.py makes from the committed figures.
 
 The snippets of docs/kernels.md and docs/operators.md run.
 """
@@ -109,8 +109,8 @@ def test_what_was_not_measured_says_how(tmp_path: Path) -> None:
 
 
 def tensors(snippet: str) -> dict[str, Any]:
-    """The variables that the page's snippets leave to the reader, with small shapes. Some names have other shapes
-    elsewhere."""
+    """The variables that the page's snippets do not define, with small shapes. Some names have other shapes in other
+    snippets."""
     rows, heads = torch.randn(4, 8, requires_grad=True), torch.randn(1, 2, 6, 8)
     names = ("x", "residual", "gate", "hidden", "logits", "both")
     by_shape = {**dict.fromkeys(names, rows), **dict.fromkeys(("query", "key", "value", "key_a", "key_b"), heads)}
@@ -135,7 +135,7 @@ def test_every_snippet_of_the_pages_runs(snippet: str) -> None:
 def test_the_overview_names_every_operator_and_module() -> None:
     overview = PAGE[: PAGE.index("\n## ")]
     operators = {name for name in kernels.__all__ if name.islower() and not name.endswith("_plan")}
-    operators.remove("decompositions")  # of exported programs, in a section of its own
+    operators.remove("decompositions")  # of exported programs, in a separate section
     modules = {name for name in nn.__all__ if name[0].isupper() and name not in ("Replacement", "KINDS")}
     assert {name for name in operators | modules if f"`{name}`" not in overview} == set()
 

@@ -1,7 +1,7 @@
 """For any arguments, the public operators return what PyTorch returns, or say which argument is wrong.
 
-A table of all of them beside PyTorch, and laws over the table: wrong types, dtypes, shapes and devices, empty,
-strided, repeated and huge tensors, tensors of inference mode.
+A table lists all operators with their PyTorch counterparts. The laws over the table cover wrong types, dtypes, shapes
+and devices, empty, strided, repeated and huge tensors, and tensors of inference mode.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class Public:
-    """A public function: its tensors by name, as dimensions that `sizes` gives ("M N"), `theirs`, which computes the
-    same from the same tensors, and other keywords, some of which follow from the tensors (`ours_alone`)."""
+    """A public function. Its tensors have names, and dimensions whose sizes are in `sizes` ("M N"). `theirs` computes
+    the same from the same tensors. There are other keywords, some of which follow from the tensors (`ours_alone`)."""
 
     name: str
     shapes: dict[str, str]
     theirs: Callable[..., Any]
     keywords: Arguments
     integers: tuple[str, ...] = ()  # arguments that are tokens or classes, below the size V
-    fixed: tuple[str, ...] = ()  # dimensions that cannot be another size
-    most: int = 1 << 62  # of which a dimension can be
+    fixed: tuple[str, ...] = ()  # dimensions that cannot have another size
+    most: int = 1 << 62  # sizes that a dimension can have
     normalized: bool = False  # normalized_shape follows from the last dimension
     ours_alone: Callable[[Arguments], Arguments] = lambda arguments: {}
 
@@ -125,7 +125,7 @@ def conv_lstms(gates: Tensor, kernel: Tensor, hidden: Tensor, cell: Tensor) -> t
 
 
 def windows(query_key_value: Tensor, bias: Tensor, padding: Tensor, heads: int, window: tuple[int, int]) -> Tensor:
-    """Of two heads, 2 x 2 positions each, neither shifted."""
+    """Unshifted windows of two heads, each with 2 x 2 positions."""
     batch, height, width, channels = query_key_value.shape
     if bias.shape != (2, 4, 4) or padding.shape != (channels,):
         raise ValueError("expected a bias of each head and pair, and one vector beyond the map")
@@ -140,13 +140,13 @@ def windows(query_key_value: Tensor, bias: Tensor, padding: Tensor, heads: int, 
 
 
 def dropped(x: Tensor, p: float, key: int) -> Tensor:
-    """Of p = 1 / 2 the first bit of each number decides."""
+    """For p = 1 / 2, the first bit of each number decides."""
     numbers = kernels.random_uniform(x.shape, key, device=x.device)
     return torch.where(numbers < p, 0.0, x / (1 - p))
 
 
 def sites_of_a_line(arguments: Arguments) -> Arguments:
-    """Each meets the one before, itself and the one after."""
+    """The neighbours of each site are the site before, itself and the site after."""
     features = arguments["features"]
     count, device = (len(features), features.device) if isinstance(features, Tensor) and features.dim() else (4, "cpu")
     neighbours = torch.arange(count, device=device)[:, None] + torch.arange(-1, 2, device=device)
@@ -159,7 +159,7 @@ def along_a_line(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def pooled_along_a_line(features: Tensor, average: bool) -> Tensor:
-    """All that equal a maximum get its gradient."""
+    """All values that equal a maximum get its gradient."""
     nothing = 0.0 if average else -math.inf
     padded = F.pad(features, (0, 0, 1, 1), value=nothing)
     around = torch.stack((padded[:-2], padded[1:-1], padded[2:]), 1)
@@ -172,7 +172,7 @@ def pooled_along_a_line(features: Tensor, average: bool) -> Tensor:
 
 
 def thirds(arguments: Arguments) -> Arguments:
-    """Every third row is of the same batch element."""
+    """Every third row belongs to the same batch element."""
     features = arguments["features"]
     count, device = (len(features), features.device) if isinstance(features, Tensor) and features.dim() else (4, "cpu")
     return {"batch": torch.arange(count, device=device) % 3, "batch_size": 3}
@@ -186,7 +186,7 @@ def pooled_by_thirds(features: Tensor, average: bool) -> Tensor:
 
 
 def two_pages_each(arguments: Arguments) -> Arguments:
-    """Sequence b has the pages b and b + 1, whatever their number, and all their positions but b."""
+    """Sequence b has the pages b and b + 1, whatever their number, and all their positions except b."""
     query, keys = arguments["query"], arguments["keys"]
     whole = isinstance(query, Tensor) and isinstance(keys, Tensor) and query.dim() == 3 and keys.dim() == 4
     batch, count, page, device = (len(query), len(keys), keys.shape[2], query.device) if whole else (2, 6, 5, "cpu")
@@ -201,7 +201,7 @@ def of_two_pages(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     key, value = (t[more["pages"]].transpose(1, 2).flatten(2, 3) for t in (keys, values))  # (B, H, 2 P, D)
     seen = torch.arange(key.shape[2], device=key.device) < more["lengths"][:, None]
     found = F.scaled_dot_product_attention(query[:, :, None], key, value, seen[:, None, None])
-    return found[:, :, 0].nan_to_num()  # of no position: nothing
+    return found[:, :, 0].nan_to_num()  # a sequence without positions has no result
 
 
 HEAD, WINDOWS = "B H S D", {"heads": 2, "window": (2, 2)}
@@ -306,7 +306,7 @@ PUBLIC = [
         for name in ("trilinear_interpolate", "trilinear_interpolate_cuda")
     ),
 ]
-# they compute nothing themselves, or (the second set) have no tensors among their arguments
+# functions that compute nothing themselves, or (the second set) have no tensors among their arguments
 NO_OPERATORS = {"AttentionPlan", "decompositions", "fused"} | {
     f"{name}_plan"
     for name in ("attention", "conv_act", "layer_norm", "linear_act", "max_pool2d", "reduction", "softmax")
@@ -314,7 +314,7 @@ NO_OPERATORS = {"AttentionPlan", "decompositions", "fused"} | {
 NO_TENSORS = {"Box", "random_key", "random_normal", "random_uniform"}
 SIZES = {"B": 2, "H": 3, "G": 2, "S": 5, "D": 8, "C": 4, "M": 4, "N": 6, "K": 3, "V": 7}
 WITHOUT_GRADIENT = {"argmax", "argmin", "max_pool2d", "paged_attention"}
-NAMES = {  # what messages call the arguments, beside their names
+NAMES = {  # the messages' other words for arguments
     **dict.fromkeys(("add", "mul", "axpy"), ("tensors",)),
     **dict.fromkeys((p.name for p in PUBLIC if p.normalized), ("normalized_shape",)),
     "relu": ("relu of booleans",),
@@ -346,7 +346,7 @@ def tensors_of(public: Public, sizes: Sizes = SIZES, **options: Any) -> dict[str
 
 
 def learned(public: Public, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Those that get a gradient: not the tables of rotary embeddings, nor the weights of classes."""
+    """The tensors that get a gradient. The tables of rotary embeddings and the weights of classes get none."""
     without = {"cos", "sin", *public.integers, *(["weight"] if public.name == "cross_entropy" else [])}
     return {name: t for name, t in tensors.items() if name not in without}
 
@@ -366,7 +366,8 @@ def outcome(public: Public, function: Callable[..., Any], tensors: dict[str, Ten
 
 
 def assert_as_torch(public: Public, tensors: dict[str, Tensor], copied: bool = False) -> None:
-    """The same results and gradients; where PyTorch raises, a TypeError or ValueError. `copied`: it gets copies."""
+    """Results and gradients are PyTorch's. If PyTorch raises an error, Rooftop raises TypeError or ValueError.
+    `copied`: PyTorch gets copies."""
     copies = {name: t.clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
     try:
         expected = outcome(public, public.peer, copies if copied else tensors)
@@ -375,7 +376,7 @@ def assert_as_torch(public: Public, tensors: dict[str, Tensor], copied: bool = F
             outcome(public, public.ours, tensors)
         return
     found = outcome(public, public.ours, tensors)
-    if public.name in MEANS_OF_LOSSES and tensors["target"].numel() == 0:  # PyTorch's mean of nothing is NaN
+    if public.name in MEANS_OF_LOSSES and tensors["target"].numel() == 0:  # PyTorch's mean of no elements is NaN
         expected = [torch.zeros_like(expected[0]), *expected[1:]]
     torch.testing.assert_close(found, expected, equal_nan=True)
 
@@ -503,9 +504,10 @@ WITH_ITS_ATTENTION = ("attention", "paged_attention")
 @pytest.mark.gpu
 @each_public
 def test_on_a_gpu(public: Public, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fits, strides and dimensions without elements. (Without classes, PyTorch's kernels stop the process; norms
-    of rows without elements are compared on the CPU, and so are tables without columns, to which its backward writes.
-    Its attention takes every address for a multiple of 16, and refuses to be differentiated where there is nothing.)"""
+    """Valid arguments, strides, and dimensions without elements. (Without classes, PyTorch's kernels stop the process.
+    Norms of rows without elements are compared on the CPU, and so are tables without columns, because PyTorch's
+    backward writes to them. PyTorch's attention assumes that every address is a multiple of 16, and has no derivative
+    for empty tensors.)"""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # for convolutions
     tensors = tensors_of(public, device="cuda")
     assert_as_torch(public, tensors)
@@ -550,7 +552,7 @@ def test_ten_runs_have_the_same_bits(public: Public) -> None:
 @each_public
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_ten_runs_have_the_same_bits_on_a_gpu(public: Public, dtype: torch.dtype) -> None:
-    # Back ends of attention, and cuDNN's gradients of weights, are so only then.
+    # Back ends of attention and cuDNN's gradients of weights are deterministic only then.
     torch.use_deterministic_algorithms(public.name in ("attention", "conv_act", "conv_lstm_sequence"))
     try:
         assert_the_same_bits(public, LARGE, dtype, "cuda")
@@ -566,7 +568,8 @@ def test_tensors_of_inference_mode(public: Public) -> None:
     with torch.inference_mode():
         tensors = tensors_of(public)
         torch.testing.assert_close(public.ours(**tensors), expected)
-    torch.testing.assert_close(public.ours(**tensors), expected)  # and outside of it, where nothing needs a gradient
+    # and outside of inference mode, where nothing needs a gradient
+    torch.testing.assert_close(public.ours(**tensors), expected)
 
 
 @each_public

@@ -1,4 +1,5 @@
-"""Derivatives of derivatives, forward mode and the transforms of `torch.func`: right, or refused with what to use.
+"""Derivatives of derivatives, forward mode and the transforms of `torch.func` are correct, or are refused with a
+remedy.
 
 PyTorch's functions are the oracle, in float64, by the table of `test_robustness.py`; `torch.autograd.gradgradcheck`
 compares with finite differences. Nothing may give a second derivative that lacks a term.
@@ -158,7 +159,7 @@ def test_third_derivatives_and_hessians() -> None:
     x, weight = torch.randn(3, 4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
 
     def written_out(x: Tensor) -> Tensor:
-        """As PyTorch's layer norm, whose own third derivatives are wrong."""
+        """A layer norm of single operators, because third derivatives of PyTorch's layer norm are wrong."""
         apart = x - x.mean(1, keepdim=True)
         return apart / (apart.square().mean(1, keepdim=True) + 1e-5).sqrt() * weight
 
@@ -188,7 +189,7 @@ def critic() -> nn.Sequential:
 
 
 def test_a_gradient_penalty_trains_a_critic_as_pytorchs() -> None:
-    """As in WGAN-GP, in float32: first derivatives are the kernels' where they are interpreted."""
+    """As in WGAN-GP, in float32. If the kernels are interpreted, they compute the first derivatives."""
     found = []
     for model in (critic(), critic()):
         if not found:
@@ -203,7 +204,7 @@ def test_a_gradient_penalty_trains_a_critic_as_pytorchs() -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_fused_kernel_of_a_loss_has_derivatives_of_any_order(reduction: str) -> None:
-    """With logits that still exist: the kernel has computed the first derivative, and PyTorch computes it again."""
+    """The logits still exist here. The kernel has computed the first derivative, and PyTorch computes it again."""
     torch.manual_seed(0)
     weight, x = torch.randn(5, 3), torch.randn(4, 3)
     options = {"label_smoothing": 0.1, "reduction": reduction}

@@ -1,4 +1,4 @@
-"""Launch data is in the families' `tables.py`, in the form of data."""
+"""Launch parameters are in each family's `tables.py`, as data rather than code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_what_is_predicted_says_so_as_data(file: Path) -> None:
     """A comment that says it stands beside an entry that does, and the other way round."""
     text = file.read_text(encoding="utf-8")
     said = any(words in text.lower().replace("\n# ", " ") for words in PREDICTED)
-    if file.parent.name not in ("convolutions", "matmuls"):  # whose classes of shapes name a measurement each
+    if file.parent.name not in ("convolutions", "matmuls"):  # tables in which each class of shapes names a measurement
         assert said == ("measured=False" in text)
 
 

@@ -1,7 +1,8 @@
-"""Programs that tracers make of calls of the public operators: they give what the calls give, in values and gradients,
-whether gradients were on while they were traced or not.
+"""Traced programs of the public operators give the values and gradients of direct calls, whether gradients were enabled
+during tracing or not.
 
-torch.jit.trace does not know dicts and torch.fx no star arguments: each call is written out as a module of its own.
+torch.jit.trace does not support dicts, and torch.fx no star arguments, so each call is written out as a separate
+module.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ TRACERS: dict[str, Tracer] = {
     "export": lambda module, arguments: torch.export.export(module, arguments).module(),
     "make_fx": lambda module, arguments: make_fx(module)(*arguments),
 }
-NO_GRADIENT = ("cos", "sin")  # arguments that have none
+NO_GRADIENT = ("cos", "sin")  # arguments without a gradient
 quiet = pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 
 
@@ -89,7 +90,7 @@ def test_a_traced_call_gives_the_same(public: Public, tracer: str) -> None:
 
 
 def test_every_public_function_of_tensors_is_recorded_whole() -> None:
-    """The table of operators has all of them, so this does."""
+    """The table of operators contains all of them, so this test does too."""
     code = recorded_whole(lambda x: x).__code__
     assert {public.name for public in PUBLIC if getattr(kernels, public.name).__code__ is not code} == set()
 
@@ -97,7 +98,7 @@ def test_every_public_function_of_tensors_is_recorded_whole() -> None:
 @pytest.mark.parametrize("tracer", ["jit", "export"])
 @quiet
 def test_a_traced_activation_keeps_nothing_for_backward(tracer: str) -> None:
-    """A program for inference writes no second result, and trains all the same (the test above)."""
+    """A program traced for inference writes no second result, but can still be trained (see the test above)."""
     x, weight = torch.rand(3, 4), nn.Parameter(torch.rand(5, 4))
 
     class Gelu(nn.Module):
@@ -125,7 +126,7 @@ def test_a_traced_activation_keeps_nothing_for_backward(tracer: str) -> None:
 
 
 def test_backward_of_a_traced_activation_ignores_autocast() -> None:
-    """What is activated is computed again as forward computed it, in the operands' dtype."""
+    """Backward computes the activation's input again in the operands' dtype, as forward did."""
     x, weight = torch.rand(3, 4, requires_grad=True), torch.rand(5, 4, requires_grad=True)
     operator = torch.ops.rooftop.linear_act.default
     again = operator(x, weight, None, "gelu", None, False)[0].sum()
@@ -152,8 +153,8 @@ def test_a_linear_cross_entropy_that_made_no_gradient_makes_it_in_backward(tenso
 
 @quiet
 def test_a_shift_is_that_of_the_map_a_traced_program_is_given() -> None:
-    """There is no shift if one window covers a map. The model is traced with either kind of map, and run with the
-    other."""
+    """If one window covers the whole map, there is no shift. The model is traced with either kind of map, and run with
+    the other kind."""
     packed, bias = torch.rand(1, 2, 2, 12), torch.rand(2, 4, 4)
     large = torch.rand(1, 4, 6, 12)
 
@@ -228,7 +229,7 @@ def test_an_operator_without_a_decomposition_says_so_in_one_line(public: Public)
 
 
 def test_losses_with_gradients_decompose_as_they_are() -> None:
-    """The contents of a program that was traced while forward computes gradients."""
+    """The operators of a program that was traced while forward computes gradients."""
     generator = torch.Generator().manual_seed(0)
     x, hidden = torch.randn(6, 5, generator=generator), torch.randn(6, 3, generator=generator)
     weight, bias = torch.randn(5, 3, generator=generator), torch.randn(5, generator=generator)
@@ -259,7 +260,7 @@ def test_a_decomposed_program_gives_the_same_without_rooftop(public: Public) -> 
 
 
 def test_shapes_that_change_have_the_strides_of_the_operator() -> None:
-    """FakeTensor takes the operator's fake, not its decomposition, whose result has other strides."""
+    """FakeTensor uses the operator's fake implementation, not its decomposition, whose result has other strides."""
     packed, bias = torch.rand(2, 12, 4, 3).permute(0, 2, 3, 1), torch.rand(2, 4, 4)
 
     def attended(packed: Tensor, bias: Tensor) -> Tensor:

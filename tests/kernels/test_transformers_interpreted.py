@@ -1,7 +1,7 @@
-"""The Triton kernels of rotary embeddings, SwiGLU, embeddings, merged attention, max pools and random numbers,
-interpreted: their tests again.
+"""Repeat the tests of rotary embeddings, SwiGLU, embeddings, merged attention, max pools and random numbers with their
+Triton kernels interpreted.
 
-In one process, which takes longer to start than they take to run; without the tests that are not about the kernels.
+All run in one process, because its start takes longer than the tests. Tests that do not concern kernels are omitted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Globals that Triton kernels use: a launch compares them with their values at compilation."""
+"""Globals in Triton kernels: each launch compares them with their values at compilation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def jitted() -> Iterator[triton.JITFunction]:
 
 @pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted")
 def test_a_kernel_can_be_launched_a_second_time() -> None:
-    """NaN, which equals nothing, must not be a global: every launch but the first would fail."""
+    """NaN is not equal to itself, so it must not be a global: every launch after the first would fail."""
     kernels = list(jitted())
     assert len(kernels) > 30
     for kernel in kernels:

@@ -10,7 +10,7 @@ import pytest
 from rooftop.ladder import Ladder, build
 from rooftop.ladder.rungs import source
 
-ALSO = {"layer": ("product<2>", "product<3>", "output_gradient", "bias_step")}  # launched by training alone
+ALSO = {"layer": ("product<2>", "product<3>", "output_gradient", "bias_step")}  # launched only by training
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ SMALL = {"vector": 5001, "reduction": 5001, "matmul": 136, "layer": 70, "indexin
 
 
 def made_up(*runs: Callable[[], Tensor]) -> Ladder:
-    """A ladder whose right result is 0, 1, ... 9, with a rung for each function."""
+    """A ladder whose correct result is 0, 1, ... 9, with a rung for each function."""
     rungs = tuple(Rung(f"rung {number}", PYTORCH, run) for number, run in enumerate(runs))
     cost = Cost(10**9, 10**9, {"fp32": 10})
     return Ladder("vector", "counting to <nine>", "B/s", "vector.cu", cost, torch.arange(10.0), rungs)

@@ -1,4 +1,4 @@
-"""The matmul ladder: every rung multiplies, at edges of its tiles too."""
+"""The matmul ladder: every rung gives the product, even at the edges of its tiles."""
 
 from __future__ import annotations
 

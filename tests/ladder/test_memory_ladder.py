@@ -72,7 +72,7 @@ def test_little_s_law() -> None:
 
 
 def test_the_levels_of_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of small working sets: every level has its figures, and the law its points."""
+    """With small working sets. Every level has its figures, and the law has its points."""
     pytest.importorskip("numba")
     monkeypatch.setattr(memory_on_cpu, "SECONDS", 0.005)
     monkeypatch.setattr(memory_on_cpu, "working_sets", lambda caches: {"L1": 8192, "DRAM": 1 << 20})
@@ -87,7 +87,7 @@ def test_the_levels_of_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_rate_of_an_array_that_is_read_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bytes of one call over its time, with a time that is made up."""
+    """The bytes of one call divided by a made-up time."""
     pytest.importorskip("numba")
     monkeypatch.setattr(memory_on_cpu, "READ_BYTES", 1 << 16)
 
@@ -170,7 +170,7 @@ def test_blocks_with_pieces_of_their_own_and_near_memory(cuda_on_cpu: Counter[st
 
 
 def test_a_latency_is_the_difference_of_two_chains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With times that are made up: 5 us of a launch, 2 ns a hop."""
+    """The made-up times are 5 us for a launch and 2 ns for a hop."""
     hops: list[int] = []
 
     def compare(calls: dict[str, Callable[[], None]], **options: object) -> dict[str, Timing]:
@@ -189,7 +189,8 @@ def test_a_latency_is_the_difference_of_two_chains(monkeypatch: pytest.MonkeyPat
 def test_all_levels_of_a_gpu_with_times_that_are_made_up(
     cuda_on_cpu: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole way from kernels to the report, its kernels on the CPU: 1 us of a launch, 3 ns a hop, 1 ms a stream."""
+    """From the kernels to the report, with kernels on the CPU and made-up times: 1 us for a launch, 3 ns for a hop, 1
+    ms for a stream."""
     timed: list[str] = []
 
     def compare(calls: dict[str, Callable[[], None]], **options: object) -> dict[str, Timing]:
@@ -232,7 +233,7 @@ def test_all_kernels_compile_without_spills(arch: str) -> None:
 
 @pytest.mark.gpu
 def test_the_levels_of_a_gpu() -> None:
-    """Nearer is faster, in both."""
+    """Nearer levels have a lower latency and a higher rate."""
     found = climb_memory(torch.device("cuda"))
     names = [level.name for level in found.levels]
     assert names == ["registers", "shared memory", "L1", "L2", "device memory", "host memory"]

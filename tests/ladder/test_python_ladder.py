@@ -1,4 +1,5 @@
-"""The python ladder: every rung gives what plain Python gives, copies are counted, times become percents of roofs."""
+"""The python ladder: every rung gives the result of plain Python, copies are counted, and times become percents of
+roofs."""
 
 from __future__ import annotations
 
@@ -25,16 +26,17 @@ from rooftop.ladder.rungs import source
 from rooftop.ladder.worker_processes import Workers, bounds, pickled_bytes
 
 CPU = torch.device("cpu")
-COUNT = 5003  # points: no multiple of a block, nor of the processes
+COUNT = 5003  # points, a multiple neither of a block nor of the number of processes
 
 
 @pytest.fixture(autouse=True)
 def known_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a machine in a file: nothing is measured."""
+    """Use ceilings from a file, so that nothing is measured."""
     monkeypatch.setattr(python_climbing, "measure_ceilings", lambda *names, **parts: ceilings_of("h200"))
 
 
-starts_processes = pytest.mark.usefixtures("fork")  # from the server that other tests need, with what they preload
+# forked from the server of the other tests, with the modules that they preload
+starts_processes = pytest.mark.usefixtures("fork")
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +65,14 @@ def test_every_rung_gives_what_plain_python_gives(climbed: SpeedClimb) -> None:
 
 
 def test_the_lessons_of_the_ladder(climbed: SpeedClimb) -> None:
-    """Far more than other work on the machine can change a time."""
+    """The differences are far larger than those that other work on the machine can cause."""
     rungs = by_name(climbed)
     assert (rungs[NUMBA, "the same loops, compiled"].speed_up or 0) > 20
     assert (rungs[PYTHON, "loops in threads"].speed_up or 9) < 1.9
 
 
 def test_copies_are_counted(climbed: SpeedClimb) -> None:
-    """Arrays: 12 bytes of a point, 4 of its distance, the centres for each process, and little more."""
+    """Arrays copy 12 bytes for each point, 4 for its distance, the centres for each process, and little more."""
     rungs = by_name(climbed)
     data = 16 * COUNT + climbed.processes * 12 * nearest.CENTRES
     for way in ("Pool", "Queue", "Pipe"):
@@ -94,7 +96,7 @@ def test_dask_gives_the_same() -> None:
 
 
 def expected(points: nearest.Array, centres: nearest.Array) -> nearest.Array:
-    """In float64, all pairs."""
+    """The expected result, from all pairs in float64."""
     return ((points.T[:, None, :].astype(np.float64) - centres) ** 2).sum(2).min(1)
 
 
@@ -168,7 +170,7 @@ def test_slow_and_fast_rungs_become_percents_of_their_roofs(monkeypatch: pytest.
 
 
 def test_a_part_of_a_long_rung_is_timed_for_the_whole() -> None:
-    """With parts that take 2 ms: 16 of them take 32 ms or more."""
+    """Each part takes 2 ms, so 16 parts take 32 ms or more."""
     asked: list[int] = []
 
     def part(parts: int) -> None:

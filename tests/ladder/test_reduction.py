@@ -1,4 +1,4 @@
-"""The reduction ladder: every way to add gives the sum, to the last bit."""
+"""The reduction ladder: every rung gives the exact sum."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_rungs_in_cuda_add_on_the_cpu(
 
 
 def test_one_pass_can_be_launched_again(cuda_on_cpu: Counter[str], ladder_on_cpu: Callable[[str, int], Ladder]) -> None:
-    """Its counter is back at zero."""
+    """The kernel has set its counter back to zero."""
     ladder = ladder_on_cpu("reduction", 3001)
     rung = next(r for r in ladder.rungs if r.tool == CUDA and r.name == "16-byte loads, one pass")
     assert rung.run is not None

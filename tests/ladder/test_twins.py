@@ -1,4 +1,5 @@
-"""The Triton twins, through Triton's interpreter: each gives the right result, and digits are learned as in PyTorch."""
+"""The Triton twins, through Triton's interpreter: each gives the correct result, and digits are learned as in
+PyTorch."""
 
 from __future__ import annotations
 

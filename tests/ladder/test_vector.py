@@ -1,4 +1,4 @@
-"""The vector ladder: every rung gives x + y, and launches that are wrong are caught."""
+"""The vector ladder: every rung gives x + y, and wrong launches are caught."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Launches by compiled kernels that are kept: what is launched is what Triton would launch.
+"""Launches of cached compiled kernels are those that Triton would make.
 
-No kernel is compiled or runs here. In place of Triton's compiler stands one that makes a note of each launch of what it
-was asked to compile; everything before it is Triton's.
+No kernel is compiled or run here. A stand-in for Triton's compiler records each launch of a requested kernel;
+everything before the compiler is Triton's own code.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def some_by_position(x, n, SIZE: triton.language.constexpr, KIND: triton.languag
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
-    """(what was compiled, grid, stream, arguments) of each launch."""
+    """(compiled kernel, grid, stream, arguments) of each launch."""
     found: list[tuple[Any, ...]] = []
     target = GPUTarget("cuda", 90, 32)
     stands_in = SimpleNamespace(
@@ -128,12 +128,12 @@ def test_any_sequence_of_launches_is_the_one_that_triton_makes(
         launch(kernel, grid, CPU, *arguments, **parameters)
         assert launched.pop() == expected
         assert not launched
-    assert len(by_triton) < 1.7 * compared  # the others by kept kernels
+    assert len(by_triton) < 1.7 * compared  # the other launches are by cached kernels
 
 
 def test_the_second_launch_passes_triton_by(launched: list[tuple[Any, ...]], by_triton: list[int]) -> None:
     kernel = triton.jit(constants_last)
-    for n in (3, 5, 7):  # of one kind for Triton
+    for n in (3, 5, 7):  # these arguments are equal for Triton
         with count_launches() as count:
             launch(kernel, (2,), CPU, MEMORY, None, n, 1, 1e-5, False, SIZE=16, KIND=True)
         assert count == {"constants_last": 1}

@@ -122,7 +122,7 @@ def test_errors_name_the_kernel_and_the_line() -> None:
         CompilationError, match=rf'kernel scale<float> does not compile: line {line}: identifier "q"'
     ) as error:
         cuda.compile(wrong, "scale<float>", arch="sm_90")
-    assert "if (i < n) y[i] = T(factor * float(q[i]));" in str(error.value)  # the compiler's log shows it
+    assert "if (i < n) y[i] = T(factor * float(q[i]));" in str(error.value)  # shown by the compiler's log
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_each_source_name_architecture_and_option_is_compiled_once(
     compiled = counted(monkeypatch)
     first = cuda.compile(SOURCE, "plain", arch="sm_90")
     assert cuda.compile(SOURCE, "plain", arch="sm_90") is first
-    cuda._kernels.clear()  # as another process
+    cuda._kernels.clear()  # as in another process
     again = cuda.compile(SOURCE, "plain", arch="sm_90")
     assert again.binary == first.binary
     assert len(compiled) == 1
@@ -366,7 +366,7 @@ def test_a_kernel_runs_on_the_current_stream_and_is_counted() -> None:
     with count_launches() as launches, torch.cuda.stream(stream):
         torch.cuda._sleep(100_000_000)
         y = scale(scale(x, 3.0), 0.5)
-        assert not stream.query()  # it waits for nobody
+        assert not stream.query()  # it does not wait
     stream.synchronize()
     assert torch.equal(y, 1.5 * x)
     assert launches == {"scale<float>": 2}

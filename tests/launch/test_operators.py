@@ -1,4 +1,4 @@
-"""Calls of operators skip the dispatcher only if nothing but autograd has to see them."""
+"""Calls of operators skip the dispatcher only if nothing except autograd must observe them."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_both_ways_give_the_same(grad: bool, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_both_ways_give_the_same_for_lists_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of arguments, some of which need no gradient, and of results, some of which have or get none."""
+    """Some of the arguments need no gradient; some of the results have no gradient or get none."""
     function = fused(lambda x, y, s: (x * torch.exp(y), x > 0, y * s))
     x, y = torch.randn(4, 6, requires_grad=True), torch.randn(6)
     found = []

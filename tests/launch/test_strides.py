@@ -1,4 +1,4 @@
-"""Merged dimensions lead through the same elements, and are as few as the strides allow."""
+"""Merged dimensions visit the same elements, and are as few as the strides allow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rooftop.launch.strides import Dims, merged
 
 
 def places(dims: Dims, n: int) -> list[int]:
-    """Where each element of a tensor is, in order."""
+    """The memory offset of each element of a tensor, in order."""
     indices = product(*(range(size) for size, _ in dims))
     return [sum(i * steps[n] for i, (_, steps) in zip(index, dims, strict=True)) for index in indices]
 

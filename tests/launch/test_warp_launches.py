@@ -88,13 +88,13 @@ def test_any_stream_and_graph() -> None:
         launches(scale, 1024, struct, 1, 1024)
         launches(scale, 1024, struct, 0, 1024)
     assert items.unique().tolist() == [2.0]
-    struct.factor = 100.0  # a graph keeps the arguments that it was captured with
+    struct.factor = 100.0  # a graph keeps the arguments of its capture
     graph.replay()
     torch.cuda.synchronize()
     assert items.unique().tolist() == [10.0]
     with torch.cuda.stream(stream):
         torch.cuda._sleep(50_000_000)
         items.fill_(3.0)
-        launches(scale, 1024, struct, 0, 1024)  # after these, as it is on their stream
+        launches(scale, 1024, struct, 0, 1024)  # runs after these, because it is on their stream
     torch.cuda.synchronize()
     assert items.unique().tolist() == [300.0]

@@ -1,4 +1,4 @@
-"""Blocks: the number of headers that share one is right, and memory comes from the requested allocator."""
+"""Blocks count their headers correctly, and memory comes from the requested allocator."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_headers_are_counted() -> None:
     views = [m.row(0), m[1:3, 2:4], m.reshape(1), copy.copy(m), Mat(m)]
     assert data.headers == 6
     assert all(view.data is data for view in views)
-    tensor, array = m.tensor(), m.numpy()  # look at the memory and are not headers
+    tensor, array = m.tensor(), m.numpy()  # these view the memory and are not headers
     assert data.headers == 6
     clone = m.clone()
     assert data.headers == 6
@@ -73,7 +73,7 @@ def test_an_allocator_of_ones_own() -> None:
     assert arena.memory[64 : 64 + 45].tolist() == [7] * 45
     assert arena.memory.sum() == 7 * 45
     assert m[1:3, 1:4].locateROI() == ((5, 3), (1, 1))
-    other = m.clone()  # by the same
+    other = m.clone()  # by the same allocator
     assert other.data_ptr() == arena.memory.data_ptr() + 128
     other.push_back(m)
     assert len(arena.asked) == 3
@@ -97,7 +97,7 @@ def test_the_default_allocator() -> None:
         mat.merge([m, m])
         m.convertTo(CV_32FC1)
     assert arena.asked == [4, 8, 16]
-    assert seen == [standard]  # the block's own thread alone
+    assert seen == [standard]  # only the block's own thread
     assert mat.getDefaultAllocator() is standard
     mat.setDefaultAllocator(allocator)
     try:

@@ -1,4 +1,4 @@
-"""merge, split, extractChannel, insertChannel and mixChannels are OpenCV's, into regions too."""
+"""merge, split, extractChannel, insertChannel and mixChannels agree with OpenCV, even when they write into regions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def array(sizes: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
 
 
 def image(sizes: tuple[int, int], channels: int, dtype: str, seed: int = 0) -> np.ndarray:
-    """In OpenCV-Python's shape."""
+    """A random image in the shape that OpenCV-Python uses."""
     return array(sizes if channels == 1 else (*sizes, channels), dtype, seed)
 
 

@@ -1,7 +1,7 @@
 """convertTo: rounding, saturation, scale and shift, over all pairs of depths.
 
-cv2 has no convertTo of its own, but `cv2.normalize` ends in one: with NORM_INF its scale is `alpha / norm` and there is
-no shift, with NORM_MINMAX both follow from the least and the greatest value.
+cv2 has no convertTo, but `cv2.normalize` ends with this conversion. With NORM_INF, its scale is `alpha / norm` and
+there is no shift. With NORM_MINMAX, both follow from the least and the greatest value.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INTEGERS = [number for number in DEPTH_NUMBERS if DEPTHS[number].limits]
 FLOATS = [mat.CV_32F, mat.CV_64F, mat.CV_16F, mat.CV_16BF]
 # The depths that cv2 accepts as arrays. It converts 64-bit integers to 32-bit ones on input.
 TAKEN = [mat.CV_8U, mat.CV_8S, mat.CV_16U, mat.CV_16S, mat.CV_32S, mat.CV_32F, mat.CV_64F]
-GIVEN = [number for number in DEPTH_NUMBERS if number != mat.CV_16BF]  # NumPy has none
+GIVEN = [number for number in DEPTH_NUMBERS if number != mat.CV_16BF]  # NumPy has no such dtype
 SMALL = [mat.CV_8U, mat.CV_8S, mat.CV_16U, mat.CV_16S]
 
 
@@ -46,7 +46,7 @@ def values(depth: int, seed: int, count: int = 97) -> np.ndarray:
 
 
 def scaled_by_opencv(array: np.ndarray, depth: int, scale: float) -> tuple[np.ndarray, float]:
-    """What OpenCV converts, and the scale that it used."""
+    """The values that OpenCV converts, and its scale."""
     norm = cv2.norm(array, cv2.NORM_INF)
     return cv2.normalize(array, None, scale * norm, 0, cv2.NORM_INF, depth), scale * norm / norm
 
@@ -91,7 +91,8 @@ def test_every_pair_of_depths_with_a_scale(depth: int, new: int, alpha: float, s
 )  # fmt: skip
 def test_scale_and_shift(depth: int, new: int, seed: int, halves: bool, low: float, extent: float) -> None:
     array = values(depth, seed)
-    if halves:  # small numbers, a scale and a shift that end at halves: all rest on one rounding
+    # small numbers with a scale and a shift whose results are halves, so that everything depends on one rounding
+    if halves:
         array = (array.astype("f8") % 64).astype(array.dtype)
         low, extent = round(low) + 0.5, (float(array.max()) - float(array.min())) * 0.5
     smin, smax = float(array.min()), float(array.max())
@@ -119,8 +120,8 @@ def exactly(x: float | int, depth: int, alpha: Fraction, beta: Fraction) -> int:
 @pytest.mark.parametrize("new", INTEGERS)
 @pytest.mark.parametrize("depth", [*INTEGERS, mat.CV_64F, mat.CV_32F])
 def test_integers_are_exact_without_a_scale(depth: int, new: int) -> None:
-    """Conversions are also right where OpenCV's are not: CV_32U into signed depths, floating values from 2^31 on, 64
-    bits."""
+    """Conversions are also correct where OpenCV's are wrong: CV_32U into signed depths, floating values from 2^31 on,
+    and 64 bits."""
     if depth in INTEGERS:
         low, high = DEPTHS[depth].limits or (0, 0)
         numbers: list[Any] = [low, low + 1, 0, 1, 127, min(128, high), high // 2, high // 2 + 1, high - 1, high]
@@ -176,7 +177,7 @@ def test_64_bits_by_a_whole_scale_and_shift_are_exact(depth: int, new: int, alph
 
 @pytest.mark.parametrize("new", [mat.CV_32S, mat.CV_32U, mat.CV_64S, mat.CV_64U, mat.CV_64F])
 def test_wide_integers_are_scaled_in_float64(new: int) -> None:
-    """float32, which OpenCV takes for some of these, has 24 bits."""
+    """OpenCV uses float32 for some of these depths, which has only 24 bits."""
     array = np.array([[2**30 + 1, 2**26 + 3, 123_456_789]], np.uint32)
     ours = Mat(array).convertTo(new, 1, 1).numpy()
     assert ours[0].tolist() == [x + 1 for x in array[0].tolist()]
@@ -190,7 +191,7 @@ def test_regions_and_channels(channels: int) -> None:
     assert Mat(array)[1:5, 1:6].convertTo(mat.CV_8U, dst=region) is region
     expected = np.clip(np.rint(array[1:5, 1:6]), 0, 255).astype(np.uint8)
     assert np.array_equal(region.numpy(), expected.squeeze(-1) if channels == 1 else expected)
-    assert whole.numpy().astype(int).sum() == expected.astype(int).sum()  # nothing beside it was written
+    assert whole.numpy().astype(int).sum() == expected.astype(int).sum()  # nothing outside the region was written
 
 
 def test_a_mat_may_be_converted_into_itself() -> None:

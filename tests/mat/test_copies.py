@@ -1,4 +1,5 @@
-"""copyTo, clone, setTo and create: bits move as in OpenCV, into regions too, and nothing beside them changes."""
+"""copyTo, clone, setTo and create copy bits as OpenCV does, even into regions, and nothing outside the region
+changes."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ SIZES = st.tuples(st.integers(1, 9), st.integers(1, 9))
 
 
 def bits(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
-    """Any bits at all, so of floats NaN too."""
+    """Random bits, so for floats also NaN."""
     count = int(np.prod(shape)) * np.dtype(dtype).itemsize
     drawn = np.random.default_rng(seed).integers(0, 2 if dtype == "?" else 256, count, np.uint8)
     return drawn.view(dtype).reshape(shape)
@@ -46,7 +47,7 @@ def test_copies_under_a_mask_are_those_of_opencv(
     wanted = np.zeros_like(target) if new else target.copy()
     spread = mask if of_channels else mask[..., None]
     np.copyto(wanted, source, where=spread != 0)
-    if mask_dtype == "u1" and not of_channels:  # what cv2 takes everywhere
+    if mask_dtype == "u1" and not of_channels:  # the depths that all of cv2 accepts
         theirs = cv2.copyTo(source, mask, None if new else target.copy())
         assert same_bits(theirs.reshape(wanted.shape), wanted)
     ours = Mat(source).copyTo(None if new else Mat(target), Mat(mask))
@@ -107,7 +108,7 @@ def test_numbers_of_numpy_are_sizes() -> None:
 
 
 def test_large_images_go_through_in_blocks() -> None:
-    """More rows than one block of the CPU holds."""
+    """The image has more rows than one block on the CPU."""
     source = bits((400, 300, 3), "u1")
     mask = bits((400, 300), "u1", 1) & 1
     assert same_bits(Mat(source).copyTo(mask=mask).numpy(), cv2.copyTo(source, mask))

@@ -1,8 +1,9 @@
-"""The law of expressions: float64, rounded and saturated once, where they are stored; whole numbers exactly.
+"""The law of expressions: they are computed in float64, then rounded and saturated once when stored. Whole numbers are
+exact.
 
-`grown` draws a tree as nested tuples, `built` makes the expression of it, and `lawful` says which numbers it must have,
-by NumPy's float64 and Python's integers, without any of the package's own arithmetic. Under TRITON_INTERPRET=1 the CPU
-runs the kernels.
+`grown` draws a tree as nested tuples, `built` makes its expression, and `lawful` computes the required numbers with
+NumPy's float64 and Python's integers, without the package's own arithmetic. Under TRITON_INTERPRET=1 the CPU runs the
+kernels.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from rooftop.mat.type_codes import CV_MAKETYPE, DEPTHS, CV_Bool
 INTEGERS = [number for number, depth in enumerate(DEPTHS) if depth.limits]
 FLOATS = [mat.CV_32F, mat.CV_64F, mat.CV_16F, mat.CV_16BF]
 ALL = [*INTEGERS, *FLOATS, CV_Bool]
-if INTERPRETED:  # which truncates to bfloat16
+if INTERPRETED:  # the interpreter truncates to bfloat16
     ALL.remove(mat.CV_16BF)
-# Precision in bits, the least distance of two numbers as a power of two, and the greatest number.
+# Precision in bits, the smallest distance of two numbers as a power of two, and the greatest number.
 FORMATS = {
     mat.CV_16F: (11, -24, 65504.0),
     mat.CV_16BF: (8, -133, float(torch.finfo(torch.bfloat16).max)),
@@ -61,7 +62,7 @@ class Grown:
 
 
 def values(rng: np.random.Generator, depth: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Numbers of a depth, many of them small, some at its limits; of floats some infinite or NaN."""
+    """Numbers of a depth, many of them small, some at its limits. Some floats are infinite or NaN."""
     one = DEPTHS[depth]
     small = rng.integers(-9, 10, shape)
     if depth == CV_Bool:
@@ -80,7 +81,7 @@ def values(rng: np.random.Generator, depth: int, shape: tuple[int, ...]) -> torc
 
 @st.composite
 def grown(draw: Any, depths: list[int] = ALL, most: int = 6) -> Grown:
-    """A tree of up to `most` operations over Mats that are whole, regions, transposed, or shifted on one block."""
+    """A tree of up to `most` operations. Its Mats are whole, regions, transposed, or shifted views of one block."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     channels = draw(st.sampled_from([1, 1, 2, 3, 4, 5]))
     sizes = draw(st.tuples(st.integers(1, 7), st.integers(1, 9)) | st.tuples(*[st.integers(1, 4)] * 3))
@@ -140,7 +141,7 @@ def grown(draw: Any, depths: list[int] = ALL, most: int = 6) -> Grown:
 
 
 def built(whose: Grown, leaves: list[Mat] | None = None) -> MatExpr:
-    """The expression, of other Mats in place of its own if any are given."""
+    """The expression of a tree, with `others` in place of its own Mats if they are given."""
     mats = leaves or [m for m, _ in whose.leaves]
 
     def of(tree: tuple[Any, ...]) -> Any:
@@ -166,21 +167,22 @@ def built(whose: Grown, leaves: list[Mat] | None = None) -> MatExpr:
 
 
 class NotWholeError(Exception):
-    """An expression that may have values that are no whole numbers."""
+    """An expression whose values may not be whole numbers."""
 
 
 @dataclass
 class Value:
-    """Numbers: Python integers where all are whole, otherwise float64."""
+    """Numbers: Python integers if all are whole, otherwise float64."""
 
     numbers: np.ndarray
     depth: int
 
 
 def lawful(whose: Grown, tree: tuple[Any, ...] | None = None, depth: int | None = None) -> np.ndarray:
-    """What is stored: Python integers (object), booleans or float64 numbers that the depth has, (..., channels).
+    """The stored values, (..., channels): Python integers (object), booleans or float64 numbers that the depth can
+    represent.
 
-    A tree that is a leaf alone is what it holds, and one that begins with bits of 64 has them all.
+    A tree of a single leaf has the leaf's values. A tree whose root is a bitwise operation of 64 bits keeps all bits.
     """
     tree = whose.tree if tree is None else tree
     with np.errstate(all="ignore"):
@@ -201,7 +203,7 @@ def _any_value(whose: Grown, tree: tuple[Any, ...], exact: bool) -> Value:
     kind, *operands = tree
     if kind == "leaf":
         return _leaf(*whose.leaves[operands[0]], exact)
-    if kind == "div" and operands[1][0] == "numbers":  # by a power of two: the product with its inverse
+    if kind == "div" and operands[1][0] == "numbers":  # division by a power of two is multiplication by its inverse
         numbers = operands[1][1] if isinstance(operands[1][1], tuple) else (operands[1][1],)
         if all(n and abs(np.frexp(n)[0]) == 0.5 for n in numbers):
             inverse = tuple(1 / n for n in numbers)
@@ -265,14 +267,15 @@ def _leaf(m: Mat, turned: bool, exact: bool) -> Value:
 
 
 def _objects(array: np.ndarray) -> np.ndarray:
-    """As Python integers."""
+    """The numbers as Python integers."""
     found = np.empty(array.shape, dtype=object)
     found[...] = np.array([int(n) for n in array.ravel().tolist()], dtype=object).reshape(array.shape)
     return found
 
 
 def _is_wide_bits(whose: Grown, tree: tuple[Any, ...]) -> bool:
-    """Bitwise operations of 64 bits. Their operands are evaluated separately, since float64 does not have 64 bits."""
+    """Whether this is a bitwise operation of 64 bits. Its operands are evaluated separately, since float64 cannot
+    represent 64 bits."""
     kind, *operands = tree
     return (kind in BITS or kind == "not") and DEPTHS[_depth_of(whose, operands)].size_bytes == 8
 
@@ -312,7 +315,7 @@ def _stored(array: np.ndarray, depth: int) -> np.ndarray:
 
 
 def _rounded(x: np.ndarray, depth: int) -> np.ndarray:
-    """To the nearest number of a format, half to even, by definition."""
+    """Round to the nearest number of a format, half to even, by definition."""
     if depth not in FORMATS:
         return x
     bits, least, greatest = FORMATS[depth]
@@ -323,7 +326,7 @@ def _rounded(x: np.ndarray, depth: int) -> np.ndarray:
 
 
 def numbers_of(m: Mat) -> np.ndarray:
-    """The elements of a Mat as `lawful` gives them."""
+    """The elements of a Mat in the form of `lawful`."""
     x = m.tensor().cpu()
     if DEPTHS[m.depth()].limits is None and m.depth() != CV_Bool:
         return x.double().numpy()
@@ -365,14 +368,15 @@ def test_new_memory_has_the_lawful_numbers(tree: Grown) -> None:
     grown(depths=[mat.CV_64S, mat.CV_64U, mat.CV_32S]), st.sampled_from([*INTEGERS, mat.CV_32F, mat.CV_64F, CV_Bool])
 )
 def test_64_bit_integers_are_exact(tree: Grown, depth: int) -> None:
-    """Sums of them, products of products, and what they become in any depth."""
+    """Sums, products of products, and their conversions to any depth."""
     assert same(numbers_of(built(tree).to_mat(depth)), lawful(tree, depth=depth))
 
 
 @examples
 @given(grown(most=3), st.sampled_from(ALL))
 def test_regions_of_any_depth_get_them_too(tree: Grown, depth: int) -> None:
-    """Rounded once, into the depth of the region; nothing beside it is written, and nothing allocated for it."""
+    """Values are rounded once, to the depth of the region. Nothing outside the region is written, and no memory is
+    allocated."""
     whole = Mat(tuple(n + 3 for n in tree.sizes), CV_MAKETYPE(depth, tree.channels), 1)
     region = whole[tuple(slice(1, n + 1) for n in tree.sizes)]
     pointer = region.data_ptr()
@@ -411,7 +415,8 @@ def test_kernels_follow_the_law(interpreted: Callable[..., int]) -> None:
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(grown(most=5), st.data())
 def test_compiled_loops_follow_the_law(tree: Grown, data: Any) -> None:
-    """Numba's loops, however small the Mats, into new memory and into a leaf. Each example compiles one loop."""
+    """Numba's loops, however small the Mats are, write into new memory and into a leaf. Each example compiles one
+    loop."""
     expression, expected = built(tree), lawful(tree)
     targets = [m for m, _ in tree.leaves if m.type() == expression.type() and tuple(m.size) == tree.sizes]
     into = data.draw(st.sampled_from([None, *targets]))
@@ -436,7 +441,7 @@ def test_a_gpu_follows_the_law(tree: Grown) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("depth", [mat.CV_8S, mat.CV_8U, mat.CV_16S, mat.CV_16U, mat.CV_32S, mat.CV_32U])
 def test_numbers_at_the_limits_follow_the_law(depth: int, device: str) -> None:
-    """All that a depth of up to 16 bits has: a compiler that knows the limits takes instructions of its own there."""
+    """All numbers of a depth of up to 16 bits, because a compiler that knows the limits uses special instructions."""
     numpy: Any = DEPTHS[depth].numpy
     least, most = DEPTHS[depth].limits or (0, 0)
     near = np.arange(-300, 300)

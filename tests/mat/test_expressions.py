@@ -28,7 +28,7 @@ def test_saturated_once_at_the_store() -> None:
 
 
 def test_large_expressions_of_64_bits_in_regions_and_in_place() -> None:
-    """More elements than are computed at a time, written over what is read."""
+    """The expression has more elements than are computed at a time, and overwrites its own operands."""
     array = np.random.default_rng(0).integers(-(2**62), 2**62, (700, 400)).astype(np.int64)
     m = Mat(array.copy())
     region = m[3:690, 5:390]
@@ -63,7 +63,7 @@ def test_numbers_are_held_by_value_and_mats_by_memory() -> None:
     a.setTo(10)
     assert expression[0, 0] == (11, 12, 13)
     before = a.data_ptr()
-    a.create(2, 2, CV_8U)  # another Mat by that name
+    a.create(2, 2, CV_8U)  # another Mat with that name
     assert expression[0, 0] == (11, 12, 13)
     assert a.data_ptr() != before
     assert (Mat(1, 1, CV_8UC3, 5) + Scalar(1))[0, 0] == (6, 5, 5)
@@ -117,7 +117,7 @@ def test_operands_that_the_target_overlaps() -> None:
     assert a.data_ptr() == pointer
     whole = image(5, (8, 8))
     expected = np.minimum(whole[0:7].astype(int) + whole[1:8], 255)
-    Mat(whole[1:8]).assign(Mat(whole[0:7]) + Mat(whole[1:8]))  # two Mats that do not know of each other
+    Mat(whole[1:8]).assign(Mat(whole[0:7]) + Mat(whole[1:8]))  # two Mats whose shared memory is not known
     assert np.array_equal(whole[1:8], expected)
     x = Mat(np.arange(9, dtype=np.float32).reshape(3, 3))
     expected = x.numpy() @ x.numpy() + x.numpy()
@@ -172,7 +172,7 @@ def test_whole_numbers_of_64_bits_are_exact() -> None:
 
 
 def test_half_precision_is_rounded_once() -> None:
-    """1 + 2^-11 + 2^-40 is nearer to 1 + 2^-10 than to 1, and float32 does not see that."""
+    """1 + 2^-11 + 2^-40 is nearer to 1 + 2^-10 than to 1, but in float32 both are equally near."""
     a = Mat(np.array([[1.0]], np.float16))
     for depth, bits in ((mat.CV_16F, 11), (mat.CV_16BF, 8)):
         ones = a.convertTo(depth)
@@ -335,7 +335,7 @@ def test_read_only_memory_is_read_and_not_written() -> None:
 
 
 def test_in_place_is_the_assignment_of_the_expression() -> None:
-    """Of regions too, with or without a name of their own, in the depth that is there."""
+    """Also for regions, with or without a variable for them, in the existing depth."""
     operations: dict[str, Callable[[Any, Any], Any]] = {
         "+": operator.iadd, "-": operator.isub, "*": operator.imul, "/": operator.itruediv, "&": operator.iand,
         "|": operator.ior, "^": operator.ixor,
@@ -383,7 +383,7 @@ def test_all_that_is_not_named() -> None:
 
 
 def test_not_a_number_is_a_number_among_others() -> None:
-    """Large Mats too, which are computed in another way than small ones."""
+    """Also in large Mats, which are computed in another way than small ones."""
     for size in ((3, 4), (600, 700)):
         m = Mat(np.ones(size, np.float32))
         for e in (m + float("nan"), m - float("nan"), m * float("nan"), float("nan") / m):

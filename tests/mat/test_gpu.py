@@ -18,7 +18,7 @@ DEPTH_NUMBERS = range(len(DEPTHS))
 
 
 def numbers(depth: int, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    """Numbers of a depth, at its limits too; of floats the special ones."""
+    """Numbers of a depth, including its limits and, for floats, special values."""
     generator = torch.Generator().manual_seed(seed)
     one = DEPTHS[depth]
     if one.dtype == torch.bool:
@@ -34,7 +34,7 @@ def numbers(depth: int, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
 
 
 def same(one: Mat, other: Mat) -> bool:
-    """The same bits, but for those of a NaN, of which there are many."""
+    """The same bits, except that any NaN equals any other."""
     assert one.type() == other.type()
     assert one.size == other.size
     a, b = one.tensor().cpu(), other.tensor().cpu()
@@ -196,7 +196,7 @@ def test_two_devices_are_not_mixed_by_accident() -> None:
         mat.merge([m, Mat.zeros(3, 3, CV_8U)])
     with pytest.raises(ValueError, match=r"move one of them with to\(device\)"):
         m.convertTo(CV_32FC1, dst=Mat.zeros(3, 3, CV_32FC1))
-    m.push_back(Mat.zeros(2, 3, CV_8U))  # rows are copied over
+    m.push_back(Mat.zeros(2, 3, CV_8U))  # rows are moved to other memory
     assert tuple(m.size) == (5, 3)
     m[0:3] = Mat.eye(3, 3, CV_8U)
     assert m.cpu().numpy()[:3].tolist() == np.eye(3).tolist()

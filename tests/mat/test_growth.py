@@ -25,7 +25,7 @@ OPERATIONS = st.lists(
 @settings(max_examples=70, deadline=None)
 @given(OPERATIONS, st.sampled_from([CV_8U, CV_8UC3, mat.CV_64FC1, mat.CV_16UC(5)]), st.integers(1, 3))
 def test_rows_are_those_of_a_list(operations: list[tuple[str, int]], type: int, cols: int) -> None:
-    """Headers that were made on the way keep the rows that they had."""
+    """Headers that were created meanwhile keep their rows."""
     m = Mat(0, cols, type)
     rows: list[int] = []
     shared: list[tuple[Mat, list[int]]] = []
@@ -63,7 +63,7 @@ def test_pushing_takes_memory_seldom() -> None:
         m.push_back(number)
         blocks.add(m.data_ptr())
     assert m.numpy()[:, 0].tolist() == list(range(1000))
-    assert len(blocks) <= 12  # from 16 on, half as many again each time: 16 * 1.5 ** 11 > 1000
+    assert len(blocks) <= 12  # from 16 on, the capacity grows by half each time: 16 * 1.5 ** 11 > 1000
 
 
 def test_reserved_rows_come_without_a_move() -> None:

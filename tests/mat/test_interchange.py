@@ -75,7 +75,7 @@ def test_regions_of_an_image_are_mats_and_arrays_with_the_same_gaps() -> None:
     cut = array[1:4, 2:5]
     m = Mat(cut)
     assert not m.isContinuous()
-    assert not m.isSubmatrix()  # nobody knows what an array was cut from
+    assert not m.isSubmatrix()  # the source of an array's slice is not known
     assert m.step == (21, 3)
     assert m.numpy().strides == cut.strides
     assert m[1:, 1:].numpy().ctypes.data == cut[1:, 1:].ctypes.data
@@ -198,7 +198,7 @@ def test_arrays_that_may_not_be_written_to_are_read() -> None:
     assert not m[1:].numpy().flags.writeable
     assert np.array_equal(m.clone().setTo(1).numpy(), np.ones((3, 4)))
     assert np.array_equal(m.convertTo(CV_32FC1).numpy(), array)
-    m.push_back(Mat.zeros(1, 4, CV_8U))  # moves to memory of its own
+    m.push_back(Mat.zeros(1, 4, CV_8U))  # moves to separate memory
     assert len(array) == 3
     m.setTo(5)
 
@@ -234,8 +234,8 @@ def test_memory_lives_as_long_as_somebody_looks_at_it() -> None:
     block = weakref.ref(m.data)
     del m
     gc.collect()
-    assert block() is None  # no header is left,
-    assert view.tolist() == tensor.flatten().tolist() == list(range(12))  # and the memory is
+    assert block() is None  # no header is left
+    assert view.tolist() == tensor.flatten().tolist() == list(range(12))  # but the memory still exists
 
 
 def test_array_protocol() -> None:
@@ -254,7 +254,7 @@ def test_only_cuda_mats_have_the_cuda_array_interface() -> None:
 
 
 def test_inference_mode_leaves_no_mark() -> None:
-    """A tensor that was made there could never be written to outside."""
+    """Otherwise a tensor created in inference mode could never be written outside of it."""
     with torch.inference_mode():
         m = Mat(2, 2, CV_8U, 1)
         other = Mat(torch.zeros(2, 2))

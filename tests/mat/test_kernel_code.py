@@ -66,7 +66,8 @@ def instructions(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], obje
 
 
 def image(dtype: torch.dtype = torch.uint8, before: int = 0) -> Mat:
-    """An image in memory that begins at a multiple of 64 bytes, or the region so many columns within a larger one."""
+    """An image in memory that begins at a multiple of 64 bytes, or a region that begins at this column of a larger
+    image."""
     room = torch.zeros(64 << 10, dtype=dtype)
     begin = -(room.data_ptr() // room.element_size()) % 64
     columns = 640 + (16 if before else 0)
@@ -76,14 +77,15 @@ def image(dtype: torch.dtype = torch.uint8, before: int = 0) -> Mat:
 def test_float64_is_computed_without_conversions(
     instructions: Callable[[Callable[[], object]], Counter[str]],
 ) -> None:
-    """Which have a quarter of the rate: two products, a sum, and one more for each way in and out."""
+    """Conversions have a quarter of the rate. There are two products, a sum, and one more instruction for each input
+    and output."""
     a, b, out = image(), image(), image()
     counted = instructions(lambda: out.assign(a * 0.3 + b * 0.7))
     assert not [name for name in counted if name.startswith("cvt") and "f64" in name]
     blocks = 2  # one with a mask, one without
     elements = 16 * blocks
     assert counted["mul.rn.f64"] == 2 * elements
-    assert counted["add.rn.f64"] == 4 * elements  # no bound is needed: 255 (0.3 + 0.7) is within 255.25
+    assert counted["add.rn.f64"] == 4 * elements  # no clamping is needed, because 255 (0.3 + 0.7) is within 255.25
 
 
 def test_rounding_takes_one_sum(instructions: Callable[[Callable[[], object]], Counter[str]]) -> None:
@@ -100,7 +102,8 @@ def test_rounding_takes_one_sum(instructions: Callable[[Callable[[], object]], C
 def test_regions_are_read_as_wide_as_they_lie(
     instructions: Callable[[Callable[[], object]], Counter[str]], before: int, width: str
 ) -> None:
-    """Three bytes a column: 16 bytes at a time from column 16 on, 8 from column 8, 4, 2 and 1."""
+    """A column has three bytes. A region is read 16 bytes at a time from column 16 on, 8 from column 8, and so on with
+    4, 2 and 1."""
     a, b, out = image(before=before), image(before=before), image(before=before)
     counted = instructions(lambda: out.assign(a + b))
     assert {name for name in counted if name.startswith("ld.global")} == {f"ld.global.{width}"}
@@ -116,8 +119,8 @@ def test_masked_copies_move_16_bytes_and_do_not_read_the_target(
     a, out = image(), image()
     mask = Mat(torch.ones(20, 640, dtype=torch.uint8))
     counted = instructions(lambda: a.copyTo(out, mask))
-    words = 2  # of a thread
+    words = 2  # elements of a thread
     assert {name for name in counted if name.startswith("ld.global")} == {"ld.global.v4.b32"}
-    assert counted["ld.global.v4.b32"] == 2 * words  # of the mask and of the source
+    assert counted["ld.global.v4.b32"] == 2 * words  # loads of the mask and of the source
     assert counted["st.global.v4.b32"] == words
-    assert counted["st.global.b8"] == 16 * words  # of what is chosen in part
+    assert counted["st.global.b8"] == 16 * words  # stores of groups that are only partly chosen

@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 launches = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="kernels run on a GPU")
 DEVICE = "cpu" if INTERPRETED else "cuda"
 CONVERTED = [number for number in range(len(DEPTHS)) if number not in WITHOUT_PROGRAMS]
-# Numbers of 24 bits and of 53, and such as float32 does not reach.
+# Numbers of 24 bits and of 53, and numbers outside the range of float32.
 SCALES = [(1 / 255, 0.0), (1.0, 0.5), (255.0, 0.0), (1.5, 3.0), (-0.37, 1e5), (1.0 + 2.0**-40, -0.0), (1e300, 1e39)]
 PAIRS = [(depth, new) for depth in CONVERTED for new in CONVERTED if depth != new]
 
@@ -34,7 +34,7 @@ def test_kernels_on_the_cpu(interpreted: Callable[..., int]) -> None:
 
 
 def edges(depth: int) -> Tensor:
-    """Numbers of a depth at its limits and at those of others, halves, zeros of both signs, NaN and infinities."""
+    """Numbers of a depth: its limits and those of other depths, halves, zeros of both signs, NaN and infinities."""
     one = DEPTHS[depth]
     if depth == CV_Bool:
         return torch.tensor([True, False])
@@ -47,7 +47,7 @@ def edges(depth: int) -> Tensor:
 
 
 def assert_same_bits(found: Tensor, expected: Tensor, depth: int) -> None:
-    """But for those of a NaN, of which there are many."""
+    """The same bits, except that any NaN equals any other."""
     nan = expected.isnan() if expected.is_floating_point() else torch.zeros_like(expected, dtype=torch.bool)
     carrier = DEPTHS[depth].carrier
     assert torch.equal(found.view(carrier)[~nan], expected.view(carrier)[~nan])
@@ -55,7 +55,7 @@ def assert_same_bits(found: Tensor, expected: Tensor, depth: int) -> None:
 
 
 def assert_as_by_blocks(source: Tensor, target: Tensor, depth: int, new: int, alpha: float, beta: float) -> None:
-    """One kernel, which leaves in the target what operations of torch leave in a copy of it."""
+    """One kernel writes the same values into the target as operations of torch write into a copy."""
     expected = torch.empty_like(target, memory_format=torch.contiguous_format)
     plain = abs(alpha - 1) < 2.0**-52 and abs(beta) < 2.0**-52
     with np.errstate(all="ignore"):  # the interpreter computes with NumPy

@@ -23,8 +23,8 @@ from rooftop.mat import CV_32F, CV_32FC3, Mat, MatExpr, Scalar, converting, copi
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(INTERPRETED or os.name == "nt", reason="where kernels are interpreted none is kept")
 
-Kind = Callable[[Mat, Mat, Mat, Mat], Any]  # of a, b, a mask, into out
-SIDE, ROOM = 6, 24  # of regions, and of the image that they are cut from
+Kind = Callable[[Mat, Mat, Mat, Mat], Any]  # operations on a, b and a mask, into out
+SIDE, ROOM = 6, 24  # of regions, and of the image that contains them
 FORMS: dict[str, Kind] = {
     "sum": lambda a, b, mask, out: out.assign(a + b),
     "numbers": lambda a, b, mask, out: out.assign(a * 0.25 - b),
@@ -41,7 +41,7 @@ FORMS: dict[str, Kind] = {
     "converted by nothing": lambda a, b, mask, out: a.convertTo(out.depth(), 0.0, 3, out),
     "masked": lambda a, b, mask, out: a.copyTo(out, mask),
 }
-sides = st.sampled_from([0, SIDE, 2 * SIDE, 3 * SIDE]) | st.integers(0, ROOM - SIDE)  # beside each other, or anywhere
+sides = st.sampled_from([0, SIDE, 2 * SIDE, 3 * SIDE]) | st.integers(0, ROOM - SIDE)  # side by side, or at any place
 places = st.tuples(sides, sides)
 placements = st.tuples(places, places, places, places)
 
@@ -94,7 +94,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
 def test_a_launch_made_again_is_the_one_that_would_be_made(
     seen: list[tuple[Any, ...]], form: str, dtype: torch.dtype, before: Any, now: Any, same: bool
 ) -> None:
-    """Regions of one image lie alike, and overlap here and there. What is copied first lies elsewhere."""
+    """Regions of one image have equal strides and some overlap. Operands that are copied first are in other memory."""
     image, mask = Mat(torch.zeros(ROOM, ROOM, 3, dtype=dtype)), Mat(torch.ones(ROOM, ROOM, dtype=torch.uint8))
     now = now or before
     if same:  # the first operand's own elements
@@ -113,7 +113,7 @@ def test_a_launch_made_again_is_the_one_that_would_be_made(
 
 
 def within(seen: list[tuple[Any, ...]], *mats: Mat) -> list[tuple[Any, ...]]:
-    """The launches, with addresses counted from where a Mat begins; what lies in none of them is a copy."""
+    """The launches, with addresses relative to the start of a Mat. An address outside all Mats belongs to a copy."""
 
     def told(argument: Any) -> Any:
         if not isinstance(argument, str) or not argument.isdecimal() or int(argument) < 1 << 20:
@@ -131,14 +131,14 @@ def test_what_is_kept_is_launched(seen: list[tuple[Any, ...]], monkeypatch: pyte
     for form in FORMS:
         launched(form, image, mask, ((0, 0), (0, 6), (6, 0), (6, 6)))
     seen.clear()
-    monkeypatch.setattr(Repeated, "__init__", None)  # no other is made
+    monkeypatch.setattr(Repeated, "__init__", None)  # no further launch is made
     for form in FORMS:
         launched(form, image, mask, ((0, 0), (0, 6), (6, 0), (6, 6)))
     assert len(seen) == len(FORMS)
 
 
 def test_matrix_products_are_computed_anew(seen: list[tuple[Any, ...]]) -> None:
-    """What is launched beside them reads their results, which lie elsewhere each time."""
+    """The other launches read their results, whose addresses change each time."""
     a, b, out = (Mat(torch.ones(4, 4)) for _ in range(3))
     for _ in range(3):
         out.assign(mat.maximum(a @ b, b))

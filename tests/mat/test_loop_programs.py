@@ -67,10 +67,10 @@ def test_a_form_is_compiled_once_rows_have_taken_as_long(monkeypatch: pytest.Mon
         assert np.array_equal((Mat(a) + Mat(b)).numpy(), expected)
         assert counted == [ran, compiled]
     (Mat(a) * 2 + Mat(b)).numpy()
-    assert counted == [2, 1]  # another form waits for itself
+    assert counted == [2, 1]  # another form waits for its own compilation
     (Mat(a) * 2 + Mat(b)).numpy()
     assert np.array_equal((Mat(a) * 3 + Mat(b)).numpy(), np.clip(a.astype(int) * 3 + b, 0, 255))
-    assert counted == [4, 2]  # another number does not
+    assert counted == [4, 2]  # another number does not wait
 
 
 def test_small_mats_wait_for_nothing(at_once: None, counted: Counted) -> None:
@@ -156,7 +156,7 @@ def test_into_what_is_read(at_once: None, counted: Counted) -> None:
     m.assign(m + Mat(b))
     assert np.array_equal(m.numpy(), np.clip(a.astype(int) + b, 0, 255))
     whole = Mat(a.copy())
-    whole[1:120].assign(whole[0:119] * 2)  # shifted: as if all was read first
+    whole[1:120].assign(whole[0:119] * 2)  # shifted, with the result as if everything had been read first
     assert np.array_equal(whole.numpy()[1:], np.clip(a[:119].astype(int) * 2, 0, 255))
     assert counted == [2, 2]
 
@@ -277,7 +277,7 @@ def test_a_default_device_changes_nothing(monkeypatch: pytest.MonkeyPatch, at_on
 
 
 def test_a_process_that_forks_while_a_thread_compiles() -> None:
-    """The child gets the compiler's lock open."""
+    """In the child, the compiler's lock is open."""
     from numba.core.compiler_lock import global_compiler_lock as lock
 
     assert numba_loops.numba_works()
@@ -292,7 +292,7 @@ def test_a_process_that_forks_while_a_thread_compiles() -> None:
     thread.start()
     taken.wait()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # warnings of forks in a process with threads
         child = os.fork()
     if child == 0:
         os._exit(0 if lock._lock.acquire(timeout=60) else 1)
@@ -323,7 +323,7 @@ def test_a_numba_that_cannot_be_imported_is_named_once(monkeypatch: pytest.Monke
     try:
         with pytest.warns(RuntimeWarning, match="Numba is installed, but cannot be imported"):
             assert not numba_loops.numba_works()
-        monkeypatch.setitem(sys.modules, "rooftop.mat.masked_loops", None)  # whose import would fail, as Numba's does
+        monkeypatch.setitem(sys.modules, "rooftop.mat.masked_loops", None)  # its import would fail, as Numba's does
         m, mask = Mat(image(1)), Mat(image(2)[..., :1].copy())
         m.setTo((1, 2, 3), mask > 100)
         assert np.array_equal(m.numpy(), np.where(image(2)[..., :1] > 100, [1, 2, 3], image(1)))
@@ -355,7 +355,7 @@ ALL_SCALES = [(mat.CV_8U, mat.CV_32F), (mat.CV_32F, mat.CV_8U), (mat.CV_16S, mat
 
 
 def edges(depth: int) -> torch.Tensor:
-    """Numbers of a depth at its limits and at those of others, halves, NaN and infinities."""
+    """Numbers of a depth: its limits and those of other depths, halves, NaN and infinities."""
     one = DEPTHS[depth]
     if depth == mat.CV_Bool:
         return torch.tensor([True, False])
@@ -370,7 +370,7 @@ def edges(depth: int) -> torch.Tensor:
 def test_conversions_are_those_of_blocks(
     monkeypatch: pytest.MonkeyPatch, at_once: None, counted: Counted, depth: int
 ) -> None:
-    """Into every depth, plain and scaled; that the blocks follow OpenCV is tested in test_conversions.py."""
+    """Conversions into every depth, plain and scaled. test_conversions.py compares the blocks with OpenCV."""
     m = Mat(edges(depth).reshape(1, -1, 1))
     scales = {new: SCALES[:1] if (depth + new) % 2 else SCALES[:: len(SCALES) - 1] for new in DEPTHS_WITH_LOOPS}
     scales |= {new: SCALES for new in DEPTHS_WITH_LOOPS if (depth, new) in ALL_SCALES}

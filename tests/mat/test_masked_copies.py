@@ -55,7 +55,7 @@ def test_masked_copies_are_what_numpy_says(
     share: float,
     seed: int,
 ) -> None:
-    """Regions that begin anywhere, each in memory of its own size."""
+    """Regions that begin anywhere, each in an image of a different size."""
     rng = np.random.default_rng(seed)
 
     def region(whole: Tensor, before: int) -> Tensor:

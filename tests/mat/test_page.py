@@ -1,4 +1,4 @@
-"""The example of docs/mat.md runs and prints what the page says, and every name that the page gives is there."""
+"""The example of docs/mat.md runs and prints the text on the page, and every name on the page exists."""
 
 from __future__ import annotations
 

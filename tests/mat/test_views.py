@@ -1,7 +1,8 @@
-"""Headers on the same memory: sizes, steps, flags and places are those that OpenCV computes.
+"""Headers on the same memory: sizes, steps, flags and offsets are those that OpenCV computes.
 
-What cv2 shows of a cv::Mat is little: `cv2.UMat` says whether a region is continuous, a submatrix and where it begins.
-The rest is held against NumPy's views of the same array and against OpenCV's rules written out here.
+cv2 shows little of a cv::Mat: only `cv2.UMat` says whether a region is continuous, whether it is a submatrix and where
+it begins. The rest is compared with NumPy's views of the same array and with OpenCV's rules, which are written out
+here.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def image(*shape: int, dtype: str = "uint8") -> np.ndarray:
 
 
 def follows(sizes: tuple[int, ...], steps: tuple[int, ...]) -> bool:
-    """Whether elements follow one another, by going through all their places; OpenCV looks past leading ones alone."""
+    """Whether elements are contiguous, found by visiting all of them. OpenCV ignores only leading dimensions of size
+    1."""
     places = np.zeros(sizes, np.int64)
     for axis, (size, step) in enumerate(zip(sizes, steps, strict=True)):
         places += (np.arange(size) * step).reshape([-1 if i == axis else 1 for i in range(len(sizes))])
@@ -30,7 +32,7 @@ def follows(sizes: tuple[int, ...], steps: tuple[int, ...]) -> bool:
 
 
 def same_memory(m: Mat, array: np.ndarray) -> bool:
-    """The same elements at the same addresses, with the same strides where these matter."""
+    """The same elements at the same addresses, with the same strides wherever strides matter."""
     cut = m.numpy()
     if cut.shape != array.shape or not np.array_equal(cut, array):
         return False
@@ -143,7 +145,7 @@ def test_single_rows_and_columns_may_be_continuous() -> None:
     assert m[1:2, 1:2].isContinuous()
     whole = m[0:4, 0:6]
     assert whole.isContinuous()
-    assert not whole.isSubmatrix()  # as OpenCV: ranges that cut nothing off
+    assert not whole.isSubmatrix()  # as in OpenCV: ranges that cut nothing off
     assert Mat((3, 4, 5), CV_8U)[1:2].isContinuous()
     assert Mat((3, 4, 5), CV_8U)[1:3].isContinuous()
     assert not Mat((3, 4, 5), CV_8U)[:, 1:2].isContinuous()
@@ -333,7 +335,7 @@ def test_values_are_assigned_to_regions() -> None:
     expected[0:2, 0:2] = source
     m[2:4, 4:6] = source
     expected[2:4, 4:6] = source
-    m[0:4, 0:5] = m[1:5, 1:6]  # overlapping: as if what is read was copied first
+    m[0:4, 0:5] = m[1:5, 1:6]  # overlapping, with the result as if the operands had been copied first
     expected[0:4, 0:5] = expected[1:5, 1:6].copy()
     assert np.array_equal(array, expected)
     with pytest.raises(ValueError, match="sizes and types must be equal; use convertTo"):

@@ -62,7 +62,8 @@ plain = F.scaled_dot_product_attention
 
 
 def assert_gate(tensors: list[Tensor], device: str = "cpu", **options: Any) -> None:
-    """Output, gradients and log-sum-exp pass the numerics gate; each head of the keys may serve several."""
+    """Output, gradients and log-sum-exp pass the numerics gate; each head of the keys may serve several heads of the
+    queries."""
     options["enable_gqa"] = tensors[0].shape[1] != tensors[1].shape[1]
     tensors = [t.to(device) for t in tensors]
     dy = torch.randn_like(tensors[0])
@@ -279,7 +280,8 @@ def test_gate_of_each_back_end_on_a_gpu(name: str, width: int, is_causal: bool, 
 
 
 def assert_gate_with(backend: SDPBackend, tensors: list[Tensor], is_causal: bool) -> None:
-    """Output, log-sum-exp and gradients of both, against the float64 reference and PyTorch in the same dtype."""
+    """Output, log-sum-exp and the gradients of both outputs, compared with the float64 reference and with PyTorch in
+    the same dtype."""
     options = {"is_causal": is_causal, "enable_gqa": True, "return_lse": True}
     gradients = torch.randn_like(tensors[0]), torch.randn(tensors[0].shape[:3], device="cuda")
     with sdpa_kernel([backend]):
@@ -290,7 +292,7 @@ def assert_gate_with(backend: SDPBackend, tensors: list[Tensor], is_causal: bool
         keys = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
         return out, lse_of(query, keys, is_causal).to(torch.promote_types(query.dtype, torch.float32))
 
-    tensors = [t.clone(memory_format=torch.contiguous_format) for t in tensors]  # PyTorch's need to be aligned
+    tensors = [t.clone(memory_format=torch.contiguous_format) for t in tensors]  # PyTorch's tensors must be aligned
     eager = with_gradients(both, tensors, *gradients)
     exact = with_gradients(both, [t.double() for t in tensors], *(g.double() for g in gradients))
     for what, *values in zip(("out", "lse", "dquery", "dkey", "dvalue"), ours, eager, exact, strict=True):
@@ -376,4 +378,4 @@ def test_compiled_by_inductor_on_a_gpu() -> None:
     compiled = torch.compile(lambda q, k, v: attention(q, k, v, is_causal=True) * 2, fullgraph=True)
     ours = with_gradients(compiled, tensors, dy)
     theirs = with_gradients(lambda q, k, v: attention(q, k, v, is_causal=True) * 2, tensors, dy)
-    torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)  # gradients are added up in any order
+    torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)  # gradients are summed in any order

@@ -247,7 +247,7 @@ def test_cost_is_what_a_person_counts() -> None:
     assert known is not None
     assert least is not None
     assert known.total_flops == 17 * 6 * (4 * 8 + 5)
-    assert known.read_bytes == 4 * query.numel() + 8 * 2 + 4 * 2 * 17 * 2 * 8 + 4 * 5  # of the table, five pages
+    assert known.read_bytes == 4 * query.numel() + 8 * 2 + 4 * 2 * 17 * 2 * 8 + 4 * 5  # five pages of the table
     assert known.write_bytes == 4 * query.numel()
     assert least.total_flops == 2 * 6 * (4 * 8 + 5)
 

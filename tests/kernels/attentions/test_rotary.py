@@ -163,7 +163,7 @@ def test_compiled_whole() -> None:
     y = compiled(x)
     torch.testing.assert_close(y, 2 * rope(x.transpose(1, 2), cos, sin))
     y.square().sum().backward()
-    torch.testing.assert_close(x.grad, 8 * x.detach(), rtol=1e-5, atol=1e-5)  # turned there and back
+    torch.testing.assert_close(x.grad, 8 * x.detach(), rtol=1e-5, atol=1e-5)  # rotated there and back
 
 
 def test_cost_is_what_a_person_counts() -> None:

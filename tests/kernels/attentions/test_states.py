@@ -156,7 +156,8 @@ DEVICES = ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gp
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 0.0])
 def test_an_output_that_carries_the_gradient_of_the_log_sum_exp(scale: float, device: str) -> None:
-    """The inputs of the back ends: rowsum(dout' out') is the original one minus dlse, whatever dout is."""
+    """For the inputs of the back ends, rowsum(dout' out') is the original row sum minus dlse, whatever the value of
+    dout."""
     out, dlse = torch.randn(2, 3, 5, 8, device=device), torch.randn(2, 3, 5, device=device)
     dout = scale * torch.randn(2, 5, 3, 8, device=device).transpose(1, 2)
     new_dout, new_out = attentions._with_lse_gradient(dout, dlse, out)

@@ -34,7 +34,7 @@ class Case:
     features: int = 4  # of a head
     window: tuple[int, int] = (3, 4)
     shift: tuple[int, int] = (1, 2)
-    padded: bool = True  # with values of its own
+    padded: bool = True  # with separate values
     cosine: bool = False
 
     def tensors(self, dtype: torch.dtype = torch.float32) -> list[Tensor | None]:
@@ -135,7 +135,7 @@ def assert_gate(case: Case, dtype: torch.dtype, device: str = "cpu", kernels: Se
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_it_is_the_origin(case: Case) -> None:
-    """The gate is not used, because for few elements PyTorch's worst error can be 0 by luck."""
+    """Compared without the gate, because for few elements PyTorch's largest error can be 0 by luck."""
     tensors = case.tensors(torch.float64)
     assert tensors[0] is not None
     dout = torch.randn(*tensors[0].shape[:3], case.heads * case.features, dtype=torch.float64)
@@ -376,7 +376,7 @@ def test_wrong_arguments(arguments: dict[str, object], error: type[Exception], m
 
 def test_dropout_drops_the_share_of_weights_it_says_and_keeps_the_mean() -> None:
     torch.manual_seed(0)
-    place = torch.arange(16).reshape(4, 4).repeat(4, 4)  # of a key in its window, which is its value
+    place = torch.arange(16).reshape(4, 4).repeat(4, 4)  # the number of a key in its window, which is its value
     packed = torch.zeros(3, 16, 16, 3 * 64)
     packed[..., 128:] = F.one_hot(place, 16).repeat(1, 1, 4).float()
     with count_launches() as launches:
@@ -392,7 +392,7 @@ def test_dropout_drops_the_share_of_weights_it_says_and_keeps_the_mean() -> None
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
 def test_the_kernels_through_the_interpreter(interpreted: Callable[..., int]) -> None:
-    """Every case, in both directions, with the gate."""
+    """Every case passes the gate, forward and backward."""
     chosen = "origin or long_windows or (gate and V2) or any_strides or through_the_interpreter"
     assert interpreted(__file__, "-k", chosen) >= 20
 

@@ -43,7 +43,7 @@ SHAPES: dict[str, Shape] = {
     "five channels, dilated": (1, 5, 9, 10, 24, 3, 2, 1, 2),
     "five channels, 1 x 1, dilated": (2, 5, 6, 7, 24, 1, 1, 0, 2),
 }
-# Of ResNet-50: channels, size, out channels, kernel, stride, whether there is a residual, activation
+# ResNet-50's convolutions: channels, size, out channels, kernel, stride, whether there is a residual, activation
 RESNET_50 = [
     (3, 224, 64, 7, 2, False, "relu"),
     *[(64, 56, 64, k, 1, False, "relu") for k in (1, 3)],
@@ -79,7 +79,7 @@ def pair(value: int | tuple[int, int]) -> tuple[int, int]:
 
 
 class Case:
-    """Operands of a convolution, and how often they are called."""
+    """Operands of a convolution, and the number of its calls."""
 
     def __init__(
         self, shape: Shape, dtype: torch.dtype = torch.float32, *, bias: bool = True, residual: bool = True,
@@ -111,7 +111,7 @@ class Case:
         return conv_act(*self.tensors, activation=activation, **self.options)  # type: ignore[arg-type]
 
     def plan(self, tile: ConvTile) -> ConvPlan:
-        """The result by a tile, if it fits."""
+        """The result computed with one tile, if this tile fits."""
         x, weight, _, residual = self.tensors
         seen = copied(x, weight, residual, self.g)
         found = fitted(tile, problem_of(self.g, residual is not None, dtype=x.dtype, copied=seen))
@@ -199,7 +199,7 @@ def test_one_pass_follows_a_library(last: bool, keep: bool) -> None:
 @pytest.mark.parametrize(
     ("rows", "size", "expected"),
     [
-        (128, (1, 1, 401_408), (1, 1, 128)),  # 1 x 1: rows as they are
+        (128, (1, 1, 401_408), (1, 1, 128)),  # 1 x 1: the rows are used unchanged
         (128, (256, 56, 56), (2, 8, 8)),
         (128, (256, 28, 28), (8, 4, 4)),
         (128, (256, 14, 14), (32, 2, 2)),

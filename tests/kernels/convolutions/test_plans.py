@@ -1,4 +1,4 @@
-"""Plans of convolutions and max pools match what runs, and name the deciding fact.
+"""Plans of convolutions and max pools match the kernels that run, and name the deciding fact.
 
 The GPU is a simulated H200: kernels and libraries are recorded, not called.
 """
@@ -140,7 +140,7 @@ def test_a_convolution_runs_as_its_plan_says(
 
 
 def assert_tile(plan: ConvPlan, constants: dict[str, Any], grid: tuple[int, ...]) -> None:
-    """What was launched is the tile of the plan."""
+    """The launched tile is the tile of the plan."""
     tile = plan.tile
     assert tile is not None
     rows = (

@@ -1,4 +1,4 @@
-"""The kernels of conv_act as compiled for a GPU that need not be there; `test_conv_acts.py` runs them."""
+"""The kernels of conv_act, compiled for a GPU that this machine need not have; `test_conv_acts.py` runs them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ triton = pytest.importorskip("triton")
 @pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted")
 @pytest.mark.parametrize("kernel", ["persistent", "gathered"])
 def test_operands_of_tensor_cores_are_where_they_were_copied_to(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copied asynchronously, not through registers; and nothing spills."""
+    """They are copied asynchronously, not through registers, and nothing spills."""
     tile = replace(MANY, columns=64) if kernel == "persistent" else ConvTile("gathered", 64, 64, 64, 4, 3)
     ptx = ptx_of(tile, monkeypatch)
     assert "wgmma.mma_async" in ptx
@@ -37,7 +37,7 @@ def test_operands_of_tensor_cores_are_where_they_were_copied_to(kernel: str, mon
 
 
 def ptx_of(tile: ConvTile, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Of the kernel that a 3 x 3 convolution of 64 channels launches."""
+    """The PTX of the kernel that a 3 x 3 convolution of 64 channels launches."""
     found: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     monkeypatch.setattr(
         conv_act_launches, "launch", lambda kernel, grid, device, *args, **given: found.append((kernel, args, given))

@@ -251,7 +251,7 @@ def expression_of(count: int) -> Function:
 )
 @settings(max_examples=40, deadline=None)
 def test_any_layout(sizes: list[int], tensors: list[tuple[list[bool], list[int]]], steps: bool) -> None:
-    """Dimensions that are omitted or permuted, and skipped elements."""
+    """Tensors with omitted or permuted dimensions, and with skipped elements."""
     made = []
     for kept, order in tensors:
         shape = [size if keep else 1 for size, keep in zip(sizes, kept, strict=False)]
@@ -268,7 +268,7 @@ def test_any_layout(sizes: list[int], tensors: list[tuple[list[bool], list[int]]
 
 
 def steps_of(tensor: Tensor) -> list[int]:
-    """Strides of the dimensions that are walked along: those of size 1 may have any."""
+    """Strides of the dimensions with more than one element. Dimensions of size 1 may have any stride."""
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
@@ -302,7 +302,8 @@ def test_nan_and_infinities_do_what_they_do_in_pytorch() -> None:
         [math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -1.0, 100.0, -100.0, 1e-30, 88.5, 0.5, 1.5, 2.5, -2.5]
     )
     for name, function in UNARY.items():
-        given = x[3:] if "gelu" in name else x  # PyTorch's own gelu(inf) is inf or NaN, by the size of the tensor
+        # PyTorch's own gelu(inf) is inf or NaN, depending on the size of the tensor
+        given = x[3:] if "gelu" in name else x
         ours, theirs = fused(function)(given), function(given)
         torch.testing.assert_close(ours, theirs, **exactly, msg=lambda m, n=name: f"{n}: {m}")
     a, b = x[:, None].expand(-1, len(x)).contiguous(), x.expand(len(x), -1)
@@ -355,8 +356,8 @@ def type_of(function: Function, *operands: Any) -> torch.dtype | Exception:
 
 @pytest.mark.parametrize("name", [*sorted(UNARY.keys() - {"hardtanh"}), *BINARY, *OPERATORS])
 def test_results_have_pytorchs_dtype_for_all_dtypes_of_operands(name: str) -> None:
-    """Wherever PyTorch has one. Of tensors with and without dimensions, and of numbers. (hardtanh of integers is
-    float32 here: its limits are.)"""
+    """Tested wherever PyTorch has a result, for tensors with and without dimensions, and for numbers. (hardtanh of
+    integers is float32 here, because its limits are.)"""
     function = {**UNARY, **BINARY, **OPERATORS}[name]
     ours = fused(function)
     tensors = [torch.ones(shape, dtype=dtype) for dtype in DTYPES.values() for shape in ((2,), ())]
@@ -364,7 +365,7 @@ def test_results_have_pytorchs_dtype_for_all_dtypes_of_operands(name: str) -> No
         itertools.product(tensors, tensors), *(((x, n), (n, x)) for x in tensors for n in (True, 2, 1.5))
     )
     for operands in pairs if len(ours.names) == 2 else [(x,) for x in tensors]:
-        shapes = [each.to("meta") if isinstance(each, Tensor) else each for each in operands]  # needs no kernel
+        shapes = [each.to("meta") if isinstance(each, Tensor) else each for each in operands]  # no kernel is needed
         found, expected = type_of(ours, *shapes), type_of(function, *operands)
         if isinstance(found, Exception):
             assert isinstance(expected, Exception) or re.search(REFUSED, str(found)), (operands, found)
@@ -453,7 +454,8 @@ def test_numbers_beyond_float32_are_infinite() -> None:
 def test_half_precision_is_rounded_once() -> None:
     x = values(1000, dtype=torch.bfloat16)
     ours = fused(lambda x: (x + 256) - 256)(x)
-    torch.testing.assert_close(ours, x, rtol=1e-2, atol=1e-4)  # eager loses eight bits between the two
+    # eager PyTorch loses eight bits between the two operators
+    torch.testing.assert_close(ours, x, rtol=1e-2, atol=1e-4)
 
 
 def test_numbers_change_without_another_kernel() -> None:
@@ -486,7 +488,7 @@ def test_gradients_against_finite_differences_twice() -> None:
     shapes = ((3, 4), (3, 1), (4,))
     tensors = [values(*shape, seed=i).double().requires_grad_() for i, shape in enumerate(shapes)]
     assert torch.autograd.gradcheck(fused(function), tensors)
-    assert torch.autograd.gradgradcheck(fused(function), tensors)  # of sums, too
+    assert torch.autograd.gradgradcheck(fused(function), tensors)  # also for sums
 
 
 def test_gradients_where_functions_have_corners() -> None:
@@ -752,7 +754,7 @@ def test_broadcast_tensors_on_a_gpu(case: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float16])
 def test_long_sums_of_gradients_on_a_gpu(dtype: torch.dtype) -> None:
-    """The same bits each time."""
+    """Each call gives the same bits."""
     shapes = [(3001, 4100), (4100,), (3001, 1), (3001, 4100)]
     x, row, column, dy = (values(*shape, seed=i).to("cuda", dtype) for i, shape in enumerate(shapes))
     assert_gate(lambda x, r, c: x * torch.sigmoid(r) * c, x, row, column, device="cuda")

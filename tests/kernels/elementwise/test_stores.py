@@ -133,7 +133,7 @@ def test_every_integer_of_32_bits_is_the_same_in_float64(dtype: torch.dtype) -> 
 @launches
 @pytest.mark.parametrize(("dtype", "reach"), [(torch.float32, 22), (torch.float64, 51)])
 def test_nearest_integers_as_far_as_they_reach(dtype: torch.dtype, reach: int) -> None:
-    """Halves to even, zeros of both signs; beyond 31 bits the lower 32."""
+    """Halves are rounded to even, zeros keep their sign, and beyond 31 bits the lower 32 bits count."""
     edges = [sign * 2.0**n + more for n in range(reach) for sign in (1, -1) for more in (-1, -0.5, 0, 0.5, 1.5)]
     near = torch.nextafter(torch.tensor(0.5, dtype=dtype), torch.tensor([0.0, 1.0], dtype=dtype))
     x = torch.cat([torch.tensor([*edges, -0.0, 2.0**reach, -(2.0**reach)], dtype=dtype), near, -near]).to(DEVICE)

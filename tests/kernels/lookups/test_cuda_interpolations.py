@@ -68,7 +68,7 @@ KERNELS = {
 
 @pytest.fixture
 def launches(compile_for_cpu: Callable[[str, Sequence[str]], None], cuda_on_cpu: Counter[str]) -> Counter[str]:
-    """Those on the CPU, of kernels that are compiled together."""
+    """The launches on the CPU, whose kernels are compiled together."""
     compile_for_cpu(
         cuda_text(*module.CUDA_FILES), [f"{name}<{types}>" for name, each in KERNELS.items() for types in each]
     )
@@ -125,7 +125,7 @@ def test_points_in_half_precision_and_views(launches: Counter[str]) -> None:
     features, points = torch.randn(10, 4, 8).transpose(1, 2), torch.rand(10, 6)[:, ::2].half()
     expected = trilinear_reference(features, points)
     torch.testing.assert_close(trilinear_interpolate_cuda(features, points), expected)
-    base = torch.randn(10 * 8 * 4 + 1)[1:].view(10, 8, 4)  # four bytes off
+    base = torch.randn(10 * 8 * 4 + 1)[1:].view(10, 8, 4)  # four bytes off alignment
     torch.testing.assert_close(trilinear_interpolate_cuda(base, points), trilinear_reference(base, points))
 
 

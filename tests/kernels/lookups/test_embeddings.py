@@ -22,7 +22,7 @@ from rooftop.launch import INTERPRETED, count_launches
 from rooftop.nn import Embedding
 from rooftop.testing import assert_as_accurate
 
-if INTERPRETED:  # short chunks, so that few items cross them and need two levels
+if INTERPRETED:  # short chunks, so that a few items already cross chunks and need two levels
     tables.RUNS = RunsConfig(chunk=8, ahead=4, columns=16, warps=1)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -77,7 +77,7 @@ def test_tables_of_any_strides(tokens: Tensor) -> None:
     ],
 )
 def test_tokens_of_any_strides(of: Callable[[Tensor], Tensor]) -> None:
-    """Also those that lie as far apart as if they were one row."""
+    """Also tokens whose strides are those of a single row."""
     assert_gate(of(drawn(12, rows=7)), 7, 8, torch.float32)
 
 

@@ -28,7 +28,7 @@ def tensors(count: int, channels: int, dtype: torch.dtype = torch.float32) -> tu
 def eager(features: Tensor, points: Tensor) -> Tensor:
     """As a user would write it in PyTorch, in the dtype of the features."""
     upper = ((points + 1) / 2).to(features.dtype)
-    u, v, w = torch.stack((1 - upper, upper), 2).unbind(1)  # (B, 2) each
+    u, v, w = torch.stack((1 - upper, upper), 2).unbind(1)  # each of shape (B, 2)
     weights = u[:, :, None, None] * v[:, None, :, None] * w[:, None, None, :]
     return (weights.flatten(1)[:, :, None] * features).sum(1)
 
@@ -94,7 +94,7 @@ def test_it_agrees_with_grid_sample() -> None:
 def test_points_in_half_precision_and_views() -> None:
     features, points = torch.randn(10, 4, 8).transpose(1, 2), torch.rand(10, 6)[:, ::2].half()
     torch.testing.assert_close(trilinear_interpolate(features, points), eager(features, points.float()))
-    base = torch.randn(10 * 8 * 4 + 1)[1:].view(10, 8, 4)  # four bytes off
+    base = torch.randn(10 * 8 * 4 + 1)[1:].view(10, 8, 4)  # four bytes off alignment
     torch.testing.assert_close(trilinear_interpolate(base, points), eager(base, points.float()))
     out = trilinear_interpolate(features.requires_grad_(), points.requires_grad_())
     out.sum().backward()  # an expanded gradient: all strides 0

@@ -55,7 +55,7 @@ def assert_gate(tensors: list[Tensor | None], target: Tensor, **options: Any) ->
 
 
 def assert_gate_of_draws(draws: list[tuple[list[Tensor | None], Tensor]], **options: Any) -> None:
-    """The gradients of all draws pass the gate together: eager's largest error is that of all of them."""
+    """The gradients of all draws pass the gate together: it uses eager's largest error over all draws."""
     gradients: dict[str, list[list[Tensor]]] = {name: [[], [], []] for name in ("dhidden", "dweight", "dbias")}
     for tensors, target in draws:
         with count_launches() as launches:
@@ -84,8 +84,9 @@ def assert_gate_of_draws(draws: list[tuple[list[Tensor | None], Tensor]], **opti
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk_size", [None, 16, 1000])
 def test_gate(dtype: torch.dtype, chunk_size: int | None) -> None:
-    """In float32, over several draws. In 1,920 single draws of this size, one side's largest error was more than twice
-    the other's by luck: ours in 4.5%, eager's in 8.4%. For 32 draws together, this was 1 of 60 and none."""
+    """The gate is checked in float32 over several draws together. In 1,920 single draws of this size, one side's
+    largest error was by luck more than twice the other's: ours in 4.5%, eager's in 8.4%. With 32 draws together, this
+    happened in 1 of 60 cases for ours and never for eager's."""
     draws = (8 if INTERPRETED else 32) if dtype == torch.float32 else 1
     if chunk_size == 1000:
         assert_chunks(*inputs(40, 33, 300, dtype), 40, 1)
@@ -96,7 +97,7 @@ def test_gate(dtype: torch.dtype, chunk_size: int | None) -> None:
 
 @pytest.mark.parametrize("shape", [(5, 768, 50), (5, 768, 1000), (3, 64, 11)])
 def test_every_draw_of_few_rows_is_within_the_gate(shape: tuple[int, int, int]) -> None:
-    """Loss and gradients of each draw by itself: logits are multiplied as PyTorch multiplies them, all at once."""
+    """Loss and gradients of each single draw: the logits are computed in one product, as in PyTorch."""
     for seed in range(5 if INTERPRETED else 20):
         tensors, target = inputs(*shape, seed=100 * seed)
         ours = loss_and_gradients(linear_cross_entropy, tensors, target)
@@ -130,7 +131,7 @@ def shapes_of_all_tensors() -> Iterator[set[tuple[int, ...]]]:
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is torch.ops.rooftop.linear_cross_entropy.default:
-                with self:  # the operator's own implementation, seen operator by operator
+                with self:  # the implementation of our operator, observed operator by operator
                     return linear_losses.LinearCrossEntropy(*args).run()
             out = func(*args, **(kwargs or {}))
             seen.update(tuple(t.shape) for t in tensors_in((args, kwargs, out)))
@@ -142,18 +143,18 @@ def shapes_of_all_tensors() -> Iterator[set[tuple[int, ...]]]:
 
 @pytest.mark.parametrize("rows", [2, 37, 64])
 def test_logits_of_all_rows_are_never_made(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_losses, "ONE_CHUNK_LOGITS", 100)  # as if these were many
+    monkeypatch.setattr(linear_losses, "ONE_CHUNK_LOGITS", 100)  # as if 100 logits were many
     tensors, target = inputs(rows, 16, 101)
     with shapes_of_all_tensors() as seen:
         loss_and_gradients(linear_cross_entropy, tensors, target)
     logits = [shape for shape in seen if len(shape) == 2 and 101 in shape and 16 not in shape and 1 not in shape]
-    assert (-(-rows // 2), 101) in seen  # those of a chunk are
+    assert (-(-rows // 2), 101) in seen  # logits of one chunk are computed
     assert all(min(shape) <= -(-rows // 2) for shape in logits)
     # The interpreter copies memory as bytes, which have one dimension.
     assert max(torch.Size(shape).numel() for shape in seen if len(shape) > 1) < max(rows, 17) * 101
     with shapes_of_all_tensors() as seen:
         loss_and_gradients(by_torch, tensors, target)
-    assert (rows, 101) in seen  # what the test would find
+    assert (rows, 101) in seen  # so the test would notice logits of all rows
 
 
 def test_chunks_take_no_more_memory_than_the_weight_and_are_even() -> None:
@@ -182,7 +183,7 @@ def test_dimensions_before_the_last_and_no_rows() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 def test_where_no_target_counts_the_mean_and_its_gradients_are_zero(dtype: torch.dtype) -> None:
-    """In float16 gradients are multiplied with one over the targets at last."""
+    """In float16, gradients are multiplied at the end by one over the number of targets."""
     (hidden, weight, bias), target = inputs(6, 16, 50)
     tensors = [each.to(dtype) for each in (hidden, weight, bias) if each is not None]
     loss, *gradients = loss_and_gradients(linear_cross_entropy, tensors, torch.full_like(target, -100))
@@ -232,7 +233,7 @@ def test_a_backward_that_keeps_the_graph_can_be_repeated() -> None:
 
 
 def test_small_gradients_of_float16_survive_a_loss_scale() -> None:
-    """Divided by the rows, the gradient of an unlikely class's logit is 0 in float16."""
+    """Divided by the number of rows, the gradient for the logit of an unlikely class would be 0 in float16."""
     tensors, target = inputs(1000, 4, 3, torch.float16)
     hidden, weight, _ = tensors
     assert hidden is not None
@@ -352,7 +353,7 @@ def test_memory_on_a_gpu_is_that_of_a_chunk() -> None:
     assert weight is not None
     hidden.requires_grad_()
     weight.requires_grad_()
-    linear_cross_entropy(hidden, weight, target).backward()  # what libraries allocate once
+    linear_cross_entropy(hidden, weight, target).backward()  # memory that libraries allocate once
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     linear_cross_entropy(hidden, weight, target).backward()

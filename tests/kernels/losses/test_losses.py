@@ -71,12 +71,12 @@ def assert_gate(
             assert_as_accurate(mine, plain, truth, what=f"{what} of {tuple(x.shape)} {x.dtype}")
         else:  # one number: PyTorch's error can be 0 by luck
             rounding = 4 * torch.finfo(x.dtype).eps
-            expected = truth if target.numel() else torch.zeros_like(truth)  # PyTorch's mean of nothing is NaN
+            expected = truth if target.numel() else torch.zeros_like(truth)  # PyTorch's mean of no elements is NaN
             torch.testing.assert_close(mine.double(), expected, rtol=rounding, atol=rounding, equal_nan=True)
 
 
 def logits(rows: int, classes: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> tuple[Tensor, Tensor]:
-    """Logits and targets, of which some are ignored."""
+    """Logits, and targets some of which are ignored."""
     torch.manual_seed(rows + classes)
     target = torch.randint(classes, (rows,))
     target[1::4] = IGNORED
@@ -113,7 +113,7 @@ def test_the_gradient_of_long_rows_takes_the_place_of_the_logits_and_of_nothing_
     terms = losses.Terms(None, IGNORED, 0.1, 0.0)
     dx = torch.empty_like(x)
     expected = losses.losses_of_rows(x, target, terms, None, dx)[0]
-    for before in (0, 4, 3):  # elements: where the first row begins, and so each of them
+    for before in (0, 4, 3):  # elements before the first row, which determine the address of each row
         memory = torch.full((before + x.numel() + 8,), 5.0)
         place = memory[before:-8].view(x.shape)
         found = losses.losses_of_rows(place.copy_(x), target, terms, None, place)[0]
@@ -157,7 +157,7 @@ def test_gate_of_all_that_a_loss_can_have(
     )
 
 
-# Not the gate: of few elements, PyTorch's worst error can be 0 by luck.
+# Without the gate: for few elements, PyTorch's largest error can be 0 by luck.
 @given(st.integers(1, 20), st.integers(1, 200), st.booleans(), st.floats(0, 1), st.integers(-3, 5))
 @settings(max_examples=15, deadline=None)
 def test_any_shape_smoothing_and_ignored_class(
@@ -222,7 +222,7 @@ def test_where_no_target_counts_the_mean_and_its_gradient_are_zero(fused: bool, 
 def test_infinities_and_nan_do_what_they_do_in_pytorch(columns: int, smoothing: float) -> None:
     x, _ = logits(7, columns)
     target = torch.tensor([0, 1, 2, 3, 4, 5, IGNORED])
-    x[1, 7], x[2, 8], x[4, 10], x[5, 5] = math.nan, math.inf, -math.inf, -math.inf  # of the last, the target
+    x[1, 7], x[2, 8], x[4, 10], x[5, 5] = math.nan, math.inf, -math.inf, -math.inf  # x[5, 5] is the target's logit
     x[3] = -math.inf
     options = {"reduction": "none", "label_smoothing": smoothing}
     ours, theirs = (loss_and_gradient(f, x, target, **options) for f in (cross_entropy, by_torch))
@@ -273,7 +273,7 @@ def test_one_row_and_rows_of_images() -> None:
 
 
 def test_small_gradients_of_float16_survive_a_loss_scale() -> None:
-    """A gradient of 3e-8 is 0 in float16; multiplied by 2^15 it is not, which is what a loss scale is for."""
+    """A gradient of 3e-8 is 0 in float16. A loss scale of 2^15 preserves it."""
     x, target = torch.full((200, 20), -12, dtype=torch.float16), torch.zeros(200, dtype=torch.int64)
     x[:, 0] = 0
     _, dx = loss_and_gradient(cross_entropy, x, target, 2.0**15)
@@ -397,7 +397,7 @@ def test_a_target_that_is_no_class_makes_nan_of_its_row_and_the_loss(
     assert loss.isnan()
     assert dx[1:4].isnan().all()
     _, expected = loss_and_gradient(F.cross_entropy, x[[0, 4]], target[[0, 4]], weight=weight)
-    torch.testing.assert_close(dx[[0, 4]], expected)  # a mean over the targets that are classes
+    torch.testing.assert_close(dx[[0, 4]], expected)  # a mean over the targets that are not ignored
     assert (dx[5] == 0).all()
 
 

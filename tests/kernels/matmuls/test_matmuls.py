@@ -108,7 +108,7 @@ def wide(given_: Operands) -> Operands:
 
 @contextmanager
 def tiles_for_all() -> Iterator[None]:
-    """The kernels for all that a table decides, even where the library is faster."""
+    """Use the kernels for everything that a table decides, even where the library is faster."""
     before = matmul_tables.FUSED_ON_HOPPER
     matmul_tables.FUSED_ON_HOPPER = dict.fromkeys(before, (Entry(math.inf, replace(TWO_AN_SM, rows=64)),))
     choose.cache_clear()
@@ -153,7 +153,7 @@ def test_gate_of_any_shape(shape: tuple[int, ...]) -> None:
     assert_gate(operands(*shape, dtype=torch.bfloat16, bias=False, residual=True), "sigmoid")
 
 
-# Not the gate: of few elements, PyTorch's worst error can be 0 by luck.
+# Without the gate: for few elements, PyTorch's largest error can be 0 by luck.
 @given(st.integers(1, 40), st.integers(1, 70), st.integers(0, 70), st.sampled_from(ACTIVATIONS))
 @settings(max_examples=10, deadline=None)
 def test_any_size(m: int, n: int, k: int, activation: str) -> None:
@@ -251,7 +251,7 @@ def test_activations_for_results_of_16_bits_are_far_within_their_rounding(activa
 
     x = all_numbers(dtype)
     exact = TORCH[activation](x)
-    if activation == "gelu":  # 1 + erf has nothing left below -8, in double precision either; 1 + tanh likewise
+    if activation == "gelu":  # below -8, 1 + erf has no correct digit left, even in double precision; nor has 1 + tanh
         exact = x * torch.special.log_ndtr(x).exp()
     elif activation == "gelu_tanh":
         exact = x * torch.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3))
@@ -291,7 +291,7 @@ def derivatives(x: Tensor, activation: str) -> Tensor:
 @pytest.mark.skipif(not INTERPRETED, reason="kernels run interpreted")
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "sigmoid"])
 def test_derivatives_in_float32_lose_nothing_to_cancellation(activation: str) -> None:
-    """Within a few roundings of the largest term of the sum that the derivative is."""
+    """The error is within a few roundings of the largest term of the derivative's sum."""
     x = torch.linspace(-12, 12, 4001)
     wide_x = x.double().requires_grad_()
     (exact,) = torch.autograd.grad(TORCH[activation](wide_x).sum(), wide_x)
@@ -308,7 +308,7 @@ def test_derivatives_of_very_large_numbers_are_0_or_1() -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="kernels run interpreted")
 def test_sums_for_the_bias_do_not_lose_more_with_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each program adds up 512 tiles of 0.1, whose roundings all go the same way once the sum is large."""
+    """Each program adds up 512 tiles of 0.1. Once the sum is large, all roundings go in the same direction."""
     monkeypatch.setattr(matmul_launches, "BACKWARD_PROGRAMS_PER_SM", 1)
     dy = torch.full((8192, 3), 0.1)
     _, sums = matmul_launches.backward(dy, dy, "none", False, True)
@@ -329,7 +329,7 @@ def test_sums_for_the_bias_keep_infinities() -> None:
 def test_a_library_product_of_rows_that_are_not_aligned(
     activation: str, keep: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With padding as on a GPU: the same results, contiguous, and unchanged operands."""
+    """Rows are padded as on a GPU. The results are the same and contiguous, and the operands stay unchanged."""
     x, weight, bias, residual = operands(20, 37, 51, dtype=torch.bfloat16, residual=True)
     before = [t.clone() for t in (x, weight)]
     monkeypatch.setattr(matmul_launches, "missing_columns", lambda columns, _: -columns % 64)
@@ -367,7 +367,7 @@ def test_on_a_gpu_rows_that_are_not_aligned(m: int, n: int, k: int, activation: 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(2, 1024, 512, 256), (4096, 264, 1000), (300, 2049, 513), (3, 4096, 4096)])
 def test_what_pytorch_computes_as_well_is_its_own(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """The same bits as the operator's, which modes and compilers see, with less work for the host."""
+    """The result has the same bits as the operator, which only modes and compilers see, with less work for the host."""
     x, weight, bias, _ = operands(*shape, dtype=dtype, device="cuda")
     assert bias is not None
     for added in (None, bias):
@@ -384,7 +384,7 @@ def test_what_pytorch_computes_as_well_is_its_own(shape: tuple[int, ...], dtype:
         by_library = linear_act_plan(x, leaf).backend == "library"
         assert operator.called != (by_library and aligned)
         operator.reset_mock()
-        linear_act(x, leaf, others)  # whose gradient a kernel sums
+        linear_act(x, leaf, others)  # with a gradient that a kernel sums
         linear_act(x.flatten(0, -2).t().contiguous().t(), leaf)
         assert operator.call_count == 2
     assert linear_act(x[:0], leaf).shape == (0, *x.shape[1:-1], len(leaf))
@@ -416,7 +416,7 @@ def test_without_rows_columns_or_k_it_is_as_in_pytorch(
     for bias, residual in ((True, False), (False, True)):
         given_ = operands(*shape, dtype=dtype, bias=bias, residual=residual)
         theirs = output_and_gradients(by_torch, given_, activation, dy)
-        rounding = {"rtol": 0.016, "atol": 8 * torch.finfo(dtype).eps}  # of sums of four numbers
+        rounding = {"rtol": 0.016, "atol": 8 * torch.finfo(dtype).eps}  # for sums of four numbers
         torch.testing.assert_close(output_and_gradients(linear_act, given_, activation, dy), theirs, **rounding)
         with torch.no_grad():
             torch.testing.assert_close(linear_act(*given_[:3], activation, given_[3]), theirs["y"], **rounding)
@@ -502,7 +502,7 @@ def test_only_the_gradients_that_are_wanted_are_made() -> None:
     y = torch.ops.rooftop.linear_act(x, weight, None, "silu", None, False)
     assert y[1].numel() == 0
     expected = torch.autograd.grad(linear_act(x.requires_grad_(), weight, None, "silu").sum(), x)
-    for call in (torch.ops.rooftop.linear_act, matmuls._linear_act):  # what was not kept is computed again
+    for call in (torch.ops.rooftop.linear_act, matmuls._linear_act):  # values that were not kept are computed again
         found = torch.autograd.grad(call(x, weight, None, "silu", None, False)[0].sum(), x)
         torch.testing.assert_close(found, expected)
 
@@ -604,7 +604,7 @@ def test_cost_is_what_a_person_counts() -> None:
     assert backward is not None
     assert forward_.total_flops == 2 * 10 * 24 * 16 + (4 + 1 + 1) * 240
     assert forward_.read_bytes == 4 * (10 * 16 + 24 * 16 + 24 + 240)
-    assert forward_.write_bytes == 4 * 2 * 240  # the result, and what was activated
+    assert forward_.write_bytes == 4 * 2 * 240  # the result, and the input of the activation
     assert (backward.total_flops, backward.read_bytes, backward.write_bytes) == (8 * 240, 4 * 480, 4 * 240)
     assert costs["aten::mm"] is not None
 
@@ -661,7 +661,8 @@ def test_a_plan_says_what_is_taken_and_why() -> None:
     assert linear_act_plan(x.double(), weight.double()).reason == "float64"
     if INTERPRETED:
         unaligned = torch.randn(16, 17).bfloat16()[:, 1:]
-        assert linear_act_plan(unaligned, weight, bias, "silu").backend == "pointers"  # and not worth a copy
+        # and too small to be worth a copy
+        assert linear_act_plan(unaligned, weight, bias, "silu").backend == "pointers"
         x, weight, bias, _ = operands(16, 16, 1032, dtype=torch.bfloat16)
         assert linear_act_plan(x, weight, bias).backend == "library"
 
@@ -729,7 +730,7 @@ def test_gate_on_a_gpu(shape: tuple[int, ...], activation: str, dtype: torch.dty
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("shape", [(500, 4096, 1024), (300, 2049, 513), (64, 48, 0)])
 def test_gate_without_a_gradient_on_a_gpu(shape: tuple[int, ...], activation: str, dtype: torch.dtype) -> None:
-    """Here cuBLAS may finish its product by itself."""
+    """Without a gradient, cuBLAS may apply bias and activation itself."""
     given_ = operands(*shape, dtype=dtype, device="cuda")
     exact = by_torch(*wide(given_)[:3], activation)
     assert_as_accurate(linear_act(*given_[:3], activation), by_torch(*given_[:3], activation), exact)

@@ -1,4 +1,4 @@
-"""The kernels of linear_act as compiled for a GPU that need not be there; `test_matmuls.py` runs them."""
+"""The kernels of linear_act, compiled for a GPU that this machine need not have; `test_matmuls.py` runs them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_pointwise_kernels_compile_for_sm_90_without_spills(activation: str) -> 
 
 
 def spilled_bytes(kernel: Any, constants: dict[str, int | bool]) -> int:
-    """Of a kernel whose tensors are float32 and aligned, and whose sizes are 32-bit, compiled with four warps."""
+    """The spilled bytes of a kernel with aligned float32 tensors and 32-bit sizes, compiled with four warps."""
     names = kernel.arg_names
     tensors = {"dy", "saved", "dz", "partial", "sums", "bias", "residual", "y", "z"} & set(names)
     types = {name: "constexpr" if name in constants else "*fp32" if name in tensors else "i32" for name in names}

@@ -1,5 +1,5 @@
-"""The norms' kernels of staged rows, their launch parameters, and runs on a GPU. On the CPU (`cuda_on_cpu`) Triton adds
-up their partial sums, so they run within the interpreted run of `test_norms.py`."""
+"""The norms' kernels for staged rows, their launch parameters, and runs on a GPU. On the CPU (`cuda_on_cpu`), Triton
+adds up the partial sums of these kernels, so they run within the interpreted run of `test_norms.py`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ in_interpreted_run = pytest.mark.skipif(not INTERPRETED, reason="runs within tes
 
 
 def inputs_of(name: str, rows: int, columns: int, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
-    """dy, x, weight, and of a layer norm the bias."""
+    """dy, x, weight, and for a layer norm the bias."""
     torch.manual_seed(rows + columns)
     full = [torch.randn(rows, columns), 2 * torch.randn(rows, columns) + 1]
     short = [torch.randn(columns) for _ in range(2 if name == "layer_norm" else 1)]
@@ -67,7 +67,7 @@ def take(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[ClusterConfig], 
 
 
 def forget() -> None:
-    """The kernels are also checked here, because code from the CPU's compiler is not a GPU's."""
+    """Forget that the kernels were checked on the CPU, because a GPU runs other code."""
     plans.forget()
     norm_clusters.ready.cache_clear()
 
@@ -76,8 +76,8 @@ def config(blocks: int, warps: int, stages: int) -> ClusterConfig:
     return ClusterConfig(1, 1000, blocks, warps, stages=stages)
 
 
-# The block alone with one warp and with two, rows that fill a part of the last chunk, clusters whose last blocks have
-# less or (40 columns: five groups for eight blocks) nothing; odd rows, and rows that are whole groups.
+# A single block with one warp and with two; rows that fill a part of the last chunk; clusters whose last blocks have
+# less work or none (40 columns are five groups for eight blocks); odd rows, and rows of whole groups.
 CASES: list[tuple[str, int, int, torch.dtype, ClusterConfig, int]] = [
     ("layer_norm", 16, 131, BFLOAT16, config(1, 1, 2), 1),
     ("layer_norm", 40, 901, BFLOAT16, config(2, 1, 3), 2),
@@ -151,7 +151,7 @@ def test_a_bad_row_stays_alone_and_runs_are_alike(take: Any, compiled: None, cud
 @in_interpreted_run
 def test_a_large_offset_does_not_swamp_the_variance(take: Any, compiled: None, cuda_on_cpu: Counter[str]) -> None:
     take(CASES[1][4])
-    x = (1024 + 4 * torch.randn(8, 901).round()).bfloat16()  # multiples of 4 up to 1024, of 8 above
+    x = (1024 + 4 * torch.randn(8, 901).round()).bfloat16()  # multiples of 4 up to 1024, multiples of 8 above
     assert_gate(
         "layer_norm", [torch.randn(8, 901).bfloat16(), x, torch.ones(901).bfloat16(), torch.zeros(901).bfloat16()]
     )
@@ -161,7 +161,8 @@ def test_a_large_offset_does_not_swamp_the_variance(take: Any, compiled: None, c
 def test_stages_and_blocks_fit_in_shared_memory() -> None:
     limit = 232_448
     assert layout(ClusterConfig(1, 16_384, 1, 16), 16_384, 4, 2, limit) == (2048, 4, 3)
-    assert layout(ClusterConfig(1, 16_384, 1, 16, 1, 8), 16_384, 4, 4, limit)[2] == 2  # float32 weights take more
+    # float32 weights need more memory
+    assert layout(ClusterConfig(1, 16_384, 1, 16, 1, 8), 16_384, 4, 4, limit)[2] == 2
     assert layout(ClusterConfig(1, 50_257, 4, 13), 50_257, 2, 4, limit) == (1571, 4, 3)
     assert layout(ClusterConfig(1, 262_144, 1, 32), 262_144, 2, 4, limit)[2] < 1
 
@@ -178,7 +179,7 @@ def test_kernels_compile_without_spills(rms: bool) -> None:
                 arch="sm_90",
             )
             kernel.check(8 * blocks, 32 * warps, 200_000, blocks)
-            # Where a thread has 64 registers, some constants are read again for each row.
+            # If a thread has only 64 registers, some constants are read again for each row.
             assert kernel.binary.spill_bytes <= (64 if warps == 32 else 0), kernel
 
 

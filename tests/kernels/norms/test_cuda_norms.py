@@ -78,8 +78,8 @@ def test_gate(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert_gate(inputs)
 
 
-# One shape for each way that rows are worked on: one warp and several rows a block, several warps, longer than a tile;
-# packs of eight, of four, of two, and single elements.
+# One shape for each way to process rows: several rows in a block of one warp, several warps, rows longer than a tile;
+# packs of eight, four and two elements, and single elements.
 WAYS = [
     (7, 200, torch.bfloat16, "add_layer_norm<__nv_bfloat16, __nv_bfloat16, 8, 1, 1>"),
     (67, 1, torch.bfloat16, "add_layer_norm<__nv_bfloat16, __nv_bfloat16, 1, 8, 1>"),
@@ -98,7 +98,7 @@ OTHERS = [
 
 @pytest.fixture
 def launches(compile_for_cpu: Callable[[str, Sequence[str]], None], cuda_on_cpu: Counter[str]) -> Counter[str]:
-    """Those on the CPU, of kernels that are compiled together."""
+    """The launches on the CPU, whose kernels are compiled together."""
     compile_for_cpu(cuda_text(*module.CUDA_FILES), [*(kernel for *_, kernel in WAYS), *OTHERS])
     return cuda_on_cpu
 
@@ -183,7 +183,7 @@ def test_rows_of_no_elements(launches: Counter[str]) -> None:
 def test_gradients_against_finite_differences() -> None:
     inputs = [t.double().requires_grad_() for t in tensors(3, 5, torch.float64) if t is not None]
     assert torch.autograd.gradcheck(ours, inputs)
-    for one in range(2):  # of each result alone
+    for one in range(2):  # the gradients of each result alone
         assert torch.autograd.gradcheck(lambda *args: ours(*args)[one], inputs)  # noqa: B023
 
 

@@ -26,12 +26,12 @@ from rooftop.testing import assert_as_accurate
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HALVES = DTYPES[1:]
 NORMS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
-EPS = torch.finfo(torch.float32).eps  # of an RMS norm, also of the float64 reference
+EPS = torch.finfo(torch.float32).eps  # for an RMS norm, also of the float64 reference
 Inputs = list[Tensor | None]
 
 
 def ours(name: str, x: Tensor, weight: Tensor | None = None, *more: Tensor | None) -> tuple[Tensor, ...]:
-    """more: bias, where the norm has one; residual and input_bias, where it adds."""
+    """more: bias if the norm has one; residual and input_bias if it adds them."""
     shape = x.shape[-1:]
     if name == "layer_norm":
         return (layer_norm(x, shape, weight, *more),)
@@ -75,7 +75,7 @@ def inputs_of(name: str, *shape: int, dtype: torch.dtype = torch.float32, withou
 
 
 def results(function: Callable[..., Any], name: str, inputs: Inputs, gradients: list[Tensor]) -> dict[str, Tensor]:
-    """y, the total where there is one, and the gradients of all inputs."""
+    """y, the total if there is one, and the gradients of all inputs."""
     leaves = [t.detach().clone().requires_grad_() if t is not None else None for t in inputs]
     outputs = function(name, *leaves)
     torch.autograd.backward(outputs, [g.to(y.dtype) for g, y in zip(gradients, outputs, strict=False)])
@@ -86,14 +86,14 @@ def results(function: Callable[..., Any], name: str, inputs: Inputs, gradients: 
 
 @pytest.fixture(autouse=True)
 def plans_of_these_tables() -> Iterator[None]:
-    """Tests change the tables."""
+    """Forget the plans, because tests change the tables."""
     plans.forget()
     yield
     plans.forget()
 
 
 def planned(name: str, inputs: Inputs) -> Counter[str]:
-    """The kernels of both directions, as the plans say."""
+    """The kernels of forward and backward, according to the plans."""
     x, weight, *more = inputs
     bias = more.pop(0) if name.endswith("layer_norm") else None
     residual, input_bias = more or (None, None)
@@ -150,7 +150,8 @@ def test_gate_of_the_other_norms(name: str, dtype: torch.dtype) -> None:
     assert_gate(name, inputs_of(name, 5, 200, dtype=dtype), PLAIN)
 
 
-# Eight or more rows with an odd number of half precision elements; the remainder modulo eight goes the plain way.
+# Eight or more rows with an odd number of half precision elements. The remainder modulo eight is left to the plain
+# kernels.
 @pytest.mark.parametrize(
     ("name", "rows", "columns", "dtype"),
     [
@@ -160,7 +161,7 @@ def test_gate_of_the_other_norms(name: str, dtype: torch.dtype) -> None:
     ],
 )
 def test_gate_of_rows_at_odd_addresses(name: str, rows: int, columns: int, dtype: torch.dtype) -> None:
-    """In forward, rows of pairs of elements and those of more than 256 go the plain way."""
+    """In forward, rows of pairs of elements and rows of more than 256 elements are left to the plain kernel."""
     kernels = SHIFTED if rows % 8 == 0 else SHIFTED + PLAIN
     if columns % 2 == 0 or columns > 256:
         kernels = (PLAIN[0], *kernels[1:])
@@ -169,7 +170,7 @@ def test_gate_of_rows_at_odd_addresses(name: str, rows: int, columns: int, dtype
 
 @pytest.fixture
 def short_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of a few hundred elements are long ones."""
+    """Tiles so short that rows of a few hundred elements are long rows."""
     for table in ("FORWARD", "BACKWARD", "FORWARD_SHIFTED", "BACKWARD_SHIFTED"):
         monkeypatch.setattr(tables, table, ())
     monkeypatch.setattr(tables, "FORWARD_HELD", ForwardConfig(1, 1, 16, 4))
@@ -189,7 +190,7 @@ def test_gate_of_long_rows_of_fours(name: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(tables, "FOURS_FROM", 100)
     for table in ("FORWARD_FOURS", "FORWARD_FOURS_RMS"):
         monkeypatch.setattr(tables, table, (ForwardConfig(1000, 1, 64, 4),))
-    monkeypatch.setattr(tables, "FORWARD", ())  # without them it would go another way
+    monkeypatch.setattr(tables, "FORWARD", ())  # without them another kernel would be chosen
     assert_gate(name, inputs_of(name, 5, 204, dtype=torch.bfloat16), PLAIN)
 
 
@@ -200,7 +201,7 @@ def test_gate_of_rows_of_one_element(dtype: torch.dtype) -> None:
         assert_gate(name, inputs_of(name, 67, 1, dtype=dtype), PLAIN)
 
 
-# bfloat16: of a few float32 sums, PyTorch's worst error can be 0 by luck.
+# bfloat16, because for a few float32 sums PyTorch's largest error can be 0 by luck.
 @given(st.sampled_from(NORMS), st.integers(1, 17), st.integers(32, 200), st.sets(st.sampled_from(ARGUMENTS[NORMS[2]])))
 @settings(max_examples=6 if INTERPRETED else 25, deadline=None)
 def test_gate_of_any_shape_with_and_without_arguments(name: str, rows: int, columns: int, absent: set[str]) -> None:
@@ -393,7 +394,7 @@ def test_autocast_gives_the_dtypes_of_pytorch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "forward", "backward"),  # flops an element; bytes read and written in units of 4 (M = 10, N = 40)
+    ("name", "forward", "backward"),  # flops for each element; bytes read and written in units of 4 (M = 10, N = 40)
     [
         ("layer_norm", (7, 480, 420), (13, 400 + 400 + 40 + 20, 480)),
         ("rms_norm", (4, 440, 410), (9, 400 + 400 + 40 + 10, 440)),

@@ -17,11 +17,11 @@ from rooftop.launch import INTERPRETED, cuda
 
 BFLOAT16, SINGLE = torch.bfloat16, torch.float32
 H200 = Device(triton=True, processors=132, shared_bytes=232_448, cuda=9)
-CLUSTERS = 33  # that the device below holds
+CLUSTERS = 33  # the number that the device below can hold
 
 
 class Launched(NamedTuple):
-    """A kernel, its grid, the rows that it was given, its numbers and its constants."""
+    """A kernel, its grid, its rows, its numbers and its constants."""
 
     kernel: str
     grid: Any
@@ -60,7 +60,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
 
 
 def as_planned(plan: NormPlan, after: tuple[float, ...]) -> list[Launched]:
-    """The launches that a plan promises; `after`: what kernels are given behind the sizes."""
+    """The launches that a plan promises; `after` are the kernels' arguments after the sizes."""
     found = []
     for each in plan.launches:
         if each.staged is not None:
@@ -74,13 +74,13 @@ def as_planned(plan: NormPlan, after: tuple[float, ...]) -> list[Launched]:
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype, apart: int = 0, lead: int = 0) -> Tensor:
-    """Rows so many elements apart, the first so many after a multiple of 16 bytes."""
+    """Rows with this distance in elements; the first begins this many elements after a multiple of 16 bytes."""
     memory = torch.empty(rows * (columns + apart) + lead, dtype=dtype)
     return memory.as_strided((rows, columns), (columns + apart, 1), lead)
 
 
 def edges() -> list[int]:
-    """The columns at which an entry of any table begins or ends, and their neighbours."""
+    """The numbers of columns at which a table's entry begins or ends, and their neighbours."""
     found = {tables.SHIFTED_FROM, tables.FOURS_FROM, 1 << 18}
     for value in vars(tables).values():
         for entry in value if isinstance(value, tuple) else (value,):

@@ -1,4 +1,4 @@
-"""Norms of sums over ranks: the kernel itself on the CPU, where each rank is a thread (`cuda_of_ranks`)."""
+"""Norms of sums over ranks: the real kernel runs on the CPU, where each rank is a thread (`cuda_of_ranks`)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Parameters = dict[str, Tensor | None]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WORDS = 16384
 
-# ranks, rows, columns, dtype, RMS norm: packs of eight, four, two and single elements; several packs of a thread;
-# blocks of 4, 8 and 16 warps; each number of ranks.
+# ranks, rows, columns, dtype, RMS norm. The cases have packs of eight, four and two elements and single elements,
+# several packs for a thread, blocks of 4, 8 and 16 warps, and each number of ranks.
 WAYS = [
     (1, 3, 64, BF16, True),
     (2, 3, 1024, BF16, True),
@@ -42,13 +42,13 @@ KERNELS = [*(kernel_of(columns, dtype, dtype, ranks, rms)[0] for ranks, _, colum
 
 @pytest.fixture
 def on_ranks(compile_for_cpu: Callable[[str, Sequence[str]], None], cuda_of_ranks: Ranks) -> Ranks:
-    """With all kernels compiled together."""
+    """Run a call on each rank; all kernels are compiled together."""
     compile_for_cpu(cuda_text(*module.RANK_SUM_FILES), list(dict.fromkeys(KERNELS)))
     return cuda_of_ranks
 
 
 def mailboxes(ranks: int, words: int = WORDS) -> tuple[list[Mailboxes], list[Tensor]]:
-    """Those of all ranks, and their memory."""
+    """The mailboxes of all ranks, and their memory."""
     memory = [torch.zeros(Mailboxes.bytes_of(ranks, words), dtype=torch.uint8) for _ in range(ranks)]
     addresses, here = [each.data_ptr() for each in memory], torch.device("cpu")
     stops = [torch.zeros(1, dtype=torch.int32) for _ in range(ranks)]
@@ -56,7 +56,7 @@ def mailboxes(ranks: int, words: int = WORDS) -> tuple[list[Mailboxes], list[Ten
 
 
 def tensors(ranks: int, shape: Sequence[int], dtype: torch.dtype, rms: bool) -> tuple[list[Tensor], Parameters]:
-    """The partial rows of each rank, and the rest."""
+    """The partial rows of each rank, and the other tensors."""
     torch.manual_seed(ranks + sum(shape))
     partials = [(torch.randn(*shape) + 0.3).to(dtype) for _ in range(ranks)]
     rest: Parameters = {"residual": torch.randn(*shape).to(dtype)}
@@ -156,7 +156,8 @@ CALLS = [(1, 1024), (3, 1024), (2, 1024), (1, 1024)] * 6
 
 
 def many_calls(on_ranks: Ranks) -> None:
-    """Of other sizes each time, by ranks that are late in turns. As replays of a graph, they count in `state` alone."""
+    """Calls of changing sizes, in which the ranks are late in turn. Like replays of a graph, they count only in
+    `state`."""
     given = [tensors(2, shape, BF16, True) for shape in CALLS]
     made, _memory = mailboxes(2, words=3 * 512)
 
@@ -235,7 +236,7 @@ def test_mutants_are_caught(
 
 
 def order_of_the_ranks(on_ranks: Ranks) -> None:
-    """Parts that cancel: in another order the sum is another number."""
+    """Parts that cancel, so that another order gives another sum."""
     partials, rest = tensors(3, (2, 96), FP32, False)
     partials = [partials[0] + 1e6, partials[1] * 1e-2, partials[2] - 1e6]
     for y, total in computed(on_ranks, partials, rest, False):

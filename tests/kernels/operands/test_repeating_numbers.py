@@ -31,7 +31,7 @@ def test_zeros_of_both_signs_and_dtypes_are_told_apart() -> None:
 
 
 def test_what_is_kept_stays_and_the_rest_is_its_holders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CUDA graph has the addresses of those that are kept."""
+    """A CUDA graph contains the addresses of the kept tables."""
     monkeypatch.setattr(repeating_numbers, "_tables", {})
     monkeypatch.setattr(repeating_numbers, "MOST_BYTES", 3 * COLUMNS)
     kept = [table_of(bytes([number]), torch.uint8, CPU) for number in range(3)]

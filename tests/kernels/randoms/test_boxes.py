@@ -30,7 +30,7 @@ def boxes(draw: st.DrawFn, most: int = 12, dimensions: int = 4) -> Box:
 
 
 def places(box: Box) -> Tensor:
-    """Of the part's elements in the flat whole, by the map that kernels get."""
+    """The places of the part's elements in the flat whole, computed by the map that kernels get."""
     sizes, strides, offset = box.index_map()
     found = torch.tensor([offset])
     for size, stride in zip(sizes, strides, strict=True):

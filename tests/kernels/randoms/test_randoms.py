@@ -44,14 +44,14 @@ def ramp(box: Box, dtype: torch.dtype) -> Tensor:
 
 
 def rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 as kernels store it: Triton's interpreter cuts where a GPU rounds to bfloat16."""
+    """float32 as kernels store it: Triton's interpreter truncates to bfloat16, a GPU rounds."""
     if dtype == torch.bfloat16 and INTERPRETED:
         return (value.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
     return value.to(dtype)
 
 
 def assert_the_same_bits(box: Box, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the CPU makes them: numbers, dropout and its gradient."""
+    """Numbers, dropout and its gradient have the bits that the CPU computes."""
     x, kernels = ramp(box, dtype), (INTERPRETED or device == "cuda") and dtype != torch.float64 and 0 not in box.size
     with count_launches() as launches:
         found = [make(box, dtype=dtype, device=device) for make in KINDS.values()]

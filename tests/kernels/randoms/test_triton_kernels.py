@@ -33,7 +33,8 @@ on_each = pytest.mark.parametrize(
 
 
 @triton.jit
-def generate(words, out):  # (7, 4) int64: a counter's words, and then a key's, of four counters; (4, 4) int64
+# (7, 4) int64: for four counters, the words of the counter and then those of the key; (4, 4) int64
+def generate(words, out):
     column = tl.arange(0, 4)
     c0 = tl.load(words + column).to(tl.uint32)
     c1 = tl.load(words + 4 + column).to(tl.uint32)

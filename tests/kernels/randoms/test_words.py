@@ -52,7 +52,7 @@ def test_four_elements_share_a_block_in_order() -> None:
 
 
 def test_keys_are_those_of_the_standard_hash() -> None:
-    """They must never change: models are made of them."""
+    """The keys must never change, because models are made with them."""
     assert random_key(0, "") == 4331143152044847043
     assert random_key(1, "blocks.0.attention.weight") == -7998578973078255543
     assert len({random_key(seed, name) for seed in range(50) for name in ("a", "b", "ab", "")}) == 200
@@ -82,7 +82,7 @@ def test_quantiles_are_those_of_the_normal_distribution() -> None:
     words = some_words()
     exact = special.ndtri((words.double().numpy() + 0.5) / 2**32)
     error = np.abs(normal_quantiles_reference(words).double().numpy() - exact)
-    assert error.max() < 2e-7 + 2**-24 * 4  # the polynomial's, and the rounding of a number below 8 to float32
+    assert error.max() < 2e-7 + 2**-24 * 4  # errors of the polynomial, and of rounding a number below 8 to float32
 
 
 def test_quantiles_are_symmetric() -> None:
@@ -92,12 +92,12 @@ def test_quantiles_are_symmetric() -> None:
 
 def test_quantiles_rise() -> None:
     words = some_words().unique()
-    assert normal_quantiles_reference(words).diff().min() > -2e-7  # where octaves meet, two polynomials
+    assert normal_quantiles_reference(words).diff().min() > -2e-7  # octaves meet, so two polynomials apply
 
 
 @pytest.mark.parametrize("deviations", [0.1, 1.0, 2.0, 3.0, 4.0, 5.0, 5.5, 6.0])
 def test_tails_have_the_words_that_they_should(deviations: float) -> None:
-    """Of all 2^32 words, as many give a number below as the distribution says."""
+    """Of all 2^32 words, the fraction whose number is below a limit is the one of the distribution."""
     expected = special.ndtr(-deviations) * 2**32
     slack = 2 + math.ceil(5e-7 * stats.norm.pdf(deviations) * 2**32)  # the error of a quantile
     near = torch.arange(max(0, int(expected) - slack), int(expected) + slack)

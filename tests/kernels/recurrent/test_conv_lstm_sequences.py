@@ -1,5 +1,5 @@
 """All steps of a ConvLSTM as one operator: results and gradients are those of the plain loop, on the CPU and (in a
-process of its own) with the Triton kernels interpreted."""
+separate process) with the Triton kernels interpreted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rooftop.launch import INTERPRETED, count_launches
 from rooftop.testing import assert_as_accurate
 
 Arguments = list[Tensor | None]
-NAMES = ("outputs", "cell", "dgates", "dkernel", "dbias", "dhidden", "dcell")  # the last three with a state
+NAMES = ("outputs", "cell", "dgates", "dkernel", "dbias", "dhidden", "dcell")  # the last three have a state
 
 
 def arguments(
@@ -27,7 +27,7 @@ def arguments(
     dtype: torch.dtype = torch.float64,
     shape: tuple[int, int, int, int] = (2, 3, 5, 4),
 ) -> Arguments:
-    """gates, kernel, hidden, cell and bias of N, F, H, W; with a state there is a bias."""
+    """gates, kernel, hidden, cell and bias for N, F, H, W. If there is a state, there is a bias too."""
     generator = torch.Generator().manual_seed(steps + sum(kernel))
     n, f, h, w = shape
     memory_format = torch.channels_last if last else torch.contiguous_format
@@ -43,7 +43,7 @@ def arguments(
 
 
 def results(function: Callable[..., Any], given: Arguments, *names: str, cell_too: bool = True) -> list[Tensor]:
-    """outputs, cell, and the gradients of the arguments that are there."""
+    """outputs, cell, and the gradients of the given arguments."""
     leaves = [None if t is None else t.detach().requires_grad_() for t in given]
     *tensors, bias = leaves
     outputs, cell = function(*tensors, *names, bias=bias)
@@ -66,7 +66,7 @@ def test_gradients_are_those_of_the_plain_loop(kernel: tuple[int, int], state: b
 
 
 def conv_lstm_sequence_reference_of_all(*given: Any, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The plain loop, in which a kernel that no step needs also has a gradient, of zeros."""
+    """The plain loop, in which a kernel that no step needs also has a gradient, which is zero."""
     outputs, cell = conv_lstm_sequence_reference(*given, bias=bias)
     return outputs + 0 * given[1].sum(), cell
 

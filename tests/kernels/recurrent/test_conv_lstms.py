@@ -44,7 +44,7 @@ def by_torch(
 
 
 def results(function: Callable[..., tuple[Tensor, Tensor]], tensors: list[Tensor], *names: str) -> list[Tensor]:
-    """hidden, cell, and the gradients of gates, cell and, if it is there, added."""
+    """hidden, cell, and the gradients of gates, cell and, if given, added."""
     tensors = [t.detach().requires_grad_() for t in tensors]
     added = {"added": tensors[2]} if len(tensors) > 2 else {}
     outputs = function(*tensors[:2], *names, **added)
@@ -90,7 +90,7 @@ def test_gate_of_activations(activation: str, recurrent: str) -> None:
     assert_gate(step(2, 6, 9, 8), activation, recurrent)
 
 
-# Not the gate: of few elements, PyTorch's worst error can be 0 by luck.
+# Without the gate: for few elements, PyTorch's largest error can be 0 by luck.
 @given(st.tuples(*[st.integers(1, 9)] * 4), st.booleans(), st.booleans(), *[st.sampled_from(ACTIVATIONS)] * 2)
 @settings(max_examples=8, deadline=None)
 def test_any_shape(shape: tuple[int, int, int, int], last: bool, added: bool, first: str, second: str) -> None:
@@ -110,7 +110,8 @@ def test_hard_sigmoids_are_those_of_the_two_keras() -> None:
 
 
 def test_the_order_of_gates() -> None:
-    gates = torch.tensor([30.0, -30.0, 0.5, -30.0]).reshape(1, 4, 1, 1)  # take in, forget, candidate, show nothing
+    # input gate, forget gate, candidate, output gate closed
+    gates = torch.tensor([30.0, -30.0, 0.5, -30.0]).reshape(1, 4, 1, 1)
     hidden, cell = conv_lstm_gates(gates, torch.full((1, 1, 1, 1), 7.0))
     torch.testing.assert_close(cell.item(), math.tanh(0.5))
     assert abs(hidden.item()) < 1e-12
@@ -149,7 +150,7 @@ def test_views_with_any_strides() -> None:
     gates, cell = torch.randn(6, 16, 5, 14)[::2, :, :, ::2], torch.randn(3, 4, 7, 5).transpose(2, 3)
     torch.testing.assert_close(conv_lstm_gates(gates, cell), by_torch(gates, cell))
     hidden, _ = conv_lstm_gates(gates.requires_grad_(), cell)
-    (gradient,) = torch.autograd.grad(hidden.sum(), gates)  # an expanded gradient, and none of the cell
+    (gradient,) = torch.autograd.grad(hidden.sum(), gates)  # an expanded gradient, and no gradient of the cell
     (expected,) = torch.autograd.grad(by_torch(gates, cell)[0].sum(), gates)
     torch.testing.assert_close(gradient, expected)
 

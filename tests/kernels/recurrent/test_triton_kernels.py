@@ -1,4 +1,5 @@
-"""The kernels of a ConvLSTM's gates as compiled for a GPU that need not be there; `test_conv_lstms.py` runs them."""
+"""The kernels of a ConvLSTM's gates, compiled for a GPU that this machine need not have; `test_conv_lstms.py` runs
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans of reductions match what runs, in each regime and at its edges, and name the deciding fact.
+"""Plans of reductions match the kernels that run, in each regime and at its edges, and name the deciding fact.
 
 The GPU is a simulated H200: kernels are recorded, not launched.
 """
@@ -52,7 +52,7 @@ def strides_of(shape: Dims) -> Dims:
 
 
 def planned(kind: str, shape: Dims, dims: Dims, dtype: torch.dtype = SINGLE, **given: Any) -> ReductionPlan:
-    """Of a contiguous tensor that need not be there."""
+    """The plan for a contiguous tensor that need not exist."""
     facts: dict[str, Any] = {"direction": "forward", "result": dtype, "processors": SMS, "early": True} | given
     return choose(kind, shape=shape, strides=strides_of(shape), dims=dims, dtype=dtype, **facts)
 
@@ -133,7 +133,7 @@ def test_a_gradient_is_launched_as_its_plan_says(
 def test_without_counters_a_second_kernel_combines(
     recorded: list[KernelLaunch], counted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if the captured graphs of the process had used up all counters."""
+    """This is the case when the captured graphs of the process have used up all counters."""
     if not counted:
         monkeypatch.setattr(launches, "counters", lambda device, count: None)
     kernels = ("reduce_tiles",) if counted else ("reduce_tiles", "combine_partials")

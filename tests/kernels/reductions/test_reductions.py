@@ -54,7 +54,7 @@ def output_and_gradient(function: Function, x: Tensor, dim: Any, dy: Tensor | No
 def assert_gate(kind: str, x: Tensor, dim: Any, device: str = "cpu") -> None:
     """Output and gradient pass the numerics gate, and (interpreted, or on a GPU) come from the kernels.
 
-    Of one result PyTorch's error can be 0 by luck: it may be off by a few roundings, and its gradient too.
+    For a single result, PyTorch's error can be 0 by luck. So the result and its gradient may be off by a few roundings.
     """
     x = x.to(device)
     with count_launches() as launches:
@@ -115,7 +115,7 @@ def test_places(dtype: torch.dtype) -> None:
 
 @pytest.fixture(params=[True, False], ids=["last combines", "second kernel"])
 def last_combines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
-    """Small tiles, so that little is enough to be split, and both ways to combine."""
+    """Use tiles so small that few elements are already split, and both ways to combine parts."""
     split = tables.SplitConfig(4, request.param)
     monkeypatch.setattr(tables, "SPLIT", split)
     monkeypatch.setattr(tables, "ALL", (tables.AllConfig(ANY_BYTES, 256, 4, split),))
@@ -131,7 +131,7 @@ def last_combines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(("shape", "dim"), [((502,), None), ((2003,), None), ((3, 300), 1), ((101, 24), 0)])
 def test_what_several_programs_split(last_combines: bool, shape: tuple[int, ...], dim: Any, kind: str) -> None:
     x = values(*shape)
-    for _ in range(2 if kind == "mean" else 1):  # the second time with the counters that the first left
+    for _ in range(2 if kind == "mean" else 1):  # the second time with the counters that the first time left
         with count_launches() as launches:
             y = ours(kind)(x, dim)
         torch.testing.assert_close(y, by_torch(kind)(x, dim), rtol=1e-5, atol=1e-4)
@@ -161,7 +161,7 @@ def test_ten_runs_give_the_same_bits(last_combines: bool) -> None:
         assert all(torch.equal(first, other) for other in others)
 
 
-# Not the gate: of few elements, PyTorch's worst error can be 0 by luck.
+# Without the gate: for few elements, PyTorch's largest error can be 0 by luck.
 @given(st.lists(st.integers(1, 6), max_size=5), st.data(), st.sampled_from([*DIFFERENTIABLE, *PLACES]))
 @settings(max_examples=40, deadline=None)
 def test_any_dimensions_and_strides(shape: list[int], data: st.DataObject, kind: str) -> None:
@@ -183,7 +183,8 @@ def test_any_dimensions_and_strides(shape: list[int], data: st.DataObject, kind:
 
 
 def test_views_are_read_where_they_are() -> None:
-    """Of what strides merge, two kept and two reduced dimensions need no copy; an expanded one is no problem either."""
+    """After dimensions are merged by their strides, two kept and two reduced dimensions need no copy, nor does an
+    expanded dimension."""
     base = values(4, 6, 5, 8)
     image = base.to(memory_format=torch.channels_last)
     views = {
@@ -210,7 +211,7 @@ def test_the_gradient_has_the_layout_of_the_input() -> None:
 
 
 def test_the_gradient_of_an_expanded_input_whose_gradient_needs_a_copy() -> None:
-    x = values(1, 3, 1, 5, 6).expand(2, 3, 4, 5, 6)  # of which no copy is needed, but of a gradient without its zeros
+    x = values(1, 3, 1, 5, 6).expand(2, 3, 4, 5, 6)  # needs no copy, but its gradient without the zeros does
     for kind in ("amax", "norm2"):
         mine, truth = (output_and_gradient(f(kind), x, (1, 3))[1] for f in (ours, by_torch))
         torch.testing.assert_close(mine, truth)
@@ -406,7 +407,7 @@ def test_counters_are_shared_within_a_stream_and_few() -> None:
     one, other = counting._captured_zeros(device, 5), counting._captured_zeros(device, 1)
     assert one is not None
     assert other is not None
-    assert other.data_ptr() - one.data_ptr() == 32  # apart, and at multiples of 16 bytes
+    assert other.data_ptr() - one.data_ptr() == 32  # with gaps, and at multiples of 16 bytes
     assert counting._captured_zeros(device, counting.CAPTURED_COUNTERS) is None
 
 
@@ -443,7 +444,8 @@ def test_ten_runs_give_the_same_bits_on_a_gpu(last_combines: bool) -> None:
 
 @pytest.mark.gpu
 def test_graphs_replayed_on_several_streams_at_once() -> None:
-    """The counters of captured launches are their own: replays beside each other and beside eager calls are right."""
+    """Captured launches have separate counters, so replays at the same time as each other and as eager calls are
+    correct."""
     x = torch.randn(1 << 20, device="cuda")
     expected = sum(x)
     graphs = []

@@ -40,7 +40,7 @@ from rooftop.kernels.sites.tables import WeightConfig
 from rooftop.launch import INTERPRETED, count_launches
 from rooftop.testing import assert_as_accurate
 
-if INTERPRETED:  # several parts of a tap's pairs, several programs of those that read a table
+if INTERPRETED:  # so that a tap's pairs are split into several parts, and a table is read by several programs
     tables.WEIGHT_HALF = (WeightConfig(1 << 31, 32, 32, 16, 4, 2, 8),)
     tables.WEIGHT_SINGLE = (WeightConfig(1 << 31, 32, 16, 16, 4, 2, 8),)
     tables.MASK_ROWS = tables.PAIR_ROWS = tables.LEAST_ROWS = 16
@@ -52,7 +52,7 @@ Leaves = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """A convolution of sites of a grid: in each dimension the same kernel, stride, padding and dilation."""
+    """A convolution of sites of a grid, with the same kernel, stride, padding and dilation in each dimension."""
 
     kernel: int
     stride: int
@@ -63,7 +63,7 @@ class Case:
     batch: int
     submanifold: bool = False
     density: float = 0.3
-    more: tuple[int, int, int] = (3, 2, 1)  # places of the window, beyond the first, without padding and stride
+    more: tuple[int, int, int] = (3, 2, 1)  # places of the window beyond the first, without padding and stride
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -83,7 +83,7 @@ class Book:
 
 
 def book_of(case: Case) -> Book:
-    """By a dense grid of row numbers."""
+    """The book, computed by a dense grid of row numbers."""
     generator = torch.Generator().manual_seed(hash(case) % 2**31)
     active = torch.rand(case.batch, *case.grid, generator=generator) < case.density
     active[0, 0, 0, 0] = True
@@ -125,7 +125,7 @@ def leaves_of(case: Case, book: Book, dtype: torch.dtype, device: str = "cpu") -
 
 
 def dense(case: Case, book: Book) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """conv3d on the grid, seen at the results."""
+    """conv3d on the grid, read at the places of the results."""
 
     def function(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         grid = features.new_zeros(case.batch, *case.grid, case.channels)
@@ -169,7 +169,7 @@ def assert_gate(case: Case, dtype: torch.dtype, device: str = "cpu", **options: 
 
 
 def assert_law(case: Case) -> None:
-    """To the last digits, in float64."""
+    """In float64, all but the last digits agree."""
     book = book_of(case)
     leaves, dy = leaves_of(case, book, torch.float64)
     found, expected = (outcome(function, leaves, dy) for function in (convolution(book), dense(case, book)))
@@ -183,7 +183,7 @@ SWEEP = ((1, 2, 3, 4, 5), (1, 2, 3), (0, 1, 2), (1, 2, 3), CHANNELS, CHANNELS, (
 
 
 def pairwise() -> Iterator[tuple[int, ...]]:
-    """The smallest part of the sweep's product in which any two values of two parameters occur together."""
+    """A minimal subset of the sweep's product in which any two values of two parameters occur together."""
     generator = random.Random(0)
     sides = list(itertools.combinations(range(len(SWEEP)), 2))
     missing = {(i, j, a, b) for i, j in sides for a in SWEEP[i] for b in SWEEP[j]}
@@ -228,7 +228,7 @@ def test_gate(name: str, dtype: torch.dtype) -> None:
 
 
 def test_gate_with_more_than_32_taps() -> None:
-    """Whose presence takes two words."""
+    """The bits of the present taps need two words."""
     assert_gate(Case(4, 1, 2, 1, 3, 5, 1, density=0.05, more=(3, 2, 2)), torch.float32)
 
 
@@ -251,7 +251,7 @@ def test_gate_where_orders_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("programs", [64, 0])
 def test_gate_without_lists_of_pairs(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In several parts, and whole."""
+    """With the sum in several parts, and in one part."""
     monkeypatch.setattr(tables, "LISTED_FROM", 1 << 30)
     monkeypatch.setattr(tables, "WEIGHT_SINGLE", (WeightConfig(1 << 31, 32, 16, 16, 4, 2, programs),))
     with count_launches() as launches:
@@ -280,14 +280,14 @@ def test_an_order_changes_no_bit() -> None:
     case = SMALL["strided"]
     book = book_of(case)
     leaves, dy = leaves_of(case, book, torch.float32)
-    if INTERPRETED:  # by NumPy, whose products of a row depend on where it stands: of such numbers they are exact
+    if INTERPRETED:  # numbers whose products are exact, because NumPy's products of a row depend on the row's place
         features, weight, bias = ((each * 8).round() / 8 for each in leaves)
         leaves, dy = (features, weight, bias), (dy * 8).round() / 8
     plain = outcome(convolution(book), leaves, dy)
     order, reverse_order = torch.arange(len(book.results)).flip(0), torch.randperm(len(book.sites)).int()
     found = outcome(convolution(book, order=order, reverse_order=reverse_order), leaves, dy)
     assert all(map(torch.equal, found, plain))
-    # With the table, the gradient of the weight alone is summed in that order.
+    # With the table, only the gradient of the weight is summed in that order.
     tables = {"order": sorted_table(book.neighbours, order), "reverse_order": sorted_table(book.reverse, reverse_order)}
     beside = outcome(convolution(book, **tables), leaves, dy)
     instead = outcome(lambda *leaves: sparse_conv(*leaves, None, **tables), leaves, dy)
@@ -298,7 +298,7 @@ def test_an_order_changes_no_bit() -> None:
 
 
 def test_gate_with_tables_in_order_alone() -> None:
-    """Each dtype; strided, and mirrored if there is no reverse table."""
+    """Tested with each dtype, strided, and mirrored if there is no reverse table."""
     for name in ("strided", "submanifold"):
         for dtype in DTYPES:
             case = SMALL[name]
@@ -336,7 +336,7 @@ def test_rows_with_the_same_mask_stand_together_in_their_order() -> None:
 
 @pytest.mark.parametrize("bits", [(0, 5, 12, 30, 31), (3, 31, 32, 40, 63)])
 def test_masks_that_follow_each_other_differ_in_one_tap(bits: tuple[int, ...]) -> None:
-    """Where each is there once, as those of a Gray code do."""
+    """If each mask occurs once, consecutive masks differ like numbers of a Gray code."""
     words = 1 + max(bits) // 32
     chosen = torch.tensor(list(itertools.product((0, 1), repeat=len(bits))))[torch.randperm(32)]
     table = torch.full((32, 32 * words), -1, dtype=torch.int32)
@@ -390,7 +390,7 @@ def test_pairs_of_a_table() -> None:
 
 
 def test_lists_of_pairs_may_be_given() -> None:
-    """In any order, and padded with -1."""
+    """The pairs may be in any order, and padded with -1."""
     case = SMALL["submanifold"]
     book = book_of(case)
     leaves, dy = leaves_of(case, book, torch.float32)
@@ -408,7 +408,8 @@ def test_lists_of_pairs_may_be_given() -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="lists are read by a kernel")
 @pytest.mark.parametrize("more", [1, 40, 1 << 30, (1 << 31) - 51])
 def test_pieces_of_lists_end_where_their_memory_does(more: int) -> None:
-    """Counts beyond what lists hold: what lies behind the lists is none of theirs, though it looks like pairs."""
+    """The counts are larger than the lists. The memory behind the lists looks like pairs, but does not belong to
+    them."""
     features, dy = torch.randn(50, 4), torch.randn(50, 6)
     neighbours = torch.stack([torch.randperm(50, dtype=torch.int32) for _ in range(2)], 1)
     listed, counts = pairs_of(neighbours, 50)
@@ -436,7 +437,7 @@ def test_pieces_of_taps_that_have_all_few_or_no_pairs(taps: int) -> None:
 
 
 def test_nothing_at_all() -> None:
-    """No sites, no results, no neighbours: results are the bias, gradients zeros."""
+    """Without sites, results or neighbours, results are the bias and gradients are zero."""
     for sites, rows in ((0, 0), (0, 3), (3, 0), (1, 1), (4, 3)):
         neighbours, reverse = (torch.full((count, 8), -1, dtype=torch.int32) for count in (rows, sites))
         book = Book(torch.empty(sites, 4), torch.empty(rows, 4), neighbours, reverse)
@@ -539,7 +540,7 @@ def test_operator_checks_of_torch_library(kernel: str) -> None:
 
 
 def test_autograd_records_nothing_between_the_weight_and_the_operator() -> None:
-    """A view of the weight would be one more node to record and to run in each layer."""
+    """A view of the weight would add a node to record and to run in each layer."""
     book = book_of(SMALL["strided"])
     (features, weight, bias), _ = leaves_of(SMALL["strided"], book, torch.float32)
     y = convolution(book)(features, weight.requires_grad_(), bias)
@@ -555,7 +556,7 @@ def test_compiled_whole() -> None:
 
 
 def test_cost_is_of_the_pairs_that_are_said_to_be_there() -> None:
-    """Otherwise one pair for each result is assumed."""
+    """If no number is given, the cost assumes one pair for each result."""
     book = book_of(SMALL["strided"])
     (features, weight, bias), _ = leaves_of(SMALL["strided"], book, torch.float32)
     rows, pairs = len(book.results), int((book.neighbours >= 0).sum())
@@ -712,7 +713,7 @@ def product_of_blocks(channels: int, wide: bool) -> None:
 def test_half_precision_compiles_for_sm_90(
     make: Callable[[int, bool], None], channels: int, regular: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To tensor cores that read what was copied asynchronously, without spills."""
+    """The tensor cores' operands are copied asynchronously, without spills."""
     monkeypatch.setattr(tables, "LISTED_FROM", 1 << 30)
     ptx = compiled_by(lambda: make(channels, regular), monkeypatch)
     assert "wgmma.mma_async" in ptx
@@ -721,7 +722,7 @@ def test_half_precision_compiles_for_sm_90(
 
 
 def compiled_by(work: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> str:
-    """PTX of the first kernel that work launches, for a GPU that need not be there."""
+    """PTX of the first kernel that `work` launches, for a GPU that this machine need not have."""
     triton = pytest.importorskip("triton")
     found: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     monkeypatch.setattr(
@@ -779,7 +780,7 @@ def test_gate_on_a_gpu(name: str, dtype: torch.dtype, monkeypatch: pytest.Monkey
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "taps"), [(300_000, 27), (70_000, 125), (1, 1), (5, 64)])
 def test_tables_on_a_gpu_are_those_of_the_cpu(rows: int, taps: int) -> None:
-    """Values beyond the numbers of pairs are ignored."""
+    """Entries beyond the numbers of pairs are ignored."""
     neighbours = torch.stack([torch.randperm(rows) for _ in range(taps)], 1).int()
     neighbours[torch.rand(neighbours.shape) < torch.rand(taps)] = -1
     masks, order = neighbour_masks(neighbours), rows_by_mask(neighbour_masks(neighbours))
@@ -837,7 +838,7 @@ def test_rows_that_there_are_not_are_read_as_none_on_a_gpu() -> None:
 @pytest.mark.gpu
 @pytest.mark.large
 def test_more_than_two_billion_elements_on_a_gpu() -> None:
-    """Each of the last rows meets itself, the first and the last."""
+    """Each of the last rows is a neighbour of itself, of the first and of the last row."""
     count = (1 << 24) + 40
     features = torch.zeros(count, 128, device="cuda", dtype=torch.float16)  # 2^31 + 5120 elements
     features[0], features[-64:] = 1, torch.randn(64, 128, device="cuda").half()

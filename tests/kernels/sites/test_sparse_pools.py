@@ -1,5 +1,5 @@
-"""Pooling over sites equals that of the dense grid, and over batch elements that of each; both ways: the CPU
-implementation, and (in a separate process) the Triton kernels interpreted."""
+"""Pooling over sites equals pooling over the dense grid, and pooling over a batch equals pooling over each element.
+Both are tested with the CPU implementation and (in a separate process) with the Triton kernels interpreted."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def on(book: Rulebook, pool: Pool, device: str = "cpu") -> Pool:
 
 
 def written_out(book: Rulebook, pool: Pool) -> Pool:
-    """Pool by gathering all neighbours; all that equal a maximum get its gradient."""
+    """Pool by gathering all neighbours. All values that equal a maximum get its gradient."""
 
     def function(features: Tensor) -> Tensor:
         table = book.neighbours.to(features.device).long()
@@ -141,14 +141,14 @@ def assert_gate(book: Rulebook, pool: Pool, features: Tensor) -> None:
 @pytest.mark.parametrize("pool", LOCAL)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gate(dtype: torch.dtype, pool: Pool) -> None:
-    """In half precision with ties."""
+    """In half precision there are ties."""
     book = book_of((4, 4, 3), **BOOKS["overlapping"])
     assert_gate(book, pool, features_of(book, 20, dtype))
 
 
 @pytest.mark.parametrize("pool", LOCAL)
 def test_gate_over_several_tiles(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels also work with 64-bit offsets."""
+    """The kernels are tested with 64-bit offsets too."""
     monkeypatch.setattr(pool_launches, "is_wide", lambda *tensors: True)
     book = book_of((4, 3, 2), **BOOKS["halved"])
     assert_gate(book, pool, features_of(book, 150, torch.float32))
@@ -161,12 +161,13 @@ def test_gate_of_strided_features() -> None:
 
 # ---- laws ------------------------------------------------------------------------------------------------------
 
-TABLE = torch.tensor([[0, 1], [-1, -1], [2, -1]], dtype=torch.int32)  # of sites 0 and 1, of none, of site 2
+# the maximum of sites 0 and 1, of no site, of site 2
+TABLE = torch.tensor([[0, 1], [-1, -1], [2, -1]], dtype=torch.int32)
 BACK = torch.tensor([[0, -1], [-1, 0], [2, -1]], dtype=torch.int32)
 
 
 def test_all_that_equal_the_maximum_get_its_gradient() -> None:
-    """As in spconv; max_pool3d gives it to the first."""
+    """As in spconv. max_pool3d gives the gradient only to the first."""
     table = torch.tensor([[0, 1, 2], [1, -1, -1]], dtype=torch.int32)
     back = torch.tensor([[0, -1, -1], [1, 0, -1], [-1, -1, 0]], dtype=torch.int32)
     x = torch.tensor([[2.0, 1.0], [2.0, 3.0], [1.0, 3.0]], requires_grad=True)
@@ -177,14 +178,15 @@ def test_all_that_equal_the_maximum_get_its_gradient() -> None:
 
 
 def test_a_reverse_table_of_other_results_divides_by_no_zero() -> None:
-    """On a GPU the tables are not checked: results 0 and 1 have no neighbour, but a site claims to be in both."""
+    """On a GPU the tables are not checked. Results 0 and 1 have no neighbour, but the reverse table assigns a site to
+    both."""
     table, back = torch.full((2, 2), -1, dtype=torch.int32), torch.tensor([[0, 1]], dtype=torch.int32)
     dy, counts = torch.tensor([[1.0], [-3.0]]), torch.zeros(2, dtype=torch.int32)
     assert SparsePoolBackward(dy, None, None, counts, table, back, 1).computed().tolist() == [[-2.0]]
 
 
 def test_nothing_is_zero_and_the_rest_may_be_below() -> None:
-    """Where spconv's maximum would be 0, too."""
+    """A result is negative where spconv's maximum would be 0."""
     table = torch.tensor([[0, -1], [-1, -1], [-1, 1]], dtype=torch.int32)
     x = torch.tensor([[-3.0, -torch.inf], [-1.0, -2.0], [5.0, 5.0]])
     for pool in LOCAL:
@@ -215,7 +217,7 @@ def test_no_reverse_is_that_of_a_submanifold_table(pool: Pool) -> None:
 
 @pytest.mark.parametrize("pool", LOCAL)
 def test_nothing_at_all(pool: Pool) -> None:
-    """No sites, no results, no channels: results and gradients are zeros."""
+    """Without sites, results or channels, results and gradients are zeros."""
     for sites, rows, channels in ((0, 0, 3), (0, 2, 3), (2, 0, 3), (2, 3, 0)):
         table, back = (torch.full((count, 4), -1, dtype=torch.int32) for count in (rows, sites))
         y, gradient = outcome(lambda x, t=table, b=back: pool(x, t, b), torch.ones(sites, channels))
@@ -234,7 +236,7 @@ def test_autocast_changes_nothing(pool: Pool) -> None:
 
 # ---- batch elements --------------------------------------------------------------------------------------------
 
-BATCH = torch.tensor([3, 0, 0, -1, 1, 3, 3, 0] * 8)  # nothing in 2
+BATCH = torch.tensor([3, 0, 0, -1, 1, 3, 3, 0] * 8)  # no site in batch element 2
 
 
 def each_by_itself(pool: Pool) -> Pool:
@@ -252,7 +254,7 @@ def each_by_itself(pool: Pool) -> Pool:
 
 
 def rows_of(dtype: torch.dtype, channels: int = 20) -> Tensor:
-    """With ties, most of them in half precision."""
+    """Rows with ties, most of them in half precision."""
     torch.manual_seed(4)
     return (torch.randint(-200, 50, (len(BATCH), channels)) / 64).to(dtype)
 
@@ -296,7 +298,7 @@ def test_global_nan_and_infinities_stay_in_their_batch_element() -> None:
 
 
 def calls() -> dict[str, tuple[Pool, Tensor]]:
-    """Each as a function of features."""
+    """Each call as a function of features."""
     book = book_of((4, 3, 2), **BOOKS["overlapping"])
     local = {pool.__name__: (on(book, pool), features_of(book, 3)) for pool in LOCAL}
     return local | {pool.__name__: (lambda x, p=pool: p(x, BATCH, 4), rows_of(torch.float64, 3)) for pool in GLOBAL}
@@ -316,7 +318,7 @@ def test_gradients_against_finite_differences(name: str) -> None:
 
 @each_call
 def test_rows_in_another_order(name: str) -> None:
-    """Change nothing but the order of the gradient, ties included."""
+    """Another order of the rows changes only the order of the gradient, ties included."""
     order = torch.randperm(len(CALLS[name][1]), generator=torch.Generator().manual_seed(3))
     if "global" in name:
         pool = next(p for p in GLOBAL if p.__name__ == name)

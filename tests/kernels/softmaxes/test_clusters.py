@@ -1,5 +1,5 @@
-"""Softmax and cross entropy by clusters of blocks: the same kernels on the CPU (`cuda_on_cpu`), with the same launch
-code as on a GPU."""
+"""Softmax and cross entropy by clusters of blocks. The same kernels run on the CPU (`cuda_on_cpu`), with the same
+launch code as on a GPU."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from rooftop.testing import assert_as_accurate
 ANY = 1 << 30
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 IGNORED = -100
-# Blocks of a cluster, rows at a time in shared memory, and how many clusters run at once: few, so that rows are left
-# for those that are free. "many" are the kernels of "three" where most clusters get no row: each shape of its own takes
-# the compilers seconds.
+# Blocks of a cluster, rows at a time in shared memory, and number of clusters that run at once. This number is small,
+# so that rows are left for clusters that become free. "many" has the kernels of "three", but most clusters get no row.
+# Each further shape takes the compilers seconds.
 HALF, SINGLE = torch.bfloat16, torch.float32
 HOPPER = Device(triton=True, processors=2, shared_bytes=1 << 20, cuda=9)
 SHAPES = {"one": (1, 1, 1), "two": (2, 1, 2), "three": (3, 2, 2), "ahead": (4, 3, 1), "many": (3, 2, 99)}
 
 
-# Of the dtypes and variants (the logarithm of softmax, label smoothing of cross entropy), each of which takes the
-# compilers most of a second, those that the gates take; each occurs in every shape, and each pair in some.
+# The dtypes and variants (logarithm of softmax, label smoothing of cross entropy) that the gates test. Each takes the
+# compilers most of a second. Each occurs with every shape, and each pair with some shape.
 PLAIN_HALF, PLAIN_SINGLE = [(HALF, False), (SINGLE, True)], [(HALF, True), (SINGLE, False)]
 OF_SOFTMAX = {"one": PLAIN_HALF, "two": PLAIN_SINGLE, "three": PLAIN_HALF, "ahead": PLAIN_SINGLE, "many": PLAIN_HALF}
 OF_LOSSES = {"one": PLAIN_SINGLE, "two": PLAIN_SINGLE, "three": PLAIN_HALF, "ahead": PLAIN_SINGLE, "many": PLAIN_HALF}
@@ -55,7 +55,7 @@ def table(name: str) -> tuple[ClusterConfig, ...]:
 def clusters(
     cuda_on_cpu: Counter[str], compile_for_cpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[str], Counter[str]]]:
-    """Gives a function that turns clusters on; it gives the launches."""
+    """Gives a function that turns clusters on and returns the launches."""
     monkeypatch.setattr(module, "is_installed", lambda: True)
     take_device(monkeypatch, HOPPER)
     for family in (softmaxes, losses):
@@ -85,7 +85,7 @@ def clusters(
 
 
 def plan(table: tables.Table, x: Tensor, result: Tensor, facts: Device = HOPPER) -> module.Plan | None:
-    """How clusters of a table work on rows; None where they do not."""
+    """The plan of a table's clusters for these rows; None if they are not used."""
     rows = module.Rows(x.shape[1], (x.dtype, result.dtype), (module.start_of(x), module.start_of(result)))
     entry = module.entry_for(table, rows)
     found = module.planned(entry, rows, facts) if entry is not None else None
@@ -134,7 +134,7 @@ def test_gate_of_softmax(name: str, columns: int, dtype: torch.dtype, log: bool,
 
 
 def fused(x: Tensor, target: Tensor, terms: losses.Terms, inverse: Tensor | None) -> list[Tensor]:
-    """Losses of float32 rows that no cluster holds are float64; their users make them narrow."""
+    """Losses of float32 rows that are too long for a cluster are float64; the callers convert them."""
     dx = torch.full_like(x, math.nan).contiguous()
     return [losses.losses_of_rows(x, target, terms, inverse, dx)[0].float(), dx]
 
@@ -177,7 +177,7 @@ def test_gate_of_cross_entropy(name: str, columns: int, dtype: torch.dtype, smoo
 @pytest.mark.parametrize("name", ["one", "two", "ahead"])
 @pytest.mark.parametrize(("columns", "apart"), [(1001, 0), (1001, 23), (1001, 2), (1024, 0)])
 def test_the_gradient_may_take_the_place_of_the_logits(columns: int, apart: int, name: str, clusters: Any) -> None:
-    """Also where rows are so many elements apart, which are left as they are."""
+    """Also if rows have gaps of this many elements, which stay unchanged."""
     launches = clusters(name)
     x, target = rows(9, columns, torch.bfloat16), torch.randint(columns, (9,))
     around = torch.full((9, columns + apart), math.nan, dtype=x.dtype)
@@ -187,7 +187,7 @@ def test_the_gradient_may_take_the_place_of_the_logits(columns: int, apart: int,
     expected = fused(x.contiguous(), target, terms, None)
     found = losses.losses_of_rows(x, target, terms, None, x)[0]
     assert launches["cross_entropy_cluster"] == 2
-    exactly = {"rtol": 0, "atol": 0} if apart == 0 else {}  # at other addresses threads add up other elements
+    exactly = {"rtol": 0, "atol": 0} if apart == 0 else {}  # at other addresses, threads sum other elements
     torch.testing.assert_close([found, x], expected, **exactly)
     assert around[:, columns:].isnan().all()
 
@@ -215,7 +215,7 @@ def test_infinities_and_nan_do_what_they_do_in_pytorch(log: bool, name: str, clu
     x = rows(7, 333)
     x[1, 3], x[2, 4], x[4, ::2], x[6, 0] = math.nan, math.inf, -math.inf, -math.inf
     x[3] = -math.inf
-    x[5] -= 300  # as a whole, but for one block of a cluster, of which nothing counts
+    x[5] -= 300  # in full, except for one block of a cluster, where all elements are excluded
     x[5, :166] = -math.inf
     y = softmax_launches.forward(x, None, 1.0, log, x.dtype)
     expected = torch.log_softmax(x, -1) if log else torch.softmax(x, -1)
@@ -259,7 +259,7 @@ def test_a_row_of_nan_leaves_its_neighbours_alone(name: str, clusters: Any) -> N
 def test_rows_apart_and_four_runs_alike(clusters: Any) -> None:
     launches = clusters("ahead")
     base = rows(12, 1024, torch.bfloat16)
-    x = base[::2, 8:520]  # 16 bytes in, and rows 4 KiB apart
+    x = base[::2, 8:520]  # an offset of 16 bytes, and rows 4 KiB apart
     first, *others = [softmax_launches.forward(x, None, 1.0, False, x.dtype) for _ in range(4)]
     assert_as_accurate(first, torch.softmax(x, -1), torch.softmax(x.double(), -1))
     assert all(torch.equal(first, other) for other in others)
@@ -269,7 +269,7 @@ def test_rows_apart_and_four_runs_alike(clusters: Any) -> None:
 @pytest.mark.parametrize(
     ("x", "dtype"),
     [
-        (torch.randn(4, 64).half()[:, 1:33], torch.float16),  # begins elsewhere than the result
+        (torch.randn(4, 64).half()[:, 1:33], torch.float16),  # begins at another offset than the result
         (torch.randn(4, 64).half(), torch.float32),
         (torch.randn(4, 64).double(), torch.float64),
         (torch.randn(4, 1 << 18), torch.float32),  # more than shared memory holds
@@ -301,12 +301,12 @@ def test_odd_rows_but_those_that_begin_at_multiples_of_some_bytes(clusters: Any)
     for columns, served in ((2048, False), (2052, False), (2050, False), (2049, True)):
         x = torch.zeros(2, columns, dtype=torch.float16)
         assert (plan(entries, x, x.clone()) is not None) == served, columns
-    padded = torch.zeros(2, 2056, dtype=torch.float16)[:, :2049]  # whole groups apart, and ends within one
+    padded = torch.zeros(2, 2056, dtype=torch.float16)[:, :2049]  # rows are whole groups apart, and end within a group
     assert plan((tables.OddRows(0, ANY),), padded, padded) is not None
     assert plan(entries, padded, padded) is None
 
 
-SHARED_BYTES = 232_448  # of a block, on an H200
+SHARED_BYTES = 232_448  # bytes for a block on an H200
 
 
 @pytest.mark.parametrize(("table", "tensors"), [("CLUSTER_FORWARD", 1), ("CLUSTER_BACKWARD", 2), ("CLUSTER_FUSED", 1)])
@@ -315,12 +315,12 @@ def test_the_longest_rows_of_each_entry_fit(table: str, tensors: int, element_by
     for entry in getattr(tables, table):
         plan = module._planned(entry, entry.row_bytes // element_bytes, element_bytes, tensors, SHARED_BYTES)
         assert plan is not None, entry
-        assert entry.stages + 2 <= 8, entry  # numbers of rows that are known at a time
+        assert entry.stages + 2 <= 8, entry  # number of row counts that are remembered
 
 
 @given(groups=st.integers(1, 1 << 15), tensors=st.integers(1, 2), stages=st.integers(1, 2))
 def test_odd_rows_get_clusters_that_hold_them(groups: int, tensors: int, stages: int) -> None:
-    """And from 400 groups on some of whose lanes at most a quarter have none."""
+    """From 400 groups on, there is a cluster in which at most a quarter of the lanes have no group."""
     found = module.fullest(groups, tensors, stages, SHARED_BYTES)
     for config in found:
         part_groups = -(-groups // config.blocks)
@@ -357,7 +357,7 @@ def test_kernels_compile_for_sm_90_without_spills_and_nothing_older(dtype: torch
         plan = module._planned(config, 262_144 // dtype.itemsize, dtype.itemsize, tensors, SHARED_BYTES)
         assert plan is not None
         compiled.check(16, config.threads, plan.shared_bytes, config.blocks)
-        assert compiled.binary.spill_bytes <= 64, compiled  # a few words that all rows have in common
+        assert compiled.binary.spill_bytes <= 64, compiled  # a few words shared by all rows
         assert compiled.max_threads_per_block >= 512
     with pytest.raises(CompilationError, match="clusters and bulk copies need sm_90"):
         cuda.compile(cuda_text(*module.CUDA_FILES), "softmax_cluster<float, false, 512, 8, 4, 2, true>", arch="sm_80")
@@ -399,7 +399,7 @@ def test_gate_on_a_gpu(name: str, columns: int, dtype: torch.dtype, monkeypatch:
         for values in zip(fused(x, target, terms, None), plain, exact, strict=True):
             assert_as_accurate(*values)
     found_kernels = {kernel.partition("<")[0] for kernel in launches}
-    if columns * dtype.itemsize <= 1 << 17:  # any of them has room for it
+    if columns * dtype.itemsize <= 1 << 17:  # the row fits into any of them
         assert {"softmax_cluster", "softmax_backward_cluster", "cross_entropy_cluster"} <= found_kernels
 
 
@@ -423,7 +423,7 @@ def test_public_functions_use_clusters_where_the_table_says_so(monkeypatch: pyte
 @pytest.mark.gpu
 def test_captured_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "CLUSTER_FORWARD", (ClusterConfig(0, ANY, 1, 512, 8),))
-    x = rows(1024, 32_768, torch.bfloat16).cuda()  # more than clusters begin with
+    x = rows(1024, 32_768, torch.bfloat16).cuda()  # more rows than clusters begin with
     softmax(x)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

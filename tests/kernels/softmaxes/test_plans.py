@@ -29,7 +29,7 @@ class Launched(NamedTuple):
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
-    """The launches on a simulated H200; as many clusters as multiprocessors."""
+    """The launches on a simulated H200, which runs as many clusters as it has multiprocessors."""
     found: list[Launched] = []
 
     def numbers_of(arguments: tuple[Any, ...]) -> tuple[int, ...]:
@@ -57,7 +57,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The compiler of the clusters' kernels."""
+    """Pretend that the compiler of the clusters' kernels is installed."""
     plans.forget()
     monkeypatch.setattr(clusters, "is_installed", lambda: True)
     yield
@@ -76,13 +76,13 @@ def as_planned(plan: SoftmaxPlan, problem: Problem) -> Launched:
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype, apart: int = 0, lead: int = 0) -> Tensor:
-    """Rows so many elements apart, the first so many after a multiple of 16 bytes."""
+    """Rows with this distance in elements; the first begins this many elements after a multiple of 16 bytes."""
     memory = torch.empty(rows * (columns + apart) + lead, dtype=dtype)
     return memory.as_strided((rows, columns), (columns + apart, 1), lead)
 
 
 def edges(element_bytes: int) -> list[int]:
-    """The columns at which an entry of any table begins or ends, and their neighbours."""
+    """The numbers of columns at which a table's entry begins or ends, and their neighbours."""
     found = set()
     for value in vars(tables).values():
         for entry in value if isinstance(value, tuple) else ():
@@ -91,7 +91,7 @@ def edges(element_bytes: int) -> list[int]:
 
 
 def problem_of(rows: int, columns: int, **facts: Any) -> Problem:
-    """A softmax of rows of half precision that follow each other; `apart`, `lead`: as of `matrix`."""
+    """A softmax of contiguous rows in half precision; `apart` and `lead` are those of `matrix`."""
     dtype = facts.pop("dtype", BFLOAT16)
     apart, lead = facts.pop("apart", 0), facts.pop("lead", 0)
     start = (lead * dtype.itemsize % 16, (columns + apart) * dtype.itemsize % 16)

@@ -24,7 +24,7 @@ Function = Callable[..., Tensor]
 
 
 def by_torch(name: str) -> Function:
-    """The same in PyTorch: scale, mask, softmax."""
+    """The reference in PyTorch: scale, mask, softmax."""
 
     def apply(x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
         x = x if scale == 1.0 else x * scale
@@ -89,7 +89,7 @@ def test_gate_of_rows_longer_than_a_tile(columns: int, name: str) -> None:
     assert_gate(name, rows(5, columns, dtype=torch.float16), kernels=kernels)
 
 
-# Not the gate: of few elements, PyTorch's worst error can be 0 by luck.
+# Without the gate: for few elements, PyTorch's largest error can be 0 by luck.
 @given(st.integers(1, 20), st.integers(1, 300), st.sampled_from(sorted(OURS)), st.floats(-2, 2))
 @settings(max_examples=15, deadline=None)
 def test_any_shape_and_scale(rows_: int, columns: int, name: str, scale: float) -> None:
@@ -171,7 +171,7 @@ def test_infinities_and_nan_do_what_they_do_in_pytorch(name: str, columns: int) 
 
 def test_what_is_excluded_gets_nothing_and_passes_no_gradient() -> None:
     x, keep = rows(4, 30), torch.arange(30) < 20
-    x[:, 25] = math.nan  # excluded: does not spread
+    x[:, 25] = math.nan  # excluded, so its NaN does not spread
     for function in OURS.values():
         y, dx = output_and_gradient(function, x, torch.randn(4, 30), keep)
         assert (y[:, 20:] == (0 if function is softmax else -math.inf)).all()
