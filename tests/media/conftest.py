@@ -1,4 +1,4 @@
-"""Videos made for the tests with PyAV itself: each frame carries its number, to be read back from pixels."""
+"""Videos created with PyAV for the tests. Each frame shows its number, which can be read back from the pixels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 if find_spec("av") is not None:
     import av
-else:  # skipping here would end the whole session where this folder is named beside others
+else:  # skipping here would end the whole session if this folder is one of several arguments
     collect_ignore_glob = ["test_*.py"]
 
 
@@ -97,7 +97,7 @@ def read_number() -> Callable[[Tensor], int]:
 
 
 H264 = {"bf": "3", "g": "8", "preset": "fast"}
-UNEVEN = [number * 40 + (number * number * 7) % 31 for number in range(30)]  # of 1/1000 s
+UNEVEN = [number * 40 + (number * number * 7) % 31 for number in range(30)]  # in units of 1/1000 s
 
 KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "b-frames.mp4": ("libx264", {"options": H264}),

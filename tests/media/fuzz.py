@@ -1,12 +1,12 @@
-"""Spoils videos in many ways and reads each in a separate process: nothing but the documented errors may come of it.
+"""Damages videos in many ways and reads each in a separate process. Only the documented errors may occur.
 
     python tests/media/fuzz.py --files 2000 --seed 0 --keep findings
 
-Each file is one of the kinds of `conftest.py`; a number and a seed always spoil it alike, and `--only 17` repeats one.
-What is a finding:
+Each file is one of the kinds of `conftest.py`. The same number and seed always damage it in the same way, and `--only
+17` repeats one file. What is a finding:
 
-- a process that dies, by the system or by its limits: 10 s of work, 4 GiB of addresses over what it began with
-- 1 GiB of memory over what it began with
+- a process killed by the system or by its limits: 10 s of work, 4 GiB of addresses more than at its start
+- 1 GiB of memory more than at the start
 - an exception other than InputError, DamagedVideoError and (for a position) IndexError
 - a frame, or samples of sound, from before the first wrong byte that differs from the whole file's at the same time
 
@@ -52,12 +52,12 @@ from rooftop.media.colours import Colours
 from rooftop.media.decoding import Decoder
 from rooftop.media.opening import Source
 
-WORK_S, WAIT_S = 10, 300  # of a processor; and of a clock, on a machine that others use
+WORK_S, WAIT_S = 10, 300  # processor time, and wall-clock time on a machine with other users
 MEMORY_BYTES = 1 << 30
-ADDRESSES_BYTES = 4 << 30  # threads' stacks and heaps take addresses, not memory
+ADDRESSES_BYTES = 4 << 30  # threads' stacks and heaps use addresses, not memory
 MOST_FRAMES = 400
-LATE = 4  # frames that may wait for others, if packets have no times
-NEXT_START_BYTES = {".ts": 188, ".h264": 8}  # of the next packet, which tell where this one ends
+LATE = 4  # frames that may wait for other frames, if packets have no times
+NEXT_START_BYTES = {".ts": 188, ".h264": 8}  # bytes of the next packet, which mark the end of this one
 Ranges = list[tuple[int, int]]
 
 
@@ -72,7 +72,7 @@ class Whole:
     header: Ranges = field(default_factory=list)
 
     def fault_s(self, spoilt: Ranges) -> float:
-        """Before this time, all is as it was."""
+        """All frames before this time are undamaged."""
         if any(
             start < end and first < last
             for first, last in spoilt
@@ -89,7 +89,7 @@ Mutation = Callable[[bytes, random.Random], tuple[bytes, Ranges]]
 
 
 def flip(content: bytes, chance: random.Random) -> tuple[bytes, Ranges]:
-    """Single bits, or bytes, anywhere; half of the time near the beginning, where headers are."""
+    """Flip single bits or bytes anywhere; in half of the cases near the beginning, which contains headers."""
     found, spoilt = bytearray(content), []
     reach = len(content) if chance.random() < 0.5 else min(len(content), 1024)
     for _ in range(chance.choice([1, 2, 5, 20, 100])):
@@ -183,7 +183,7 @@ def declare(content: bytes, chance: random.Random) -> tuple[bytes, Ranges]:
     elif content[:4] == b"RIFF":
         place = chance.choice(_places(content, CHUNKS)) + chance.choice([4, 4, *range(8, 56, 4)])
         new = struct.pack("<I", chance.choice(HUGE))
-    else:  # no sizes but those within the packets
+    else:  # the only sizes are within the packets
         place = chance.randrange(min(len(content), 600))
         new = struct.pack(">I", chance.choice(HUGE))
     place = max(0, min(place, len(content) - len(new)))
@@ -192,7 +192,7 @@ def declare(content: bytes, chance: random.Random) -> tuple[bytes, Ranges]:
 
 
 def _places(content: bytes, names: list[bytes]) -> list[int]:
-    """Where these stand."""
+    """The positions of these bytes."""
     places = []
     for name in names:
         at = content.find(name)
@@ -237,7 +237,7 @@ def digest(pixels: torch.Tensor) -> str:
 
 
 def describe(path: Path) -> Whole:
-    """Of an undamaged file; in a child process, for the parent may have no threads."""
+    """The description of an undamaged file, made in a child process, because the parent must have no threads."""
     content = path.read_bytes()
     whole = Whole(path, content)
     for pixels, at, _ in VideoReader(content).timed():
@@ -247,7 +247,7 @@ def describe(path: Path) -> Whole:
     decoder = Decoder(Source(content))
     packets = [(each.pos, each.size, each.pts) for each in decoder.packets()]
     ends = [pos for pos, _, _ in packets[1:] if pos is not None] + [len(content)]
-    if any(pos is None or pos < 0 for pos, _, _ in packets) or sorted(ends) != ends:  # nothing but packets
+    if any(pos is None or pos < 0 for pos, _, _ in packets) or sorted(ends) != ends:  # consists only of packets
         ends, at = [], 0
         for _, size, _ in packets:
             at += size
@@ -315,16 +315,16 @@ def read_video(content: bytes) -> dict[str, Any]:
 
 @dataclass
 class Outcome:
-    """Of one file."""
+    """The outcome of one file."""
 
     result: Any = None
     failure: str | None = None
     wall_s: float = 0.0
-    memory_bytes: int = 0  # over what it began with; of a process that died, all
+    memory_bytes: int = 0  # more than at the start; if the process died, its total
 
 
 def in_child(work: Callable[[], Any]) -> Outcome:
-    """Run in a separate process, with limits; what it raises, and how it dies, is a failure."""
+    """Run in a separate process with limits. An exception or the death of the process is a failure."""
     reading, writing = os.pipe()
     began = time.perf_counter()
     child = os.fork()
@@ -355,7 +355,7 @@ def in_child(work: Callable[[], Any]) -> Outcome:
 
 
 def _child(work: Callable[[], Any], writing: int) -> None:
-    """Does not return."""
+    """The child process; this function does not return."""
     status = 1
     try:
         _, most = resource.getrlimit(resource.RLIMIT_AS)
@@ -408,7 +408,7 @@ def lost(whole: Whole, spoilt: Ranges, outcome: Outcome) -> int:
 
 
 def load_loops() -> None:
-    """The loops that make colours, of 8 bits and of more, once for all processes that are forked."""
+    """Load the loops that compute colours, for 8 bits and more, once for all forked processes."""
     if not numba_works():
         return
     from rooftop.media.plane_loops import Plane, planes_to_rgb

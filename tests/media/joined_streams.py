@@ -1,4 +1,4 @@
-"""Transport streams joined, cut and reordered at random: index, loop and FFmpeg agree on each, or damage is told.
+"""Join, cut and reorder transport streams at random. Index, loop and FFmpeg must agree on each, or report damage.
 
     python tests/media/joined_streams.py --files 1000 --seed 0
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from conftest import write_video
 from rooftop.media import DamagedVideoError, VideoReader
 
-PIECE = 188  # bytes of a transport stream
+PIECE = 188  # bytes of a transport stream's packet
 SETTINGS: list[dict[str, str]] = [{"bf": "0", "g": "5"}, {"bf": "2", "g": "8"}, {"bf": "3", "g": "30"}]
 
 
@@ -41,7 +41,7 @@ def made(folder: Path) -> list[bytes]:
 
 
 def mixed(streams: list[bytes], seed: int) -> bytes:
-    """Two to four streams: whole, cut at a piece, with a few pieces lost, or with two pieces exchanged."""
+    """Two to four streams: complete, cut off at a packet, with a few packets lost, or with two packets exchanged."""
     rng = random.Random(seed)
     parts = []
     for _ in range(rng.randint(2, 4)):
@@ -69,7 +69,7 @@ def findings(content: bytes) -> list[str]:
     try:
         reader = VideoReader(content)
     except DamagedVideoError:
-        return []  # not one frame
+        return []  # not even one frame
     try:
         for frame in reader.timed():
             frames.append(frame.pixels)

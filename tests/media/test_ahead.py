@@ -24,14 +24,14 @@ def test_results_come_in_order_whichever_is_done_first() -> None:
 def test_work_goes_on_while_results_are_used_but_only_so_far_ahead() -> None:
     begun: list[int] = []
     results = in_order(begun.append, range(100), threads=3, ahead=5)
-    assert begun == []  # nothing before it is asked for
+    assert begun == []  # no work before the first request
     for asked in range(1, 8):
         next(results)
         until = time.monotonic() + 60
         while len(begun) < asked + 4 and time.monotonic() < until:
             time.sleep(0.001)
         time.sleep(0.02)
-        assert len(begun) == asked + 4  # of the five ahead one was given out
+        assert len(begun) == asked + 4  # one of the five results ahead was given out
     results.close()  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""Colours: the formula of the standards, whatever the matrix, the range, the depth, the sampling and the size."""
+"""Colours follow the formula of the standards, whatever the matrix, the range, the depth, the sampling and the size."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_any_planes_are_the_colours_of_the_standard(
     seed=st.integers(0, 99),
 )
 def test_frames_are_what_swscale_says_where_it_is_exact(pixel_format: str, matrix: str, full: bool, seed: int) -> None:
-    """Even sizes, nearest chroma, accurate rounding: there swscale is within 1.2 of the standard."""
+    """For even sizes, nearest chroma and accurate rounding, swscale is within 1.2 of the standard."""
     bits = 10 if "10" in pixel_format else 8
     sampling = pixel_format.removesuffix("10le").replace("nv12", "yuv420p")
     planes = [each.clip(64 << bits - 8, 180 << bits - 8) for each in random_planes(16, 24, sampling, bits, seed)]
@@ -121,7 +121,8 @@ def test_frames_are_what_swscale_says_where_it_is_exact(pixel_format: str, matri
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("bits", [8, 10])
 def test_colours_of_files_are_honoured(tmp_path: Path, matrix: str, full: bool, bits: int) -> None:
-    """Lossless H.264 that says its matrix and range: what went in comes out within 2 of 255, also in 10 bits."""
+    """Lossless H.264 that declares its matrix and range returns the written colours within 2 of 255, also with 10
+    bits."""
     rgb = torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     name = "yuv444p" if bits == 8 else "yuv444p10le"
     dtype = torch.uint8 if bits == 8 else torch.int32
@@ -182,7 +183,7 @@ def test_pixels_that_are_red_green_and_blue_already(pixel_format: str, width: in
     matrix=st.sampled_from(sorted(WEIGHTS)), full=st.booleans(), down=st.sampled_from([1, 2]), seed=st.integers(0, 9)
 )
 def test_back_and_forth(matrix: str, full: bool, down: int, seed: int) -> None:
-    """Where pixels that share chroma have one colour, nothing but rounding is lost."""
+    """If pixels that share chroma have the same colour, only rounding errors remain."""
     rgb = torch.rand(3, 6, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     rgb = rgb.repeat_interleave(2, 1).repeat_interleave(2, 2)
     planes = rgb_to_yuv(rgb, Colours(matrix, full), 10, down, 2, torch.int32)
@@ -216,4 +217,4 @@ def test_formats_are_right_or_named(pixel_format: str) -> None:
         assert f"pixels of format {pixel_format}" in str(error)  # noqa: PT017
     else:
         assert pixels.shape == (3, 8, 16)
-        assert int(pixels[0].max()) <= 2  # all bits 0: no red
+        assert int(pixels[0].max()) <= 2  # all bits are 0, so there is no red

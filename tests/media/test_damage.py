@@ -1,4 +1,4 @@
-"""Files that are broken, cut off, hostile or not a video raise one clear error, and all earlier frames are right."""
+"""Files that are damaged, cut off, hostile or not a video raise one clear error, and all earlier frames are correct."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ some = settings(max_examples=8, deadline=None, suppress_health_check=[HealthChec
 
 
 def read_all(content: bytes) -> tuple[dict[float, Tensor], RooftopError | None]:
-    """Frames by their times, and the error that ended it."""
+    """Frames by their times, and the error that ended the reading."""
     frames: dict[float, Tensor] = {}
     try:
         for pixels, at, _ in VideoReader(content).timed():
@@ -38,13 +38,13 @@ def read_all(content: bytes) -> tuple[dict[float, Tensor], RooftopError | None]:
 
 @some
 @given(share=st.floats(0, 1, exclude_max=True))
-@example(share=0.8125)  # of an AVI: after a frame, before those that are shown before it
+@example(share=0.8125)  # for an AVI: after a frame, before the frames that are shown earlier
 def test_a_file_that_was_cut_off_gives_what_is_left(any_video: Path, share: float) -> None:
     whole = any_video.read_bytes()
     expected, _ = read_all(whole)
     cut = whole[: int(share * len(whole))]
     frames, error = read_all(cut)
-    # Where the last frame of a raw stream or a TS file was cut, the decoder fills it in and does not always say so.
+    # If the last frame of a raw stream or a TS file was cut, the decoder fills it in and does not always report this.
     last = max(frames, default=None)
     untold = sorted(frames)[-4:] if any_video.suffix in (".ts", ".h264") else []
     for at, pixels in frames.items():
@@ -88,7 +88,7 @@ def test_a_cut_matroska_file_says_so_and_stays_readable(make_video: MakeVideo) -
 
 
 def test_frames_after_the_damage_are_found_by_position(make_video: MakeVideo) -> None:
-    """A key frame begins again: only the group of the damaged frame is lost."""
+    """Decoding starts again at a key frame, so only the damaged frame's group is lost."""
     path = make_video("spoilt.mkv", options={"bf": "0", "g": "8", "sc_threshold": "0"})
     with av.open(str(path)) as container:
         places = [(packet.pos, packet.size) for packet in container.demux(video=0) if packet.size]
@@ -123,9 +123,9 @@ def test_threads_lose_no_frame_before_the_damage(make_video: MakeVideo) -> None:
         seen: list[Tensor] = []
         try:
             seen.extend(VideoReader(bytes(damaged)))
-        except DamagedVideoError:  # of some small packets nothing is noticed
+        except DamagedVideoError:  # the loss of some small packets goes unnoticed
             noticed += 1
-        certain = sum(1 for tick in ticks if tick < min(ticks[wrong:]))  # shown before all that comes from there on
+        certain = sum(1 for tick in ticks if tick < min(ticks[wrong:]))  # shown before everything after this position
         assert len(seen) >= certain, wrong
         assert all(torch.equal(a, b) for a, b in zip(seen[:certain], whole, strict=False))
     assert noticed > 10
@@ -138,7 +138,7 @@ def test_frames_before_the_first_key_frame_are_left_out(make_video: MakeVideo) -
         packets = [packet for packet in container.demux(video=0) if packet.size]
     later = next(packet for packet in packets[3:] if packet.pos)
     content = path.read_bytes()[later.pos // 188 * 188 :]
-    tables = path.read_bytes()[: 3 * 188]  # of programs, without which there is no stream
+    tables = path.read_bytes()[: 3 * 188]  # packets of the program tables, without which there is no stream
     reader = VideoReader(tables + content)
     frames = list(reader)
     assert 0 < len(frames) < 30
@@ -191,7 +191,7 @@ def test_a_file_that_points_elsewhere_is_not_followed(make_video: MakeVideo, con
         with pytest.raises(InputError, match="is not a video that FFmpeg can read"):
             VideoReader(path)
         seconds.append(time.perf_counter() - began)
-    assert min(seconds) < 5  # it does not wait for a network, which takes FFmpeg 10 s each time
+    assert min(seconds) < 5  # it does not wait for a network, for which FFmpeg would take 10 s each time
 
 
 def test_a_small_file_cannot_ask_for_a_huge_frame(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_without_pyav_the_error_says_what_to_install(make_video: MakeVideo, monk
 
 
 def test_frames_that_change_their_size_need_one_to_be_named(tmp_path: Path) -> None:
-    """Two streams one after another, as a call that changes its resolution."""
+    """Two streams one after the other, like a video call that changes its resolution."""
     path = tmp_path / "changing.mjpeg"
     content = b""
     for height in (16, 32):
@@ -226,8 +226,9 @@ def test_frames_that_change_their_size_need_one_to_be_named(tmp_path: Path) -> N
 
 
 def test_an_avi_with_an_empty_chunk_is_whole(make_video: MakeVideo, tmp_path: Path) -> None:
-    """A chunk without bytes repeats a frame, and is none. A header that says more frames is wrong, and not the file,
-    where its chunks end as they say; where the file was cut off they do not."""
+    """A chunk without bytes repeats a frame and does not count as a frame. If all chunks end correctly but the header
+    promises more frames, the header is wrong, and the file is whole. In a file that was cut off, the last chunk ends
+    early."""
     whole = make_video("chunks.avi", "mpeg4", options={"bf": "0"}).read_bytes()
     begin = whole.index(b"movi") + 4
     chunks, at = [], begin
@@ -257,12 +258,12 @@ def test_an_avi_with_an_empty_chunk_is_whole(make_video: MakeVideo, tmp_path: Pa
     cut = fewer[: fewer.index(chunks[-3]) + len(chunks[-3]) + len(chunks[-3]) % 2]
     frames, error = read_all(cut)
     assert isinstance(error, DamagedVideoError)
-    assert len(frames) == len(chunks) - 3  # the last that is there may have waited for one that is not
+    assert len(frames) == len(chunks) - 3  # the last available frame may have waited for a missing one
     assert f"the file ends after {len(chunks) - 2} of {len(chunks)} frames" in str(error)
 
 
 def test_nothing_is_asked_of_a_closed_file(make_video: MakeVideo) -> None:
-    """The reader queries the frame rate after its first decoder is closed, when FFmpeg would read freed memory."""
+    """The reader needs the frame rate after its first decoder is closed, when FFmpeg would read freed memory."""
     decoder = Decoder(Source(make_video("closed.mp4")))
     rate = decoder.rate()
     decoder.close()

@@ -1,6 +1,6 @@
-"""`build_ffmpeg` with a small tree of the shape of FFmpeg's: a configure, a Makefile, six objects and a program.
+"""`build_ffmpeg` with a small source tree like FFmpeg's: a configure script, a Makefile, six objects and a program.
 
-What its configure was given and what was compiled is written down outside of it, to see what is done twice.
+The arguments of configure and the compiled files are recorded outside of the tree, which shows repeated work.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def test_a_second_run_has_nothing_to_do(place: Place) -> None:
     assert len(place.record("configured")) == 1
     assert len(place.record("compiled")) == 6
     shutil.rmtree(place.prefix)
-    assert build_ffmpeg(place.source, place.prefix, headers=place.headers).new  # installed again, not built again
+    assert build_ffmpeg(place.source, place.prefix, headers=place.headers).new  # installed again, but not built again
     assert len(place.record("compiled")) == 6
 
 

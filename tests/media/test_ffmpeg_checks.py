@@ -1,4 +1,5 @@
-"""What `ffmpeg_abilities` says is what FFmpeg does: right frames are told from wrong ones, and each reason is FFmpeg's.
+"""`ffmpeg_abilities` describes FFmpeg correctly: it distinguishes correct frames from wrong ones, and each reason is
+FFmpeg's own.
 
 The real FFmpeg's software simulates hardware: a script in between replaces `mpeg4_cuvid` by `mpeg4`, and can corrupt
 the frames.
@@ -104,7 +105,7 @@ Played = Callable[..., Trials]
 
 @pytest.fixture
 def played(tmp_path: Path) -> Iterator[Played]:
-    """Trials of an FFmpeg in whose arguments words are replaced (by None: omitted)."""
+    """Trials of an FFmpeg whose arguments are changed: words are replaced, or omitted if replaced by None."""
     made: list[Trials] = []
 
     def play(**words: str) -> Trials:
@@ -150,7 +151,7 @@ def test_a_decoder_works_if_its_frames_are_right_in_value_number_and_order(playe
 
 @needs_ffmpeg
 def test_a_silent_way_back_to_software_is_no_success(played: Played) -> None:
-    """FFmpeg without the words that ask for the device decodes all frames rightly; that is not what was asked."""
+    """Without the arguments that request the device, FFmpeg decodes all frames correctly, but in software."""
     trials = played(**{"-hwaccel": "", "-hwaccel_output_format": "", "cuda": ""})
     clip, _ = trials.make_clip(MPEG4)
     assert clip is not None
@@ -194,7 +195,7 @@ def test_where_ffmpeg_has_no_encoder_or_decoder_pyav_makes_and_reads_the_clip(pl
 
 
 def test_of_an_exact_codec_no_sample_may_be_far_off() -> None:
-    """One sample of a frame is nothing on average."""
+    """A single wrong sample hardly changes a frame's average."""
     right = levels_of_picture(8)
     got = right.copy()
     got[3, 17] += 3
@@ -204,14 +205,15 @@ def test_of_an_exact_codec_no_sample_may_be_far_off() -> None:
 
 
 def test_raw_frames_are_planes_in_levels() -> None:
-    """NV12 alternates the two of chroma, P010 has its ten bits above; both are the planes of the picture."""
+    """NV12 alternates the two planes of chroma, and P010 stores its ten bits in the upper bits. Both contain the planes
+    of the picture."""
     for bits, wide, shift in ((8, "nv12", 0), (10, "p010le", 6)):
         planes = picture(bits)
         luma = 320 * 240
         chroma = np.stack([planes[:, luma : luma * 5 // 4], planes[:, luma * 5 // 4 :]], axis=2).reshape(FRAMES, -1)
         data = (np.concatenate([planes[:, :luma], chroma], axis=1) << shift).tobytes()
         np.testing.assert_array_equal(levels(data, wide), levels_of_picture(bits))
-        assert len(levels(data[:-1], wide)) == FRAMES - 1  # what is cut off is not a frame
+        assert len(levels(data[:-1], wide)) == FRAMES - 1  # the incomplete rest is not a frame
     assert abs(levels_of_picture(8) - levels_of_picture(10)).max() <= 0.5
     assert all(abs(a - b).mean() > 10 for a, b in zip(levels_of_picture(8), levels_of_picture(8)[1:], strict=False))
 

@@ -1,4 +1,4 @@
-"""Spoilt files in processes with limits (`fuzz.py`): 60 of them, or as many as ROOFTOP_FUZZ_FILES says."""
+"""Damaged files in processes with limits (`fuzz.py`): 60 files, or the number in ROOFTOP_FUZZ_FILES."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ def test_spoilt_files_crash_and_hang_nothing(tmp_path: Path) -> None:
     assert report["findings"] == []
     assert done.returncode == 0
     assert report["files"] == FILES
-    # Both are there: files whose damage shows, and those in which it does not.
+    # There are both kinds of files: those with visible damage, and those whose damage does not show.
     assert report["read without an error"] > 0
     assert report["with errors"] > 0

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 MakeVideo = Callable[..., Path]
 FRAMES = 30
 H264 = {"bf": "3", "g": "8", "preset": "fast"}
-UNEVEN = [number * 40 + (number * number * 7) % 31 for number in range(FRAMES)]  # of 1/1000 s
+UNEVEN = [number * 40 + (number * number * 7) % 31 for number in range(FRAMES)]  # in units of 1/1000 s
 LARGE: dict[str, Any] = {"height": 240, "width": 320}
 HEVC = {"g": "8", "x265-params": "log-level=none:open-gop=1"}
 VP9 = {"g": "8", "lag-in-frames": "10", "deadline": "realtime", "cpu-used": "8"}
@@ -96,7 +96,7 @@ def test_nv12(make_video: MakeVideo) -> None:
 
 
 def test_sizes_one_after_another(make_video: MakeVideo) -> None:
-    """A decoder that was used for 1280 x 530 is not one for 1280 x 532."""
+    """A decoder for 1280 x 530 must not be used again for 1280 x 532."""
     readers = []
     for height in (530, 532, 530):
         path = make_video(f"wide-{height}.mp4", "libx264", height=height, width=1280, frames=6, options=H264)
@@ -164,7 +164,8 @@ def test_no_frame_goes_through_the_host(make_video: MakeVideo) -> None:
         list(reader)
         torch.cuda.synchronize()
     names = [event.name for event in profile.events()]
-    assert sum("frame_to_resized_rgb" in name for name in names) == 1 + 1 + 1 + 1 + 2  # of 1, 2, 4, 8, 8 and 7 frames
+    # batches of 1, 2, 4, 8, 8 and 7 frames
+    assert sum("frame_to_resized_rgb" in name for name in names) == 1 + 1 + 1 + 1 + 2
     assert not [name for name in names if "HtoD" in name or "DtoH" in name]
 
 

@@ -53,7 +53,7 @@ def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "photographs"
     folder.mkdir()
     for name, content in FORMS.items():
-        (folder / f"{name}.jpg").write_bytes(content)  # its content tells what it is, not its name
+        (folder / f"{name}.jpg").write_bytes(content)  # recognized by its content, not by its name
     return folder
 
 
@@ -118,7 +118,7 @@ def test_a_mat_lies_on_a_photograph_without_a_copy() -> None:
     assert mat.tensor()[7, 5].tolist() == [1, 2, 3]
 
 
-DAMAGED = pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # which warns of what it raises as well
+DAMAGED = pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # it also warns of errors that it raises
 
 
 @DAMAGED
@@ -132,9 +132,9 @@ def test_a_file_that_was_cut_off_is_an_error_not_half_a_picture(form: str) -> No
             found = read_image(content[:end])
         except InputError:
             errors += 1
-        else:  # what follows the pixels may be missing
+        else:  # data after the pixels may be missing
             assert torch.equal(found, whole), end
-    assert errors >= (10 if form == "gif" else 24)  # whose second picture is not looked at
+    assert errors >= (10 if form == "gif" else 24)  # its second picture is not read
 
 
 @DAMAGED
@@ -160,7 +160,7 @@ def test_an_image_larger_than_memory_is_refused_by_its_header(monkeypatch: pytes
     path.write_bytes(header)
     with pytest.raises(InputError, match=r"bomb\.bmp cannot be read"):
         read_image(path)
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)  # as some libraries do, for all
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)  # as some libraries do, for the whole process
     with pytest.raises(InputError, match=r"bomb\.bmp cannot be read: it has 20000 x 20000 pixels, more than"):
         read_image(path)
 
@@ -211,11 +211,11 @@ def test_without_a_gpu_auto_says_why_and_cuda_raises() -> None:
         read_image(FORMS["jpeg"], device="cuda")
 
 
-# The inputs of a GPU's decoder, with another decoder in its place.
+# The inputs of a GPU's decoder, which is replaced by another decoder.
 
 
 def lying(content: bytes) -> Tensor:
-    """(3, H, W) as NVJPEG gives it: not turned."""
+    """(3, H, W) as NVJPEG returns it, without rotation."""
     return hwc(Image.open(io.BytesIO(content)).convert("RGB")).permute(2, 0, 1).contiguous()
 
 
@@ -289,7 +289,7 @@ def test_a_gpu_gives_what_the_cpu_gives(folder: Path) -> None:
     photo = Image.fromarray(data.astronaut())
     exif = Image.Exif()
     exif[ORIENTATION] = 6
-    for sampling in range(3):  # chroma of as many samples, of half, of a quarter
+    for sampling in range(3):  # chroma with all samples, with half of them, with a quarter
         photo.save(folder / f"a{sampling}.jpg", quality=95, subsampling=sampling, exif=exif)
         photo.resize((333, 251)).save(folder / f"b{sampling}.jpg", quality=95, subsampling=sampling, progressive=True)
     decoder = ImageDecoder("cuda", threads=3)
@@ -318,7 +318,7 @@ def test_memory_of_photographs_is_not_used_again_while_a_stream_reads_it(folder:
     stream, found = torch.cuda.Stream(), []
     with torch.cuda.stream(stream):
         for _, pixels in read_images(paths, device="cuda"):
-            torch.cuda._sleep(20_000_000)  # so that the stream is far behind when the pixels are let go
+            torch.cuda._sleep(20_000_000)  # so that the stream is far behind when the pixels are released
             found.append(pixels.double().mean())
             del pixels
         stream.synchronize()

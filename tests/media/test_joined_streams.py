@@ -1,4 +1,4 @@
-"""Files whose clock, length or counters say what is not so: index, loop, `len` and times agree, and it is told."""
+"""Files with a wrong clock, length or counter: index, loop, `len` and times agree, and the fault is reported."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ MakeVideo = Callable[..., Path]
 Picture = Callable[[int, int, int], np.ndarray]
 ReadNumber = Callable[[Tensor], int]
 
-FRAMES, PIECE = 20, 188  # bytes of a transport stream
+FRAMES, PIECE = 20, 188  # bytes of a transport stream's packet
 REORDERED = {"bf": "2", "g": "8"}
 
 
 def stream(make_video: MakeVideo, begin: int, options: dict[str, str] = REORDERED) -> bytes:
-    """A transport stream whose clock begins at this frame."""
+    """A transport stream whose clock begins at the time of this frame."""
     name = f"{begin}-{''.join(options.values())}.ts"
     return make_video(name, frames=FRAMES, options=options, ticks=[begin + n for n in range(FRAMES)]).read_bytes()
 
 
 def assert_whole(content: bytes, numbers: list[int], number_of: ReadNumber) -> VideoReader:
-    """Read in order and by position: these pictures, at times that increase."""
+    """Reading in order and by position gives these pictures, at increasing times."""
     reader = VideoReader(content)
     seen = list(reader.timed())
     assert [number_of(frame.pixels) for frame in seen] == numbers
@@ -102,7 +102,7 @@ def test_pieces_that_are_lost_are_damage(
 
 
 def test_random_mixtures() -> None:
-    """`joined_streams.py` makes 30 files here, and more by hand."""
+    """`joined_streams.py` checks 30 files here, and more when run by hand."""
     program = Path(__file__).with_name("joined_streams.py")
     words = [sys.executable, str(program), "--files", "30"]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=300)
@@ -122,7 +122,7 @@ def held_gif(path: Path, make_picture: Picture) -> Path:
 def test_a_file_whose_last_frame_is_held_is_whole(
     tmp_path: Path, make_picture: Picture, read_number: ReadNumber
 ) -> None:
-    """A GIF, its packets in a Matroska file, where FFmpeg marks no key frame of them, and what `VideoWriter` writes."""
+    """A GIF, its packets in a Matroska file, in which FFmpeg marks no key frames, and a file of `VideoWriter`."""
     paths = [held_gif(tmp_path / "a.gif", make_picture)]
     for suffix in ("mkv", "mp4", "avi", "webm"):
         paths.append(tmp_path / f"b.{suffix}")
@@ -141,7 +141,7 @@ def test_a_file_whose_last_frame_is_held_is_whole(
         assert [frame.time for frame in frames] == pytest.approx([0, 0.1, 0.2, 0.3, 0.4])
         assert (len(reader), reader.index.damage) == (5, None)
         assert reader.durations.tolist() == pytest.approx([frame.duration for frame in frames])
-        if path.suffix != ".avi":  # which has no durations
+        if path.suffix != ".avi":  # this format has no durations
             assert (frames[-1].duration, reader.duration) == pytest.approx((3.0, 3.4)), path
 
 
@@ -161,7 +161,7 @@ def test_a_matroska_file_that_was_cut_off_is_seen_by_its_structure(
     make_video: MakeVideo, tmp_path: Path, live: bool
 ) -> None:
     path = make_video("cut.mkv")
-    if live:  # sizes that are not known when they are written
+    if live:  # sizes that are not yet known when they are written
         with av.open(str(path)) as given, av.open(str(tmp_path / "live.mkv"), "w", options={"live": "1"}) as out:
             to = out.add_stream_from_template(given.streams.video[0])
             for packet in given.demux(video=0):
@@ -239,7 +239,7 @@ def test_webp_is_refused_with_what_reads_it(tmp_path: Path, make_picture: Pictur
 @pytest.mark.parametrize("codec", ["ffv1", "rawvideo", "ffvhuff", "libx265"])
 @pytest.mark.parametrize("extent", [0, 1, 2])
 def test_luma_alone_has_full_range(tmp_path: Path, codec: str, pixel_format: str, extent: int) -> None:
-    """As FFmpeg shows it, whatever the file says."""
+    """As FFmpeg shows it, whatever range the file declares."""
     names = [each.name for each in av.Codec(codec, "w").video_formats or []]
     if names and pixel_format not in names:
         pytest.skip(f"{codec} has no {pixel_format}")

@@ -29,7 +29,7 @@ HEVC = {"x265-params": "log-level=none:keyint=5:min-keyint=5"}
 
 @pytest.fixture(autouse=True)
 def decoders(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The idle decoders: none before and none after a test; without a GPU."""
+    """The idle decoders, without a GPU. There are none before and none after a test."""
     monkeypatch.setattr(nvdec_decoders, "acceleration", lambda device: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     release_decoders()
@@ -47,7 +47,7 @@ def frames(path: Path, device: torch.device | None) -> list[torch.Tensor]:
 
 
 def video_of(path: Path, number: int = 0) -> tuple[Kind, bytes]:
-    """Its kind, and a key packet."""
+    """The kind of a video, and a key packet."""
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
         kind = kind_of(stream.codec_context, DEVICE)
@@ -188,7 +188,7 @@ def test_headers_that_are_too_short_are_trusted_in_nothing() -> None:
 
 
 def test_of_another_process_nobody_goes_on(decoders: list[Any]) -> None:
-    """After a fork, the child has its parent's readers but no GPU."""
+    """After a fork, the child has its parent's readers, but cannot use the GPU."""
     kind = Kind(DEVICE, "h264", b"headers", 64, 48, (1, 1, 1, 1))
     given_back(kind, of_size(kind), os.getpid() + 1)
     assert not decoders
@@ -197,7 +197,7 @@ def test_of_another_process_nobody_goes_on(decoders: list[Any]) -> None:
 def test_frames_that_wait_for_others_where_the_headers_do_not_say_how_many(
     make_video: MakeVideo, tmp_path: Path
 ) -> None:
-    """Such as H.264 without a VUI: looking into the file, which FFmpeg does when it opens one, finds it."""
+    """This is so for H.264 without a VUI. FFmpeg finds the number when it opens and examines the file."""
     options = {"bf": "3", "g": "12", "x264-params": "b-adapt=0:b-pyramid=normal"}
     path = make_video("pyramid.mp4", "libx264", options=options, width=96)
     plain = tmp_path / "plain.mp4"
@@ -225,7 +225,7 @@ def test_frames_that_wait_for_others_where_the_headers_do_not_say_how_many(
 
 
 def without_vui(parameters: bytes) -> bytes:
-    """A sequence parameter set of H.264 (7.3.2.1.1) that ends before what is optional."""
+    """A sequence parameter set of H.264 (7.3.2.1.1) that ends before the optional part."""
     bits = "".join(f"{byte:08b}" for byte in parameters.replace(b"\0\0\3", b"\0\0"))
     place = 8 + 24
 
@@ -263,7 +263,7 @@ def without_vui(parameters: bytes) -> bytes:
 def test_headers_in_the_middle_of_a_file_stay_with_it(
     make_video: MakeVideo, tmp_path: Path, decoders: list[Any]
 ) -> None:
-    """FLV joined from two: the second's come beside its first packet."""
+    """An FLV file joined from two. The headers of the second come with its first packet."""
     one = make_video("one.flv", "libx264", options=H264, frames=10, width=96)
     other = make_video("other.flv", "libx264", options=H264, frames=10, width=128)
     joined = tmp_path / "joined.flv"
@@ -277,7 +277,7 @@ def test_headers_in_the_middle_of_a_file_stay_with_it(
 
 
 def shifted(flv: bytes, by_ms: int) -> bytes:
-    """The video's tags of an FLV file, later."""
+    """The video tags of an FLV file, moved to a later time."""
     place, tags = 13, b""
     while place + 11 <= len(flv):
         size = 11 + int.from_bytes(flv[place + 1 : place + 4], "big") + 4
@@ -291,9 +291,10 @@ def shifted(flv: bytes, by_ms: int) -> bytes:
 
 
 def test_how_pictures_are_turned_stays_with_them(make_video: MakeVideo, tmp_path: Path, decoders: list[Any]) -> None:
-    """HEVC with a rotation in its own data, and the same headers as a video without."""
+    """HEVC with a rotation in its data, and with the same headers as a video without rotation."""
     path, turned = make_video("plain.mp4", "libx265", options=HEVC, frames=10, width=96), tmp_path / "turned.mp4"
-    orientation = bytes([39 << 1, 1, 47, 3, 0x08, 0x00, 0x18, 0x80])  # prefix SEI 47 (H.265, D.2.17): a quarter, kept
+    # prefix SEI 47 (H.265, D.2.17): a quarter turn that persists
+    orientation = bytes([39 << 1, 1, 47, 3, 0x08, 0x00, 0x18, 0x80])
     with av.open(str(path)) as source, av.open(str(turned), "w") as target:
         stream = source.streams.video[0]
         copy = target.add_stream_from_template(stream)
@@ -315,13 +316,14 @@ def test_how_pictures_are_turned_stays_with_them(make_video: MakeVideo, tmp_path
 
 
 def test_headers_at_the_end_of_a_file_stay_with_it(make_video: MakeVideo, tmp_path: Path, decoders: list[Any]) -> None:
-    """Behind the pictures of a packet that is not a key frame."""
+    """The headers come after the pictures of a packet that is not a key frame."""
     path = make_video("plain-end.mp4", "libx264", options={**H264, "bf": "0"}, frames=12, width=96)
     strange = make_video("strange.mp4", "libx264", options={**H264, "preset": "medium"}, frames=2, width=96)
     with av.open(str(strange)) as container:
         headers = container.streams.video[0].codec_context.extradata
         assert headers is not None
-    end = 8 + int.from_bytes(headers[6:8], "big")  # of the sequence parameter set; then a count, then the picture's
+    # size of the sequence parameter set; then a count, then the size of the picture parameter set
+    end = 8 + int.from_bytes(headers[6:8], "big")
     size = 2 + int.from_bytes(headers[end + 1 : end + 3], "big")
     picture = headers[end + 3 : end + 1 + size]
     assert picture[0] & 31 == 8

@@ -1,4 +1,4 @@
-"""Compiled loops give what PyTorch gives: the same numbers in the size of the video, and its interpolation."""
+"""Compiled loops agree with PyTorch: equal numbers at the size of the video, and the same interpolation."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def test_colours_bit_for_bit(
 def test_resized_as_torch_interpolates(
     size: tuple[int, int], wanted: tuple[int, int], sampling: tuple[int, int], bits: int, seed: int
 ) -> None:
-    """Larger and smaller in one. PyTorch's own is not right for pictures of one column, so none has one."""
+    """Each direction may be enlarged or reduced. PyTorch is wrong about pictures of one column, so none has only
+    one."""
     rows = random_planes(size[0], size[1] + 1, *sampling, bits, seed)
     y, u, v = map(plane, rows)
     colours = Colours("bt709", False)

@@ -91,7 +91,8 @@ def test_a_variable_frame_rate_keeps_its_times(make_video: MakeVideo, read_numbe
 def test_a_time_that_the_clock_of_the_file_cannot_hold_is_that_of_its_frame(
     make_video: MakeVideo, read_number: ReadNumber
 ) -> None:
-    """Matroska counts milliseconds: frame 2 of 30 a second is at 0.067 s there, and 2 / 30 is before it."""
+    """Matroska counts milliseconds: at 30 frames a second, frame 2 is at 0.067 s in the file, which is after 2 / 30
+    s."""
     path = make_video("thirty.mkv", tick=Fraction(1, 30), options={"bf": "2"})
     reader = VideoReader(path)
     assert float(reader.times[2]) > 2 / 30
@@ -155,7 +156,8 @@ def test_a_turned_video_is_given_upright(make_video: MakeVideo, degrees: int) ->
 
 
 def test_photographs_that_say_how_they_are_turned(tmp_path: Path) -> None:
-    """EXIF's orientation 6: the top in the file is at the right. PyAV does not know EXIF as side data of a frame."""
+    """EXIF's orientation 6: the top row in the file is the right side. PyAV does not expose EXIF as side data of a
+    frame."""
     av, image = pytest.importorskip("av"), pytest.importorskip("PIL.Image")
     pixels = np.zeros((32, 64, 3), np.uint8)
     pixels[:16] = 255
@@ -308,6 +310,6 @@ def test_frames_that_were_read_leave_at_once(make_video: MakeVideo, device: str,
         given = [*reader, reader[-1], reader[3], *reader.take([4, 2])]
         del reader, given
         frames = [each for each in gc.get_objects() if type(each) is VideoFrame]
-        assert not [each for each in frames if each.width]  # a decoder has an empty one ready
+        assert not [each for each in frames if each.width]  # a decoder keeps an empty frame ready
     finally:
         gc.enable()

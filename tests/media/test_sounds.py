@@ -32,7 +32,7 @@ def noise(channels: int = 2, samples: int = SAMPLES) -> Tensor:
 
 @pytest.fixture(scope="session")
 def make_sound(tmp_path_factory: pytest.TempPathFactory) -> MakeSound:
-    """A file of `noise`, by a name in a folder of the session."""
+    """A file with `noise`, under this name in a folder of the session."""
     folder = tmp_path_factory.mktemp("sounds")
 
     def make(name: str, codec: str, rate_hz: int = 48_000, *, gap_at: int | None = None, gap: int = 0) -> Path:
@@ -51,7 +51,7 @@ def make_sound(tmp_path_factory: pytest.TempPathFactory) -> MakeSound:
     return make
 
 
-EXACT = {  # largest error: of 8, 16 and 24 bits, and of none
+EXACT = {  # largest errors with 8, 16 and 24 bits, and without rounding
     "u8.wav": ("pcm_u8", 1 / 250),
     "s16.wav": ("pcm_s16le", 1 / 32768),
     "s16.flac": ("flac", 1 / 32768),
@@ -145,12 +145,12 @@ def test_a_file_that_was_cut_off_gives_what_is_left(make_sound: MakeSound, name:
         read_sound(cut)
     left = raised.value.sound
     count = left.samples.shape[1]
-    if name != "cut.mkv" and count:  # of AAC the last block is only half of what was mixed there
+    if name != "cut.mkv" and count:  # in AAC, the last block has only half of the overlapping sum
         assert torch.equal(left.samples, whole[:, :count])
     assert (raised.value.last_good_time or 0.0) == pytest.approx(left.start_s + count / 48_000)
     assert isinstance(raised.value, DamagedVideoError)
-    assert count > share * SAMPLES - 12_000  # FFmpeg takes FLAC's last whole block, of 4608, for one with the next
-    early = read_sound(cut, 0.0, 0.01) if count > 2000 else None  # the damage is not met
+    assert count > share * SAMPLES - 12_000  # FFmpeg joins FLAC's last whole block, of 4608 samples, with the next
+    early = read_sound(cut, 0.0, 0.01) if count > 2000 else None  # the damage is not reached
     assert early is None or torch.equal(early.samples, whole[:, :480])
 
 

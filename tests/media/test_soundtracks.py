@@ -1,4 +1,5 @@
-"""Sound of a written video: copied packet for packet, or encoded; and the encoder that "auto" selects."""
+"""Sound of a written video is copied packet for packet, or encoded. Also tests the video encoder that "auto"
+selects."""
 
 from __future__ import annotations
 
@@ -61,14 +62,14 @@ def test_copied_sound_is_the_same_packet_for_packet(tmp_path: Path, suffix: str,
         writer.write(FRAMES)
     before, after = packets_of(given), packets_of(path)
     assert b"".join(data for _, data in after) == b"".join(data for _, data in before)
-    if codec != "pcm_s16le":  # of which FFmpeg makes packets of other sizes as it reads
+    if codec != "pcm_s16le":  # FFmpeg changes the sizes of these packets when reading
         assert [data for _, data in after] == [data for _, data in before]
         assert [at for at, _ in after] == pytest.approx([at for at, _ in before], abs=2e-3)
     samples, heard = read_sound(given).samples, read_sound(path)
-    # What an MP4 file says to leave out, FFmpeg does not leave out of Matroska: it is heard before the first picture.
+    # FFmpeg keeps in Matroska the sound that an MP4 file marks as skipped, so it is heard before the first picture.
     early = 1024 if (given.suffix, to) == (".mp4", ".mkv") else 0
     assert float(VideoReader(path).times[0]) - heard.start_s == pytest.approx(early / RATE, abs=2e-3)
-    if (given.suffix, to) != (".mkv", ".mp4"):  # whose edit list takes Matroska's milliseconds for samples
+    if (given.suffix, to) != (".mkv", ".mp4"):  # its edit list mistakes Matroska's milliseconds for samples
         assert torch.equal(heard.samples[:, early:][:, :RATE], samples[:, :RATE])
     assert len(VideoReader(path)) == len(FRAMES)
     with av.open(str(path)) as container:
@@ -116,7 +117,7 @@ def test_written_sound_is_heard_again(tmp_path: Path, suffix: str, codec: str | 
     assert heard.samples.shape[1] == pytest.approx(sound.shape[1], abs=0.05 * RATE)
     if codec is not None:
         assert float((heard.samples - sound).abs().max()) <= 1 / 32768
-    elif suffix != ".avi":  # which does not say what the encoder put in front
+    elif suffix != ".avi":  # this file does not record the samples that the encoder put in front
         middle = slice(RATE // 2, RATE)
         assert float((heard.samples[:, middle] - sound[:, middle]).abs().max()) < 0.1
     assert len(VideoReader(path)) == len(FRAMES)
@@ -174,7 +175,7 @@ def test_sound_that_is_damaged_leaves_no_file(tmp_path: Path) -> None:
     given = source(tmp_path, ".mp4", "aac")
     with av.open(str(given)) as container:
         places = [packet.pos for packet in container.demux(audio=0) if packet.size]
-    front = tmp_path / "front.mp4"  # its index is before the packets, so that it can be read without its end
+    front = tmp_path / "front.mp4"  # the index is before the packets, so the file can be read without its end
     with av.open(str(given)) as taken, av.open(str(front), "w", options={"movflags": "faststart"}) as copy:
         stream = copy.add_stream_from_template(taken.streams.audio[0], opaque=True)
         for packet in taken.demux(audio=0):
@@ -196,7 +197,7 @@ def test_auto_says_which_encoder_it_took_and_why(tmp_path: Path) -> None:
     with VideoWriter(path, 25, "auto") as writer:
         writer.write(FRAMES[:3])
     reason = why_no_nvenc("yuv420p")
-    if reason is None:  # a GPU that has NVENC, which takes no pictures as small as these
+    if reason is None:  # a GPU with NVENC, which does not accept pictures as small as these
         reason = why_no_nvenc("yuv420p", 32, 48)
     assert writer.fallback_reason == reason
     assert writer.encoder == ("libx264" if reason else "h264_nvenc")
@@ -211,7 +212,7 @@ def test_auto_says_which_encoder_it_took_and_why(tmp_path: Path) -> None:
 def test_auto_takes_nvenc_after_a_trial_and_the_other_where_the_size_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a software encoder in the place of NVENC, which few machines have."""
+    """A software encoder replaces NVENC, which few machines have."""
     trials: list[tuple[int, int] | None] = []
 
     def trial(pixel_format: str, *size: int) -> str | None:

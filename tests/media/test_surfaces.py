@@ -86,7 +86,7 @@ def test_colours_are_those_of_the_formula(
 
 
 def resized(planes: list[Tensor], colours: Colours, size: tuple[int, int], turns: int, mirrored: bool) -> Tensor:
-    """In float64, step by step: (3, h, w) in 0..1."""
+    """The resized picture in float64, computed step by step: (3, h, w) in 0..1."""
     rgb = torch.rot90(yuv_to_rgb(*planes, colours, 8, torch.float64), turns, (1, 2))
     rgb = rgb.flip(2) if mirrored else rgb
     return F.interpolate(rgb[None], size, mode="bilinear", antialias=True)[0]
@@ -125,7 +125,7 @@ def test_resized_turned_and_normalized_in_one_launch(
     turns=st.integers(0, 3),
 )
 def test_many_are_each_as_it_is_alone(device: str, counts: list[int], to: tuple[int, int] | None, turns: int) -> None:
-    """Frames of any sizes; eight of one size take one launch."""
+    """Frames may have any sizes; eight of the same size need one launch."""
     form, given_surfaces, launched = form_of("rgb", torch.uint8, to, None), [], 0
     for number, count in enumerate(counts):
         size = (6 + 2 * number, 8)

@@ -87,7 +87,7 @@ def test_an_odd_size_is_refused_with_the_remedies_or_padded(tmp_path: Path) -> N
 
 
 def test_pictures_too_narrow_for_x265_are_refused(tmp_path: Path) -> None:
-    """It writes beyond its memory there, and the process dies some time later."""
+    """x265 would write beyond its memory, and the process would die some time later."""
     with (
         pytest.raises(InputError, match="libx265 needs a width of 64 or more"),
         VideoWriter(tmp_path / "narrow.mp4", 25, "libx265") as writer,

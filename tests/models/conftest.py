@@ -12,7 +12,7 @@ from rooftop import models
 
 @pytest.fixture(autouse=True)
 def cache(models_remembered: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where weights are kept, empty and for one test only; the server that they come from does not exist."""
+    """An empty folder for weights, used by one test only. The server of the weights does not exist."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     monkeypatch.setattr(torch.hub, "_hub_dir", None)
     monkeypatch.setenv("ROOFTOP_WEIGHTS_URL", "http://127.0.0.1:9")

@@ -33,7 +33,7 @@ def cat() -> Image.Image:
 
 
 def test_preprocessing_is_resize_crop_normalize(cat: Image.Image) -> None:
-    """Against PyTorch's own antialiased resize, to within the rounding of 8-bit pixels."""
+    """Equal to PyTorch's antialiased resize, except for the rounding of 8-bit pixels."""
     pixels = torch.from_numpy(np.array(cat)).permute(2, 0, 1)[None].float()
     resized = torch.nn.functional.interpolate(
         pixels, size=(256, 256 * 451 // 300), mode="bilinear", antialias=True
@@ -114,7 +114,7 @@ def test_sixteen_bits_are_scaled_not_clipped(tmp_path: Path) -> None:
 def test_exif_orientation_is_respected(cat: Image.Image, tmp_path: Path) -> None:
     path = tmp_path / "turned.jpg"
     exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned by 90 degrees
+    exif[0x0112] = 6  # to be rotated by 90 degrees
     cat.save(path, exif=exif)
     assert read_image(path).size == (cat.height, cat.width)
 

@@ -70,7 +70,7 @@ def file(state: dict[str, Tensor], tmp_path: Path) -> Path:
 
 
 def test_every_builder_of_a_model_has_a_name() -> None:
-    """All public functions that build one of the models by themselves."""
+    """All public functions that build one of the models without further arguments."""
     built = {kind.__name__ for kind in FAMILIES}
     functions = [getattr(models, name) for name in models.__all__ if inspect.isfunction(getattr(models, name))]
     builders = {each.__name__ for each in functions if inspect.signature(each).return_annotation in built}
@@ -333,7 +333,7 @@ def test_another_model_is_named(tmp_path: Path) -> None:
 
 
 def test_a_report_has_every_key_once(tmp_path: Path) -> None:
-    """Of the file and of the model, whatever is wrong with either."""
+    """Every key of the file and of the model, whatever is wrong with either."""
     model = swin_t(num_classes=3)
     file = {
         (key.replace("features.0", "patch_embed.0") if key == "features.0.2.bias" else key): value

@@ -26,7 +26,7 @@ DETR: dict[str, Any] = {"num_classes": 3, "width": 16, "heads": 2, "queries": 4,
 
 
 class Small(nn.Module):
-    """One of each kind that `replace` knows but the loss."""
+    """One module of each kind that `replace` knows, except the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def built(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 def assert_same(program: Any, model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    """In values, and in gradients of the parameters that are watched."""
+    """The same values, and the same gradients of the trained parameters."""
     for given, expected in zip(tree_leaves(program(*inputs)), tree_leaves(model(*inputs)), strict=True):
         torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-5)
     parameters = [each for each in model.parameters() if each.requires_grad]
@@ -175,7 +175,7 @@ def test_features_have_the_names_and_values_of_torchvisions(build: str, torchvis
 @quiet
 @pytest.mark.parametrize("name", ["Swin", "Swin V2"])
 def test_images_of_other_sizes_go_through_a_traced_swin(name: str) -> None:
-    """Odd maps, and maps that one window covers, though it was traced with neither."""
+    """Maps of odd size, and maps that one window covers, although the model was traced with neither."""
     model, inputs = built(name)
     for program in (torch.fx.symbolic_trace(model), torch.jit.trace(model, inputs)):
         for shape in ((1, 3, 44, 36), (3, 3, 20, 16), (2, 3, 16, 70)):
@@ -196,7 +196,7 @@ def test_a_swin_is_exported_for_images_of_any_size(name: str) -> None:
 # ---- ONNX ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch.onnx and its translator
+@pytest.mark.filterwarnings("ignore")  # warnings of torch.onnx and its translator
 @pytest.mark.parametrize("name", ["replaced", "LinearAct", "Swin", "Swin V2", "Detr", "ConvLSTM2D", "Gpt"])
 def test_onnx_gives_the_same(name: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript")

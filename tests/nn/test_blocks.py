@@ -24,7 +24,7 @@ blocks = sys.modules["transformer_blocks"] = importlib.util.module_from_spec(SPE
 SPECIFICATION.loader.exec_module(blocks)
 
 SIZES = (48, 3, 320)  # features, heads, tokens
-USES = {  # operators of ours, forward and backward
+USES = {  # Rooftop's operators, forward and backward
     "gpt": {"embedding", "layer_norm", "linear_act", "attention", "linear_cross_entropy", "norm_backward"},
     "llama": {"rms_norm", "linear_act", "attention", "rope", "swiglu", "swiglu_backward", "norm_backward"},
     "swin": {"layer_norm", "linear_act", "window_attention", "window_attention_backward", "norm_backward"},
@@ -46,7 +46,7 @@ def build(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) ->
 
 
 def results(module: Callable[..., Tensor], parameters: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
-    """The output and the gradients of parameters and, where it is not tokens, input."""
+    """The output, and the gradients of the parameters and of the input (unless the input consists of tokens)."""
     first = given[0].clone().requires_grad_() if given[0].is_floating_point() else given[0]
     y = module(first, *given[1:])
     torch.manual_seed(1)
@@ -117,7 +117,7 @@ def test_every_operator_of_a_block_has_a_cost(name: str) -> None:
 
 
 def test_places_that_the_shift_brought_together_do_not_see_each_other() -> None:
-    """The mask of the Swin block against its meaning: distances in the image."""
+    """The mask of the Swin block is compared with its meaning: distances in the image."""
     window, side = 4, 8
     at = torch.stack(torch.meshgrid(*[torch.arange(side)] * 2, indexing="ij"), -1)[None]  # (1, side, side, 2)
     places = blocks.to_windows(at, window)  # (windows, area, 2)
@@ -129,5 +129,5 @@ def test_places_that_the_shift_brought_together_do_not_see_each_other() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
 def test_blocks_through_the_interpreter(interpreted: Callable[..., int]) -> None:
-    cases = "test_eager and torch.float32 and not swin"  # which is slow there; its softmax has tests of its own
+    cases = "test_eager and torch.float32 and not swin"  # the interpreter is slow; the softmax has separate tests
     assert interpreted(__file__, "-k", f"{cases} or through_the_interpreter") == 2

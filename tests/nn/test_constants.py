@@ -1,4 +1,5 @@
-"""Values that depend only on parameters are computed once if these do not change, and are never out of date."""
+"""Values that depend only on parameters are computed once while the parameters do not change, and are never out of
+date."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ class Table(nn.Module):
 
     @constant
     def times(self, factor: float, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Of the weight."""
+        """A multiple of the weight."""
         self.computed += 1
         return (factor * self.weight).to(dtype)
 
@@ -70,20 +71,20 @@ def test_computed_once_for_each_set_of_arguments() -> None:
     assert table.both() is table.both()
     assert table.computed == 4
     assert kept_bytes(table) == 3 * (4 + 8 + 4 + 2 * 4)
-    assert table.times(2) is not first  # another type, which could make another dtype
+    assert table.times(2) is not first  # another type, which could give another dtype
     assert table.times(factor=2.0) is not table.times(factor=2.0)
-    assert Table.times.__doc__ == "Of the weight."
+    assert Table.times.__doc__ == "A multiple of the weight."
 
 
 def test_of_many_sets_of_arguments_the_first_stay() -> None:
-    """A CUDA graph may read them: none is given up for another."""
+    """A CUDA graph may read the kept values, so none is dropped for another."""
     table = kept()
     first = [table.times(float(i)) for i in range(MOST + 3)]
     table.computed = 0
     again = [table.times(float(i)) for i in range(MOST + 3)]
     assert [a is b for a, b in zip(first, again, strict=True)] == [True] * MOST + [False] * 3
     assert table.computed == 3
-    assert table.both() is table.both()  # which has a count of its own
+    assert table.both() is table.both()  # the copy has a separate count
 
 
 def test_tensors_that_are_no_parameters_do_not_come_again() -> None:
@@ -132,7 +133,7 @@ def test_modules_with_hooks_in_them_go_on_as_before() -> None:
 
 @pytest.mark.parametrize("promised", [False, True])
 def test_compiled_whole(promised: bool) -> None:
-    """A compiler sees what is computed: it folds constants by itself, or not."""
+    """A compiler sees the computation itself, and decides whether to fold constants."""
     torch._dynamo.reset()
     table = kept() if promised else Table().eval()
     compiled = torch.compile(table, fullgraph=True, backend="eager")
@@ -144,7 +145,7 @@ def test_compiled_whole(promised: bool) -> None:
 
 @pytest.mark.gpu
 def test_not_within_a_capture_on_a_gpu() -> None:
-    """What a capture makes has no values until it is replayed."""
+    """Results of a capture have no values until it is replayed."""
     table = kept().cuda()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):

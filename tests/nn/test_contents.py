@@ -1,4 +1,4 @@
-"""The contents of a model, registered or not, each once, by its place."""
+"""The contents of a model, registered or not: each is found once, with its place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rooftop.nn.copies import copy_sharing_tensors
 
 
 class Holder:
-    """An object with a tensor, and with itself."""
+    """An object that contains a tensor and itself."""
 
     def __init__(self) -> None:
         self.keys, self.me = torch.ones(2), self

@@ -28,7 +28,7 @@ class Model(nn.Module):
 
 @pytest.fixture
 def slowed(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[nn.Module]], None]:
-    """Lets modules of a class take a millisecond, by a clock that nothing else moves."""
+    """Lets modules of a class take a millisecond, measured by a clock that nothing else advances."""
     clock = [0.0]
 
     def compared(steps: dict[str, Callable[[], object]], **_: Any) -> dict[str, Timing]:
@@ -58,8 +58,8 @@ def slowed(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[nn.Module]], None]
 def test_what_pays_is_swapped_and_the_rest_left_with_its_times(
     train: bool, inputs: Any, slowed: Callable[[type[nn.Module]], None]
 ) -> None:
-    slowed(nn.RMSNorm)  # PyTorch's: ours pays
-    slowed(rooftop.nn.LayerNorm)  # ours, which does not
+    slowed(nn.RMSNorm)  # PyTorch's module is slowed, so replacing it pays
+    slowed(rooftop.nn.LayerNorm)  # our module is slowed, so replacing does not pay
     model = Model().train(train)
     before = [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
     state = torch.get_rng_state()

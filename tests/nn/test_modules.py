@@ -1,4 +1,4 @@
-"""The modules return what those of torch.nn return, with the same state."""
+"""The modules return the same results as those of torch.nn, with the same state."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_z_loss_adds_the_square_of_the_log_sum_exp() -> None:
 
 
 def sum_and_norm(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[tuple[Tensor, Tensor], list[str]]:
-    """The results, and the names of what works on elements."""
+    """The results, and the names of the elementwise operators."""
     with CountingMode() as counted:
         found = norm_of_sum(norm, x, residual)
     return found, [r.name for r in counted.records if "norm" in r.name or "add" in r.name]
@@ -82,7 +82,7 @@ def test_the_norm_of_a_sum_is_one_operator(kind: str, operator: str) -> None:
     assert names == [f"rooftop::{operator}"]
     torch.testing.assert_close((y, total), (norm(X + residual), X + residual))
     (_, wide), _ = sum_and_norm(norm, X.bfloat16(), residual)
-    assert wide.dtype == torch.float32  # as PyTorch's sum
+    assert wide.dtype == torch.float32  # like PyTorch's sum
 
 
 @pytest.mark.parametrize("kind", ["torch", "hooked", "watched", "forward replaced", "subclass"])

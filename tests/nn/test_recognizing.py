@@ -1,4 +1,4 @@
-"""RMS norms of other libraries are recognized by what they compute, and nothing else is taken for one."""
+"""RMS norms of other libraries are recognized by their computation, and no other module is mistaken for one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rooftop.testing import assert_as_accurate
 
 
 class Norm(nn.Module):
-    """As Llama's: float32 within, rounded before the weight."""
+    """A norm like Llama's: computed in float32, and rounded before the product with the weight."""
 
     def __init__(self, columns: int = 24, eps: float = 1e-6) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Norm(nn.Module):
 
 
 class Offset(Norm):
-    """As Gemma's: weights begin at zero, and all is rounded once."""
+    """A norm like Gemma's: weights begin at zero, and the result is rounded once."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         x = hidden_states.float()
@@ -55,7 +55,7 @@ def test_what_it_computes_is_found(kind: type[Norm], offset: int, columns: int, 
 
 
 def changed(change: Callable[[Norm, Tensor, Tensor], Any]) -> nn.Module:
-    """A module whose forward is `change` of itself, the input and what a norm gives."""
+    """A module whose forward is `change(self, input, result of the norm)`."""
 
     class Other(Norm):
         def forward(self, hidden_states: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from rooftop.nn.replacing import CALLS
 
 
 class OwnNorm(nn.LayerNorm):
-    """What a user made of a layer norm."""
+    """A user's subclass of a layer norm."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) + 1

@@ -1,4 +1,4 @@
-"""Decisions that do not depend on other work of the machine: the rules of a plan, and a clock that only models
+"""Decisions here do not depend on other work of the machine: they use given rules, and a clock that only models
 advance."""
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from rooftop.optimization.outcomes import Step
 from rooftop.optimization.timing import step_of, untouched
 from rooftop.rewrites import Candidate, Rule
 
-STEP_MS = 0.1  # of a model that does not sleep, by the clock below
+STEP_MS = 0.1  # the time of a model that does not sleep, on the clock below
 
 
 class Nothing(Rule):
-    """Says that it changes something, and changes nothing."""
+    """A rule that reports a change but changes nothing."""
 
     name = "nothing"
     trains = True
@@ -35,7 +35,7 @@ class Nothing(Rule):
 
 
 def proven_with(model: nn.Module, *args: Any, rule: Rule | None = None, **options: Any) -> Optimized:
-    """What `optimize` gives with one rule, which is applied and proven."""
+    """The result of `optimize` with one rule, which is applied and proven."""
     rule = rule or Nothing()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
@@ -45,13 +45,13 @@ def proven_with(model: nn.Module, *args: Any, rule: Rule | None = None, **option
 
 @pytest.fixture
 def proven() -> Callable[..., Optimized]:
-    """`optimize(model, *args, rule=...)` without a search: no time decides."""
+    """`optimize(model, *args, rule=...)` without a search, so that no time decides."""
     return proven_with
 
 
 @pytest.fixture
 def clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step takes as long as the test's models sleep; they do not really."""
+    """A step takes as long as the test's models pretend to sleep."""
     slept = [0.0]
 
     def sleep(seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Changes that are faster and wrong: each is refused, with the reason."""
+"""Changes that are faster but wrong are refused, each with the reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("clock")
 
 
 class Cheat(Rule):
-    """A rule of the user that replaces the call by `make(call, candidate)`."""
+    """A user's rule that replaces the call by `make(call, candidate)`."""
 
     name = "cheat"
     trains = True
@@ -33,7 +33,7 @@ class Cheat(Rule):
 
 
 class Slow(nn.Module):
-    """A model that takes its time, so that a change which does less is faster."""
+    """A slow model, so that a change which does less is faster."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Slow(nn.Module):
 def tried(
     make: Callable[[Call, Candidate], Call], x: Tensor | None = None, **options: Any
 ) -> tuple[Optimized, str, str]:
-    """What `optimize` says of a cheat: everything, the verdict and the reason."""
+    """The answers of `optimize` to a cheat: the whole report, the verdict and the reason."""
     torch.manual_seed(0)
     model = Slow().train(options.get("train", False))
     found = rooftop.optimize(model, torch.randn(4, 8) if x is None else x, rules=[Cheat(make)], **options)
@@ -100,7 +100,7 @@ def keeps_results_by_address(call: Call, candidate: Candidate) -> Call:
 
     def cheat(x: Tensor) -> Tensor:
         address = x.data_ptr()
-        held.append(x)  # so that no other tensor gets the address
+        held.append(x)  # so that no other tensor gets this address
         if address not in known:
             known[address] = compute(x)
         return known[address].clone()

@@ -1,4 +1,4 @@
-"""Inputs of all kinds: they are copied, others are drawn from them, and wrong changes are seen on them."""
+"""Inputs of all kinds are copied, further inputs are drawn from them, and wrong changes are detected with them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_sparse_gradients(proven: Proven) -> None:
 
 
 class Wrong(Rule):
-    """Replaces the call by what `make` gives."""
+    """Replaces the call by the result of `make`."""
 
     name = "wrong"
 

@@ -26,7 +26,7 @@ def two_layers() -> nn.Sequential:
 
 
 class Doing(Rule):
-    """Does something to the candidate."""
+    """A rule that calls a function with the candidate."""
 
     trains = True
 
@@ -177,7 +177,7 @@ def test_attributes_of_the_model_stay(proven: Proven) -> None:
 
 
 class Carrying(nn.Module):
-    """Leaves something behind with each call."""
+    """A module that stores something at each call."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

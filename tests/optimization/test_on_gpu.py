@@ -1,4 +1,4 @@
-"""`rooftop.optimize` on a GPU: its kernels and graphs are proven there, and streams that nobody waits for are found."""
+"""`rooftop.optimize` on a GPU: kernels and graphs are proven, and streams that nothing waits for are found."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Changed(Rule):
     """A rule that replaces the call.
 
     Args:
-        make: is given the call.
-        path: of the submodule that is called instead of the whole model.
+        make: called with the original call; returns its replacement.
+        path: the path of the submodule that is called instead of the whole model.
     """
 
     name = "changed"
@@ -35,7 +35,7 @@ class Changed(Rule):
 
 
 class Slow(nn.Module):
-    """Keeps the GPU busy for about 2 ms before its layers: a change that leaves them alone is faster."""
+    """Keeps the GPU busy for about 2 ms before its layers, so that a change which omits this is faster."""
 
     def __init__(self, layers: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""The faster module: it runs what was proven, and the original for everything else, which it otherwise stands for."""
+"""The faster module runs the proven change, and the original for all other calls. Otherwise it behaves like the
+original."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ X = torch.randn(4, 6)
 
 
 def made(train: bool = False, frozen: bool = False) -> tuple[nn.Sequential, OptimizedModule, list[str]]:
-    """A model, the module that stands for it, and a list to which the faster model adds a word for each call."""
+    """A model, the module that replaces it, and a list to which the faster model appends a word at each call."""
     model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).train(train)
     candidate, calls = Candidate.of(model, None, train), list[str]()
     run = candidate.call
@@ -227,7 +228,7 @@ def test_what_is_replaced_afterwards_is_noticed(proven: Proven, change: str, thr
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert torch.equal(found.module(X), model(X))
-    if change != "cast":  # it has the same objects again
+    if change != "cast":  # the model has the same objects again
         assert sum(found.module.unproven.values()) == 1
 
 

@@ -1,4 +1,4 @@
-"""`rooftop.optimize`: kept changes are faster and right, arguments stay unchanged, and wrong calls are refused."""
+"""`rooftop.optimize`: kept changes are faster and correct, arguments stay unchanged, and wrong calls are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("clock")
 
 
 class Faster(Rule):
-    """Skips the sleep of `Sleepy`, once or each time."""
+    """A rule that skips the sleep of `Sleepy`, once or at each call."""
 
     trains = True
 
@@ -331,7 +331,7 @@ def test_a_lower_precision_is_opt_in_and_held_to_the_original_in_it() -> None:
 
     class Wrong(Faster):
         def predicted_ms(self, times: Any) -> float:
-            return -1.0  # after the other
+            return -1.0  # one rule after the other
 
         def apply(self, candidate: Candidate) -> str:
             run = candidate.call

@@ -1,4 +1,4 @@
-"""Models and calls that cannot be optimized: each is an error that says what to do, before anything is changed."""
+"""Models and calls that cannot be optimized raise an error that names a remedy, before anything is changed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def under_global_hooks() -> object:
 
 
 class Hiding(nn.Module):
-    """Gives its result in an object."""
+    """A model that returns its result inside an object."""
 
     def forward(self, x: Tensor) -> Any:
         return type("Cache", (), {"keys": x})()
@@ -62,7 +62,7 @@ def with_lbfgs() -> object:
 
 
 class Nothing(Rule):
-    """Says that it changes something, and changes nothing."""
+    """A rule that reports a change but changes nothing."""
 
     name = "nothing"
     trains = True

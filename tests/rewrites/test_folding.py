@@ -15,7 +15,8 @@ from rooftop.inference import Engine, fold_norms
 from rooftop.models.detr.network import Detr, FrozenBatchNorm
 from rooftop.models.vision.resnet import Bottleneck
 
-RESNETS = ("resnet18", "resnet50", "resnext50_32x4d", "wide_resnet50_2")  # the others only have more of the same
+# the other networks only have more of the same layers
+RESNETS = ("resnet18", "resnet50", "resnext50_32x4d", "wide_resnet50_2")
 
 
 @torch.no_grad()
@@ -54,7 +55,7 @@ def test_every_resnet_folds_wholly(name: str) -> None:
     assert list(engine.report.folded) == norms
     assert not engine.report.left
     assert engine.report.folded["layer2.0.downsample.1"] == "layer2.0.downsample.0"
-    assert not any(isinstance(b, Tensor) for b in engine.model.buffers())  # the statistics are removed, not only unused
+    assert not any(isinstance(b, Tensor) for b in engine.model.buffers())  # the statistics are removed, not just unused
     x = torch.randn(2, 3, 48, 33)
     assert_same(engine(x), model(x))
 
@@ -131,7 +132,7 @@ def test_each_kind_of_layer(layer: str, bias: bool) -> None:
     x = torch.randn(shape)
     assert_same(engine(x), model(x))
     with pytest.raises(ValueError, match=f"expected {len(shape)}D input"):
-        engine(x[0])  # which a convolution without its norm would take
+        engine(x[0])  # the branch that a convolution without its norm would take
 
 
 @torch.no_grad()
@@ -245,7 +246,7 @@ class TwoNames(Wired):
 
 
 class Optional(Wired):
-    """A trace of it would see only one of its branches."""
+    """A module with two branches, of which a trace would see only one."""
 
     def forward(self, x: Tensor, plain: bool = False) -> Tensor:
         y = self.conv(x)
@@ -318,7 +319,7 @@ def test_a_norm_that_is_training_is_left() -> None:
 
 
 class Bypassed(nn.Module):
-    """Cannot be traced, and does not call the forward of its part, which can be traced."""
+    """A module that cannot be traced. It does not call the forward of its part, which can be traced."""
 
     def __init__(self) -> None:
         super().__init__()

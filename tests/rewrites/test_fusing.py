@@ -16,7 +16,7 @@ from rooftop.cost import CountingMode
 from rooftop.inference import Engine, fold_norms, fuse_convolutions
 from rooftop.models.vision import resnet
 
-# Like the variants of these names, with fewer blocks.
+# Like the published variants with these names, but with fewer blocks.
 VARIANTS: dict[str, tuple[type[resnet.Block], dict[str, Any]]] = {
     "basic": (resnet.BasicBlock, {}),
     "bottleneck": (resnet.Bottleneck, {}),

@@ -25,7 +25,7 @@ from rooftop.scene.heads import bit_lengths
 OLD_FILE = Path(__file__).with_name("version_3.rtg")  # half a ball with all attributes, written in version 3
 
 Words = NDArray[np.uint32]
-Column = tuple[NDArray[np.int64], int]  # values, and the bits of each
+Column = tuple[NDArray[np.int64], int]  # number of values, and bits of each
 Arrays = tuple[NDArray[np.float64], NDArray[np.int64]]
 
 
@@ -75,7 +75,7 @@ def bumpy_ball(subdivisions: int) -> Arrays:
 
 
 def relief(picture: NDArray[np.float64]) -> Arrays:
-    """A surface over -1 to 1 along x and y, as high as a picture (H, W) is bright."""
+    """A surface over -1 to 1 along x and y, whose height is the brightness of a picture (H, W)."""
     rows, columns = picture.shape
     x, y = np.meshgrid(np.linspace(-1, 1, rows), np.linspace(-1, 1, columns), indexing="ij")
     corner = (np.arange(rows - 1)[:, None] * columns + np.arange(columns - 1)).ravel()
@@ -142,7 +142,7 @@ def in_old_layout() -> Callable[..., Geometry]:
 
 @pytest.fixture(scope="session")
 def old_file() -> Geometry:
-    """Half a noisy ball of 900 triangles with normals, uv, colours and mixed materials, written in version 3."""
+    """A file in version 3: half a noisy ball of 900 triangles with normals, uv, colours and mixed materials."""
     return Geometry.open(OLD_FILE)
 
 
@@ -206,7 +206,7 @@ def _page(geometry: Geometry, page: int) -> Words:
 
 
 def _streams(geometry: Geometry, head: Words, number: int) -> tuple[Words, int]:
-    """The streams of a cluster, and how many bits a reference has."""
+    """The streams of a cluster, and the number of bits of a reference."""
     cluster, raw = geometry.decode(number), _numbers(geometry, number)
     before, new, references = 0, [], []
     for corners in cluster.triangles.tolist():
@@ -240,7 +240,7 @@ def _streams(geometry: Geometry, head: Words, number: int) -> tuple[Words, int]:
 
 
 def _numbers(geometry: Geometry, number: int) -> dict[str, Any]:
-    """Attributes as the whole numbers that they are stored as."""
+    """Attributes in their stored form, as whole numbers."""
     cluster = geometry.decode(number)
     found: dict[str, Any] = {}
     if cluster.normals is not None:

@@ -1,7 +1,7 @@
-"""Laws of every built geometry: exactly one level everywhere, no cracks, true errors.
+"""Laws of every built geometry: exactly one level everywhere, no cracks, and errors that hold.
 
-A renderer draws a cluster if its own error is small enough and its group's is not. Such a choice is a cut; here cuts
-are made by thresholds, and by cameras, and the triangles of each are looked at one by one.
+A renderer draws a cluster if the cluster's error is small enough and its group's is not. Such a choice is a cut. Here
+cuts are made by thresholds and by cameras, and every triangle of each cut is examined.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def ball(subdivisions: int, noise: float = 0.0) -> tuple[Floats, Ints]:
 
 
 def ring(long: int, short: int) -> tuple[Floats, Ints, Floats]:
-    """A closed torus with texture coordinates: a seam the long way round and one the short way, (u, v) in [0, 1]."""
+    """A closed torus with texture coordinates (u, v) in [0, 1] and a seam in each direction."""
     u, v = np.meshgrid(np.linspace(0, 1, long + 1), np.linspace(0, 1, short + 1), indexing="ij")
     around, about = 2 * np.pi * (u % 1), 2 * np.pi * (v % 1)
     radius = 1 + 0.3 * np.cos(about)
@@ -67,7 +67,7 @@ def _two_materials() -> tuple[Floats, Ints, dict[str, Any]]:
 
 
 def _own_normals() -> tuple[Floats, Ints, dict[str, Any]]:
-    """Every face has vertices of its own, each with the face's normal."""
+    """Every face has separate vertices, each with the face's normal."""
     points, faces = ball(5)
     corners = points[faces]
     normals = np.cross(corners[:, 1] - corners[:, 0], corners[:, 2] - corners[:, 0])
@@ -86,7 +86,7 @@ CLOSED: dict[str, Callable[[], tuple[Floats, Ints, dict[str, Any]]]] = {
 
 
 class Built:
-    """A geometry, all of it decoded."""
+    """A completely decoded geometry."""
 
     def __init__(self, path: Path, points: Floats, faces: Ints, **options: Any) -> None:
         self.points, self.faces = points, faces
@@ -107,14 +107,14 @@ class Built:
         return np.concatenate(parts)
 
     def cut(self, wanted: Callable[[Any, Any], Any]) -> Ints:
-        """The clusters that are drawn where an error (with its sphere) is fine if `wanted(sphere, error)`."""
+        """The drawn clusters, if an error (with its sphere) is small enough whenever `wanted(sphere, error)`."""
         own = wanted(self.heads[:, :4].astype(float), self.heads[:, 4].astype(float))
         parent = wanted(self.groups[self.owners, :4].astype(float), self.groups[self.owners, 4].astype(float))
         return np.flatnonzero(own & ~parent)
 
 
 def leaves(count: int, size: float) -> tuple[Floats, Ints]:
-    """Squares in a ball of radius 1, turned at random."""
+    """Squares at random angles in a ball of radius 1."""
     random = np.random.default_rng(count)
     middles = random.normal(size=(count, 3))
     middles *= (random.random(count) ** (1 / 3) / np.linalg.norm(middles, axis=1))[:, None]
@@ -125,7 +125,7 @@ def leaves(count: int, size: float) -> tuple[Floats, Ints]:
 
 
 def _leaves() -> tuple[Floats, Ints, dict[str, Any]]:
-    """Squares of two materials, with normals and texture coordinates of their own."""
+    """Squares of two materials, with separate normals and texture coordinates."""
     points, faces = leaves(6000, 0.06)
     options = {"materials": np.arange(len(faces)) // 2 % 2, "normals": "smooth", "uv": points[:, :2]}
     return points, faces, options
@@ -136,7 +136,7 @@ EACH = {**CLOSED, "leaves": _leaves}
 
 @pytest.fixture(scope="module")
 def of_kind(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]:
-    """Each built once."""
+    """The geometry of this kind; each is built once."""
     folder = tmp_path_factory.mktemp("kinds")
 
     @functools.cache
@@ -144,7 +144,8 @@ def of_kind(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]:
         points, faces, options = EACH[kind]()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(grouping, "LEAST", 3)
-            patch.setattr(grouping, "USUAL", 6)  # small groups: a small mesh has many, and many levels side by side
+            # small groups, so that even a small mesh has many of them, and many levels side by side
+            patch.setattr(grouping, "USUAL", 6)
             return Built(folder / f"{kind}.rtg", points, faces, **options)
 
     return built
@@ -161,7 +162,7 @@ def each(request: pytest.FixtureRequest, of_kind: Callable[[str], Built]) -> Bui
 
 
 def open_edges(triangles: Ints) -> int:
-    """Edges that a triangle has and no other has the other way round, of triangles (T, 3, 3) by their points."""
+    """Edges of triangles (T, 3, 3), given by their points, without a counterpart in the opposite direction."""
     corners = numbered(triangles)
     begin, end = corners.ravel(), np.roll(corners, -1, axis=1).ravel()
     size = len(triangles) * 3 + 1
@@ -170,7 +171,7 @@ def open_edges(triangles: Ints) -> int:
 
 
 def numbered(triangles: Ints) -> Ints:
-    """Triangles (T, 3, 3) as numbers (T, 3) of their points, in the points' order."""
+    """Triangles (T, 3, 3) as numbers (T, 3) of their sorted points."""
     points = triangles.reshape(-1, 3) - triangles.min((0, 1))
     size = int(points.max()) + 1
     keys = (points[:, 0] * size + points[:, 1]) * size + points[:, 2]
@@ -178,11 +179,12 @@ def numbered(triangles: Ints) -> Ints:
 
 
 def cameras(built: Built, seed: int) -> list[Callable[[Any, Any], Any]]:
-    """Errors as pixels, seen from random places near and far: as a renderer decides."""
+    """Cuts like a renderer's: errors in pixels, seen from random places near and far."""
     random = np.random.default_rng(seed)
     found: list[Callable[[Any, Any], Any]] = []
     extent = np.ptp(built.points, axis=0).max()
-    for steep in (1, 2, 3, 1, 2, 3):  # the second power and more: as if there were fog; more levels side by side
+    # distance to the second power or more, as if there were fog, which gives more levels side by side
+    for steep in (1, 2, 3, 1, 2, 3):
         eye = random.choice(built.points) - built.geometry.meta["origin"] + random.normal(size=3) * 0.02 * extent
         allowed = np.quantile(built.heads[:, 4], random.uniform(0.5, 1)) * (4 / extent) ** steep
 
@@ -210,7 +212,7 @@ def test_every_cut_is_watertight(closed: Built) -> None:
 
 
 def test_every_way_to_the_root_crosses_a_cut_once(each: Built) -> None:
-    """From each finest cluster up through the groups, to what nothing replaces."""
+    """From each finest cluster up through the groups, to the clusters that nothing replaces."""
     replaced_by = {int(source): number for number, source in enumerate(each.sources) if source >= 0}
     for fine in cameras(each, 7):
         drawn = np.zeros(len(each.heads), bool)
@@ -232,7 +234,7 @@ def test_errors_grow_and_spheres_enclose(each: Built) -> None:
     assert (away + own[:, 3] <= groups[:, 3])[replaces].all()
     origin = np.array(each.geometry.meta["origin"])
     for number, cluster in enumerate(each.clusters):
-        for sphere in (groups[number], own[number])[: 1 + replaces[number]]:  # the finest level has none of its own
+        for sphere in (groups[number], own[number])[: 1 + replaces[number]]:  # the finest level has no error
             distances = np.linalg.norm(cluster.positions - origin - sphere[:3], axis=1)
             assert (distances <= sphere[3]).all()
 
@@ -256,7 +258,7 @@ def test_one_cluster_is_left(each: Built) -> None:
 
 
 def test_the_finest_level_is_the_mesh(each: Built) -> None:
-    """Its triangles, the same way round, on the grid, and nothing else."""
+    """It has exactly the mesh's triangles, with the same orientation, on the grid."""
     origin, step = np.array(each.geometry.meta["origin"]), each.report.precision
     wanted = np.rint((each.points - origin) / step).astype(np.int64)[each.faces]
     found = each.triangles(np.flatnonzero(each.levels == 0))
@@ -264,7 +266,7 @@ def test_the_finest_level_is_the_mesh(each: Built) -> None:
 
 
 def canonical(triangles: Ints) -> Ints:
-    """Triangles (T, 3, 3) in one order, each turned (not mirrored) to begin with its lowest corner."""
+    """Triangles (T, 3, 3) in a fixed order, each rotated (not mirrored) to begin with its lowest corner."""
     first = numbered(triangles).argmin(1)
     turned = np.take_along_axis(triangles, ((first[:, None] + np.arange(3)) % 3)[:, :, None], 1).reshape(-1, 9)
     return turned[np.lexsort(turned.T)]
@@ -277,7 +279,7 @@ def test_the_tree_leads_to_each_group_once_and_bounds_what_is_below(each: Built)
     deepest = 0
 
     def visit(node: int, depth: int) -> tuple[Floats, Floats, Floats, float]:
-        """Box and spheres of what is below a node, and the largest error."""
+        """Box, spheres and largest error of everything below a node."""
         nonlocal deepest
         deepest = max(deepest, depth)
         low, high, spheres, worst = [], [], [], 0.0
@@ -318,7 +320,8 @@ def test_the_tree_leads_to_each_group_once_and_bounds_what_is_below(each: Built)
 
 
 def test_clusters_are_full_and_pages_hold_whole_groups_from_coarse_to_fine(closed: Built) -> None:
-    if max(len(cluster.positions) for cluster in closed.clusters) < 250:  # where vertices are not what fills them
+    # clusters that are not limited by their vertices
+    if max(len(cluster.positions) for cluster in closed.clusters) < 250:
         assert closed.report.fill >= 0.85
     of_group = np.zeros(len(closed.groups), int)
     np.maximum.at(of_group, closed.owners, closed.levels)
@@ -345,7 +348,7 @@ def nearest(mesh: wp.uint64, points: wp.array(dtype=wp.vec3), distances: wp.arra
 
 
 def distances_from(points: Floats, faces: Ints, samples: Floats) -> Floats:
-    """Of each sample (N, 3) from the surface."""
+    """The distance of each sample (N, 3) from the surface."""
     surface = wp.Mesh(
         wp.array(points.astype(np.float32), dtype=wp.vec3, device="cpu"),
         wp.array(faces.astype(np.int32).ravel(), dtype=wp.int32, device="cpu"),
@@ -357,7 +360,7 @@ def distances_from(points: Floats, faces: Ints, samples: Floats) -> Floats:
 
 
 def test_the_surface_is_within_the_stated_error(closed: Built) -> None:
-    """Sampled. meshoptimizer's own error is a mean over planes: what is stored allows for that."""
+    """The surface is sampled. meshoptimizer's own error is a mean over planes, which the stored error allows for."""
     random = np.random.default_rng(0)
     samples, stated, counts = [], [], []
     for number, cluster in enumerate(closed.clusters):
@@ -370,7 +373,7 @@ def test_the_surface_is_within_the_stated_error(closed: Built) -> None:
     distances = distances_from(closed.points, closed.faces, np.concatenate(samples))
     farthest = np.maximum.reduceat(distances, np.cumsum([0, *counts[:-1]]))
     limits = np.array(stated) + closed.report.precision  # positions are rounded by up to 0.87 of a step
-    assert np.median(farthest / limits) > 0.2  # and is not much more than it need be
+    assert np.median(farthest / limits) > 0.2  # and the stated error is not much larger than necessary
     assert np.quantile(farthest / limits, 0.95) <= 1.1
     assert (farthest / limits).max() <= 1.4
 
@@ -397,7 +400,7 @@ def test_a_geometry_with_normals_takes_less_than_15_bytes_a_triangle(tmp_path: P
 
 
 def test_references_are_short(of_kind: Callable[[str], Built]) -> None:
-    """In the order in which meshlets are made they take 5.8 bits on average."""
+    """In the order of meshlets, references would take 5.8 bits on average."""
     for kind in ("ball", "noisy ball", "ring with seams"):
         words = of_kind(kind).geometry.clusters()[:, layouts.CLUSTER_COUNTS]
         assert (words >> 16 & 255).mean() < 4.8
@@ -420,13 +423,13 @@ def test_the_file_does_not_depend_on_workers(kind: str, tmp_path: Path, monkeypa
     if kind == "leaves":
         points, faces = leaves(9000, 0.05)
         uv = points[:, :2]
-    if kind == "scattered":  # vertices and faces in no order, and each face with vertices of its own
+    if kind == "scattered":  # vertices and faces in random order, and each face with separate vertices
         random = np.random.default_rng(0)
         faces = random.permutation(faces)
         points, uv = points[faces].reshape(-1, 3), uv[faces].reshape(-1, 2)
         order = random.permutation(len(points))
         points, uv, faces = points[order], uv[order], np.argsort(order).reshape(-1, 3)
-    monkeypatch.setattr(levels, "PIECE_TRIANGLES", 1000)  # so that there is something to do side by side
+    monkeypatch.setattr(levels, "PIECE_TRIANGLES", 1000)  # so that there is work to do in parallel
     monkeypatch.setattr(levels, "LEAST_TRIANGLES", 2000)
     monkeypatch.setattr(levels, "RUN_CLUSTERS", 60)
     monkeypatch.setattr(welding, "PART", 2000)
@@ -444,7 +447,7 @@ def test_the_file_does_not_depend_on_workers(kind: str, tmp_path: Path, monkeypa
     for workers in (1, 2, 3):
         forked.clear()
         scene.build(points, faces, tmp_path / f"{workers}.rtg", "smooth", uv, workers=workers)
-        # to compute normals, twice; to find equal vertices and faces; for the levels
+        # twice for normals; for equal vertices and faces; for the levels
         assert (len(forked) >= 4 * workers) == (workers > 1 and sys.platform == "linux")
     assert (tmp_path / "1.rtg").read_bytes() == (tmp_path / "2.rtg").read_bytes()
     assert (tmp_path / "1.rtg").read_bytes() == (tmp_path / "3.rtg").read_bytes()

@@ -1,5 +1,5 @@
-"""Instances are added, moved and removed between frames: pictures equal those of a scene that was so from the
-beginning."""
+"""Instances are added, moved and removed between frames. Pictures equal those of a scene that was created in the final
+state."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def random_transform(random: np.random.Generator) -> Floats:
 
 
 class Model:
-    """A scene beside a dictionary that says the same."""
+    """A scene, and a dictionary with the same contents."""
 
     def __init__(self, meshes: list[Geometry]) -> None:
         self.meshes = meshes
@@ -44,7 +44,7 @@ class Model:
         for mesh in meshes:
             self.scene.add_mesh(mesh)
         self.there: dict[int, tuple[int, Floats]] = {}
-        self.before: dict[int, tuple[int, Floats]] = {}  # in the frame before
+        self.before: dict[int, tuple[int, Floats]] = {}  # in the previous frame
 
     def change(self, random: np.random.Generator) -> str:
         kind = str(random.choice(["add", "move", "remove", "add many"]))
@@ -67,8 +67,8 @@ class Model:
         return kind
 
     def anew(self) -> tuple[Scene, list[int], Floats]:
-        """A scene of the instances that exist, where they were in the frame before; their numbers in this one, and
-        where they are."""
+        """A new scene of the existing instances at their places of the previous frame, their numbers in this scene, and
+        their current places."""
         scene, numbers = Scene(), sorted(self.there)
         for mesh in self.meshes:
             scene.add_mesh(mesh)
@@ -94,7 +94,7 @@ def test_frames_are_those_of_a_scene_that_was_always_so(ball: Geometry, cube: Ge
             frame = renderer.render(camera, SHOWN)
             other, numbers, now = model.anew()
             again = Renderer(other, device)
-            if model.before:  # else the frame before, if there was one, was empty, and nothing has come from anywhere
+            if model.before:  # otherwise the previous frame, if any, was empty, so nothing has a previous place
                 again.render(before, SHOWN)
             other.move_all(range(len(numbers)), now)
             expected = again.render(camera, SHOWN)
@@ -155,13 +155,14 @@ def test_only_what_has_changed_is_sent(cube: Geometry, device: str, monkeypatch:
     scene.move(7, moved(5, 2, 1.5))
     renderer.render(AHEAD)
     assert sent.pop() == 3
-    scene.move_all(range(500), scene.instances()[1])  # to where they are
+    scene.move_all(range(500), scene.instances()[1])  # to their current places
     renderer.render(AHEAD)
     assert not sent
     scene.remove(10)
     renderer.render(AHEAD)
     assert sent.pop() == 1
-    scene.add_instance(number, moved(4, 0, 0))  # one more than there was room for: memory grows, by more than this one
+    # one instance more than there was memory for; memory grows by more than this one
+    scene.add_instance(number, moved(4, 0, 0))
     renderer.render(AHEAD)
     assert sent.pop() == 1
     memory = renderer._memory
@@ -170,7 +171,7 @@ def test_only_what_has_changed_is_sent(cube: Geometry, device: str, monkeypatch:
     assert sent == [200]
     assert renderer._memory is memory
     scene.move_all(range(500, 700), np.stack([moved(4, k, 0.6) for k in range(200)]))
-    renderer.prefetch([AHEAD])  # without a pool nothing
+    renderer.prefetch([AHEAD])  # nothing without a pool
     renderer.render(AHEAD)
     assert sent == [200, 200]
 
@@ -272,7 +273,7 @@ def test_moves_for_a_frame_that_failed_are_of_the_next(
 
 @pytest.mark.gpu
 def test_two_streams_draw_a_scene_that_changes(ball: Geometry, cube: Geometry) -> None:
-    """Launches that are packed once, and graphs, on a stream that is not the first renderer's."""
+    """Launches packed once, and graphs, on a stream other than the first renderer's."""
     scene, random = Scene(), np.random.default_rng(0)
     for mesh in (ball, cube):
         scene.add_instances(scene.add_mesh(mesh), np.stack([random_transform(random) for _ in range(20)]))
@@ -299,7 +300,8 @@ def test_shadows_follow_what_comes_and_goes(cube: Geometry, device: str) -> None
     scene = Scene()
     number = scene.add_mesh(cube)
     scene.add_instance(number, moved(8, 0, -12, scale=10))
-    scene.add_instance(number, moved(40, 40, 40, scale=0.1))  # so that the box around all, and with it views, stay
+    # so that the box around everything, and therefore the views, stay the same
+    scene.add_instance(number, moved(40, 40, 40, scale=0.1))
     scene.add_light(DirectionalLight((0.3, 0.2, -1), size=64, cascades=1))
     renderer = Renderer(scene, device)
     assert drawn(scene, renderer) == 1

@@ -1,4 +1,4 @@
-"""Coverage and material depth: what a stencil and a depth of materials say of each pixel."""
+"""Coverage and material depth of each pixel, for use as a stencil and as a depth of materials."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = ("depth", "instance", "material", "coverage", "material_depth")
 
 @pytest.fixture(scope="module")
 def many(built: Callable[..., Geometry], small_ball: Arrays) -> Geometry:
-    """A ball with material numbers from 0 to the highest that there can be; several in a cluster."""
+    """A ball with material numbers from 0 to the highest possible one, with several in a cluster."""
     vertices, faces = small_ball
     numbers = np.array([0, 1, 2, 40_000, 65_534, 65_535])[np.arange(len(faces)) // 7 % 6]
     return built("many", vertices, faces, materials=numbers)
@@ -49,7 +49,8 @@ def test_coverage_is_where_there_is_a_surface(many: Geometry, device: str) -> No
 def test_every_pixel_is_written(
     names: tuple[str, ...], many: Geometry, cube: Geometry, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Background, too: whatever the memory of an output had before. The cube has neither normals, uv nor colours."""
+    """Background is written too, whatever an output's memory contained before. The cube has no normals, uv or
+    colours."""
     world = Scene()
     numbers = world.add_mesh(many), world.add_mesh(cube, materials=[scene.Material((0.2, 0.5, 0.9))])
     for shift, number in zip((-1.5, 1.5), numbers, strict=True):
@@ -80,7 +81,7 @@ def test_every_pixel_is_written(
 
 
 def test_a_frame_stays_as_it_is(many: Geometry, device: str) -> None:
-    """Later ones have memory of their own."""
+    """Later frames use separate memory."""
     world = Scene()
     world.add_instance(world.add_mesh(many))
     renderer = Renderer(world, device)
@@ -92,7 +93,7 @@ def test_a_frame_stays_as_it_is(many: Geometry, device: str) -> None:
 
 
 def test_material_depth_equals_that_of_a_materials_pixels_and_no_others(many: Geometry, device: str) -> None:
-    """Exactly, up to the highest number; background is nearer than all."""
+    """This holds exactly, up to the highest number. Background is nearer than all materials."""
     world = Scene()
     world.add_instance(world.add_mesh(many))
     camera = Camera.look_at((3, 0, 1), (0, 0, 0), width=160, height=120)
@@ -101,7 +102,7 @@ def test_material_depth_equals_that_of_a_materials_pixels_and_no_others(many: Ge
     assert depth.dtype == torch.float32
     assert material.unique().tolist() == [-1, 0, 1, 2, 40_000, 65_534, 65_535]
     numbers = np.arange(1, 65_537)
-    assert ((numbers / 65_536).astype(np.float32) * 65_536.0 == numbers).all()  # no two are the same float32
+    assert ((numbers / 65_536).astype(np.float32) * 65_536.0 == numbers).all()  # no two are equal as float32
     for number in material.unique().tolist():
         assert torch.equal(depth == (number + 1) / 65_536, material == number)
     assert (depth[material < 0] == 0).all()

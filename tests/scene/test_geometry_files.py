@@ -30,7 +30,7 @@ Ints = NDArray[np.int64]
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sphere with everything that can be stored, on several pages."""
+    """A file of a sphere with every kind of data, on several pages."""
     ball = trimesh.creation.icosphere(5)
     path = tmp_path_factory.mktemp("files") / "ball.rtg"
     materials = (ball.triangles_center[:, 2] > 0.3) * 300 + (ball.triangles_center[:, 0] > 0) * 4
@@ -46,7 +46,7 @@ def finest(geometry: Geometry) -> list[int]:
 
 
 def test_vertices_come_back_with_their_attributes(path: Path) -> None:
-    """On a sphere, a vertex says by its place what its normal, uv and material have to be."""
+    """On a sphere, the place of a vertex determines its normal, uv and material."""
     geometry = Geometry.open(path)
     step, uv_step = 2.0 ** geometry.meta["grid_exponent"], 2.0 ** geometry.meta["uv_exponent"]
     kinds = set()
@@ -97,7 +97,7 @@ def test_a_place_has_the_same_coordinates_in_every_cluster(path: Path) -> None:
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_clusters_survive_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: st.DataObject) -> None:
-    """Wild ones: coordinates of all sizes, attributes at random, triangles of any vertices."""
+    """Random clusters: coordinates of all sizes, any attributes, triangles of any vertices."""
     random = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     counts = np.array(data.draw(st.lists(st.integers(1, layouts.MAX_TRIANGLES), min_size=1, max_size=4)))
     vertices, corners, members = [], [], []
@@ -111,7 +111,8 @@ def test_any_clusters_survive_encoding(tmp_path: Path, monkeypatch: pytest.Monke
         vertices.append(random.integers(-span, span, (len(used), 3)))
     grid = np.concatenate(vertices).astype(np.int32)
     has_normals, has_uv, has_colors, has_materials = (data.draw(st.booleans()) for _ in range(4))
-    wide, low = 2 ** int(random.integers(0, 11)) - 1, int(random.integers(0, 1023))  # of normals: 0 to all 10 bits
+    # for normals, from 0 to all 10 bits
+    wide, low = 2 ** int(random.integers(0, 11)) - 1, int(random.integers(0, 1023))
     uv_span = 2 ** int(random.integers(0, 31))
     table = Vertices(
         grid=grid,
@@ -157,7 +158,7 @@ def test_any_clusters_survive_encoding(tmp_path: Path, monkeypatch: pytest.Monke
     for number, local in enumerate(corners):
         found = reader.decode(number)
         wanted = np.arange(first, first + members[number])[local]  # (T, 3)
-        order = np.full(members[number], -1)  # the vertex that each number stands for
+        order = np.full(members[number], -1)  # the vertex of each number
         for mine, theirs in zip(found.triangles.tolist(), wanted.tolist(), strict=True):
             turned = next(
                 turn for turn in (theirs, theirs[1:] + theirs[:1], theirs[2:] + theirs[:2])
@@ -184,7 +185,7 @@ def test_any_clusters_survive_encoding(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_triangles_in_fans_need_few_references(path: Path) -> None:
-    """Of a smooth mesh: 1.6 for a triangle, where each corner that is not new would take 2.3."""
+    """A smooth mesh needs 1.6 references for a triangle. One for each corner that is not new would be 2.3."""
     heads = Geometry.open(path).clusters().astype(np.int64)
     counts = heads[:, layouts.CLUSTER_COUNTS]
     triangles, vertices = (counts & 255) + 1, (counts >> 8 & 255) + 1
@@ -224,7 +225,7 @@ def test_normals_are_within_their_steps_and_axes_exact() -> None:
     assert octahedral(directions).max() < 1 << layouts.NORMAL_BITS
     numbers = np.stack(np.meshgrid(np.arange(1023), np.arange(1023)), -1).reshape(-1, 2)
     again = octahedral(from_octahedral(numbers))
-    inside = (np.abs(numbers - 511) < 511).all(1)  # on the edge two numbers mean the same
+    inside = (np.abs(numbers - 511) < 511).all(1)  # on the edge, two numbers mean the same normal
     assert (again[inside] == numbers[inside]).all()
 
 
@@ -298,7 +299,8 @@ def test_a_changed_page_is_found_when_it_is_read_and_the_others_serve(path: Path
 
 
 def resealed(data: bytearray, name: str, page: int | None = None) -> bytes:
-    """With checksums that fit what the sections and a page now are: damage that only looking finds."""
+    """With checksums recomputed for the changed sections and page, so that only an examination of the contents finds
+    the damage."""
     found = sections(bytes(data))
     if page is not None:
         start = found["pagetab"][0] + 16 * page
@@ -313,7 +315,7 @@ def resealed(data: bytearray, name: str, page: int | None = None) -> bytes:
     return bytes(data)
 
 
-@pytest.mark.parametrize("value", [0, 1 << 20, -5])  # the root as its own child: no end
+@pytest.mark.parametrize("value", [0, 1 << 20, -5])  # the root is its own child, so there is no end
 def test_a_tree_that_leads_nowhere_is_refused(path: Path, tmp_path: Path, value: int) -> None:
     data = bytearray(path.read_bytes())
     inner = int(np.flatnonzero(Geometry.open(path).nodes[0, :, layouts.CHILD_KIND] == layouts.INNER)[0])
@@ -324,7 +326,7 @@ def test_a_tree_that_leads_nowhere_is_refused(path: Path, tmp_path: Path, value:
 
 
 def first_head(page: NDArray[np.int32]) -> int:
-    """Where the head of a page's first cluster is."""
+    """The position of the head of a page's first cluster."""
     groups = int(page[layouts.PAGE_GROUPS]) & (1 << layouts.PAGE_GROUP_BITS) - 1
     return layouts.PAGE_WORDS + layouts.GROUP_WORDS * groups
 
@@ -335,7 +337,7 @@ def first_head(page: NDArray[np.int32]) -> int:
         (layouts.PAGE_CLUSTERS, 1 << 20, "head"),
         (layouts.PAGE_CLUSTERS, -1, "head"),
         (layouts.PAGE_GROUPS, 1 << 24, "head"),
-        (layouts.PAGE_GROUPS, 1, "head"),  # as a page before version 4 has it
+        (layouts.PAGE_GROUPS, 1, "head"),  # as in a page before version 4
         (layouts.PAGE_GROUPS, 1 | 15 << layouts.PAGE_GROUP_BITS | layouts.PAGE_REPLACES, "head"),  # a word too few
         (layouts.PAGE_LENGTH, 7, "head"),
         (layouts.PAGE_WORDS + layouts.GROUP_COUNT, 1000, "group"),

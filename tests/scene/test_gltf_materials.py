@@ -21,7 +21,7 @@ from rooftop.scene.materials import to_displayed
 pytest.importorskip("trimesh")
 
 CORNERS = np.array([[0, 0, 0], [1, 0, 0], [0, 1, 0], [1, 1, 0]], "<f4")
-UV = np.array([[0, 1], [1, 1], [0, 0], [1, 0]], "<f4")  # v downwards, so that the upper edge is at 0
+UV = np.array([[0, 1], [1, 1], [0, 0], [1, 0]], "<f4")  # v points downwards, so the upper edge is at 0
 TWO = np.array([0, 1, 2, 2, 1, 3], "<u2")
 RGB = np.random.default_rng(0).integers(0, 256, (4, 6, 3), np.uint8)
 
@@ -33,7 +33,7 @@ def encoded(pixels: Any = RGB, kind: str = "PNG", **options: Any) -> bytes:
 
 
 class Textured:
-    """Parts of two triangles each, and materials for them."""
+    """A document of parts with two triangles each, and their materials."""
 
     def __init__(self) -> None:
         self.binary = b""
@@ -73,7 +73,7 @@ class Textured:
         return len(self.document["materials"]) - 1
 
     def texture(self, **image: Any) -> dict[str, Any]:
-        """What a material says of a new texture."""
+        """A material's entry for a new texture."""
         images, textures = (self.document.setdefault(name, []) for name in ("images", "textures"))
         images.append(image)
         textures.append({"source": len(images) - 1})
@@ -110,7 +110,7 @@ def texels(material: Material) -> np.ndarray:
 
 
 def test_factors_are_in_linear_light(tmp_path: Path) -> None:
-    """And a material with none is white; alpha of what is opaque means nothing."""
+    """A material without a factor is white. The alpha of an opaque material has no effect."""
     gltf = Textured()
     gltf.part(gltf.material(name="skin", pbrMetallicRoughness={"baseColorFactor": [0.5, 0.25, 1, 0.2]}))
     gltf.part(gltf.material(name="plain"))
@@ -181,7 +181,7 @@ def test_samplers_say_how_an_image_repeats(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("extension", "kind"), [("EXT_texture_webp", "WEBP"), ("MSFT_texture_dds", "DDS")])
 def test_images_of_extensions(tmp_path: Path, extension: str, kind: str) -> None:
-    """They go before the image that is there for others."""
+    """They take precedence over the image for programs without these extensions."""
     gltf = Textured()
     wanted = encoded(kind=kind, **({"lossless": True} if kind == "WEBP" else {}))
     gltf.document["images"] = [{"bufferView": gltf.view(encoded(255 - RGB))}, {"bufferView": gltf.view(wanted)}]
@@ -192,7 +192,7 @@ def test_images_of_extensions(tmp_path: Path, extension: str, kind: str) -> None
 
 
 def test_images_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:
-    """With what to do; without textures the rest is read."""
+    """The error suggests a remedy. Without textures, the rest can be read."""
     gltf = Textured()
     gltf.document["images"] = [{"bufferView": gltf.view(b"ktx2")}]
     gltf.document["textures"] = [{"extensions": {"KHR_texture_basisu": {"source": 0}}}]
@@ -253,7 +253,7 @@ def test_textures_take_the_set_of_coordinates_that_they_name(tmp_path: Path) -> 
 
 
 def test_transforms_are_applied_to_coordinates(tmp_path: Path) -> None:
-    """Turned counterclockwise as an image is looked at, v downwards: a quarter takes the right edge to the top."""
+    """With v downwards, an image is rotated counterclockwise: a quarter turn moves the right edge to the top."""
     for transform, expected in (
         ({"offset": [0.25, 0.5]}, np.add(UV, (0.25, 0.5))),
         ({"scale": [2, 4]}, UV * (2, 4)),
@@ -274,7 +274,7 @@ def test_transforms_are_applied_to_coordinates(tmp_path: Path) -> None:
 
 
 def test_a_texture_without_coordinates_is_told(tmp_path: Path) -> None:
-    """Its part has the colour alone; beside it, textured parts keep theirs."""
+    """The part without coordinates has only the colour; other parts keep their textures."""
     gltf = Textured()
     brick = gltf.material(gltf.embedded(), name="brick")
     gltf.document["materials"][brick]["pbrMetallicRoughness"]["baseColorFactor"] = [1, 0, 0, 1]
@@ -290,7 +290,7 @@ def test_a_texture_without_coordinates_is_told(tmp_path: Path) -> None:
     assert (mesh.uv[:4] == 0).all()
     assert np.allclose(mesh.uv[4:8], np.column_stack([UV[:, 0], 1 - UV[:, 1]]))
     gltf = Textured()
-    gltf.part(gltf.material(gltf.embedded() | {"texCoord": 2}))  # a set that is not there
+    gltf.part(gltf.material(gltf.embedded() | {"texCoord": 2}))  # a missing set
     with pytest.warns(UserWarning, match="no texture coordinates for it"):
         assert gltf.read(tmp_path).uv is None
 

@@ -1,4 +1,4 @@
-"""glTF files in every form that geometry may have: what was read has the corners that the values stand for."""
+"""glTF files with every form of geometry: the loaded mesh has the corners that the values define."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def area(mesh: MeshFile) -> float:
 
 
 def towards(mesh: MeshFile) -> set[float]:
-    """The z of the faces' normals."""
+    """The z coordinates of the faces' normals."""
     corners = mesh.vertices[mesh.faces]
     return set(np.sign(np.cross(corners[:, 1] - corners[:, 0], corners[:, 2] - corners[:, 0])[:, 2]).tolist())
 
@@ -111,7 +111,7 @@ def towards(mesh: MeshFile) -> set[float]:
 @pytest.mark.parametrize("indexed", [True, False])
 @pytest.mark.parametrize(("mode", "order"), [(5, [0, 1, 2, 3]), (6, [0, 1, 3, 2])])
 def test_strips_and_fans_are_triangles(tmp_path: Path, mode: int, order: list[int], indexed: bool) -> None:
-    """Beside others as well, all facing the same way."""
+    """Also next to other primitives; all face the same way."""
     gltf = Gltf()
     plain = gltf.values(CORNERS + np.array([5, 0, 0], "<f4"))
     gltf.part(plain, gltf.values(TWO, "SCALAR"))

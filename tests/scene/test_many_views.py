@@ -46,7 +46,7 @@ def same(a: GBuffer, b: GBuffer) -> bool:
 
 
 def cameras_of(random: np.random.Generator, step: int) -> list[Camera]:
-    """Of sizes that a seed decides, and that stay from step to step."""
+    """Cameras whose sizes depend on a seed and stay the same in all steps."""
     sizes = [(int(random.choice(SIDES)), int(random.choice(SIDES))) for _ in range(random.integers(1, 5))]
     cameras = []
     for k, (width, height) in enumerate(sizes):
@@ -96,7 +96,7 @@ def test_cuda_cpp_draws_views_of_different_sizes_as_warp_does_on_a_gpu(world: Sc
 
 
 def draws_what_warp_draws(world: Scene, device: str, steps: int = 3) -> None:
-    """A light moves in every second frame, so that chains with and without its map take turns."""
+    """A light moves in every second frame, so that chains with and without its map alternate."""
     light = SpotLight((2, 0, 6), (1, 0, -1), angle_degrees=60, size=48)
     world.add_light(light)
     cuda, warp = (Renderer(world, device, kernels=kernels) for kernels in ("cuda", "warp"))
@@ -141,7 +141,7 @@ def test_cameras_of_one_chain_have_their_own_frames_before(world: Scene, device:
 
 
 def test_lights_and_cameras_share_a_chain(world: Scene, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shadows are the same whether maps are drawn beside the pictures or some after them."""
+    """Shadows are the same whether maps are drawn together with the pictures or some of them later."""
     world.add_light(DirectionalLight((1, 0.4, -1.5), size=64, cascades=3))
     world.add_light(SpotLight((2, 0, 6), (1, 0, -1), angle_degrees=60, size=48))
     world.add_light(PointLight((4, 3, 3), size=32))

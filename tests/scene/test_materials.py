@@ -1,4 +1,4 @@
-"""Materials as people give them, images of every kind, and both in a geometry file."""
+"""Materials in every accepted form, images of every kind, and both in a geometry file."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def wide(values: Bytes) -> Image.Image:
     ids=lambda value: value if isinstance(value, str) else getattr(value, "mode", ""),
 )
 def test_images_of_every_kind(image: Image.Image, kind: str, expected: Bytes) -> None:
-    """Grey, with a palette, of 16 bits, with alpha, black and white, of one texel."""
+    """Images that are grey, have a palette, 16 bits or alpha, are black and white, or have one texel."""
     options = {"lossless": True} if kind == "WEBP" else {}
     texels = Texture.of_bytes(encoded(image, kind, **options), "it").texels()
     assert texels.dtype == np.uint8
@@ -126,7 +126,7 @@ def test_files_that_are_no_images_or_too_large_are_refused(tmp_path: Path) -> No
     with pytest.raises(InputError, match=r"a\.png is not an image that can be read.*PNG, JPEG"):
         Material(texture=tmp_path / "a.png")
     whole = encoded(Image.fromarray(RGB))
-    for width, height in ((20000, 20000), (16385, 1), (16384, 16384)):  # the first is more than Pillow opens
+    for width, height in ((20000, 20000), (16385, 1), (16384, 16384)):  # the first is larger than Pillow accepts
         head = struct.pack(">II", width, height) + whole[24:29]
         chunk = b"IHDR" + head
         (tmp_path / "b.png").write_bytes(whole[:12] + chunk + struct.pack(">I", zlib.crc32(chunk)) + whole[33:])
@@ -152,7 +152,7 @@ def test_displayed_and_linear_are_inverse() -> None:
 
 
 def test_materials_stay_as_they_are_in_a_file(tmp_path: Path) -> None:
-    """Images byte for byte; equal ones once."""
+    """Images are kept byte for byte; equal images are stored once."""
     jpeg = encoded(Image.fromarray(RGB), "JPEG")
     (tmp_path / "a.jpg").write_bytes(jpeg)
     given = (
@@ -162,7 +162,7 @@ def test_materials_stay_as_they_are_in_a_file(tmp_path: Path) -> None:
         Material(texture=Texture.of_bytes(jpeg, "again")),
     )
     found = build(tmp_path / "a.rtg", *given, materials=[0, 3])
-    (tmp_path / "a.jpg").unlink()  # the file needs no other
+    (tmp_path / "a.jpg").unlink()  # the file needs no other files
     assert found.materials is not None
     assert len(found.materials) == 4
     for ours, theirs in zip(given, found.materials, strict=True):
@@ -189,7 +189,7 @@ def test_a_file_without_materials_has_no_sections_for_them(tmp_path: Path) -> No
 
 
 def test_readers_that_know_no_materials_read_the_rest(tmp_path: Path) -> None:
-    """They check the checksum of every section but the pages; the version is the same."""
+    """Such readers check the checksum of every section except the pages. The version is the same."""
     build(tmp_path / "a.rtg", Material(texture=RGB))
     data = (tmp_path / "a.rtg").read_bytes()
     _, version, count, *_ = struct.unpack_from(layouts.HEADER, data)
@@ -205,7 +205,7 @@ def test_readers_that_know_no_materials_read_the_rest(tmp_path: Path) -> None:
 
 
 def sections_of(data: bytes) -> dict[str, tuple[int, int, int]]:
-    """Where each section stands in the table, where it begins, and its length."""
+    """For each section: its place in the table, its start, and its length."""
     found = {}
     for number in range(struct.unpack_from(layouts.HEADER, data)[2]):
         at = layouts.HEADER_BYTES + number * layouts.SECTION_BYTES
@@ -215,7 +215,7 @@ def sections_of(data: bytes) -> dict[str, tuple[int, int, int]]:
 
 
 def with_table(data: bytes, table: Any) -> bytes:
-    """A file with another table, as long as the one before at most, and right checksums."""
+    """The file with another table, at most as long as the original one, and with correct checksums."""
     at, start, size = sections_of(data)[TABLE]
     text = (table if isinstance(table, bytes) else json.dumps(table).encode()).ljust(size)
     assert len(text) == size
@@ -249,7 +249,7 @@ def test_a_table_that_says_what_cannot_be_is_refused(tmp_path: Path) -> None:
     refused(b"{")
     refused(b"[]")
     path.write_bytes(with_table(data, {"materials": [white | {"image": 0}], "images": [image]}))
-    assert Geometry.open(path).materials is not None  # what is tried above is what is wrong
+    assert Geometry.open(path).materials is not None  # shows that only the changes above cause the errors
 
 
 def test_a_damaged_image_in_a_file_is_found_when_it_is_read(tmp_path: Path) -> None:

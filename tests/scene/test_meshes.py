@@ -1,4 +1,4 @@
-"""A mesh is refused, or repaired with a report; then it is on its grid, with every vertex once."""
+"""A mesh is refused, or repaired with a report. Afterwards it is on its grid and has every vertex once."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def test_what_cannot_be_built_is_refused_and_the_message_says_why(
 
 
 def test_repairs_are_counted() -> None:
-    points = np.concatenate([POINTS, POINTS[:3], [[np.nan] * 3, [9, 9, 9]]])  # three copies, two that nothing uses
+    points = np.concatenate([POINTS, POINTS[:3], [[np.nan] * 3, [9, 9, 9]]])  # three copies, and two unused vertices
     faces = with_one(FACES, (0, FACES[0].argmin()), FACES[0].min())
     copied = np.where(faces < 3, faces + 642, faces)
     faces = np.concatenate([faces[:640], copied[640:], faces[:2], faces[5:6, [1, 2, 0]], [[4, 4, 5], [0, 642, 7]]])
     mesh = checked_mesh(points, faces)
     used = int(np.isin([642, 643, 644], faces).sum())
     assert mesh.repairs.duplicate_faces == 3
-    assert mesh.repairs.degenerate_faces == 2  # of the second, two corners are at the same place
+    assert mesh.repairs.degenerate_faces == 2  # in the second, two corners are at the same place
     assert mesh.repairs.unused_vertices == 2 + 3 - used
     assert mesh.repairs.equal_vertices >= 1
     assert len(mesh.faces) == 1280
@@ -158,7 +158,7 @@ def test_smooth_normals_of_a_sphere_point_outwards_and_seams_share_them() -> Non
 
 
 def test_smooth_normals_weigh_angles_not_triangles() -> None:
-    """A cube's corner: whichever way its sides are divided, each of the three counts alike."""
+    """At a cube's corner, each of the three sides has the same weight, however it is divided into triangles."""
     box = trimesh.creation.box()
     normals = smooth_normals(np.array(box.vertices), np.array(box.faces))
     assert np.allclose(np.abs(normals), 3**-0.5)
@@ -191,7 +191,7 @@ def test_a_scene_of_several_parts_is_put_together_at_their_places(tmp_path: Path
             box[0] += corners[own].tolist()
             box[1] += (np.einsum("ij,ij->i", across[own], corners[own].mean(1) - [7, 0, 0]) > 0).tolist()
     assert len(box[0]) == 12
-    assert all(box[1])  # though mirrored, it shows its outside
+    assert all(box[1])  # although mirrored, it shows its outside
     assert np.abs(np.abs(np.array(box[0]) - [7, 0, 0]) - 1).max() < 1e-3
 
 
@@ -273,7 +273,7 @@ def test_a_small_part_of_a_large_mesh_keeps_its_faces() -> None:
     away = np.linalg.norm(ball - [1500, 1500, 40], axis=1)
     np.testing.assert_allclose(away[away < 0.2], 0.1, atol=step)
     alone = checked_mesh(points[:10201], faces[:20000])
-    assert alone.vertices.exponent > mesh.vertices.exponent  # which needs no grid so fine
+    assert alone.vertices.exponent > mesh.vertices.exponent  # the ball needs a less fine grid
 
 
 def test_what_a_given_grid_swallows_is_named_as_small() -> None:

@@ -13,7 +13,7 @@ Floats = NDArray[np.float64]
 
 
 def resized(image: Floats, size: int) -> Floats:
-    """Along the first axis: means over equal parts, from the sums up to each border."""
+    """Means over equal parts along the first axis, computed from the sums up to each border."""
     sums = np.concatenate([np.zeros((1, *image.shape[1:])), np.cumsum(image, 0)])
     borders = np.linspace(0, len(image), size + 1)
     low = np.minimum(borders.astype(int), len(image) - 1)
@@ -25,7 +25,7 @@ def resized(image: Floats, size: int) -> Floats:
     ("width", "height"), [(1, 1), (2, 2), (64, 64), (5, 1), (1, 7), (37, 23), (13, 600), (255, 256), (3, 2)]
 )
 def test_a_texel_is_the_mean_of_the_level_before(width: int, height: int) -> None:
-    """Also where sides are odd, and over more rows than are worked on at a time."""
+    """Also with odd sides, and with more rows than are processed at a time."""
     image = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
     chain = mip_chain(image)
     assert [(level.shape[1], level.shape[0]) for level in chain] == levels_of(width, height)

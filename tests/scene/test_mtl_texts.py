@@ -1,4 +1,4 @@
-"""Materials of OBJ files, as programs write them."""
+"""Materials of OBJ files in the forms that programs write."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_colours_are_as_displayed(tmp_path: Path, words: str, color: tuple[float
 
 
 def test_a_colour_multiplies_a_texture_but_black(tmp_path: Path) -> None:
-    """The format multiplies; some programs write a black Kd beside a map."""
+    """The format demands the product, but some programs write a black Kd next to a map."""
     image(tmp_path)
     for kd, color in (("Kd 0.5 1 1\n", (0.5, 1, 1)), ("Kd 0 0 0\n", (1, 1, 1)), ("", (1, 1, 1))):
         found = only(read(tmp_path, f"newmtl brick\n{kd}map_Kd brick.png\n"))
@@ -128,7 +128,7 @@ def test_an_option_that_is_not_known_is_refused(tmp_path: Path) -> None:
 
 
 def test_each_material_of_several_files(tmp_path: Path) -> None:
-    """Lines with several names, names with blanks, names that no file has, faces without a material."""
+    """Cases: lines with several names, names with blanks, names that no file defines, faces without a material."""
     image(tmp_path)
     (tmp_path / "b c.mtl").write_text("newmtl dark oak\r\nKd 0.25 0.25 0\r\nnewmtl brick\r\nKd 1 0 0\r\n")
     (tmp_path / "d.mtl").write_text("newmtl sky\nKd 0 0 1\n")

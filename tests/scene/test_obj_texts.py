@@ -1,4 +1,4 @@
-"""OBJ files in every spelling that the format allows: the area of what was read is that of the polygons."""
+"""OBJ files in every spelling that the format allows: the loaded mesh has the area of the polygons."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rooftop.scene.building.reading import MeshFile, read_mesh
 pytest.importorskip("trimesh")
 
 TRIANGLE = "v 0 0 0\nv 1 0 0\nv 0 1 0\nf 1 2 3\n"
-ARROW = "v 0 0 0\nv 4 0 0\nv 4 4 0\nv 2 1 0\nv 0 4 0\nf 1 2 3 4 5\n"  # a square less a triangle of 6
+ARROW = "v 0 0 0\nv 4 0 0\nv 4 4 0\nv 2 1 0\nv 0 4 0\nf 1 2 3 4 5\n"  # a square minus a triangle of area 6
 
 
 def read(content: str | bytes, folder: Path) -> MeshFile:
@@ -81,7 +81,8 @@ def test_a_polygon_with_a_corner_that_points_inwards(tmp_path: Path) -> None:
 def test_the_triangles_of_a_star_cover_it(
     tmp_path_factory: pytest.TempPathFactory, radii: list[float], seed: int
 ) -> None:
-    """In any plane, with any corner first: the area is that between its radii, and each triangle turns as it does."""
+    """In any plane, with any first corner, the area is that of the star, and each triangle has the star's
+    orientation."""
     count = len(radii)
     angles = 2 * math.pi * np.arange(count) / count
     points = np.stack([radii * np.cos(angles), radii * np.sin(angles), 0 * angles], 1)

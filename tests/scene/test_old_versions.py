@@ -1,4 +1,4 @@
-"""Files of earlier versions are read and drawn as ever."""
+"""Files of earlier versions are still read and drawn."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = tuple(OUTPUTS)
 
 @pytest.fixture(scope="module")
 def today(tmp_path_factory: pytest.TempPathFactory) -> Geometry:
-    """A ball and far smaller ones around it, with everything that can be stored."""
+    """A file in the current version: a ball and far smaller ones around it, with every kind of data."""
     points, faces = [], []
     for k, (size, radius, away) in enumerate([(4, 1.0, 0.0), *((1, 0.05, 1.3 + 0.02 * k) for k in range(40))]):
         ball = trimesh.creation.icosphere(size)
@@ -45,7 +45,7 @@ def today(tmp_path_factory: pytest.TempPathFactory) -> Geometry:
 
 
 def test_a_file_of_version_3_is_what_it_was_built_of(old_file: Geometry) -> None:
-    """A vertex says by its place what its texture coordinates and its colour have to be."""
+    """The place of a vertex determines its texture coordinates and its colour."""
     assert old_file.version == 3
     ball = trimesh.creation.icosphere(3)
     radii = 1 + 0.05 * np.random.default_rng(3).normal(size=len(ball.vertices))
@@ -131,7 +131,7 @@ def test_pictures_of_both_layouts_are_the_same_in_cuda_cpp(
 
 
 def test_a_file_of_version_3_is_drawn(old_file: Geometry, device: str) -> None:
-    """A pixel has the colour of the point that it shows."""
+    """Each pixel has the colour of the point that it shows."""
     world = Scene()
     world.add_instance(world.add_mesh(old_file))
     camera = Camera.look_at((0.2, 0.1, 3), (0, 0, 0), (0, 1, 0), **SIZE)

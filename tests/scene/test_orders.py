@@ -15,12 +15,12 @@ from rooftop.scene.building.workers import Workers, shared
 def test_faces_are_sorted_by_the_codes_of_their_first_corners(
     spread: str, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of equal codes the order stays; it does not matter how many pieces there are."""
+    """Faces with equal codes keep their order, and the number of pieces does not matter."""
     monkeypatch.setattr(orders, "CHUNK", 300)
     random = np.random.default_rng(0)
     points = random.integers(0, 1 << 12, (2000, 3)).astype(np.int32)
     if spread == "lonely":
-        points[-1] = 1 << 24  # the others are in one part of the curve
+        points[-1] = 1 << 24  # the other faces are in one part of the curve
     if spread == "one place":
         points[:] = 7
     faces = random.integers(0, 2000, (5000, 3)).astype(np.uint32)

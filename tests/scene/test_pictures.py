@@ -23,7 +23,7 @@ def shown(name: str, values: object, dtype: torch.dtype = torch.float32) -> NDAr
 
 
 def lightness(colors: NDArray[np.uint8]) -> NDArray[np.float64]:
-    """Relative luminance of sRGB (IEC 61966-2-1), of colours (N, 3)."""
+    """Relative luminance of sRGB colours (N, 3) (IEC 61966-2-1)."""
     linear = np.where(colors <= 10, colors / 255 / 12.92, ((colors / 255 + 0.055) / 1.055) ** 2.4)
     return linear @ (0.2126, 0.7152, 0.0722)
 
@@ -51,7 +51,7 @@ def test_colors_and_normals_are_what_they_are() -> None:
     assert shown("color", [[1, 0.5, 0.2], [2, 0, 0]]).tolist() == [[255, 128, 51], [255, 0, 0]]
     assert shown("vertex_color", [[1, 0.5, 0.2], [0, 0, 0]]).tolist() == [[255, 128, 51], [0, 0, 0]]
     assert shown("normal", [[0, 0, 1], [-1, 0, 0]]).tolist() == [[128, 128, 255], [0, 128, 128]]
-    assert shown("uv", [[0.25, 3.5], [-0.75, 0.5]]).tolist() == [[64, 128, 76]] * 2  # from whole number to whole number
+    assert shown("uv", [[0.25, 3.5], [-0.75, 0.5]]).tolist() == [[64, 128, 76]] * 2  # from one whole number to the next
 
 
 def test_near_is_light_and_far_is_dark_in_equal_steps() -> None:
@@ -71,7 +71,7 @@ def test_more_overdraw_is_lighter_up_to_thirty_two() -> None:
 @pytest.mark.parametrize("name", ["instance", "cluster", "triangle", "material"])
 def test_numbers_have_colors_of_their_own_that_stay(name: str) -> None:
     colors = shown(name, torch.arange(256), torch.int32)
-    assert len(np.unique(colors, axis=0)) >= 254  # of 24 bits; two may round to one
+    assert len(np.unique(colors, axis=0)) >= 254  # numbers of 24 bits, two of which may round to one
     beside = np.abs(np.diff(colors.astype(int), axis=0)).max(1)
     assert np.median(beside) > 60
     assert (lightness(colors) > 4 * lightness(np.array([NIGHT]))).all()
@@ -90,7 +90,7 @@ def test_velocity_is_a_hue_for_each_direction_and_lighter_when_faster() -> None:
     colors = shown("velocity", [[8, 0], [4, 0], [1, 0], [0, -8], [-8, 0], [0, 8]])
     assert (np.diff(lightness(colors[:3])) < 0).all()
     ways = colors[[0, 3, 4, 5]].astype(int)
-    behind = shown("velocity", [[8, 0], [torch.nan, torch.nan]])  # where the surface was is not known
+    behind = shown("velocity", [[8, 0], [torch.nan, torch.nan]])  # the surface's previous place is not known
     assert behind.tolist() == [colors[0].tolist(), list(NIGHT)]
     assert (np.abs(ways[:, None] - ways).max(2) + 255 * np.eye(4) > 60).all()
 

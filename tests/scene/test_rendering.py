@@ -37,7 +37,7 @@ def moved(*shift: float, scale: float = 1.0) -> Floats:
 
 
 def row_of(mesh: Geometry, distances: Sequence[float]) -> Scene:
-    """Instances ever farther from a camera at the origin that looks along x, none before another."""
+    """Instances at increasing distances from a camera at the origin that looks along x. None hides another."""
     scene = Scene()
     number = scene.add_mesh(mesh)
     for i, distance in enumerate(distances):
@@ -69,7 +69,7 @@ def test_on_every_path_one_cluster_is_drawn(ball: Geometry, paths_of: Callable[[
 
 
 def test_every_ray_leaves_a_closed_surface_as_often_as_it_enters(ball: Geometry, device: str) -> None:
-    """Levels that meet within one surface leave no gap and no overlap, down to the last pixel."""
+    """Levels that meet within one surface leave neither a gap nor an overlap, not even of a pixel."""
     scene = Scene()
     scene.add_instance(scene.add_mesh(ball), moved(0, 0, 0, scale=8.0))
     levels: set[int] = set()
@@ -89,7 +89,7 @@ def test_every_ray_leaves_a_closed_surface_as_often_as_it_enters(ball: Geometry,
 
 
 def test_levels_mix_within_one_surface_without_gaps(log: Geometry, device: str) -> None:
-    """Along it, from near to far, ever coarser ones."""
+    """Along the surface, levels become coarser from near to far."""
     scene = Scene()
     scene.add_instance(scene.add_mesh(log))
     for eye in [(21, 2, 2), (26, -1.5, 1), (23, 0, 0)]:
@@ -115,7 +115,7 @@ def test_a_camera_within_a_cube_sees_large_triangles_on_all_sides(cube: Geometry
 def test_a_vast_floor_passes_under_the_camera(
     built: Callable[..., Geometry], reach: float, near: float, device: str
 ) -> None:
-    """Two triangles whose corners are far away, and behind: what is clipped stays where it is, and as deep."""
+    """Two triangles whose corners are far away or behind the camera. Clipping changes neither places nor depths."""
     corners = reach * np.array([[-1, -1, 0], [1, -1, 0], [1, 1, 0], [-1, 1, 0]])
     scene = Scene()
     scene.add_instance(scene.add_mesh(built(f"floor{reach}", corners, np.array([[0, 1, 2], [0, 2, 3]]))))
@@ -133,14 +133,15 @@ def test_a_vast_floor_passes_under_the_camera(
         ours = frame["depth"][0].cpu().numpy()
         assert (np.isfinite(ours) == on).mean() > 0.99
         both = on & np.isfinite(ours)
-        # Corners are float32 in the view; and where the floor is seen at a flat angle, 1/256 of a pixel is much depth.
+        # Corners are float32 in view space. If the floor is seen at a flat angle, 1/256 of a pixel makes a large
+        # difference in depth.
         right += [np.isclose(ours, depth, rtol=0.03 + 4e-7 * reach)[both]]
     assert np.concatenate(right).sum() > 3000
     assert np.concatenate(right).mean() > 0.97
 
 
 def depth_in_cube(camera: Camera) -> Tensor:
-    """Of the cube from -1 to 1 around a camera: along each ray, the first face."""
+    """The depth of the cube from -1 to 1 around a camera: the first face along each ray."""
     x, y = np.meshgrid(np.arange(camera.width), np.arange(camera.height))
     rays = np.stack([(x - camera.cx) / camera.fx, (y - camera.cy) / camera.fy, np.ones_like(x, float)], -1)
     directions = rays @ camera.world_to_camera[:3, :3]
@@ -186,8 +187,8 @@ def test_leaving_out_what_is_hidden_changes_no_bit(ball: Geometry, cube: Geometr
 def test_random_scenes_seen_from_anywhere(
     ball: Geometry, cube: Geometry, log: Geometry, photograph: Geometry, device: str
 ) -> None:
-    """Stretched, turned, mirrored, one in another, with the camera among them: culling on and off, two orders of
-    threads, bit for bit."""
+    """Objects are stretched, rotated, mirrored and inside each other, with the camera among them. Pictures are equal
+    bit for bit with culling on and off, and with two orders of threads."""
     met = Counter[str]()
 
     @settings(max_examples=15, deadline=None)
@@ -236,7 +237,7 @@ def test_the_order_of_threads_does_not_show(ball: Geometry, cube: Geometry, devi
     scene = crowd(ball, cube)
     _, transforms = scene.instances()
     seen = 9  # beside the wall
-    again = scene.add_instance(0, transforms[seen])  # in the same place: every depth is met twice
+    again = scene.add_instance(0, transforms[seen])  # in the same place, so that every depth occurs twice
     renderers = [Renderer(scene, device) for _ in range(3)]
     for renderer, threads in zip(renderers, [renderers[0]._threads, 7, 333], strict=True):
         renderer._threads = threads
@@ -245,19 +246,19 @@ def test_the_order_of_threads_does_not_show(ball: Geometry, cube: Geometry, devi
         assert all(same(first, other, [name for name in ALL if name != "overdraw"]) for other in others)
         assert first.stats.clusters == others[0].stats.clusters
         assert (first["instance"] == again).any()
-        assert not (first["instance"] == seen).any()  # of equals the last stays
+        assert not (first["instance"] == seen).any()  # among equal depths, the last one stays
 
 
 def test_cuda_cpp_draws_what_warp_draws(
     ball: Geometry, cube: Geometry, cuda_on_cpu: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The CUDA C++ kernels, their threads in an order drawn at random, bit for bit; also where lists have to grow."""
+    """The CUDA C++ kernels, with threads in random order, give the same bits, even if lists must grow."""
     draws_what_warp_draws("cpu", crowd(ball, cube))
     assert set(cuda_on_cpu) == IN_CUDA_CPP | ({"cull_groups"} & {f"cull_{name}" for name in trials.ON})
     assert min(cuda_on_cpu.values()) >= 7
     monkeypatch.setattr("rooftop.scene.rendering.chains.ROOM", dict.fromkeys(memory.ROOM, 2))
     draws_what_warp_draws("cpu", crowd(ball, cube), frames=2)
-    monkeypatch.setattr(sort_clusters, "MOST", 0)  # torch sorts those of the first pass
+    monkeypatch.setattr(sort_clusters, "MOST", 0)  # torch sorts the clusters of the first pass
     cuda_on_cpu.clear()
     draws_what_warp_draws("cpu", crowd(ball, cube), frames=4)
     assert 0 < cuda_on_cpu["merge_tiles"] < cuda_on_cpu["persistent_cull"]
@@ -268,7 +269,8 @@ def test_cuda_cpp_draws_what_warp_draws_on_a_gpu(
     ball: Geometry, cube: Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draws_what_warp_draws("cuda", crowd(ball, cube))
-    monkeypatch.setattr(sort_clusters, "MOST", 0)  # of more clusters torch's sort is used, first in the first pass
+    # for more clusters, torch's sort is used, at first only in the first pass
+    monkeypatch.setattr(sort_clusters, "MOST", 0)
     draws_what_warp_draws("cuda", crowd(ball, cube))
     monkeypatch.setattr(sort_clusters, "MOST_OF_SECOND", 0)
     draws_what_warp_draws("cuda", crowd(ball, cube))
@@ -293,7 +295,7 @@ def draws_what_warp_draws(device: str, scene: Scene, frames: int = 7) -> None:
 
 
 def odd_views() -> list[Camera]:
-    """Within a mesh, so that triangles reach behind the camera; parallel; of a single pixel."""
+    """Cameras inside a mesh, so that triangles reach behind them; parallel cameras; and one of a single pixel."""
     return [
         Camera.look_at((5, 0, 0), (9, 1, 0), **SIZE),
         Camera.parallel((-4, 0, 2), (5, 0, 0), view_height=8.0, **SIZE),
@@ -308,7 +310,7 @@ def test_farthest_depths_of_ever_larger_squares(ball: Geometry, width: int, heig
     depth = renderer.render([camera, camera], ("depth",))["depth"]
     assert renderer._memory is not None
     found, starts = renderer._memory.tensors["hzb_before"].cpu(), renderer._memory.tensors["hzb_at"].tolist()
-    expected = (camera.near / depth).cpu()  # (views, H, W), 0 where nothing is
+    expected = (camera.near / depth).cpu()  # (views, H, W), 0 for background
     for level in range(1, max(width - 1, height - 1).bit_length() + 1):
         padded = torch.nn.functional.pad(expected, (0, expected.shape[2] % 2, 0, expected.shape[1] % 2), value=1.0)
         expected = padded.unfold(1, 2, 2).unfold(2, 2, 2).amin((-1, -2))
@@ -374,7 +376,8 @@ def test_the_cpu_and_a_gpu_agree(ball: Geometry, cube: Geometry) -> None:
 
 
 def plain_depth(triangles: Floats, camera: Camera) -> Floats:
-    """(H, W) depths of (T, 3, 3) corners in the world, all before the camera: each pixel of each triangle's box."""
+    """(H, W) depths of triangles (T, 3, 3) in the world, all in front of the camera, computed for each pixel of each
+    triangle's box."""
     view = triangles @ camera.world_to_camera[:3, :3].T + camera.world_to_camera[:3, 3]
     z = view[..., 2]
     over = np.ones_like(z) if camera.orthographic else z
@@ -401,7 +404,7 @@ def plain_depth(triangles: Floats, camera: Camera) -> Floats:
 
 
 def all_triangles(mesh: Geometry, transform: Floats) -> Floats:
-    """(T, 3, 3): the finest level, in the world."""
+    """The triangles (T, 3, 3) of the finest level, in the world."""
     finest = np.flatnonzero(mesh.clusters()[:, layouts.CLUSTER_COUNTS] >> 24 == 0)
     corners = [decoded.positions[decoded.triangles] for decoded in map(mesh.decode, finest.tolist())]
     return np.concatenate(corners) @ transform[:3, :3].T + transform[:3, 3]
@@ -428,7 +431,7 @@ def test_every_triangle_of_the_mesh_where_no_error_is_allowed(ball: Geometry, ki
     plain = plain_depth(all_triangles(ball, np.eye(4)), camera)
     assert np.isfinite(plain).sum() > 2000
     close = np.isclose(ours, plain, rtol=2e-4)  # corners are rounded to 1/256 pixel
-    assert close.mean() > 0.995  # the others are on an edge of what is before something farther
+    assert close.mean() > 0.995  # the other pixels are on an edge of a nearer object
     assert (np.isfinite(ours) != np.isfinite(plain)).mean() < 0.002
 
 
@@ -440,7 +443,7 @@ def distances(mesh: wp.uint64, points: wp.array(dtype=wp.vec3), found: wp.array(
 
 
 def distances_to(triangles: Floats, points: Floats) -> Floats:
-    """Of points (N, 3) to the nearest of triangles (T, 3, 3)."""
+    """Distances of points (N, 3) to the nearest of the triangles (T, 3, 3)."""
     corners = wp.array(triangles.reshape(-1, 3), dtype=wp.vec3, device="cpu")
     mesh = wp.Mesh(corners, wp.array(np.arange(3 * len(triangles)), dtype=wp.int32, device="cpu"))
     found = wp.zeros(len(points), dtype=wp.float32, device="cpu")
@@ -450,7 +453,7 @@ def distances_to(triangles: Floats, points: Floats) -> Floats:
 
 @pytest.mark.parametrize("kind", CAMERAS)
 def test_within_a_pixel_of_the_whole_mesh(ball: Geometry, kind: str, device: str) -> None:
-    """What is shown at a pixel is a point of the mesh, but for the width of a pixel there, and nothing is left out."""
+    """Each pixel shows a point of the mesh, to within the width of a pixel there, and nothing is missing."""
     camera = CAMERAS[kind]
     scene = Scene()
     scene.add_instance(scene.add_mesh(ball))
@@ -463,7 +466,8 @@ def test_within_a_pixel_of_the_whole_mesh(ball: Geometry, kind: str, device: str
     assert not (plain & ~scipy.ndimage.maximum_filter(covered, 3)).any()
     y, x = np.nonzero(covered)
     z = depth[covered]
-    pixel = np.ones_like(z) if camera.orthographic else z  # how much a ray is aside for each unit at its pixel
+    # the sideways distance of each pixel's ray for each unit of depth
+    pixel = np.ones_like(z) if camera.orthographic else z
     aside = np.stack([(x - camera.cx) / camera.fx * pixel, (y - camera.cy) / camera.fy * pixel, z], 1)
     points = (aside - camera.world_to_camera[:3, 3]) @ camera.world_to_camera[:3, :3]
     off = distances_to(triangles, points) * max(camera.fx, camera.fy) / pixel  # pixels
@@ -501,7 +505,7 @@ def test_loose_triangles_as_a_plain_rasterizer_has_them(
 
 
 def test_a_square_says_what_it_is(built: Callable[..., Geometry], device: str) -> None:
-    """Depth, normal, uv, material, ids of a square in the plane x = 0, seen along -x from x = 4."""
+    """Depth, normal, uv, material and ids of a square in the plane x = 0, seen along -x from x = 4."""
     corners = np.array([[0, -1, -1], [0, 1, -1], [0, 1, 1], [0, -1, 1]], dtype=float)
     mesh = built(
         "square",
@@ -539,7 +543,7 @@ def test_a_square_says_what_it_is(built: Callable[..., Geometry], device: str) -
 
 @pytest.mark.parametrize("scale", [1e-11, 1.0, 1e10])
 def test_attributes_at_any_size(built: Callable[..., Geometry], scale: float, device: str) -> None:
-    """uv of a square is where a pixel meets it, whatever its units."""
+    """The uv of a square is the point where a pixel meets it, whatever the units."""
     x, y = np.meshgrid(np.linspace(0, 1, 9), np.linspace(0, 1, 9), indexing="ij")
     corner = (np.arange(8)[:, None] * 9 + np.arange(8)).ravel()
     faces = np.concatenate(
@@ -622,7 +626,7 @@ def test_a_camera_stays_as_it_was_made(cube: Geometry) -> None:
 
 
 def test_normals_follow_their_instances(ball: Geometry, cube: Geometry, device: str) -> None:
-    """Stretched, turned and mirrored, a face's normal stands upright on it."""
+    """The normal of a stretched, rotated or mirrored face remains perpendicular to the face."""
     turn, _ = np.linalg.qr(np.random.default_rng(3).normal(size=(3, 3)))
     for signs in ((1, 1, 1), (-1, 1, 1)):
         matrix = np.eye(4)
@@ -631,7 +635,7 @@ def test_normals_follow_their_instances(ball: Geometry, cube: Geometry, device: 
         scene.add_instance(scene.add_mesh(cube), matrix)
         camera = Camera.look_at((4, 3, 2), (0, 0, 0), **SIZE)
         frame = Renderer(scene, device, one_sided=True).render(camera, ("normal", "overdraw"))
-        assert set(frame["overdraw"].unique().tolist()) == {0, 1}  # a convex body, once
+        assert set(frame["overdraw"].unique().tolist()) == {0, 1}  # a convex body, seen once
         normals = frame["normal"][frame["overdraw"] > 0].cpu().double().numpy()
         sides = np.linalg.inv(matrix[:3, :3]).T @ np.concatenate([np.eye(3), -np.eye(3)]).T
         sides /= np.linalg.norm(sides, axis=0)
@@ -639,7 +643,7 @@ def test_normals_follow_their_instances(ball: Geometry, cube: Geometry, device: 
 
 
 def test_a_surface_is_lit_from_the_side_that_is_seen(built: Callable[..., Geometry], device: str) -> None:
-    """Also where its normals lean away from the camera, as they do along a silhouette."""
+    """Also if its normals point away from the camera, as happens along a silhouette."""
     corners = np.array([[-2, -2, 0], [2, -2, 0], [0, 2, 0]], dtype=float)
     leaning = np.tile([0.0, 0.1, 1.0], (3, 1))
     scene = Scene()
@@ -654,7 +658,7 @@ def test_a_surface_is_lit_from_the_side_that_is_seen(built: Callable[..., Geomet
 
 
 def test_light_comes_from_where_it_is_said_to(ball: Geometry, device: str) -> None:
-    """Also where that is said again before a frame; of its length nothing depends."""
+    """The direction may be set again before a frame. The length of the vector has no effect."""
     scene, camera = Scene(), Camera.look_at((0, -6, 0), (0, 0, 0), width=64, height=64)
     scene.add_instance(scene.add_mesh(ball))
     renderer = Renderer(scene, device, light=(-1e30, 0, 0))
@@ -791,7 +795,7 @@ def test_a_pixel_error_that_is_set_later_is_checked(ball: Geometry) -> None:
 def test_more_pages_than_an_array_of_warp_holds_are_drawn(
     ball: Geometry, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels read behind the end of the array that Warp knows. (Of a pool of 9 GB: streaming/test_streamed_frames.)"""
+    """Kernels read beyond the end of the array that Warp knows. (streaming/test_streamed_frames has a pool of 9 GB.)"""
     expected = Renderer(row_of(ball, [3.0]), device).render(AHEAD, ALL)
     monkeypatch.setattr("rooftop.scene.rendering.uploads.MOST_WORDS", 1000)
     assert same(Renderer(row_of(ball, [3.0]), device).render(AHEAD, ALL), expected, ALL)
@@ -803,7 +807,7 @@ def test_up_of_any_length(ball: Geometry) -> None:
 
 
 def test_frames_within_inference_mode_and_without(ball: Geometry, device: str) -> None:
-    """Memory that is made within it serves outside, and the other way round; what comes out can be written to."""
+    """Memory created in inference mode is used outside of it, and vice versa. Results can be written to."""
     scene = row_of(ball, [3.0, 9.0])
     renderer, plain = Renderer(scene, device), Renderer(scene, device)
     for k, camera in enumerate(flight(4)):
@@ -824,7 +828,8 @@ def test_another_default_device_changes_nothing(ball: Geometry, device: str) -> 
 def test_a_frame_that_failed_leaves_no_trace(
     ball: Geometry, cube: Geometry, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of another size, so that its memory was another one: the next frame has the depths of the one before it."""
+    """The failed frame has another size and therefore other memory. The next frame uses the depths of the frame before
+    the failed one."""
     scene = crowd(ball, cube)
     renderer, undisturbed = Renderer(scene, device), Renderer(scene, device)
     first, second = flight(2)
@@ -844,7 +849,8 @@ def test_a_frame_that_failed_leaves_no_trace(
 def test_replayed_frames_are_those_that_are_launched(
     ball: Geometry, cube: Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From graphs: with and without timings, and with one error after another, more of them than graphs are kept."""
+    """Frames are replayed from graphs with and without timings, and with more different pixel errors than graphs are
+    kept."""
     scene = crowd(ball, cube)
     replayed, launched = Renderer(scene, "cuda"), Renderer(scene, "cuda")
     for k, camera in enumerate(flight(24)):

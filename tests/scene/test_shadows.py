@@ -59,7 +59,7 @@ def world(sphere: Geometry, floor: Geometry) -> Scene:
 
 
 def triangles() -> Floats:
-    """(N, 3, 3) of the world."""
+    """The triangles (N, 3, 3) of the world."""
     found = []
     for name, place in PLACES.items():
         mesh = trimesh.creation.box((8, 8, 0.2)) if name == "floor" else trimesh.creation.icosphere(3)
@@ -69,7 +69,7 @@ def triangles() -> Floats:
 
 
 def blocked(origins: Floats, toward: Floats, reach: Floats) -> NDArray[np.bool_]:
-    """Whether rays (N, 3) of directions of length 1 meet a triangle before they have come so far (N,)."""
+    """Whether rays (N, 3) with directions of length 1 meet a triangle within these distances (N,)."""
     corners = triangles()
     a, u, v = corners[:, 0], corners[:, 1] - corners[:, 0], corners[:, 2] - corners[:, 0]
     found = np.zeros(len(origins), dtype=bool)
@@ -85,7 +85,7 @@ def blocked(origins: Floats, toward: Floats, reach: Floats) -> NDArray[np.bool_]
 
 
 def texel_of(light: Light, points: Floats) -> float:
-    """The largest of those that points fall on, in world units."""
+    """The largest texel of those in which the points lie, in world units."""
     views = light.maps([CAMERA], np.array([[-4.0, -4, -0.2], [4, 4, 2.1]]))
     if isinstance(light, DirectionalLight):
         return max(1 / view.fx for view in views)
@@ -94,7 +94,8 @@ def texel_of(light: Light, points: Floats) -> float:
 
 @pytest.mark.parametrize("name", LIGHTS)
 def test_shadows_are_those_that_rays_find(name: str, world: Scene, device: str) -> None:
-    """Of points whose neighbourhood, as large as the stated bias, is all in light or all in shadow."""
+    """Compared for points whose neighbourhood, as large as the stated bias, is completely in light or completely in
+    shadow."""
     light = LIGHTS[name]
     world.add_light(light)
     frame = Renderer(world, device, pixel_error=0.0).render(CAMERA, OUTPUTS)
@@ -128,7 +129,7 @@ def test_shadows_are_those_that_rays_find(name: str, world: Scene, device: str) 
 
 
 def shadow_of(frame: GBuffer) -> torch.Tensor:
-    """With -1 for background."""
+    """The shadow, with -1 for background."""
     return frame["shadow"].nan_to_num(-1.0)
 
 
@@ -141,7 +142,7 @@ def nudged(x: float, y: float = 0.0) -> Camera:
 
 
 def test_small_moves_of_the_camera_change_no_texel(world: Scene, device: str) -> None:
-    """A cascade moves by whole texels, and is the same one until then."""
+    """A cascade moves by whole texels, and stays unchanged until then."""
     light = DirectionalLight((1, 0.6, -1.5), size=128, cascades=3)
     world.add_light(light)
     renderer = Renderer(world, device)
@@ -158,7 +159,7 @@ def test_small_moves_of_the_camera_change_no_texel(world: Scene, device: str) ->
             for at in range(0, 3 * texels, texels)
         )
         assert changed <= maps
-    assert 1 <= total <= 10  # moves of a texel and a half of the finest cascade, of less of the others
+    assert 1 <= total <= 10  # moves of one and a half texels of the finest cascade, and of less in the others
 
 
 def test_maps_are_drawn_again_only_where_casters_moved(world: Scene, device: str) -> None:
@@ -167,9 +168,9 @@ def test_maps_are_drawn_again_only_where_casters_moved(world: Scene, device: str
     renderer = Renderer(world, device)
     assert drawn(renderer) == 2
     assert drawn(renderer) == 0
-    world.move(1, placed(0.2, 0, 1.3, 0.8))  # under the first
+    world.move(1, placed(0.2, 0, 1.3, 0.8))  # below the first light
     assert drawn(renderer) == 1
-    world.move(2, placed(0, 60, 0.5, 0.4))  # from under the first to under none
+    world.move(2, placed(0, 60, 0.5, 0.4))  # from below the first light to below none
     assert drawn(renderer) == 1
     world.move(2, placed(0, 70, 0.5, 0.4))
     assert drawn(renderer) == 0
@@ -216,7 +217,7 @@ def test_colour_is_of_the_lights_and_their_shadows(world: Scene, device: str) ->
     lit, dark = (frame["color"][shadow_of(frame)[..., 0] == share] for share in (1, 0))
     assert len(lit) > 100
     assert len(dark) > 20
-    assert (dark[:, 0] < 0.3).all()  # ambient alone, as of the other channels
+    assert (dark[:, 0] < 0.3).all()  # only ambient light, as in the other channels
     assert (lit[:, 0] > lit[:, 1] + 0.05).float().mean() > 0.9
     assert not torch.equal(plain, frame["color"])
 

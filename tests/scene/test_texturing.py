@@ -1,4 +1,4 @@
-"""What textured surfaces look like: against the formula in float64, against supersampled pictures, and from near."""
+"""Textured surfaces, compared with the formula in float64 and with supersampled pictures, and seen from near."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Floats = NDArray[np.float64]
 Bytes = NDArray[np.uint8]
 Build = Callable[..., Geometry]
 
-SAMPLES = 31  # of a pixel along each axis; odd, so that one is at its centre
+SAMPLES = 31  # samples of a pixel along each axis; odd, so that one sample is at the centre
 
 
 def square(points: int, size: float = 1.0) -> tuple[Floats, NDArray[np.int64]]:
-    """Points of 0..size."""
+    """Points with coordinates 0..size."""
     x, y = np.meshgrid(np.linspace(0, size, points), np.linspace(0, size, points), indexing="ij")
     corner = (np.arange(points - 1)[:, None] * points + np.arange(points - 1)).ravel()
     faces = [np.stack([corner, corner + points, corner + 1], 1)]
@@ -37,7 +37,7 @@ def square(points: int, size: float = 1.0) -> tuple[Floats, NDArray[np.int64]]:
 
 
 def flat(path: Path, material: Material, repeated: float = 1.0, **options: Any) -> Scene:
-    """The unit square of z = 0 with an image, which it shows so many times."""
+    """The unit square in z = 0 with an image repeated this many times."""
     points, faces = square(9)
     scene.build(points, faces, path / "flat.rtg", uv=points[:, :2] * repeated, material_table=[material], **options)
     return one(path / "flat.rtg")
@@ -50,7 +50,7 @@ def one(path: Path | Geometry, **options: Any) -> Scene:
 
 
 def above(width: int, height: int, across: float = 1.0, middle: tuple[float, float] = (0.5, 0.5)) -> Camera:
-    """Straight down, with parallel rays, `across` units wide."""
+    """A parallel camera that looks straight down, `across` units wide."""
     x, y = middle
     return Camera.parallel((x, y, 1), (x, y, 0), (0, 1, 0), across * height / width, width, height)
 
@@ -84,7 +84,7 @@ def test_a_pixel_on_a_texel_has_its_colour(size: int, tmp_path: Path, device: st
 
 
 def bilinear(image: Floats, u: Floats, v: Floats, wrap: tuple[str, str]) -> Floats:
-    """(H, W, 3) at places (N,), between texels by four."""
+    """The image (H, W, 3) at places (N,), interpolated between four texels."""
     height, width = image.shape[:2]
     x, y = u * width - 0.5, (1 - v) * height - 0.5
     left, top = np.floor(x).astype(int), np.floor(y).astype(int)
@@ -109,7 +109,7 @@ def wrapped(index: NDArray[np.int64], size: int, wrap: str) -> NDArray[np.int64]
 
 @pytest.mark.parametrize("wrap", ["repeat", "clamp", "mirror", ("clamp", "repeat"), ("mirror", "clamp")])
 def test_between_texels_and_beyond_the_image(wrap: str | tuple[str, str], tmp_path: Path, device: str) -> None:
-    """Magnified, so that all is interpolation; uv from -1.5 to 2.5."""
+    """The image is magnified, so that everything is interpolated; uv from -1.5 to 2.5."""
     image = noise(5, 4)
     points, faces = square(9)
     uv = points[:, :2] * 4 - 1.5
@@ -126,12 +126,12 @@ def test_nearest_texels_have_edges(tmp_path: Path, device: str) -> None:
     world = flat(tmp_path, Material(texture=image, magnified="nearest"))
     seen = base_color(world, above(40, 40), device)
     assert np.abs(seen - to_linear(image / 255).repeat(10, 0).repeat(10, 1)).max() < 2e-6
-    small = base_color(world, above(2, 2), device)  # from far it is filtered all the same
+    small = base_color(world, above(2, 2), device)  # from far away it is filtered nevertheless
     assert np.abs(small - to_linear(image / 255).reshape(2, 2, 2, 2, 3).mean((1, 3))).max() < 0.1
 
 
 def test_colours_multiply_in_linear_light(tmp_path: Path, device: str) -> None:
-    """The material's, the texture's and those of vertices; what is shown is the product as displayed, lit."""
+    """The picture shows the lit product of the colours of material, texture and vertices, encoded for display."""
     points, faces = square(9)
     image = np.full((2, 2, 3), (200, 100, 50), np.uint8)
     colors = np.tile(np.array([128, 255, 64], np.uint8), (len(points), 1))
@@ -175,7 +175,7 @@ def test_colours_of_gltf_are_linear(tmp_path: Path, device: str) -> None:
 
 
 def footprints(camera: Camera, column: Floats, row: Floats) -> Floats:
-    """(N, 2) uv of the plane z = 0 where pixels look, which is x and y there."""
+    """uv (N, 2) of the points of the plane z = 0 that pixels see, which are their x and y."""
     turn, shift = camera.world_to_camera[:3, :3], camera.world_to_camera[:3, 3]
     eye = -turn.T @ shift
     looking = np.stack([(column - camera.cx) / camera.fx, (row - camera.cy) / camera.fy, np.ones_like(column)], -1)
@@ -235,14 +235,14 @@ def test_a_pixel_is_what_the_formula_says(
     error = np.abs(seen[row, column] - expected).max(1)
     assert np.median(error) < 1e-5
     assert np.quantile(error, 0.99) < 1e-3
-    assert error.max() < 0.05  # where float32 takes one tap more, or fewer
+    assert error.max() < 0.05  # pixels for which float32 takes one tap more or fewer
 
 
 # ---- against many samples --------------------------------------------------------------------------------------------
 
 
 def larger(camera: Camera, times: int) -> Camera:
-    """The same view with so many pixels for each, of which one is in the middle."""
+    """The same view with several pixels for each, one of which is in the middle."""
     return replace(
         camera, fx=camera.fx * times, fy=camera.fy * times, width=camera.width * times, height=camera.height * times,
         cx=camera.cx * times + (times - 1) / 2, cy=camera.cy * times + (times - 1) / 2,
@@ -255,8 +255,8 @@ def chequers() -> Bytes:
 
 
 IMAGES = {"noise": lambda: noise(256, 256), "photograph": photograph, "chequers": chequers}
-# The mean error of a pixel in linear light, at most, and how many times as large it is at least without a filter. Seen:
-# 0.006 to 0.009 and 16 to 27 times; 0.002 to 0.005 and 7 to 12; 0.012 to 0.034 and 13 to 39.
+# The largest allowed mean error of a pixel in linear light, and the smallest factor by which a picture without a filter
+# must be worse. Observed: 0.006 to 0.009 and 16 to 27 times; 0.002 to 0.005 and 7 to 12; 0.012 to 0.034 and 13 to 39.
 GATES = {"noise": (0.0125, 12), "photograph": (0.0075, 5.5), "chequers": (0.045, 10)}
 
 
@@ -287,7 +287,7 @@ def test_pictures_are_near_to_the_mean_of_many_samples(view: str, image: str, tm
 
 
 def test_a_camera_that_moves_sees_no_shimmer(tmp_path: Path, device: str) -> None:
-    """By a fraction of a pixel: what is far changes as little as the mean of many samples does."""
+    """The camera moves by a fraction of a pixel. Distant parts change as little as the mean of many samples."""
     world = flat(tmp_path, Material(texture=noise(512, 512)))
     renderer = Renderer(world, device)
     pictures = [
@@ -295,7 +295,7 @@ def test_a_camera_that_moves_sees_no_shimmer(tmp_path: Path, device: str) -> Non
         for step in range(7)
     ]
     changes = torch.stack([(a - b).abs().mean() for a, b in pairwise(pictures)])
-    assert changes.max() < 0.005  # of unfiltered noise it is about 0.25
+    assert changes.max() < 0.005  # for unfiltered noise it is about 0.25
     assert changes.min() > 0
 
 
@@ -303,7 +303,7 @@ def test_a_camera_that_moves_sees_no_shimmer(tmp_path: Path, device: str) -> Non
 
 
 def ring(points: int, tube: int) -> tuple[Floats, NDArray[np.int64], Floats]:
-    """A closed torus with seams of texture coordinates along both ways."""
+    """A closed torus with seams of the texture coordinates in both directions."""
     u, v = np.meshgrid(np.linspace(0, 1, points + 1), np.linspace(0, 1, tube + 1), indexing="ij")
     wide = 1 + 0.4 * np.cos(2 * np.pi * v)
     places = np.stack([wide * np.cos(2 * np.pi * u), wide * np.sin(2 * np.pi * u), 0.4 * np.sin(2 * np.pi * v)], -1)
@@ -318,7 +318,7 @@ def ring(points: int, tube: int) -> tuple[Floats, NDArray[np.int64], Floats]:
 
 
 def test_levels_of_detail_show_the_same_image(tmp_path: Path, device: str) -> None:
-    """Ever coarser ones from ever farther, across the seams of texture coordinates."""
+    """Coarser levels from farther away, across the seams of the texture coordinates."""
     places, faces, uv = ring(200, 100)
     material = Material(texture=photograph())
     scene.build(places, faces, tmp_path / "ring.rtg", uv=uv * (3, 2), material_table=[material])
@@ -344,7 +344,7 @@ def test_each_mesh_has_its_materials_and_equal_images_are_there_once(tmp_path: P
     tables = [
         None,
         [Material((k / 4, 0, 0), image if k % 2 else None) for k in range(4)],
-        [Material((1, 1, 1), (image.copy(), other)[k % 2]) for k in range(5)],  # more than there are numbers
+        [Material((1, 1, 1), (image.copy(), other)[k % 2]) for k in range(5)],  # more materials than numbers
     ]
     world = Scene()
     for k, table in enumerate(tables):
@@ -367,7 +367,7 @@ def test_each_mesh_has_its_materials_and_equal_images_are_there_once(tmp_path: P
         assert (seen[here][:, 1:] == 0).all()
         assert seen[here][:, 0].std() > 0
     alone = Renderer(one(tmp_path / "a.rtg"), device).render(above(60, 60, 1.5, (0.5, 0.5)), outputs)
-    for name in outputs[:3]:  # a mesh without materials is as it is alone
+    for name in outputs[:3]:  # a mesh without materials looks the same as alone
         assert torch.equal(frame[name][0, :, :60].cpu().nan_to_num(-7.0), alone[name][0].cpu().nan_to_num(-7.0)), name
 
 
@@ -391,7 +391,7 @@ def same(a: GBuffer, b: GBuffer, names: Sequence[str]) -> bool:
 
 
 def test_pages_from_a_pool_show_the_same(tmp_path: Path, device: str) -> None:
-    """And two renders are the same, bit for bit."""
+    """Also, two renders are equal bit for bit."""
     places, faces, uv = ring(300, 150)
     scene.build(places, faces, tmp_path / "ring.rtg", uv=uv, material_table=[Material(texture=noise(64, 64))])
     world = one(tmp_path / "ring.rtg")
@@ -406,7 +406,7 @@ def test_pages_from_a_pool_show_the_same(tmp_path: Path, device: str) -> None:
 
 
 def test_each_of_several_views_is_filtered_by_its_own_lens(tmp_path: Path, device: str) -> None:
-    """As it is alone, bit for bit."""
+    """Each view equals its separate render, bit for bit."""
     world = flat(tmp_path, Material(texture=noise(128, 128)))
     cameras = list(CAMERAS.values())
     names = ("base_color", "color", "coverage", "material_depth")
@@ -428,7 +428,7 @@ def test_lights_and_shadows_fall_on_textures(tmp_path: Path, device: str) -> Non
 
 
 def test_surfaces_seen_from_their_edge_are_finite(tmp_path: Path, device: str) -> None:
-    """Wherever a pixel shows something it has a colour of the image's range."""
+    """Every pixel of a surface has a colour in the range of the image."""
     places, faces, uv = ring(60, 40)
     scene.build(places, faces, tmp_path / "ring.rtg", uv=uv * 1000, material_table=[Material(texture=noise(64, 64))])
     flat(tmp_path, Material(texture=noise(64, 64)))

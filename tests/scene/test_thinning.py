@@ -1,4 +1,4 @@
-"""Many small parts: from far away they cover what they cover from near, and no part of the scene is missing."""
+"""Many small parts cover the same area from far away as from near, and no part of the scene is missing."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from rooftop.scene.building.thinning import LooseParts
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-PIXELS = 2 / np.geomspace(60, 1.5, 12)  # a ball of radius 1 is so many pixels wide
+PIXELS = 2 / np.geomspace(60, 1.5, 12)  # the width of a ball of radius 1, in pixels
 PIXELS_SEEN, SPACING = 20_000, 2.6
 
 
 def parts(of: tuple[Floats, Ints], middles: Floats, sizes: Floats, seed: int = 0) -> tuple[Floats, Ints]:
-    """The same small mesh at many places, each turned at random."""
+    """The same small mesh at many places and random angles."""
     points, faces = of
     random = np.random.default_rng(seed)
     turns = np.linalg.qr(random.normal(size=(len(middles), 3, 3)))[0]
@@ -88,11 +88,11 @@ KINDS: dict[str, Callable[[], tuple[Floats, Ints]]] = {
 
 
 def covered(geometry: Geometry, pixel: float, crowns: int, pixel_error: float = 1.0) -> float:
-    """The area that each of many instances covers, turned at random, side by side in a parallel view."""
+    """The area that each of many instances covers at random angles, side by side in a parallel view."""
     random = np.random.default_rng(0)
     side = math.isqrt(crowns)
     transforms = np.tile(np.eye(4), (side * side, 1, 1))
-    transforms[:, :3, :3] = np.linalg.qr(random.normal(size=(len(transforms), 3, 3)))[0]  # the same ones first
+    transforms[:, :3, :3] = np.linalg.qr(random.normal(size=(len(transforms), 3, 3)))[0]  # the same instances first
     at = SPACING * (np.stack(np.divmod(np.arange(len(transforms)), side), 1) - (side - 1) / 2)
     transforms[:, :2, 3] = at + random.uniform(-0.5, 0.5, (len(transforms), 2)) * pixel
     drawn = Scene()
@@ -134,7 +134,7 @@ def area(triangles: Floats) -> float:
 
 
 def drawn_clusters(geometry: Geometry, error: float) -> Ints:
-    """What is drawn where this error is allowed everywhere."""
+    """The clusters drawn if this error is allowed everywhere."""
     heads, groups = geometry.clusters().view(np.float32), geometry.groups()
     owners = np.repeat(np.arange(len(groups)), groups.view(np.int32)[:, scene.layouts.GROUP_COUNT])
     replaced = groups.view(np.float32)[owners, scene.layouts.GROUP_ERROR] <= error
@@ -142,7 +142,7 @@ def drawn_clusters(geometry: Geometry, error: float) -> Ints:
 
 
 def level_areas(geometry: Geometry, materials: int = 1) -> Floats:
-    """(levels, materials): the area that is drawn where the error of each level is allowed everywhere."""
+    """(levels, materials): the area that is drawn if the error of each level is allowed everywhere."""
     rows = []
     for level in geometry.meta["levels"]:
         row = np.zeros(materials)
@@ -209,13 +209,13 @@ def test_any_parts_come_to_one_cluster_within_the_box_of_the_mesh(tmp_path: Path
 
 
 def test_a_build_takes_no_scipy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To import it takes a third of a second, and more memory to fork."""
+    """Importing scipy takes a third of a second, and forks would need more memory."""
     monkeypatch.setitem(sys.modules, "scipy.sparse", None)
     assert scene.build(*SQUARE, tmp_path / "parts.rtg").triangles == 2
 
 
 def test_half_a_part_too_many_still_comes_to_one_cluster(tmp_path: Path) -> None:
-    """65 squares in two clusters: 114 triangles are left, of 230 vertices, one more than is aimed at."""
+    """65 squares in two clusters: 114 triangles of 230 vertices remain, one more than the target."""
     random = np.random.default_rng(4)
     sizes = 10.0 ** random.uniform(-3, -1, 65)
     points, faces = parts(SQUARE, random.uniform(-1, 1, (65, 3)), sizes, 65)
@@ -226,7 +226,7 @@ def test_half_a_part_too_many_still_comes_to_one_cluster(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("count", [25, 30, 300])
 def test_small_bodies_whose_faces_share_no_vertices_come_to_one_cluster(count: int, tmp_path: Path) -> None:
-    """120 triangles of 360 vertices are two clusters, though one could hold as many triangles."""
+    """120 triangles of 360 vertices need two clusters, although one could hold that many triangles."""
     random = np.random.default_rng(0)
     corners = np.array([[0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1.0]])[[[0, 2, 1], [0, 1, 3], [1, 2, 3], [0, 3, 2]]]
     points = (random.random((count, 1, 1, 3)) + corners * 0.02).reshape(-1, 3)
@@ -236,7 +236,8 @@ def test_small_bodies_whose_faces_share_no_vertices_come_to_one_cluster(count: i
 
 
 def test_pictures_of_needles_have_few_samples(tmp_path: Path) -> None:
-    """A box around a needle is as wide as it is long: with samples by its area there would be millions in them."""
+    """A box around a slanting needle is as wide as it is long. A number of samples in proportion to the box's area
+    would be millions."""
     random = np.random.default_rng(0)
     foot, way, side = (
         random.random((300, 3)) * 0.1,

@@ -1,4 +1,4 @@
-"""Tiles of a scan, each built by itself, that meet along their borders at every level of detail."""
+"""Tiles of a scan that are built separately meet along their borders at every level of detail."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_without_them_there_are_cracks(free: list[Geometry]) -> None:
 
 
 def border(geometry: Geometry, level: int, row: int, column: int) -> set[tuple[float, ...]]:
-    """The places of a level that lie on the border of a tile, to the bit."""
+    """The exact points of a level that lie on the border of a tile."""
     found: set[tuple[float, ...]] = set()
     for number, head in enumerate(geometry.clusters().tolist()):
         if head[12] >> 24 == level:
@@ -97,7 +97,7 @@ def test_borders_are_equal_to_the_bit_in_all_levels(locked: list[Geometry], free
         counts = [level["triangles"] for level in geometry.meta["levels"]]
         assert len(counts) >= 4
         assert counts[3] < counts[0] / 4
-        for level in range(3):  # all of the mesh has these levels
+        for level in range(3):  # the whole mesh has these levels
             assert border(geometry, level, row, column) == set(map(tuple, outer.tolist()))
         assert border(free[number], 2, row, column) < set(map(tuple, outer.tolist()))
 

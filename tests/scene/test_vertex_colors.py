@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 
 
 def square() -> tuple[Floats, NDArray[np.int64]]:
-    """9 x 9 points of 0..1."""
+    """A square of 9 x 9 points with coordinates 0..1."""
     x, y = np.meshgrid(np.linspace(0, 1, 9), np.linspace(0, 1, 9), indexing="ij")
     corner = (np.arange(8)[:, None] * 9 + np.arange(8)).ravel()
     faces = [np.stack([corner, corner + 9, corner + 1], 1), np.stack([corner + 1, corner + 9, corner + 10], 1)]
@@ -50,7 +50,7 @@ def test_a_pixel_has_the_colour_of_the_point_that_it_shows(
     assert np.abs(seen - np.stack([x, 1 - y, 0.25 + 0 * x], -1))[inside].max() < 4e-3
     assert np.isnan(seen[~np.isfinite(frame["depth"][0].cpu().numpy())]).all()
     lit = frame["color"][0].cpu().numpy()[inside] / seen[inside]
-    assert np.ptp(lit[seen[inside] > 0.05]) < 1e-3  # one light falls on a plane
+    assert np.ptp(lit[seen[inside] > 0.05]) < 1e-3  # a plane is lit uniformly
     if uv:
         assert np.abs(frame["uv"][0].cpu().numpy() - 3 * np.stack([x, y], -1))[inside].max() < 4e-3
     if materials:
@@ -222,7 +222,7 @@ def test_colours_of_an_obj_file_with_uv_are_left_out_with_a_warning(tmp_path: Pa
     ("red", "words"), [("255", "up to 255, .* by 255"), ("1.5", "up to 1.5, .* by 1.5"), ("nan", "nan")]
 )
 def test_colours_of_an_obj_file_beyond_one_are_refused(red: str, words: str, tmp_path: Path) -> None:
-    """Clipped they would all be white."""
+    """If clipped, they would all be white."""
     (tmp_path / "mesh.obj").write_text(f"v 0 0 0 0 0 0\nv 1 0 0 {red} 0 0\nv 0 1 0 0 0 0\nf 1 2 3\n")
     with pytest.raises(InputError, match=f"mesh.obj: colours of its vertices go .*{words}"):
         read_mesh(tmp_path / "mesh.obj")

@@ -29,7 +29,7 @@ Left = Callable[[], list[psutil.Process]]
 
 @pytest.fixture
 def left() -> Left:
-    """Gives the processes that this test has begun and that run, or that nobody has waited for."""
+    """Gives the processes that this test has begun and that still run, or have not been waited for."""
     before = psutil.Process().children()
     return lambda: [each for each in psutil.Process().children() if each not in before]
 
@@ -67,7 +67,7 @@ def test_the_work_is_done_by_other_processes() -> None:
     def work(item: int) -> int:
         began[item] = 1
         until = time.monotonic() + 60
-        while not began.all() and time.monotonic() < until:  # one process alone would take all three
+        while not began.all() and time.monotonic() < until:  # a single process would take all three items
             time.sleep(0.001)
         return os.getpid()
 
@@ -85,7 +85,7 @@ def test_an_error_is_raised_as_it_was(count: int, left: Left) -> None:
     with pytest.raises(ValueError, match="five") as raised:
         Workers(count).run(work, range(9))
     assert str(raised.value) == "five is not wanted"
-    assert count == 1 or "in work" in raised.value.__notes__[0]  # where, in the worker
+    assert count == 1 or "in work" in raised.value.__notes__[0]  # the line in the worker
     assert not left()
 
 
@@ -142,7 +142,7 @@ def test_no_worker_is_refused() -> None:
 @pytest.mark.parametrize("count", [1, 3])
 def test_threads_give_results_in_the_order_of_the_items(count: int) -> None:
     seen: set[int] = set()
-    met = threading.Barrier(count, timeout=60)  # that many at once
+    met = threading.Barrier(count, timeout=60)  # this many at the same time
 
     def work(item: int) -> int:
         if item < count:
@@ -187,7 +187,7 @@ def test_processes_stay_from_run_to_run_and_get_the_state_of_each(left: Left) ->
 def test_a_team_that_is_too_small_or_lacks_a_function_is_forked_anew() -> None:
     more = 5
 
-    def plus(state: int, item: int) -> int:  # it cannot be sent to a process: the processes were forked with it
+    def plus(state: int, item: int) -> int:  # it cannot be sent to a process, so the processes were forked with it
         return state + item + more
 
     with Workers(3).team([times]) as team:
@@ -247,7 +247,7 @@ def test_processes_are_forked_once_for_all_levels(tmp_path: Path, monkeypatch: p
     ball = trimesh.creation.icosphere(6)
     report = scene.build(ball.vertices, ball.faces, tmp_path / "ball.rtg", workers=2)
     assert len(report.levels) > 6
-    assert len(forks) <= 6  # two to find what is equal, two for levels, two to write
+    assert len(forks) <= 6  # two to find equal vertices and faces, two for levels, two to write
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -1,4 +1,4 @@
-"""Weights in spconv's layouts: (out, *kernel, in) as they are, (*kernel, out, in) and (*kernel, in, out) converted."""
+"""Weights in spconv's layouts: (out, *kernel, in) unchanged, (*kernel, out, in) and (*kernel, in, out) converted."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_module_with_two_names() -> None:
 
 
 def test_converted_weights_are_contiguous() -> None:
-    """For those who save them, and for those who assign them."""
+    """So they can be saved and assigned."""
     network, twin = a_network(), a_network().to("meta")
     converted, _ = spconv.convert_state_dict(network, saved(network, "RSKC"))
     assert all(value.is_contiguous() for value in converted.values())
@@ -149,7 +149,7 @@ def test_load_state_dict_itself_converts_what_shapes_settle() -> None:
         shapes = {key: value.shape for key, value in state.items()}
         other.load_state_dict(state)
         assert all(map(torch.equal, other.state_dict().values(), network.state_dict().values()))
-        assert {key: value.shape for key, value in state.items()} == shapes  # what was given stays
+        assert {key: value.shape for key, value in state.items()} == shapes  # the given dict stays unchanged
 
 
 def test_wrong_checkpoints() -> None:

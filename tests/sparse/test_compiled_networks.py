@@ -121,7 +121,7 @@ def test_exported_with_a_bound() -> None:
 
 
 def test_an_order_of_as_many_rows_as_only_a_run_knows() -> None:
-    """The operators of exported programs without a bound."""
+    """Such operators occur in exported programs without a bound."""
     env = ShapeEnv()
     with FakeTensorMode(shape_env=env):
         rows = env.create_unbacked_symint()
@@ -224,7 +224,7 @@ def test_networks_and_tensors_are_saved() -> None:
     y = network.stem(SparseConvTensor(features, indices, GRID, 2))
     again = pickle.loads(pickle.dumps(y))
     assert torch.equal(network.up(network.down(again)).features, network.up(network.down(y)).features)
-    assert again.indice_dict["a"].in_indices is again.indices  # so that layers go on to share it
+    assert again.indice_dict["a"].in_indices is again.indices  # so that layers continue to share it
     again.check()
 
 

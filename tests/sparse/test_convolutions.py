@@ -1,4 +1,5 @@
-"""Sparse convolutions as modules equal torch's on the dense grid, at the sites that are active, and share rulebooks."""
+"""Modules of sparse convolutions equal torch's convolutions of the dense grid at the active sites, and share
+rulebooks."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ GRID = (7, 6, 8)
 
 
 def random_sites(count: int, batch_size: int, shape: tuple[int, ...], seed: int = 0) -> Tensor:
-    """(count, 1 + dims) int32, all different, in no order."""
+    """Different sites (count, 1 + dims), int32, in random order."""
     cells = torch.randperm(batch_size * math.prod(shape), generator=torch.Generator().manual_seed(seed))[:count]
     return torch.stack(torch.unravel_index(cells, (batch_size, *shape)), 1).int()
 
@@ -331,8 +332,8 @@ def launches_of(network: nn.Module, x: SparseConvTensor) -> dict[str, int]:
 
 def test_layers_with_a_key_in_common_share_one_rulebook() -> None:
     found = launches_of(UNet().double(), a_tensor(3))
-    assert found["pair_submanifold"] == 2  # one a level
-    assert found["reach_outputs"] == 1  # of down, and up
+    assert found["pair_submanifold"] == 2  # one for each level
+    assert found["reach_outputs"] == 1  # for the way down, and up
 
 
 def test_a_layer_does_not_change_its_input() -> None:
@@ -372,7 +373,8 @@ def occupied(x: SparseConvTensor) -> Tensor:
 
 
 def test_orders_and_pairs_are_made_once_and_where_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with kernels, which a CPU cannot run: CPU functions make the orders and pairs, and calls are counted."""
+    """As with kernels, which a CPU cannot run: CPU functions create the orders and pairs, and their calls are
+    counted."""
     made: list[str] = []
 
     def counting(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
@@ -406,11 +408,11 @@ def test_orders_and_pairs_are_made_once_and_where_needed(monkeypatch: pytest.Mon
     for least in ("SORTED_FROM", "LISTED_FROM"):
         monkeypatch.setattr(tables, least, 1000)
     network.requires_grad_()(x)
-    assert made == []  # of so few rows
+    assert made == []  # for so few rows
 
 
 def test_what_inference_mode_made_serves_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Orders are kept with the rulebook, and autograd saves them."""
+    """Orders stay with the rulebook, and autograd saves them, which it refuses for tensors of inference mode."""
     for module in (table_orders, functional):
         monkeypatch.setattr(module, "by_kernels", lambda table: True)
     for least in ("SORTED_FROM", "LISTED_FROM"):
@@ -465,7 +467,7 @@ def test_a_key_whose_indices_were_changed_in_place() -> None:
         conv(y)
     assert torch.equal(conv(x).indices, x.indices)
     with torch.no_grad():
-        copied = copy.deepcopy(conv(x))  # its tensors were not changed
+        copied = copy.deepcopy(conv(x))  # the given tensor was not changed
     assert torch.equal(conv(copied).features, conv(conv(x)).features)
 
 

@@ -40,7 +40,7 @@ def a_tensor(dims: int = 3, channels: int = 4, batch_size: int = 2, device: str 
 
 
 def windows(grid: Tensor, pool: SparsePool, otherwise: float) -> Tensor:
-    """(B, C, *grid) to (B, C, *outputs, kernel volume): what each window of the dense grid has."""
+    """From (B, C, *grid) to (B, C, *outputs, kernel volume): the values in each window of the dense grid."""
     grid = F.pad(grid, [side for p in reversed(pool.padding) for side in (p, p)], value=otherwise)
     for dim, (size, step, spread) in enumerate(zip(pool.kernel_size, pool.stride, pool.dilation, strict=True), 2):
         grid = grid.unfold(dim, spread * (size - 1) + 1, step)[..., ::spread]
@@ -80,7 +80,7 @@ def assert_dense(pool: SparsePool, x: SparseConvTensor) -> None:
 def test_as_on_the_dense_grid(kind: type[Any], options: dict[str, Any]) -> None:
     pool = kind(**options)
     if pool.subm:
-        pool.padding = tuple(size // 2 for size in pool.kernel_size)  # where windows are
+        pool.padding = tuple(size // 2 for size in pool.kernel_size)  # the windows' places
     assert_dense(pool, a_tensor(pool.ndim))
 
 
@@ -91,8 +91,8 @@ def test_sizes_of_each_dimension() -> None:
 
 
 def test_strides_are_those_of_spconv_where_none_is_given() -> None:
-    """The window's size: 1 for layers that keep the sites, and without the classes whose window covers whole
-    dimensions."""
+    """spconv's default is the window's size, or 1 for layers that keep the sites. Classes whose window covers whole
+    dimensions are left out."""
     assert SparseMaxPool3d([3, 2, 1]).stride == (3, 2, 1)
     assert SparseAvgPool2d(3).stride == (3, 3)
     assert SparseMaxPool(3).stride == SparseAvgPool(3).stride == (1, 1, 1)
@@ -153,7 +153,7 @@ def test_the_most_outputs_are_recorded_and_saved() -> None:
 
 def test_batch_elements_as_a_whole() -> None:
     x = a_tensor(batch_size=4)
-    x.indices[x.indices[:, 0] == 2, 0] = 3  # nothing in one
+    x.indices[x.indices[:, 0] == 2, 0] = 3  # no site in one of them
     for pool in (SparseGlobalMaxPool(), SparseGlobalAvgPool()):
         rows = [x.features[x.indices[:, 0] == element] for element in (0, 1, 3)]
         found = [r.amax(0) if isinstance(pool, SparseGlobalMaxPool) else r.mean(0) for r in rows]

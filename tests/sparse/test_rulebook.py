@@ -38,7 +38,7 @@ SURFACE = 60  # active cells of a column are those near a wavy surface
 
 
 def random_sites(count: int, batch_size: int, shape: tuple[int, ...], seed: int = 0) -> Tensor:
-    """(count, 1 + dims) int32, all different, in no order."""
+    """Different sites (count, 1 + dims), int32, in random order."""
     cells = np.random.default_rng(seed).choice(batch_size * math.prod(shape), count, replace=False)
     return torch.from_numpy(np.stack(np.unravel_index(cells, (batch_size, *shape)), 1)).int()
 
@@ -150,7 +150,7 @@ def cases(draw: st.DrawFn) -> tuple[Tensor, Geometry]:
     if kind == "submanifold":
         return indices, geometry(batch_size, grid, [2 * k + 1 for k in sizes(0, 2)], dilation=dilation, subm=True)
     ksize, stride, padding, transpose = sizes(1, 5), sizes(1, 3), sizes(0, 2), kind == "transposed"
-    for dim in range(dims):  # make it fit
+    for dim in range(dims):  # make the window fit
         reach = dilation[dim] * (ksize[dim] - 1) + 1
         if transpose:
             padding[dim] = min(padding[dim], (reach - 1) // 2)
@@ -183,7 +183,8 @@ def test_submanifold_offsets_mirror_each_other_about_the_identity(dims: int, ksi
 
 
 def test_offsets_are_numbered_as_the_weights_of_conv3d_are() -> None:
-    """Row by row, the last dimension fastest: offset 1 of 3 x 3 x 3 is (0, 0, 1), so the input is at (-1, -1, 0)."""
+    """Offsets are numbered row by row, with the last dimension fastest: offset 1 of 3 x 3 x 3 is (0, 0, 1), so the
+    input is at (-1, -1, 0)."""
     indices = torch.tensor([[0, 1, 1, 1], [0, 0, 0, 1]])
     rulebook = build_rulebook(indices, geometry(1, (3, 3, 3), 3, subm=True))
     assert {k: row for k, row in enumerate(rulebook.neighbours[0].tolist()) if row >= 0} == {1: 1, 13: 0}
@@ -210,7 +211,7 @@ def test_it_convolves_as_torch_does_on_the_dense_grid(kind: str) -> None:
     assert tuple(full.shape[2:]) == shape.out_shape
     at = rulebook.out_indices.long().unbind(1)
     torch.testing.assert_close(out, full.movedim(1, -1)[at])
-    if not shape.subm:  # and where there is no output, there is nothing
+    if not shape.subm:  # and without outputs there are no pairs
         assert full.abs().sum() == pytest.approx(float(out.abs().sum()))
 
 
@@ -320,9 +321,10 @@ def test_all_outputs_vanish() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_keys_beyond_int32_and_coordinates_near_2_to_20(kind: str) -> None:
-    side = 2**20 - 8 if kind == "transposed" else 2**20  # which doubles the size: 2^63 cells would be too many
+    side = 2**20 - 8 if kind == "transposed" else 2**20  # doubles the size, and 2^63 cells would be too many
     near = torch.cartesian_prod(*[torch.arange(side - 3, side)] * 3)
-    indices = torch.cat([torch.nn.functional.pad(near, (1, 0), value=b) for b in (0, 3)])  # batch elements 1, 2: none
+    # batch elements 1 and 2 have no sites
+    indices = torch.cat([torch.nn.functional.pad(near, (1, 0), value=b) for b in (0, 3)])
     shape = of_kind(kind, 4 if kind != "transposed" else 1, (side,) * 3)
     indices = indices[indices[:, 0] < shape.batch_size]
     assert_law(build_rulebook(indices, shape), indices, shape)
@@ -330,7 +332,7 @@ def test_keys_beyond_int32_and_coordinates_near_2_to_20(kind: str) -> None:
 
 def test_batch_elements_do_not_see_each_other() -> None:
     sites = torch.tensor([[0, 0], [0, 1], [0, 2]])
-    both = torch.cat([sites, sites + torch.tensor([2, 0])])  # element 1 has none
+    both = torch.cat([sites, sites + torch.tensor([2, 0])])  # element 1 has no sites
     for kind in KINDS:
         one, two = (build_rulebook(indices, of_kind(kind, 3, (3,))) for indices in (sites, both))
         inputs, outputs = one.reverse.shape[0], len(one.out_indices)
@@ -510,7 +512,7 @@ def test_a_first_launch_loads_the_kernels_in_one_thread_alone(monkeypatch: pytes
 
 
 def by_both(indices: Tensor, shape: Geometry, bound: int | None, monkeypatch: pytest.MonkeyPatch) -> list[Rulebook]:
-    """By bitmaps and by hash tables."""
+    """The rulebook built with bitmaps and with hash tables."""
     found = []
     for fit, kernel in ((True, "mark_sites"), (False, "insert_sites")):
         monkeypatch.setattr(rulebook, "fit_bitmaps", lambda *_, fit=fit: fit)

@@ -37,7 +37,7 @@ def cell_of(point: Tensor, size: list[float], ends: list[float]) -> tuple[int, .
 
 
 def one_by_one(points: Tensor, voxels: int, slots: int) -> tuple[list[list[int]], list[tuple[int, ...]], list[int]]:
-    """Points of each voxel, its cell, and the voxel of each point, point by point."""
+    """The points and the cell of each voxel, and the voxel of each point, computed point by point."""
     numbers: dict[tuple[int, ...], int] = {}
     held: list[list[int]] = []
     ids = []
@@ -104,7 +104,7 @@ def a_cloud(count: int = 400, dtype: torch.dtype = torch.float32, features: int 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_slots_of_a_crowd(dtype: torch.dtype) -> None:
-    """More voxels than there may be, and more points in one."""
+    """More voxels than the limit, and more points in a voxel than its limit."""
     _, _, counts, ids = assert_slots(a_cloud(dtype=dtype), 30, 2)
     assert (len(counts), int(counts.max())) == (30, 2)
     assert ids[ids >= 0].bincount().max() > 2
@@ -208,7 +208,8 @@ def test_voxelize_reduces_the_points_of_a_voxel(dtype: torch.dtype, reduce: str)
     assert x.dense().shape == (3, 5, 3, 6, 4)
 
 
-# A size and a range, and how many cells cover it: thirds, decimals that float64 rounds up and down, one part of a cell.
+# A cell size, a range, and the number of cells that cover it: thirds, decimals that float64 rounds up or down, and a
+# part of one cell.
 COVERED = [
     (0.3, 0.0, 1.0, 4), (0.16, 0.0, 40.0, 250), (0.1, 0.0, 70.4, 704), (0.16, -39.68, 39.68, 496),
     (0.05, -1.0, 3.0, 80), (0.16, 0.05, 40.0, 250), (0.7, 0.1, 0.2, 1), (0.1, 0.0, 0.30000001, 3),
@@ -251,7 +252,7 @@ def test_under_spconvs_name_the_grid_ends_where_spconvs_does() -> None:
 
 
 def assert_sums_are_wide(device: str) -> None:
-    """In half precision 2048 + 1 is 2048."""
+    """Sums need more bits than half precision, in which 2048 + 1 is 2048."""
     points = torch.zeros(6000, 4, dtype=torch.float16, device=device)
     points[:, 3] = 1
     assert voxelize(points, SIZE, RANGE, "mean")[0].tolist() == [[0, 0, 0, 1]]

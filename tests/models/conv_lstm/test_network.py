@@ -1,5 +1,5 @@
-"""ConvLSTM2D and the networks of the next frame are Keras's (on its torch back end): results, states, gradients,
-masks, dropout and saved weights."""
+"""ConvLSTM2D and the next-frame networks agree with Keras (on its torch back end): results, states, gradients, masks,
+dropout and saved weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from rooftop.models.conv_lstm import network as conv_lstm
 keras = pytest.importorskip("keras")
 pytest.importorskip("h5py")
 
-# Keras 3.15 saves tensors in a way that NumPy 2 will not have.
+# Keras 3.15 saves tensors in a way that NumPy 2 rejects.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 Options = dict[str, Any]
 
@@ -55,7 +55,7 @@ def frames(*shape: int, seed: int = 0) -> Tensor:
 
 
 def pair(x: Tensor, filters: int, kernel_size: Any, **options: Any) -> tuple[ConvLSTM2D, Any]:
-    """Our layer and Keras's, built for x, with the same random weights."""
+    """Rooftop's layer and Keras's, built for x, with the same random weights."""
     theirs = keras.layers.ConvLSTM2D(filters, kernel_size, **options)
     theirs.build(tuple(x.shape))
     channels = x.shape[2] if options.get("data_format") == "channels_first" else x.shape[-1]
@@ -127,7 +127,8 @@ def test_any_sizes(
     x = frames(*shape)
     rates = {"dilation_rate" if dilate and padding == "same" else "strides": strides}
     ours, theirs = pair(x, 2, kernel, padding=padding, go_backwards=back, return_sequences=True, **rates)
-    with pytest.MonkeyPatch.context() as patch:  # oneDNN's results of one column are wrong for one channel, last
+    # oneDNN's results for one column are wrong if there is a single channel, stored last
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.backends.mkldnn, "enabled", False)
         expected = theirs(x)
     assert_equal(ours(x), expected)
@@ -186,7 +187,7 @@ def test_the_state_of_a_call_is_where_the_next_begins() -> None:
     for part in x.split(2, 1):
         y = ours(part)
         assert_equal(y, theirs(part))
-    y.sum().backward()  # nothing of the calls before
+    y.sum().backward()  # nothing remains of earlier calls
     whole = ConvLSTM2D(2, 3, 3, return_sequences=True)
     whole.load_state_dict(ours.state_dict(), strict=True)
     assert_equal(whole(x)[:, -2:], y)
@@ -364,8 +365,8 @@ def test_saved_weights_give_the_same_frames(
 ) -> None:
     theirs, path = keras_models[every_frame], tmp_path / f"network{suffix}"
     if suffix == ".keras":
-        theirs.compile(keras.optimizers.Adam(), "binary_crossentropy")  # whose state is saved too
-    with pytest.warns() if suffix == ".h5" else nullcontext():  # that the format is old
+        theirs.compile(keras.optimizers.Adam(), "binary_crossentropy")  # its state is saved too
+    with pytest.warns() if suffix == ".h5" else nullcontext():  # a warning that the format is old
         theirs.save_weights(path) if suffix == ".weights.h5" else theirs.save(path)
     ours = ours_of(every_frame)
     load_keras_weights(ours, path)
@@ -466,7 +467,7 @@ def test_without_h5py_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_all_steps_at_once_are_the_steps_one_by_one() -> None:
-    """A mask that hides nothing makes it the loop."""
+    """A mask that hides nothing selects the loop."""
     for options in ({"go_backwards": True}, {"data_format": "channels_first", "stateful": True, "return_state": True}):
         layer = ConvLSTM2D(2, 3, 3, padding="same", return_sequences=True, **options).double()  # type: ignore[arg-type]
         x = frames(2, 4, 5, 6, 2).double() if len(options) == 1 else frames(2, 4, 2, 5, 6).double()
@@ -526,7 +527,7 @@ def test_a_training_step_as_a_cuda_graph_is_the_step(data_format: str, half: boo
             logits = network.logits(x)
         loss = nn.functional.binary_cross_entropy_with_logits(logits.float(), x)
         loss.backward()
-        return loss.detach()  # with its graph, the next step would add up gradients on this one's stream
+        return loss.detach()  # if the graph stayed, the next step would sum gradients on this step's stream
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -598,7 +599,7 @@ print("kernels of a step:", (launched(9) - launched(4)) / 5)
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_step_is_one_convolution_and_one_kernel() -> None:
-    """In a separate process: the profiler has ended one that other tests had used."""
+    """In a separate process, because the profiler has ended a process that other tests had used."""
     done = subprocess.run([sys.executable, "-c", KERNELS_OF_A_STEP], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     of_a_step = float(done.stdout.rpartition(":")[2])

@@ -22,13 +22,13 @@ BOTH = pytest.mark.parametrize("assign", [assign_on_host, assign_batched])
 
 
 def totals(cost: Tensor, queries: Tensor) -> Tensor:
-    """The cost of what was assigned, (B,)."""
+    """The cost of the assignment, (B,)."""
     chosen = cost.double().gather(2, queries.clamp(min=0)[..., None])[..., 0]
     return torch.where(queries >= 0, chosen, 0).sum(1)
 
 
 def check(cost: Tensor, valid: Tensor, queries: Tensor) -> None:
-    """As many as there can be, only those that are there, no query twice."""
+    """As many pairs as possible, only of existing targets, and no query twice."""
     for present, row in zip(valid, queries, strict=True):
         given = row[row >= 0]
         assert not row[~present].ge(0).any()
@@ -95,7 +95,7 @@ def test_costs_that_are_not_finite_are_taken_last(assign: Assign, bad: float) ->
 
 @pytest.mark.parametrize("shape", [(4, 6, 9), (4, 9, 6)])
 def test_no_step_asks_what_was_found(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors without data cannot be asked; and steps after the last change nothing."""
+    """Tensors without data cannot be queried. Steps after the last one change nothing."""
     assert assign_batched(torch.empty(shape, device="meta"), torch.empty(shape[:2], device="meta").bool()).is_meta
     cost, valid = torch.randn(shape), torch.rand(shape[:2]) < 0.7
     expected = assign_batched(cost, valid)

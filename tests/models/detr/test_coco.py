@@ -14,7 +14,7 @@ from rooftop.errors import InputError
 from rooftop.models.detr.coco import FIGURES, CocoDataset, as_lists, average_precision
 from rooftop.models.detr.losses import Detections
 
-BOXES = {  # of two photographs of 200 x 100 and 60 x 90 pixels: category, left, top, width, height
+BOXES = {  # two photographs of 200 x 100 and 60 x 90 pixels: category, left, top, width, height
     3: [(7, 10.0, 20.0, 50.0, 40.0), (2, 150.0, 50.0, 80.0, 80.0), (7, 190.0, 90.0, 0.0, 5.0)],
     8: [(2, 5.0, 5.0, 20.0, 30.0)],
 }
@@ -68,7 +68,7 @@ def test_contiguous_labels_and_crowds(folder: Path) -> None:
 
 
 def found(data: CocoDataset, moved: float = 0.0) -> list[Detections]:
-    """What the file says, moved to the right."""
+    """The boxes of the file, moved to the right."""
     every = []
     for image in data.images:
         boxes = [(c, x + moved, y, x + moved + w, y + h) for c, x, y, w, h in BOXES[image["id"]]]
@@ -90,7 +90,7 @@ def test_what_the_file_says_is_found_wholly(folder: Path, contiguous: bool) -> N
     figures = average_precision(data, detections)
     assert tuple(figures) == FIGURES
     assert figures["AP"] == figures["AP50"] == figures["AR100"] == pytest.approx(1.0)
-    assert figures["AP_large"] == -1  # there are none
+    assert figures["AP_large"] == -1  # there are no objects
 
 
 def test_boxes_moved_by_a_quarter_count_at_half_and_not_at_three_quarters(folder: Path) -> None:
@@ -104,7 +104,7 @@ def test_boxes_moved_by_a_quarter_count_at_half_and_not_at_three_quarters(folder
     figures = average_precision(data, [Detections(torch.tensor([0.5]), torch.tensor([7]), box), nothing])
     assert figures["AP50"] == pytest.approx(1.0)
     assert figures["AP75"] == 0
-    assert figures["AP"] == pytest.approx(0.3)  # of ten thresholds 0.5, 0.55 and 0.6
+    assert figures["AP"] == pytest.approx(0.3)  # of the ten thresholds, 0.5, 0.55 and 0.6 are met
     empty = average_precision(data, [nothing, nothing])
     assert empty["AP"] == 0
     assert empty["AP_large"] == -1

@@ -27,7 +27,7 @@ CLASSES, QUERIES, LAYERS = 9, 12, 6
 
 
 def some_targets(*counts: int, seed: int = 0) -> list[dict[str, Tensor]]:
-    """Objects inside of their images, as many as said for each."""
+    """Objects inside of their images, with the given number for each image."""
     random = torch.Generator().manual_seed(seed)
     targets = []
     for count in counts:
@@ -38,7 +38,7 @@ def some_targets(*counts: int, seed: int = 0) -> list[dict[str, Tensor]]:
 
 
 def some_predictions(images: int, layers: int = LAYERS, seed: int = 1, device: str = "cpu") -> Predictions:
-    """Of all layers, and leaves of autograd."""
+    """Predictions of all layers, as leaves of autograd."""
     random = torch.Generator().manual_seed(seed)
     all_layers = []
     for _ in range(layers):
@@ -54,7 +54,7 @@ def leaves(predictions: Predictions) -> list[Tensor]:
 
 @pytest.fixture(scope="session")
 def object_detection(torchvision_models: ModuleType) -> Any:
-    """transformers' losses: (predictions, targets) -> (total, each)."""
+    """transformers' losses: (predictions, targets) -> (total, each term)."""
     transformers = pytest.importorskip("transformers")
     losses = pytest.importorskip("transformers.loss.loss_for_object_detection")
 
@@ -120,7 +120,7 @@ def test_predictions_that_are_right_cost_nothing() -> None:
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_with_infinite_logits(dtype: torch.dtype, batched: bool) -> None:
-    """The matcher continues, and images that are finite have the queries that they would have alone."""
+    """The matcher continues, and images with finite values get the same queries as without the others."""
     predictions, targets = some_predictions(2, layers=1), some_targets(3, 4)
     logits, boxes = predictions.logits.detach().to(dtype), predictions.boxes.detach().to(dtype)
     matcher, padded = Matcher(batched=batched), pad_targets(targets, CLASSES)
@@ -133,7 +133,7 @@ def test_half_precision_with_infinite_logits(dtype: torch.dtype, batched: bool) 
     assert found[0, :3].min() >= 0
     losses = SetCriterion(CLASSES, matcher)(Predictions(logits, boxes), targets)
     assert losses["loss_ce"].dtype == torch.float32
-    assert not losses["loss_ce"].isfinite()  # which a gradient scaler sees, and leaves the step out
+    assert not losses["loss_ce"].isfinite()  # a gradient scaler sees this and omits the step
 
 
 def test_generalized_iou_of_known_boxes() -> None:
@@ -150,7 +150,7 @@ def test_boxes_are_divided_by_their_number_in_all_processes(monkeypatch: pytest.
     alone = SetCriterion(CLASSES)(predictions, targets)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(dist, "all_reduce", lambda count: count.add_(9))  # the other process has 9
+    monkeypatch.setattr(dist, "all_reduce", lambda count: count.add_(9))  # the other process has 9 objects
     together = SetCriterion(CLASSES)(predictions, targets)
     for name, loss in together.items():
         share = 3 / 6 if "bbox" in name or "giou" in name else 1
@@ -168,7 +168,7 @@ def test_a_process_group_is_used() -> None:
 
 
 def test_no_step_asks_what_was_found() -> None:
-    """Tensors without data cannot be asked: with the batched matcher nothing waits for a GPU."""
+    """Tensors without data cannot be queried. So this shows that with the batched matcher nothing waits for a GPU."""
     predictions = Predictions(
         torch.empty(2, QUERIES, CLASSES + 1, device="meta"), torch.empty(2, QUERIES, 4, device="meta")
     )

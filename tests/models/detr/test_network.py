@@ -1,4 +1,4 @@
-"""DETR is facebookresearch's in its keys and Hugging Face's in its numbers, whatever the sizes of the images."""
+"""DETR has the keys of facebookresearch's and the numbers of Hugging Face's, whatever the sizes of the images."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def small(block: type[BasicBlock | Bottleneck] = BasicBlock, **options: Any) -> 
 
 @torch.no_grad()
 def randomize(model: nn.Module) -> None:
-    """All parameters and norm buffers, of sizes that keep the activations near one."""
+    """Randomize all parameters and norm buffers, with sizes that keep the activations near one."""
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         if value.dim() > 1:
             nn.init.normal_(value, std=value[0].numel() ** -0.5)
@@ -82,7 +82,7 @@ def hugging_face(torchvision_models: ModuleType) -> Callable[..., nn.Module]:
 
 
 def version_4(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The names that transformers 4 gives, and that the published files have."""
+    """The names of transformers 4, which the published files use."""
     renamed = {}
     for key, value in tensors.items():
         key = key.replace("model.backbone.", "model.backbone.conv_encoder.")
@@ -90,7 +90,7 @@ def version_4(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return renamed
 
 
-# Counts of facebookresearch/detr, as its trained files have them.
+# The numbers of parameters in the trained files of facebookresearch/detr.
 @pytest.mark.parametrize(
     ("build", "parameters", "trained", "keys"),
     [(detr_resnet50, 41_524_768, 41_302_368, 458), (detr_resnet101, 60_464_672, 60_242_272, 713)],
@@ -137,7 +137,7 @@ def test_the_backbone_is_torchvisions_with_frozen_norms(torchvision_models: Modu
     theirs.avgpool, theirs.fc = nn.Identity(), nn.Identity()
     x = torch.randn(2, 3, 64, 96)
     torch.testing.assert_close(ours(x).flatten(1), theirs.eval()(x), rtol=1e-5, atol=1e-5)
-    assert all(torch.equal(v, keys[k]) for k, v in ours.state_dict().items())  # training left the statistics alone
+    assert all(torch.equal(v, keys[k]) for k, v in ours.state_dict().items())  # training did not change the statistics
 
 
 @pytest.mark.parametrize(("block", "layer_type"), [(BasicBlock, "basic"), (Bottleneck, "bottleneck")])
@@ -191,11 +191,11 @@ def test_every_decoder_layer_predicts(hugging_face: Callable[..., Any]) -> None:
 
 
 def test_padding_changes_nothing_but_where_the_features_end() -> None:
-    """Of images whose sides are multiples of 32 and that are black at the border, only rounding is left."""
+    """For images whose sides are multiples of 32 and whose border is black, results differ only by rounding."""
     model = small()
     randomize(model)
     body = model.backbone[0].body
-    for module in body.modules():  # black stays black: no bias anywhere
+    for module in body.modules():  # without any bias, black stays black
         if hasattr(module, "running_mean"):
             module.running_mean.zero_()
             module.bias.zero_()
@@ -207,8 +207,8 @@ def test_padding_changes_nothing_but_where_the_features_end() -> None:
     torch.testing.assert_close(beside.boxes[0], alone.boxes[0], rtol=0, atol=1e-4)
 
 
-# As MMDetection describes DETRHead.forward_single: a 1x1 projection of the map, a mask that is one in the padded batch
-# and zero inside each image's size, interpolated to the map, and the heads on what every decoder layer gives.
+# As in MMDetection's description of DETRHead.forward_single: a 1x1 projection of the map; a mask that is zero inside
+# each image and one in its padding, interpolated to the map; and the heads on the result of every decoder layer.
 def given_to_the_transformer(model: Detr, images: Any, padding: Tensor | None = None) -> tuple[Tensor | None, ...]:
     """Cells (B, S, D), positions (B, S, D), queries (Q, D) and which cells may be attended to (B, 1, 1, S)."""
     seen: list[tuple[Tensor | None, ...]] = []
@@ -231,7 +231,8 @@ def test_each_layer_gives_logits_and_boxes_of_each_query() -> None:
     assert scores.shape == (*shape, SMALL["num_classes"] + 1)
     assert boxes.shape == (*shape, 4)
     assert ((boxes > 0) & (boxes < 1)).all()
-    assert len({tuple(layer.logits.flatten().tolist()) for layer in layers}) == len(layers)  # each speaks for itself
+    # each query has its own result
+    assert len({tuple(layer.logits.flatten().tolist()) for layer in layers}) == len(layers)
 
 
 def test_cells_are_the_projected_map() -> None:
@@ -255,7 +256,7 @@ def test_cells_are_the_projected_map() -> None:
     ids=str,
 )
 def test_the_mask_is_that_of_the_nearest_pixels(sizes: list[tuple[int, int]]) -> None:
-    """A cell (i, j) of an h x w map is padding where pixel (i H // h, j W // w) of the H x W batch is."""
+    """A cell (i, j) of an h x w map is padding if pixel (i H // h, j W // w) of the H x W batch is padding."""
     batch, padding = pad_images([torch.randn(3, *size) for size in sizes])
     assert [(~mask).nonzero().max(0).values.tolist() for mask in padding] == [[h - 1, w - 1] for h, w in sizes]
     assert [int((~mask).sum()) for mask in padding] == [h * w for h, w in sizes]
@@ -271,7 +272,7 @@ def test_the_mask_is_that_of_the_nearest_pixels(sizes: list[tuple[int, int]]) ->
 
 
 def test_a_batch_without_padding_needs_no_mask() -> None:
-    """None means that all of it is image."""
+    """None means that the whole map is image."""
     model = small()
     randomize(model)
     x = torch.stack((IMAGES[0], IMAGES[0].flip(-1)))
@@ -279,14 +280,14 @@ def test_a_batch_without_padding_needs_no_mask() -> None:
     *_, allowed = given_to_the_transformer(model, x)
     assert allowed is None
     *_, allowed = given_to_the_transformer(model, list(x))
-    assert allowed is None  # as images of one size fill it
+    assert allowed is None  # images of one size fill the batch
     with torch.no_grad():
         torch.testing.assert_close(model(x).logits, model(x, nothing).logits, rtol=0, atol=1e-5)
         assert torch.equal(model(list(x)).logits, model(x).logits)
 
 
 def test_cells_of_padding_are_not_seen() -> None:
-    """Whatever the map holds there, logits and boxes of all layers are the same; in any other cell it matters."""
+    """The map's values in padding do not change the logits and boxes of any layer. The values of all other cells do."""
     model = small()
     randomize(model)
     batch, padding = pad_images([image[:, :70] for image in IMAGES], multiple=64)
@@ -308,7 +309,7 @@ def test_cells_of_padding_are_not_seen() -> None:
 
 
 class Given(nn.Module):
-    """A backbone that gives this map, whatever it sees."""
+    """A backbone that returns this map for any input."""
 
     def __init__(self, x: Tensor) -> None:
         super().__init__()
@@ -319,7 +320,7 @@ class Given(nn.Module):
 
 
 def test_images_of_a_batch_do_not_see_each_other() -> None:
-    """With the batch as large as it is, the others may be any images of any size, in any order."""
+    """As long as the batch keeps its size, the other images may be any images of any size, in any order."""
     model = small()
     randomize(model)
     batch, padding = pad_images(IMAGES)
@@ -403,7 +404,8 @@ def operators(call: Callable[[], object]) -> list[str]:
 
 @torch.no_grad()
 def test_sums_are_computed_with_the_norms_after_them() -> None:
-    """Two for each encoder layer, three for each decoder layer, but for the first one's sum with zeros."""
+    """There are two sums for each encoder layer and three for each decoder layer, except for the first decoder layer's
+    sum with zeros."""
     names = operators(lambda: small()(IMAGES))
     assert names.count("rooftop::add_layer_norm") == 2 * 2 + 3 * 3 - 1
     assert names.count("rooftop::layer_norm") == 2
@@ -411,7 +413,8 @@ def test_sums_are_computed_with_the_norms_after_them() -> None:
 
 @torch.no_grad()
 def test_an_engine_computes_once_what_does_not_depend_on_the_images() -> None:
-    """Positions of a batch without padding, what objects ask first, the weights of all layers side by side."""
+    """Computed once: the positions of a batch without padding, the first queries of the objects, and the weights of all
+    layers side by side."""
     model = small()
     randomize(model)
     batch, padding = pad_images(IMAGES)

@@ -1,4 +1,5 @@
-"""facebookresearch's weights by name: the right file, fetched once, into the network that it was trained in."""
+"""facebookresearch's weights by name: the right file is fetched once and loaded into the network that it was trained
+for."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ ADDRESS = "https://dl.fbaipublicfiles.com/detr"
 
 
 class Folder(SimpleHTTPRequestHandler):
-    """Serves files, and keeps the paths that were asked for."""
+    """Serves files and records the requested paths."""
 
     asked: list[str]
 
@@ -50,7 +51,8 @@ class Folder(SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def tensors() -> dict[str, Tensor]:
-    """Of a small DETR on a ResNet-50, each tensor with a value of its own; a file of them is small."""
+    """The tensors of a small DETR on a ResNet-50. Each is filled with a different value, so that their file is
+    small."""
     with torch.device("meta"):
         shapes = {key: value.shape for key, value in detr_resnet50(**SMALL).state_dict().items()}
     return {key: torch.tensor(1 + i / 8).expand(shape) for i, (key, shape) in enumerate(shapes.items())}
@@ -58,7 +60,7 @@ def tensors() -> dict[str, Tensor]:
 
 @pytest.fixture
 def asked(tensors: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A server on the loopback has both files of DETR on a ResNet-50; the paths that it was asked for."""
+    """The paths requested from a loopback server that has both files of DETR on a ResNet-50."""
     folder = tmp_path / "published"
     folder.mkdir()
     torch.save({"model": tensors}, folder / "file")
@@ -85,7 +87,7 @@ def assert_loaded(model: torch.nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def cells(model: torch.nn.Module) -> int:
-    """Along each side of the map of an image of 64 x 64 pixels."""
+    """The cells along each side of the map of an image of 64 x 64 pixels."""
     assert isinstance(model, Detr)
     with torch.no_grad():
         return model.eval().backbone(torch.zeros(1, 3, 64, 64)).shape[-1]
@@ -103,7 +105,7 @@ def cells(model: torch.nn.Module) -> int:
 def test_names_stand_for_facebookresearchs_files(
     builder: str, name: str, file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As its hubconf.py has them: the digits are the beginning of the checksum."""
+    """The names of its hubconf.py. The digits are the beginning of the checksum."""
     monkeypatch.delenv("ROOFTOP_WEIGHTS_URL")
     published = WEIGHTS[builder][name]
     assert published.url == f"{ADDRESS}/{file}"
@@ -135,7 +137,7 @@ def test_a_name_is_downloaded_once(
 
 
 def test_dilated_weights_come_in_a_dilated_network(asked: list[str], tensors: dict[str, Tensor], cache: Path) -> None:
-    """Keys and shapes are the same, so that only the name tells."""
+    """Keys and shapes are the same, so only the name shows the difference."""
     model = detr_resnet50(weights="COCO_DC5", **SMALL)
     assert_loaded(model, tensors)
     assert cells(model) == 4

@@ -1,4 +1,4 @@
-"""The config of a Gpt: published sizes, Hugging Face's config.json in and out, and what is refused."""
+"""The config of a Gpt: published sizes, reading and writing of Hugging Face's config.json, and refused configs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ PARAMETERS = {
 }
 """As published, with embeddings; CodeGeeX's are not, since its last layer is another one here."""
 
-# The config.json of the first GPT-2, as transformers 4 wrote it, and of Llama 2 70B; what has no meaning here left out.
+# The config.json of the first GPT-2, as transformers 4 wrote it, and of Llama 2 70B, without entries that have no
+# meaning here.
 OF_GPT2: dict[str, Any] = {
     "activation_function": "gelu_new",
     "architectures": ["GPT2LMHeadModel"],
@@ -115,7 +116,7 @@ def test_parameters_with_each_switch(changes: dict[str, Any]) -> None:
 
 
 def test_flops_of_a_token() -> None:
-    """Six for each element of a matrix; of attention, six for each feature, visible key and product."""
+    """Six flops for each element of a matrix, and in attention six for each feature, visible key and product."""
     config = gpt_config("llama-7b")
     matrices = config.parameters - config.vocabulary * config.width - 65 * config.width  # no embedding, no norms
     assert config.flops_per_token(4096) == 6 * matrices + 32 * 6 * 2 * 4096 * 4097 // 2
@@ -153,7 +154,7 @@ def test_published_files_of_hugging_face() -> None:
     ],
 )
 def test_there_and_back(config: GptConfig) -> None:
-    """Through JSON, as a file has it; with the right kind of model, which its switches tell."""
+    """Through JSON, as in a file, with the right kind of model, which follows from the config's switches."""
     assert config_of(json.loads(json.dumps(hugging_face_config(config)))) == config
 
 
@@ -181,13 +182,13 @@ def test_what_says_the_same_is_equal() -> None:
     assert replace(llama, window=5, window_layers=()) == llama
     assert replace(llama, window=5, window_layers=tuple(reversed(range(22)))) == replace(llama, window=5)
     gpt = gpt_config("gpt2")
-    assert replace(gpt, mlp_biases=False).biases  # its norms have biases, too
+    assert replace(gpt, mlp_biases=False).biases  # its norms have biases too
     assert [replace(llama, window=5, window_layers=(3,)).window_of(layer) for layer in (2, 3)] == [None, 5]
 
 
 @given(length=st.integers(1, 40), window=st.integers(1, 50), layers=st.integers(0, 22))
 def test_flops_of_a_window(length: int, window: int, layers: int) -> None:
-    """Pair by pair."""
+    """Compared with a count of single pairs."""
     llama = replace(gpt_config("llama-1b"), window=window, window_layers=tuple(range(layers)))
     none = replace(llama, window=None, window_layers=None)
     pairs = [sum(min(place, size) for place in range(1, length + 1)) for size in (window, length)]

@@ -1,5 +1,5 @@
-"""Generation beside transformers' `generate`: greedy text, unequal prompts, the context's end; sampling's laws; a cache
-that is shared, waited for and given back; errors."""
+"""Generation compared with transformers' `generate`: greedy text, unequal prompts, the end of the context, laws of
+sampling, a cache that is shared, waited for and given back, and errors."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def texts(lengths: list[int], vocabulary: int, seed: int = 0) -> list[list[int]]
 
 
 def by_theirs(theirs: Any, prompt: list[int], count: int) -> list[int]:
-    """Of one prompt by itself, up to the model's positions."""
+    """The text of a single prompt, up to the model's number of positions."""
     count = min(count, 40 - len(prompt))
     tokens = torch.tensor([prompt])
     found = theirs.generate(
@@ -117,7 +117,7 @@ def test_greedy_text_is_theirs_token_for_token(kind: str, hugging_face: Callable
     assert [len(prompt) + len(new) for prompt, new in zip(prompts, expected, strict=True)] == [40] * 6
     assert len({token for new in expected for token in new}) > 3
     assert generate(ours, prompts, 40, page=4) == expected
-    for alone in (1, 3, 5):  # the shortest, one between, the longest
+    for alone in (1, 3, 5):  # the shortest, a medium one, the longest
         assert generate(ours, [prompts[alone]], 40) == [expected[alone]]
 
 
@@ -250,7 +250,7 @@ def test_a_cache_that_is_too_small_says_what_it_takes() -> None:
 
 def test_memory_is_that_of_the_sequences() -> None:
     generation = Generation(small(LLAMA), texts([1, 30], 61), 4, page=4)
-    assert generation.cache.pages == 1 + 9  # of 4 and 33 positions: the last token is not read again
+    assert generation.cache.pages == 1 + 9  # pages of 4 and 33 positions: the last token is not read again
     assert generation.cache.bytes == 11 * 4 * 2 * LLAMA.layers * LLAMA.kv_width * 4
     assert Generation(small(LLAMA), texts([1, 30], 61), 4, page=4, batch=1).cache.pages == 9
 
@@ -349,7 +349,7 @@ def test_stages_parts_of_sequences_and_models_in_training_mode_are_refused() -> 
     with pytest.raises(ValueError, match=r"training mode: call model\.eval"):
         generate(Gpt(GPT), [[1]], 1)
     part = Gpt(GPT).eval()
-    part.split_along = object()  # as if others had the rest of each sequence
+    part.split_along = object()  # as if other ranks had the rest of each sequence
     with pytest.raises(ValueError, match="ranks share the sequences"):
         generate(part, [[1]], 1)
 
@@ -365,7 +365,7 @@ def test_only_models_with_values() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}], ids=str)
 def test_a_model_that_gives_no_numbers_is_an_error(options: dict[str, Any]) -> None:
-    """In the prompt; in a later step, where the others are told until then."""
+    """Either in the prompt, or in a later step, where the other sequences are reported up to that step."""
     broken = Gpt(LLAMA).eval()
     with torch.no_grad():
         broken.head.norm.weight[0] = torch.nan
@@ -375,7 +375,7 @@ def test_a_model_that_gives_no_numbers_is_an_error(options: dict[str, Any]) -> N
     randomize(model)
     told = generate(model, [[1, 2]], 3, **options)[0]
     with torch.no_grad():
-        model.embedding.tokens.weight[told[0]] = torch.nan  # untied: it can be chosen, not read
+        model.embedding.tokens.weight[told[0]] = torch.nan  # untied: this token can be chosen, but not read
     generation, come = Generation(model, [[1, 2]], 3, Sampling(**options)), []
     with pytest.raises(FloatingPointError, match="after 3 tokens of prompt 0"):
         come.extend(generation)

@@ -1,4 +1,4 @@
-"""Folders of Llama, Mistral, Qwen2 and Qwen3 as transformers writes them: its logits, gradients and greedy text."""
+"""Folders of Llama, Mistral, Qwen2 and Qwen3, written by transformers, give its logits, gradients and greedy text."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ TOKENS = torch.randint(61, (2, 40), generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture(scope="module")
 def folders(torchvision_models: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """what -> (transformers' model in eval mode, the folder that it wrote)."""
+    """family -> (transformers' model in eval mode, the folder that it wrote)."""
     transformers = pytest.importorskip("transformers")
 
     @cache
@@ -88,7 +88,8 @@ def test_logits_are_transformers(what: str, folders: Any, tmp_path: Path) -> Non
 
 @every
 def test_greedy_text_is_transformers(what: str, folders: Any) -> None:
-    """Token for token, prompts of different lengths together; theirs without a cache, which has faults of its own."""
+    """Compared token for token, with prompts of different lengths together. transformers runs without its cache, which
+    has faults."""
     theirs, folder = folders(what)
     ours, prompts = load_gpt(folder).eval(), [TOKENS[0, :9], TOKENS[1, :2]]
     found = generate(ours, prompts, 20)
@@ -125,7 +126,8 @@ def test_frequencies_are_transformers(what: str, folders: Any) -> None:
 
 
 def test_a_window_counts_less(folders: Any) -> None:
-    """Bytes and flops of a step: its keys and values in layers with the window, all others in the rest."""
+    """Bytes and flops of a step: layers with a window read only the window's keys and values, the other layers read
+    all."""
     model = load_gpt(folders("qwen2, windows")[1]).eval()
     generation = Generation(model, [TOKENS[0, :9]], 3, Sampling())
     assert len(list(generation)) == 3

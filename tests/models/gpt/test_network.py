@@ -1,4 +1,5 @@
-"""Gpt beside transformers' GPT-2 and Llama: logits, loss, gradients, greedy text; stages, cache, dropout, errors."""
+"""Gpt compared with transformers' GPT-2 and Llama: logits, loss, gradients, greedy text; stages, cache, dropout,
+errors."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ Pair = tuple[nn.Module, Gpt]
 
 
 def randomize(model: nn.Module) -> None:
-    """Parameters that keep activations near one, and of which none is without effect."""
+    """Randomize parameters so that activations stay near one and every parameter has an effect."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -101,7 +102,7 @@ def test_logits(kind: str, hugging_face: Callable[[str], Pair]) -> None:
     theirs, ours = hugging_face(kind)
     tokens = text(ours.config)
     expected = theirs(tokens).logits
-    assert expected.std() > 0.3  # of weights that matter
+    assert expected.std() > 0.3  # weights that have an effect
     torch.testing.assert_close(ours(tokens), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -169,7 +170,7 @@ def test_bfloat16_is_as_accurate_as_theirs(kind: str, hugging_face: Callable[[st
 @pytest.mark.parametrize("kind", ["gpt2", "llama in groups"])
 @torch.no_grad()
 def test_flops_are_those_of_their_products(kind: str, hugging_face: Callable[[str], Pair]) -> None:
-    """Theirs compute all pairs of positions, of which ours count those that a causal mask lets through."""
+    """transformers' products compute all pairs of positions; ours count only those that a causal mask lets through."""
     theirs, ours = hugging_face(kind)
     config, tokens = ours.config, text(ours.config, batch=1)
     with FlopCounterMode(display=False) as counter:
@@ -184,7 +185,7 @@ def test_flops_are_those_of_their_products(kind: str, hugging_face: Callable[[st
 
 
 class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that an operator gives."""
+    """The number of elements of the largest tensor that any operator returns."""
 
     elements = 0
 
@@ -277,7 +278,7 @@ def test_stages_are_the_model(config: GptConfig) -> None:
     torch.testing.assert_close(loss, expected, atol=1e-6, rtol=1e-6)
     loss.backward()
     found = {name: parameter.grad for stage in stages for name, parameter in stage.named_parameters()}
-    if config.tied:  # which a pipeline sums up
+    if config.tied:  # a pipeline sums these
         found["embedding.tokens.weight"] += found.pop("head.output.weight")
     for name, gradient in gradients(model, expected).items():
         torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=1e-5)
@@ -468,7 +469,7 @@ def test_wrong_stages() -> None:
 @pytest.mark.gpu
 @both
 def test_on_the_gpu_it_is_the_same_model(config: GptConfig) -> None:
-    """float32 beside the CPU, bfloat16 beside float64, and a compiled step."""
+    """float32 compared with the CPU, bfloat16 compared with float64, and a compiled step."""
     config = replace(config, width=192, hidden=256)
     model, tokens = small(config).eval(), text(config, batch=3, length=40)
     there, on_gpu = small(config).cuda().eval(), tokens.cuda()

@@ -16,7 +16,7 @@ EVEN = (torch.arange(2000, dtype=torch.float64) + 0.5) / 2000
 
 
 def shares(sampling: Sampling, probable: torch.Tensor = PROBABLE) -> list[float]:
-    """How often each token is chosen over numbers that are spread evenly."""
+    """The frequency of each token for evenly spread random numbers."""
     chosen = choose(probable.log().expand(len(EVEN), -1), EVEN, sampling)
     return (chosen.bincount(minlength=len(probable)) / len(EVEN)).tolist()
 
@@ -32,7 +32,8 @@ def shares(sampling: Sampling, probable: torch.Tensor = PROBABLE) -> list[float]
         (Sampling(1.0, top_p=0.69), [0, 4 / 7, 0, 3 / 7, 0]),
         (Sampling(1.0, top_p=0.71), [0, 0.4 / 0.85, 0, 0.3 / 0.85, 0.15 / 0.85]),
         (Sampling(1.0, top_p=0.01), [0, 1, 0, 0, 0]),
-        (Sampling(1.0, top_k=3, top_p=0.5), [0, 4 / 7, 0, 3 / 7, 0]),  # of the three, 0.4 / 0.85 is less than half
+        # the three have 0.85 in all, and 0.4 / 0.85 is less than half
+        (Sampling(1.0, top_k=3, top_p=0.5), [0, 4 / 7, 0, 3 / 7, 0]),
     ],
 )
 def test_tokens_are_chosen_as_often_as_they_should(sampling: Sampling, expected: list[float]) -> None:
@@ -63,7 +64,7 @@ def test_what_has_no_probability_is_never_chosen(
 @pytest.mark.parametrize("temperature", [1e-320, 1e-30, 1e308])
 def test_the_coldest_is_greedy_and_the_hottest_even(temperature: float, options: dict[str, Any]) -> None:
     sampling = Sampling(temperature, **options)
-    count = 5 if not options else 2 if "top_k" in options else 3  # three of five even ones have a half
+    count = 5 if not options else 2 if "top_k" in options else 3  # of five equally likely tokens, three reach a half
     expected = [1 / count] * count if temperature > 1 else [1.0]
     assert sorted(shares(sampling), reverse=True)[: len(expected)] == pytest.approx(expected, abs=2e-3)
     if temperature < 1:

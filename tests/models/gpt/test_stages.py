@@ -31,7 +31,7 @@ def test_the_slowest_part_is_as_fast_as_can_be_and_the_others_as_equal(
     parts = min(parts, len(costs))
 
     def of_parts(ends: tuple[int, ...]) -> tuple[int, int]:
-        """(the most that a part costs, the sum of squares)."""
+        """(largest cost of a part, sum of squares)."""
         sums = [sum(costs[a:b]) for a, b in pairwise((0, *ends, len(costs)))]
         sums[0] += first
         sums[-1] += last
@@ -66,7 +66,7 @@ def test_ranks_with_several_stages_are_as_equal_as_moves_of_a_layer_make_them(
     costs: list[int], placement: list[list[int]], last: int
 ) -> None:
     def of_ranks(sizes: list[int]) -> tuple[int, int]:
-        """(the most that a rank costs, the most that a stage costs)."""
+        """(largest cost of a rank, largest cost of a stage)."""
         ends = [0, *accumulate(sizes)]
         of_stages = [sum(costs[a:b]) for a, b in pairwise(ends)]
         of_stages[-1] += last
@@ -82,7 +82,7 @@ def test_ranks_with_several_stages_are_as_equal_as_moves_of_a_layer_make_them(
 
 
 def test_the_rank_with_the_head_has_fewer_layers_in_all() -> None:
-    """Its first stage and its last: in the shape of a V the head's rank is the first one."""
+    """Counted over both of its stages. In the shape of a V, the first rank has the head."""
     first, second, third, last = map(len, layers_of_stages(gpt_config("gpt2"), [[0, 3], [1, 2]], 1024))
     assert (first + last, second + third) == (5, 7)
 
@@ -95,7 +95,7 @@ def test_too_few_layers_are_refused() -> None:
 
 
 def test_a_rank_alone_has_all_stages_of_the_same_model() -> None:
-    """A schedule of one rank with several stages: parameters, names and ties are those of the whole model."""
+    """A schedule of one rank with several stages has the parameters, names and ties of the whole model."""
     schedule = schedule_of("zbv", 1, 2)
     groups = Layout().process_groups()
     model = parallel_gpt_stages(GPT, Layout(), groups, schedule, length=8, seed=3)

@@ -42,7 +42,7 @@ def test_what_is_no_byte_is_shown_by_its_number() -> None:
 
 
 def saved(path: Path, spaces: str) -> FileTokenizer:
-    """A tokenizer of words, whose spaces are made as GPT-2's ("before") or Llama's ("joined")."""
+    """A tokenizer of words that treats spaces like GPT-2's ("before") or Llama's ("joined")."""
     tokenizers = pytest.importorskip("tokenizers")
     words = (
         ["<s>", "▁a", "▁roof", "▁of", "tiles", "▁"]

@@ -1,4 +1,4 @@
-"""Files of a Gpt's weights: written, read by the stage that owns them, exchanged with transformers, and refused."""
+"""Files of a Gpt's weights are written, read by the stage that owns them, exchanged with transformers, and refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TOKENS = torch.arange(24).view(2, 12) % 17
 
 
 def made_up(config: GptConfig, **options: Any) -> Gpt:
-    """Each element has a value of its own kind."""
+    """Weights in which each element has a different value."""
     model, generator = Gpt(config, **options), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -62,7 +62,7 @@ def test_saved_and_loaded(config: GptConfig, file_bytes: int, dtype: torch.dtype
     elif file_bytes == 8000:
         assert 2 < len(files) < 30
         assert largest <= 8000
-    else:  # a tensor each
+    else:  # one tensor each
         assert len(files) == len(hugging_face_state_dict(model.state_dict(), config))
     assert read_gpt_config(tmp_path / "model") == config
     again = load_gpt(tmp_path / "model", dtype=dtype)
@@ -121,7 +121,7 @@ OLDER = {
 
 @pytest.mark.parametrize("what", OLDER)
 def test_keys_of_older_files(what: str, tmp_path: Path) -> None:
-    """Of a GPT-2 without a head, with its causal masks; of a Llama with frequencies; with a tied head beside them."""
+    """Keys of a GPT-2 without a head and with causal masks, of a Llama with frequencies, and with a tied head."""
     config, key, tensor = OLDER[what]
     model = made_up(config)
     theirs = hugging_face_state_dict(model.state_dict(), config)
@@ -154,7 +154,7 @@ EMBEDDING = {GPT: "transformer.wte.weight", TIED[1]: "model.embed_tokens.weight"
 def folder_with(
     changes: Callable[[dict[str, Tensor]], None], config: GptConfig, folder: Path, size: int = 8000
 ) -> Path:
-    """Of a tied model as it is saved, with other tensors; in several files whose index knows of no change."""
+    """A folder of a saved tied model with changed tensors. If there are several files, the index is unchanged."""
     save_gpt(made_up(config), folder, file_bytes=size)
     last = sorted(folder.glob("*.safetensors"))[-1]
     tensors = safetensors.load_file(last)
@@ -282,7 +282,7 @@ def test_tensors_that_do_not_fit(what: str, tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=message) as caught:
         load_gpt_weights(model, tmp_path / "wrong.safetensors")
     assert str(tmp_path / "wrong.safetensors") in str(caught.value)
-    assert same(model, untouched)  # nothing is copied before all of it fits
+    assert same(model, untouched)  # nothing is copied before everything is known to fit
 
 
 def test_folders_that_cannot_be_read(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The backbone of SECOND: the dense network of the same weights, with OpenPCDet's keys."""
+"""The backbone of SECOND agrees with a dense network of the same weights, and has OpenPCDet's keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rooftop.models.point_clouds.second import second_state_dict
 from rooftop.sparse import SparseConvTensor, SubMConv3d
 
 GRID = (41, 24, 16)
-CONVOLUTIONS = {  # of OpenPCDet's VoxelBackBone8x, spconv 2: (out, kernel, in)
+CONVOLUTIONS = {  # shapes of OpenPCDet's VoxelBackBone8x, spconv 2: (out, kernel, in)
     "conv_input.0": (16, 3, 3, 3, 4),
     "conv1.0.0": (16, 3, 3, 3, 16),
     "conv2.0.0": (32, 3, 3, 3, 16),
@@ -33,7 +33,7 @@ CONVOLUTIONS = {  # of OpenPCDet's VoxelBackBone8x, spconv 2: (out, kernel, in)
 
 @pytest.fixture(scope="module")
 def backbone() -> SecondBackbone:
-    """With norms that do something, for inference."""
+    """A backbone for inference whose norms have an effect."""
     torch.manual_seed(1)
     backbone = second_backbone().eval()
     for module in backbone.modules():
@@ -53,11 +53,11 @@ def voxels(sites: int = 200, batch: int = 2) -> SparseConvTensor:
 
 
 def dense_twin(backbone: SecondBackbone, x: SparseConvTensor) -> Tensor:
-    """Every convolution on the whole grid, its result zero where no site is."""
+    """Compute every convolution on the whole grid, with zero results where there is no site."""
     grid = x.dense()
     mask = x.replace_feature(torch.ones(len(x.indices), 1)).dense()
     layers = [module for module in backbone.modules() if not list(module.children())]
-    for conv, norm in zip(layers[::3], layers[1::3], strict=True):  # each third is a ReLU
+    for conv, norm in zip(layers[::3], layers[1::3], strict=True):  # every third module is a ReLU
         same = isinstance(conv, SubMConv3d)
         step = {"padding": 1} if same else {"stride": tuple(conv.stride), "padding": tuple(conv.padding)}
         if not same:

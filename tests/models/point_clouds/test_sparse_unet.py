@@ -1,4 +1,4 @@
-"""MinkUNet and the sparse U-Net: the dense network of the same weights, seen at the sites."""
+"""MinkUNet and the sparse U-Net agree at the sites with a dense network of the same weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUILDERS = {
 
 @pytest.fixture(params=BUILDERS)
 def model(request: pytest.FixtureRequest) -> UShape:
-    """A small network in float64 whose norms do something, for inference."""
+    """A small network in float64 for inference, whose norms have an effect."""
     torch.manual_seed(1)
     model: UShape = BUILDERS[request.param]().double().eval()
     for module in model.modules():
@@ -35,7 +35,7 @@ def model(request: pytest.FixtureRequest) -> UShape:
 
 
 def cloud(sites: int = 60, batch: int = 2, seed: int = 0) -> SparseConvTensor:
-    """Random sites, those of the last cell of each element among them, in random order."""
+    """Random sites in random order, including the last cell of each batch element."""
     draw = torch.Generator().manual_seed(seed)
     cells = GRID[0] * GRID[1] * GRID[2]
     flat = torch.cat([b * cells + torch.randperm(cells - 1, generator=draw)[: sites - 1] for b in range(batch)])
@@ -51,16 +51,16 @@ def at_sites(grid: Tensor, indices: Tensor) -> Tensor:
 
 
 class DenseTwin:
-    """Computes what a network computes by dense convolutions, each result zero where no site is.
+    """Computes a network by dense convolutions, with zero results where there is no site.
 
-    `finer` has, by indice_key, the mask that an inverse convolution goes back to.
+    `finer` maps each indice_key to the mask to which an inverse convolution returns.
     """
 
     def __init__(self) -> None:
         self.finer: dict[str, Tensor] = {}
 
     def __call__(self, module: nn.Module, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, C, z, y, x) and (B, 1, z, y, x) of 0 and 1, to the same."""
+        """From (B, C, z, y, x) and a mask (B, 1, z, y, x) of 0 and 1 to new values of the same form."""
         if isinstance(module, SubMConv3d):
             return F.conv3d(x, module.weight.permute(0, 4, 1, 2, 3), padding=1) * mask, mask
         if isinstance(module, SparseConv3d):
@@ -190,7 +190,7 @@ def test_one_rulebook_serves_all_layers_of_a_level_and_another_call(model: UShap
 
 
 def with_bounds(model: UShape, rows: int) -> UShape:
-    """A copy whose strided convolutions have so many rows of outputs."""
+    """A copy whose strided convolutions are bounded to this many rows of outputs."""
     twin = copy.deepcopy(model)
     for module in twin.modules():
         if isinstance(module, SparseConv3d):
@@ -228,7 +228,7 @@ def test_with_bounds_a_graph_captures_the_network_and_its_rulebooks(model: UShap
 
 
 def test_the_sizes_are_those_published() -> None:
-    """Tang et al. 2020, table 2: 21.7 million parameters of MinkowskiNet with two blocks in each stage."""
+    """Tang et al. 2020, table 2: MinkowskiNet with two blocks in each stage has 21.7 million parameters."""
     with torch.device("meta"):
         small, large = minkunet18(4, 19), minkunet34(4, 19)
     assert round(sum(p.numel() for p in small.parameters()) / 1e6, 1) == 21.7

@@ -1,4 +1,4 @@
-"""Photographs get the classes that the model finds most probable: each its own, in order, whatever the batches."""
+"""Each photograph gets the classes that the model finds most probable, in order, whatever the batches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL = Preprocessing(resize=8, crop=8)
 
 
 class Colours(nn.Module):
-    """Logits are the means of the channels, weighted: class k of the first three is the k-th of COLOURS."""
+    """Logits are weighted means of the channels: each of the first three classes k is the k-th colour of COLOURS."""
 
     def __init__(self, classes: int = 3) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Colours(nn.Module):
 
 @pytest.fixture
 def photographs(tmp_path: Path) -> Path:
-    """Seven photographs in shades of blue, red and green, of which the names tell the order."""
+    """Seven photographs in shades of blue, red and green, in the order of their names."""
     folder = tmp_path / "photographs"
     folder.mkdir()
     random = np.random.default_rng(0)
@@ -96,7 +96,7 @@ def test_at_most_top_classes(top: int, given: int, photographs: Path) -> None:
 
 
 def small_network() -> nn.Sequential:
-    """What depends on the rest of its batch unless it is in evaluation mode."""
+    """A network that depends on the rest of its batch unless it is in evaluation mode."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(288, 7)
@@ -116,7 +116,7 @@ def test_batches_make_no_difference(batch_size: int, photographs: Path) -> None:
 
 
 def test_photographs_are_decoded_while_the_model_works(photographs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first batch is not done before the second is decoded, so one after the other would never end."""
+    """The first batch ends only when the second is decoded, so working on one after the other would never end."""
     decoded, read = [], images.read_image
     fourth = threading.Event()
 
@@ -146,7 +146,8 @@ def test_the_model_is_left_as_it_was(photographs: Path) -> None:
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert all(parameter.requires_grad for parameter in model.parameters())
     with pytest.raises(RuntimeError):
-        classify(model, [photographs], preprocessing=Preprocessing(resize=9, crop=9))  # another size than its head has
+        # another size than that of its head
+        classify(model, [photographs], preprocessing=Preprocessing(resize=9, crop=9))
     assert [module.training for module in model.modules()] == flags
 
 
@@ -176,7 +177,7 @@ def test_one_damaged_photograph_among_good_ones_is_named(photographs: Path) -> N
     calls = model.calls
     with pytest.raises(InputError, match=r"5-half\.png is not an image"):
         classify(model, [photographs], preprocessing=SMALL, batch_size=2)
-    assert model.calls == calls  # said before any work
+    assert model.calls == calls  # reported before any work
     whole = [path for path in sorted(photographs.iterdir()) if path != half]
     with pytest.warns(UserWarning, match=r"skipped: .*5-half\.png is not an image"):
         found = classify(model, [photographs], preprocessing=SMALL, batch_size=2, on_error="skip")

@@ -23,7 +23,7 @@ TO_MICROSOFT = {
 
 
 def microsofts_mask(side: int, window: int) -> Tensor:
-    """As swin_transformer.py of microsoft/Swin-Transformer makes it."""
+    """The mask that swin_transformer.py of microsoft/Swin-Transformer creates."""
     shift, image, count = window // 2, torch.zeros(1, side, side, 1), 0
     slices = (slice(0, -window), slice(-window, -shift), slice(-shift, None))
     for rows in slices:
@@ -39,7 +39,7 @@ def microsofts_mask(side: int, window: int) -> Tensor:
 
 @pytest.fixture
 def file() -> dict[str, Tensor]:
-    """Of a small Swin Transformer, as Microsoft saves it."""
+    """A file of a small Swin Transformer in Microsoft's format."""
     tensors = {}
     for key, value in swin_t(num_classes=3).state_dict().items():
         for ours, theirs in TO_MICROSOFT.items():

@@ -36,7 +36,7 @@ def pair(version: int, origin: ModuleType, **options: Any) -> tuple[SwinTransfor
 
 
 def randomized(model: nn.Module, like: nn.Module) -> None:
-    """Both get the same random parameters, biases and norms too."""
+    """Both networks get the same random parameters, including biases and norms."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.3 if parameter.dim() > 1 else 0.5)
@@ -51,7 +51,7 @@ def learned(model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
 
 
 def assert_close(ours: tuple[Tensor, list[Tensor]], theirs: tuple[Tensor, list[Tensor]]) -> None:
-    """Within 1e-5 of the largest value of each tensor (gradients that nearly cancel: of 0.01)."""
+    """Within 1e-5 of the largest value of each tensor (or of 0.01, for gradients that nearly cancel)."""
     for a, b in zip([ours[0], *ours[1]], [theirs[0], *theirs[1]], strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5 * max(0.01, float(b.detach().abs().max())))
 
@@ -123,7 +123,7 @@ def test_real_widths_and_windows(version: int, torchvision_models: ModuleType) -
 def test_stochastic_depth_and_dropout_draw_the_same_random_numbers(
     version: int, torchvision_models: ModuleType
 ) -> None:
-    """Of dropout where the map is one window: theirs draws for windows, ours for maps."""
+    """Dropout agrees only if the map is one window: torchvision draws numbers for windows, Rooftop for maps."""
     options = {"depths": [2], "num_heads": [2], "window_size": [4, 4], "dropout": 0.2, "stochastic_depth_prob": 0.5}
     ours, theirs = pair(version, torchvision_models, **options)
     randomized(ours, theirs)
@@ -136,7 +136,8 @@ def test_stochastic_depth_and_dropout_draw_the_same_random_numbers(
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_dropout_of_attention_weights_is_torchvisions(version: int, torchvision_models: ModuleType) -> None:
-    """With the same seed the same weights are dropped: theirs draws for windows, ours for maps cut into them."""
+    """With the same seed the same weights are dropped. torchvision draws numbers for windows, Rooftop for maps cut into
+    windows."""
     ours, theirs = pair(version, torchvision_models, attention_dropout=0.3)
     randomized(ours, theirs)
     x, found = torch.randn(2, 3, 14, 22), []
@@ -159,7 +160,7 @@ def test_stochastic_depth_keeps_the_mean() -> None:
     torch.manual_seed(0)
     y = depth(torch.ones(4000, 2, 3))
     assert y.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
-    assert (y.flatten(1).std(1) == 0).all()  # an image as a whole
+    assert (y.flatten(1).std(1) == 0).all()  # a whole image
     assert abs(float(y.mean()) - 1) < 0.05
     assert (StochasticDepth(1.0).train()(torch.ones(3, 1)) == 0).all()
     assert (depth.eval()(torch.ones(3, 1)) == 1).all()
@@ -177,7 +178,7 @@ def test_attention_is_the_operator() -> None:
 
 @torch.no_grad()
 def test_sums_are_computed_with_the_norms_after_them() -> None:
-    """Of six blocks in two stages, all but the last sum of each stage."""
+    """The sums of six blocks in two stages, except the last sum of each stage."""
     model = SwinTransformer(**{**SMALL, "depths": [2, 4]}, window_size=[3, 5]).eval()
     with CountingMode() as counted:
         model(torch.randn(1, 3, 12, 20))

@@ -1,4 +1,4 @@
-"""Frames of a video get the classes that they would get as photographs, in time, up to where the video is damaged."""
+"""Frames of a video get the same classes as photographs, in the order of time, up to the damage if there is any."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class Means(nn.Module):
 
 
 def colour_of(number: int) -> int:
-    return number // 5 % 3  # of COLOURS, two of them a second
+    return number // 5 % 3  # colours of COLOURS, two a second
 
 
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """3.5 s of one colour after the other, each for half a second; key frames every second."""
+    """3.5 s of colours that change every half second, with a key frame every second."""
     path = tmp_path_factory.mktemp("videos") / "colours.mp4"
     with VideoWriter(path, FPS, options={"g": "10", "bf": "2"}) as writer:
         for number in range(FRAMES):
@@ -137,12 +137,13 @@ def test_logits_are_those_of_the_photographs(photo_clip: Path, tmp_path: Path) -
     assert [frame.position for frame in once] == [0]
     (guess,), first = once[0].guesses, frames[0].guesses[0]
     assert guess.index == first.index
-    assert guess.probability == pytest.approx(first.probability, rel=1e-5)  # one frame beside three at once
+    # batches of one frame compared with batches of three
+    assert guess.probability == pytest.approx(first.probability, rel=1e-5)
     assert list(classify_video(model, photo_clip.read_bytes(), top=1)) == once
 
 
 def until_damage(things: Iterator[Any]) -> tuple[list[Any], DamagedVideoError]:
-    """All that comes, and the error after it."""
+    """All results, and the error after them."""
     found = []
     try:
         for each in things:
@@ -228,7 +229,8 @@ def test_on_a_gpu_no_frame_crosses_the_bus(interpolation: Image.Resampling, tmp_
             return engine(images)  # type: ignore[no-any-return]
 
     model, how = ByEngine(), Preprocessing(interpolation=interpolation)
-    list(classify_video(model, SampledVideo.for_model(model, path, how, every=0.2), batch_size=8))  # graphs are made
+    # graphs are captured
+    list(classify_video(model, SampledVideo.for_model(model, path, how, every=0.2), batch_size=8))
     frames = SampledVideo.for_model(model, path, how, every=0.1)
     assert (frames.device.type, frames.fallback_reason) == ("cuda", None)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]

@@ -26,7 +26,7 @@ SMALL: dict[str, Any] = {"num_classes": 3, "channels": 4}  # 16 times narrower t
 
 
 class Lightning(nn.Module):
-    """Keeps its model as an attribute, as LightningModules do."""
+    """Keeps its model in an attribute, like a LightningModule."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def plain(model: nn.Module) -> Tensors:
 
 @pytest.fixture(scope="module")
 def other(plain: Tensors) -> Tensors:
-    """Averages: other values under the same keys."""
+    """Averaged weights: other values under the same keys."""
     return {key: value * 0.5 if value.is_floating_point() else value for key, value in plain.items()}
 
 
@@ -79,7 +79,7 @@ def small() -> nn.Module:
 
 @given(names=st.lists(st.sampled_from(sorted(WRAPPERS)), max_size=5).filter(lambda names: names.count("compiled") < 2))
 @settings(max_examples=25, deadline=None)
-@example(["lightning", "averaged", "lightning"])  # the count is behind fewer prefixes than the weights
+@example(["lightning", "averaged", "lightning"])  # the key of the count has fewer prefixes than the weights' keys
 @example(["averaged", "lightning", "averaged", "lightning"])
 def test_wrappers_in_any_order(names: list[str]) -> None:
     wrapped, plain = small(), small().state_dict()
@@ -127,7 +127,7 @@ def test_averages_are_taken_and_said(
 
 
 def test_averages_within(plain: Tensors, other: Tensors, tmp_path: Path) -> None:
-    """As RT-DETR and others save their EMA object; with DataParallel's prefix."""
+    """RT-DETR and others save their EMA object in this form; here with DataParallel's prefix."""
     ema = {"module": {f"module.{key}": value for key, value in other.items()}, "updates": 7, "decay": 0.9}
     path = saved({"model": plain, "ema": ema, "ema_decay": 0.9}, tmp_path)
     assert is_loaded(path, other)
@@ -135,7 +135,7 @@ def test_averages_within(plain: Tensors, other: Tensors, tmp_path: Path) -> None
 
 
 def test_averages_of_a_callback(plain: Tensors, other: Tensors, tmp_path: Path) -> None:
-    """Lightning saves what its callbacks keep; most of it are not weights."""
+    """Lightning saves the states of its callbacks, most of which are not weights."""
     theirs, ours = ({f"model.{key}": value for key, value in each.items()} for each in (other, plain))
     kept = {"EMA{'decay': 0.9}": {"ema_state_dict": theirs, "step": 3}, "Swag": {"swa": {"decay": torch.ones(1)}}}
     path = saved({"state_dict": ours, "callbacks": kept}, tmp_path)
@@ -144,7 +144,7 @@ def test_averages_of_a_callback(plain: Tensors, other: Tensors, tmp_path: Path) 
 
 
 def test_averages_beside_what_they_average(plain: Tensors, other: Tensors, tmp_path: Path) -> None:
-    """As ema_pytorch saves both in one module, beside the model itself."""
+    """ema_pytorch saves both in one module, next to the model itself."""
     both = {f"online_model.{key}": value for key, value in plain.items()}
     both |= {f"ema_model.{key}": value for key, value in other.items()} | {"step": torch.tensor(3)}
     path = saved({"model": plain, "ema": both}, tmp_path)
@@ -153,7 +153,8 @@ def test_averages_beside_what_they_average(plain: Tensors, other: Tensors, tmp_p
 
 
 def test_averages_without_names_are_refused(plain: Tensors, other: Tensors, tmp_path: Path) -> None:
-    """As torch_ema saves them: the weights beside them are not what the training was evaluated by."""
+    """torch_ema saves averages in this form. The weights in the same file are not those with which the training was
+    evaluated."""
     path = saved({"model": plain, "ema": {"decay": 0.9, "shadow_params": [*other.values()]}}, tmp_path)
     with pytest.raises(WeightsError, match="ema/shadow_params, without the names"):
         load("resnet18", path, **SMALL)
@@ -177,7 +178,7 @@ def test_an_averaged_model(plain: Tensors, tmp_path: Path) -> None:
 
 
 def test_lightnings_averages(plain: Tensors, other: Tensors, tmp_path: Path) -> None:
-    """As its callback WeightAveraging saves them."""
+    """The form in which the callback WeightAveraging saves them."""
     theirs, ours = ({f"model.{key}": value for key, value in each.items()} for each in (other, plain))
     content = {"state_dict": theirs, "current_model_state": ours, "averaging_state": {"n_averaged": torch.tensor(3)},
                "callbacks": {}, "loops": {"fit_loop": {"state_dict": {}}}}  # fmt: skip

@@ -29,12 +29,12 @@ DETR_OPTIONS: dict[str, Any] = {
 }
 SWIN_OPTIONS: dict[str, Any] = {"embed_dim": 16, "depths": (2, 2), "num_heads": (2, 4), "num_classes": 5}
 TABLES = ("relative_position_index", "relative_coords_table")
-CONSTANT = (*TABLES, "attn_mask", "k_bias")  # they follow from the window, or are zero: the rest is random
+CONSTANT = (*TABLES, "attn_mask", "k_bias")  # these follow from the window, or are zero; the rest is random
 
 
 @torch.no_grad()
 def randomized(model: nn.Module) -> nn.Module:
-    """All parameters and buffers, of sizes that keep the activations near one."""
+    """Randomize all parameters and buffers, with sizes that keep the activations near one."""
     generator = torch.Generator().manual_seed(0)
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith(CONSTANT):
@@ -89,7 +89,7 @@ def test_swin_transformers_of_timm(
     assert (report.fits, report.origin, len(report.used), len(report.computed_keys)) == (True, "timm", loaded, computed)
     assert all(key.endswith(TABLES) for key in report.computed_keys)
     used = [key for keys in report.used.values() for key in keys]
-    assert sorted(used) == sorted(theirs.state_dict())  # each once: the parts of a bias too
+    assert sorted(used) == sorted(theirs.state_dict())  # each exactly once, including the parts of a bias
     assert_same_outputs(load(name, tmp_path / "timm.safetensors"), theirs, size)
 
 
@@ -107,7 +107,7 @@ def test_keys_and_shapes_of_larger_ones(name: str, timm: Any, tmp_path: Path) ->
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_microsofts_merging_is_the_end_of_a_stage(version: int, timm: Any) -> None:
-    """timm reads such files itself: what it makes of one is what we make of it."""
+    """timm reads such files itself, so its result is compared with ours."""
     origin = timm.models.swin_transformer if version == 1 else timm.models.swin_transformer_v2
     build = origin.SwinTransformer if version == 1 else origin.SwinTransformerV2
     window, size = (7, 56) if version == 1 else (8, 64)
@@ -129,7 +129,7 @@ def test_microsofts_merging_is_the_end_of_a_stage(version: int, timm: Any) -> No
 
 
 def microsoft(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same weights as microsoft/Swin-Transformer names them, with buffers that its files have."""
+    """The same weights with microsoft/Swin-Transformer's names, and with the buffers of its files."""
     file = {
         key.replace("layers.1.downsample", "layers.0.downsample").replace("head.fc.", "head."): value
         for key, value in tensors.items()
@@ -144,7 +144,8 @@ def versioned(version: int) -> dict[str, Any]:
 
 
 def test_the_table_of_coordinates_tells_windows_apart(tmp_path: Path, timm: Any) -> None:
-    """Of the second version, whose files have the same shapes for every window but for this table, if it is there."""
+    """In the second version, files for all windows have the same shapes, except for this table, which may be
+    missing."""
     with torch.device("meta"):
         shapes = timm.create_model("swinv2_tiny_window8_256").state_dict()
     theirs = {key: torch.zeros(()).expand(value.shape) for key, value in shapes.items()}
@@ -171,7 +172,7 @@ def test_resnets_of_hugging_face(name: str, layer_type: str, torchvision_models:
 
 
 class MmAttention(nn.Module):
-    """mmcv's, with torch's attention as `attn`."""
+    """mmcv's attention, with torch's attention as `attn`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +213,7 @@ class MmLayer(nn.Module):
 
 
 class MmDetr(nn.Module):
-    """MMDetection 3's DETR as its sources have it, on torchvision's ResNet-18, for images without padding."""
+    """DETR as in the sources of MMDetection 3, on torchvision's ResNet-18, for images without padding."""
 
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()
@@ -245,7 +246,7 @@ class MmDetr(nn.Module):
         return self.bbox_head["fc_cls"](objects), boxes
 
 
-VERSION_2 = {  # of each name in version 3; in DETRHead and its transformer
+VERSION_2 = {  # new names in version 3; old names in DETRHead and its transformer
     "neck.convs.0.conv.": "bbox_head.input_proj.",
     "query_embedding.": "bbox_head.query_embedding.",
     "encoder.": "bbox_head.transformer.encoder.",
@@ -254,7 +255,7 @@ VERSION_2 = {  # of each name in version 3; in DETRHead and its transformer
     ".cross_attn.": ".attentions.1.",
     ".ffn.": ".ffns.0.",
 }
-# DETRHead of version 2 reads these names of before, when its own _version is below 2.
+# DETRHead of version 2 reads these older names if its own _version is below 2.
 BEFORE = {
     ".attentions.0.": ".self_attn.",
     ".attentions.1.": ".multihead_attn.",

@@ -50,11 +50,11 @@ except ImportError:
 BODY = os.urandom(3 << 20)  # three chunks
 SHA256 = hashlib.sha256(BODY).hexdigest()
 PUBLISHED_NAMES = models.builtin_models().keys() - {"hybrid_t", "hybrid_s"}  # ours have none
-PUBLISHED = dict(WEIGHTS)  # as they are; each test has its own for ResNet-18
+PUBLISHED = dict(WEIGHTS)  # unchanged; each test has its own files for ResNet-18
 
 
 class Server(ThreadingHTTPServer):
-    """Answers every request with `answer`, and keeps the paths that were asked for."""
+    """Answers every request with `answer`, and records the requested paths."""
 
     daemon_threads = True
     answer: Callable[[BaseHTTPRequestHandler], None]
@@ -64,7 +64,7 @@ class Server(ThreadingHTTPServer):
         self.asked: list[str] = []
         self.answer = whole
         self.body = BODY
-        self.released = threading.Event()  # ends answers that wait
+        self.released = threading.Event()  # ends waiting answers
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -117,7 +117,8 @@ def no_http(request: Any) -> None:
 
 def breaks_off(request: Any) -> None:
     send(request, BODY[: len(BODY) // 2], len(BODY))
-    request.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, no goodbye
+    # the connection is reset, not closed properly
+    request.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     request.connection.close()
 
 
@@ -344,7 +345,7 @@ def test_weights_of_another_model_say_which(resnet18_file: Path) -> None:
 
 
 def test_a_deeper_model_is_not_said_to_fit_a_shallower_one(tmp_path: Path) -> None:
-    """Every key of ResNet-50 is one of ResNet-101."""
+    """Every key of ResNet-50 is also a key of ResNet-101."""
     with torch.device("meta"):
         shapes = {key: value.shape for key, value in models.resnet101(num_classes=2).state_dict().items()}
         shallower = models.resnet50(num_classes=2)
@@ -389,7 +390,7 @@ def test_a_file_keeps_its_preprocessing_with_its_name() -> None:
 
 
 class RunsCode:
-    """What a malicious file would do."""
+    """An object that runs code when it is read, as in a malicious file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -429,7 +430,7 @@ def test_files_of_something_else(content: object, message: str, tmp_path: Path) 
 
 
 def test_options_beside_the_weights_are_read_over(tmp_path: Path) -> None:
-    """facebookresearch/detr and many others save what argparse gave them."""
+    """facebookresearch/detr and many others save the result of argparse."""
     state = nn.Linear(2, 3).state_dict()
     torch.save({"model": state, "args": argparse.Namespace(lr=0.1), "epoch": 3}, tmp_path / "checkpoint.pth")
     assert list(read_weights(tmp_path / "checkpoint.pth")) == ["weight", "bias"]
@@ -490,7 +491,7 @@ def test_safetensors_that_are_cut_or_changed(data: st.DataObject, tmp_path: Path
 @pytest.mark.skipif(not SAFE, reason="needs safetensors")
 @pytest.mark.parametrize("dtype", ["F8_E8M0", "F4", "U64", "BF16", "F64", "BOOL", "C64", "nonsense"])
 def test_safetensors_of_any_dtype(dtype: str, tmp_path: Path) -> None:
-    """Read, or refused with one of our errors."""
+    """Each dtype is read, or refused with one of our errors."""
     header = json.dumps({"weight": {"dtype": dtype, "shape": [2], "data_offsets": [0, SIZES.get(dtype, 2)]}}).encode()
     body = len(header).to_bytes(8, "little") + header + bytes(SIZES.get(dtype, 2))
     (tmp_path / "odd.safetensors").write_bytes(body)
@@ -498,7 +499,8 @@ def test_safetensors_of_any_dtype(dtype: str, tmp_path: Path) -> None:
         assert read_weights(tmp_path / "odd.safetensors")["weight"].numel() in (1, 2)
 
 
-SIZES = {"F4": 1, "U64": 16, "BF16": 4, "F64": 16, "C64": 16}  # in bytes, of two values; others have one each
+# in bytes, for two values; elements of other dtypes have one value each
+SIZES = {"F4": 1, "U64": 16, "BF16": 4, "F64": 16, "C64": 16}
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:

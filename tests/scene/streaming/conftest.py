@@ -1,4 +1,4 @@
-"""Meshes of many small pages, so that small scenes have pools of a few percent."""
+"""Meshes of many small pages, so that even in small scenes a pool can hold only a few percent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def paged(made_once: Callable[[str, Callable[[Path], None]], Path]) -> Callable[
 
     def build(name: str, vertices: NDArray[np.float64], faces: NDArray[np.int64], **options: object) -> Geometry:
         def make(folder: Path) -> None:
-            assert grouping.GROUP_BYTES > 4  # loaded by now: groups are as large as ever
+            assert grouping.GROUP_BYTES > 4  # already loaded, so groups have their usual size
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(layouts, "PAGE_BYTES", 4)
                 scene.build(vertices, faces, folder / f"{name}.rtg", **options)  # type: ignore[arg-type]
@@ -33,7 +33,7 @@ def paged(made_once: Callable[[str, Callable[[Path], None]], Path]) -> Callable[
 
 
 def bumpy_ball() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Closed, around the origin, from which all of it can be seen; 327,680 triangles."""
+    """A closed surface around the origin, all visible from there; 327,680 triangles."""
     ball = trimesh.creation.icosphere(7)
     x, y, z = ball.vertices.T
     return ball.vertices * (1 + 0.25 * np.sin(9 * x) * np.cos(7 * y) * np.sin(5 * z))[:, None], ball.faces

@@ -25,7 +25,7 @@ def knot(
     in_old_layout: Callable[..., Geometry],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Geometry:
-    """A mesh of many pages, in the layout of today and in that before."""
+    """A mesh of many pages, in the current layout and in the previous one."""
     if request.param == "today":
         return paged_knot
     return in_old_layout(paged_knot, tmp_path_factory.mktemp("old") / "knot.rtg")
@@ -44,7 +44,7 @@ def refused(words: np.ndarray, reach: int, attributes: int, groups: int, device:
 
 
 def first_head(page: np.ndarray, attributes: int) -> tuple[int, int]:
-    """Where the heads of a page begin, and how many words each has."""
+    """The start of the heads of a page, and the number of words of each."""
     groups = int(page[layouts.PAGE_GROUPS]) & (1 << layouts.PAGE_GROUP_BITS) - 1
     return layouts.PAGE_WORDS + layouts.GROUP_WORDS * groups, page_head_words(page, attributes)
 
@@ -67,7 +67,7 @@ def test_any_changed_word_of_a_head(knot: Geometry, device: str, data: st.DataOb
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_changed_bit_of_a_mask(knot: Geometry, device: str, data: st.DataObject) -> None:
-    """Masks that count other vertices or references than the head says would lead out of the streams."""
+    """Masks whose number of vertices or references differs from the head would lead out of the streams."""
     page = data.draw(st.integers(0, knot.pages - 1))
     words = knot.page(page).copy()
     heads = heads_of(words, knot.attributes)

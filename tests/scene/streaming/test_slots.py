@@ -35,7 +35,7 @@ def graphs(draw: st.DrawFn) -> PageGraph:
 
 
 def check(slots: Slots) -> None:
-    """The two laws, and that the books agree."""
+    """Check the two laws, and that the records agree with each other."""
     held = slots.state != ABSENT
     assert held.sum() + slots.free == slots.count
     assert (slots.slot_of >= 0).tolist() == held.tolist()
@@ -53,7 +53,7 @@ def check(slots: Slots) -> None:
 @settings(max_examples=200, deadline=None)
 @given(graph=graphs(), data=st.data())
 def test_any_order_of_arrivals_failures_and_wishes(graph: PageGraph, data: st.DataObject) -> None:
-    """No page is resident without what it needs, no slot is lost, and roots stay."""
+    """No page is resident without the pages it needs, no slot is lost, and root pages stay."""
     slots = Slots(graph, data.draw(st.integers(1, graph.count)))
     slots.take(0)
     slots.arrive(0)
@@ -95,7 +95,7 @@ def test_a_target_that_fits_is_loaded_whatever_was_there(graph: PageGraph, data:
         assert target.sum() <= slots.count
         assert (graph.with_needs(target) == target).all()
         left_out = wanted[~target & (wanted > 0)]
-        if len(left_out):  # what fits is wanted no less than what does not
+        if len(left_out):  # the pages that fit have at least the priority of the others
             chosen = [page for page in np.flatnonzero(target).tolist() if page and not needed_in(graph, page, target)]
             assert all(wanted[page] >= left_out.max() for page in chosen)
         for page, _ in plan_all(slots, target, Use(wanted, np.zeros(graph.count, np.int32))).loads:

@@ -29,7 +29,7 @@ from rooftop.scene.streaming.slots import RESIDENT, Slots
 
 SIZE = {"width": 120, "height": 90}
 SLOT = layouts.PAGE_BYTES
-SHOWN = tuple(name for name in OUTPUTS if name != "overdraw")  # with culling, what is hidden may be drawn or not
+SHOWN = tuple(name for name in OUTPUTS if name != "overdraw")  # with culling, hidden clusters may be drawn or not
 
 
 def slots_for(geometry: Geometry, share: float) -> int:
@@ -50,7 +50,7 @@ def alone(geometry: Geometry) -> Scene:
 
 
 def crowd(*meshes: Geometry) -> Scene:
-    """Several of each, one behind another, from near to far."""
+    """Several instances of each mesh, one behind another, from near to far."""
     scene = Scene()
     for at, mesh in enumerate(meshes):
         number = scene.add_mesh(mesh)
@@ -67,13 +67,13 @@ def flight(frames: int) -> list[Camera]:
 
 
 def turns(frames: int) -> list[Camera]:
-    """From the middle of the ball to all sides."""
+    """Cameras in the middle of the ball that look in all directions."""
     angles = 2 * np.pi * np.arange(frames) / frames
     return [Camera.look_at((0, 0, 0), (np.cos(a), np.sin(a), 0.5 * np.sin(3 * a)), **SIZE) for a in angles]
 
 
 def within(x: float) -> Camera:
-    """In the tunnel, along it."""
+    """Cameras inside the tunnel, along its length."""
     return Camera.look_at((x, 0, 0), (x + 1, 0.1, 0.1), fov_y_degrees=80, **SIZE)
 
 
@@ -82,7 +82,7 @@ def same(a: GBuffer, b: GBuffer, names: Sequence[str] = SHOWN) -> bool:
 
 
 def watch(renderer: Renderer, camera: Camera) -> Counter[int]:
-    """A first frame; then counts how often each page is read."""
+    """Render a first frame, then count how often each page is read."""
     renderer.render(camera, wait=False)
     assert renderer.pool is not None
     reads: Counter[int] = Counter()
@@ -103,7 +103,7 @@ def render_until_settled(renderer: Renderer, camera: Camera, wait: bool) -> None
 
 
 def settle(renderer: Renderer) -> None:
-    """What is in flight has been read, and is taken by the next frame."""
+    """Wait until the pages in flight have been read; the next frame takes them."""
     assert renderer.pool is not None
     loader = renderer.pool.loader
     found = loader.wait()
@@ -117,7 +117,8 @@ def settle(renderer: Renderer) -> None:
 
 @pytest.mark.parametrize("wait", [False, True])
 def test_a_pool_of_5_percent_leaves_no_hole(paged_tunnel: Geometry, wait: bool, device: str) -> None:
-    """To and fro in a tunnel: each ray from within a closed surface leaves it one time more than it enters it."""
+    """The camera moves back and forth in a tunnel. Each ray from inside a closed surface leaves it one more time than
+    it enters."""
     pool_bytes = slots_for(paged_tunnel, 0.05)
     renderer = Renderer(alone(paged_tunnel), device, pixel_error=2.0, occlusion=False, pool_bytes=pool_bytes)
     reads = watch(renderer, within(0.0))
@@ -136,7 +137,7 @@ def test_a_pool_of_5_percent_leaves_no_hole(paged_tunnel: Geometry, wait: bool, 
         settle(renderer)
     assert evicted > 0
     assert missing > 0
-    assert max(reads.values()) > 1  # asked for again
+    assert max(reads.values()) > 1  # requested again
     assert len(levels) >= 3
     assert len(errors) > 5
     assert max(errors) > 2
@@ -153,7 +154,7 @@ def test_on_every_path_one_cluster_is_drawn_while_pages_come(
     renderer.render(camera, wait=False)
     assert renderer.pool is not None
     renderer.pool.loader = Late(renderer.pool.loader, 0)  # type: ignore[assignment]
-    for _ in range(60):  # a few pages are loaded in each frame, in random order even if others need them
+    for _ in range(60):  # a few pages are loaded in each frame, in random order, even before the pages that they need
         frame = renderer.render(camera, ("depth",), wait=False)
         counts |= paths.counts(renderer, frame, 0)
         levels.add(frame.stats.levels)
@@ -162,7 +163,7 @@ def test_on_every_path_one_cluster_is_drawn_while_pages_come(
 
 
 class Late:
-    """A loader whose pages come in an order, and with delays, drawn at random."""
+    """A loader whose pages arrive in random order and with random delays."""
 
     def __init__(self, loader: Loader, seed: int) -> None:
         self.loader, self.random, self.held = loader, np.random.default_rng(seed), list[Arrival]()
@@ -189,7 +190,7 @@ class Late:
 def test_any_order_and_delay_of_arrivals(
     paged_ball: Geometry, device: str, seed: int, share: float, occlusion: bool
 ) -> None:
-    """No hole on any frame; and what `wait` shows in the end depends on nothing that was before."""
+    """No frame has a hole, and the final picture after `wait` does not depend on earlier frames."""
     pool_bytes = slots_for(paged_ball, share)
     options: dict[str, Any] = {"pixel_error": 0.5, "occlusion": occlusion, "pool_bytes": pool_bytes}
     renderer = Renderer(alone(paged_ball), device, **options)
@@ -205,7 +206,7 @@ def test_any_order_and_delay_of_arrivals(
         delayed += renderer.pool.loader.in_flight
     assert delayed > 0
     final = renderer.render(cameras[2], SHOWN)
-    names = [name for name in SHOWN if name != "velocity"]  # which is since the frame before
+    names = [name for name in SHOWN if name != "velocity"]  # the time since the previous frame
     assert same(final, Renderer(alone(paged_ball), device, **options).render(cameras[2], SHOWN), names)
 
 
@@ -216,7 +217,7 @@ def test_any_order_and_delay_of_arrivals(
 def test_waited_for_a_picture_is_the_resident_one(
     paged_ball: Geometry, paged_knot: Geometry, occlusion: bool, device: str
 ) -> None:
-    """Along a path, of several meshes and instances that move, at once."""
+    """Along a path, with several moving meshes and instances at the same time."""
     scene = crowd(paged_ball, paged_knot)
     pages = paged_ball.pages + paged_knot.pages
     resident = Renderer(scene, device, pixel_error=0.7, occlusion=occlusion)
@@ -237,7 +238,7 @@ def test_waited_for_a_picture_is_the_resident_one(
 
 
 def test_at_rest_a_picture_becomes_the_resident_one(paged_ball: Geometry, paged_knot: Geometry, device: str) -> None:
-    """Several cameras in one render; nobody waits."""
+    """Several cameras in one render, without waiting."""
     scene, cameras = crowd(paged_ball, paged_knot), flight(3)
     pool_bytes = (paged_ball.pages + paged_knot.pages) * SLOT
     expected = Renderer(scene, device, pixel_error=0.7).render(cameras, SHOWN)
@@ -260,7 +261,7 @@ def test_at_rest_a_picture_becomes_the_resident_one(paged_ball: Geometry, paged_
 def test_both_culls_ask_for_the_same_pages(
     paged_ball: Geometry, paged_knot: Geometry, cuda_on_cpu: Counter[str]
 ) -> None:
-    """In one launch and level by level; with most pages absent, and as they come."""
+    """Culling in one launch and level by level, first with most pages absent, then as pages arrive."""
     scene = crowd(paged_ball, paged_knot)
     pool_bytes = int(0.3 * (paged_ball.pages + paged_knot.pages)) * SLOT
     cuda, warp = (
@@ -343,7 +344,7 @@ def test_in_a_pool_too_small_the_error_grows_and_no_history_shows(paged_ball: Ge
 def test_what_was_hidden_before_does_not_choose_the_pages_of_a_pool_too_small(
     paged_ball: Geometry, paged_knot: Geometry, cube: Geometry, device: str
 ) -> None:
-    """A ball beside a wall, which hides a knot. That is known to the renderer that has drawn it before."""
+    """A ball beside a wall, which hides a knot. Only a renderer that has drawn the scene before knows this."""
     scene, names = Scene(), [name for name in SHOWN if name != "velocity"]
     scene.add_instance(scene.add_mesh(paged_ball), moved(4, 2, 0))
     scene.add_instance(scene.add_mesh(paged_knot), moved(4, -2, 0) @ np.diag([0.8, 0.8, 0.8, 1]))
@@ -406,7 +407,7 @@ def test_a_pool_below_the_root_pages_is_refused_before_anything_is_allocated(
     assert frame.stats.streaming is not None
     assert frame.stats.streaming.resident == roots
     assert frame.stats.streaming.error_pixels > 1
-    scene.add_mesh(paged_ball)  # later: the next frame says so
+    scene.add_mesh(paged_ball)  # later: the next frame reports this
     with pytest.raises(InputError, match="root pages"):
         tight.render(flight(1)[0])
 
@@ -423,7 +424,7 @@ def test_a_pool_that_is_no_number_of_bytes_is_refused(paged_ball: Geometry, pool
 def test_memory_is_bounded_on_the_device_and_the_host(
     paged_ball: Geometry, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slots and nothing more; of the host the threads' buffers: the mapped file is not touched."""
+    """The device needs only the slots, the host only the threads' buffers. The mapped file is not touched."""
     monkeypatch.setattr(Geometry, "page", lambda *_: pytest.fail("read through the mapped file"))
     pool_bytes = slots_for(paged_ball, 0.1)
     renderer = Renderer(alone(paged_ball), device, pixel_error=0.3, pool_bytes=pool_bytes + 1000)
@@ -493,7 +494,7 @@ def test_looking_ahead_changes_no_picture_and_takes_nothing_from_it(paged_ball: 
     assert again.stats.streaming.missing == 0
     assert again.stats.streaming.loaded > 0
     assert same(first, again)
-    Renderer(alone(paged_ball), device).prefetch(here)  # without a pool there is nothing to do
+    Renderer(alone(paged_ball), device).prefetch(here)  # without a pool nothing is to be done
     with pytest.raises(ValueError, match="cameras=5"):
         renderer.prefetch(5)  # type: ignore[arg-type]
 
@@ -528,7 +529,7 @@ def test_threads_end_with_their_renderer(paged_ball: Geometry) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.large])])
 def test_slots_beyond_8_gib(paged_ball: Geometry, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """Of a pool of 9 GB, the last slots: only what is touched takes memory."""
+    """The last slots of a pool of 9 GB. Only touched memory is really allocated."""
 
     class FromTheEnd(Slots):
         def __init__(self, graph: Any, count: int) -> None:
@@ -569,7 +570,7 @@ def of_last_page(geometry: Geometry) -> int:
 
 
 def without_needs(geometry: Geometry, folder: Path) -> Path:
-    """The file without the section."""
+    """The file without the section of needs."""
     data = bytearray(copied(geometry, folder).read_bytes())
     count = struct.unpack_from(layouts.HEADER, data)[2]
     end = layouts.HEADER_BYTES + count * layouts.SECTION_BYTES
@@ -585,7 +586,7 @@ def without_needs(geometry: Geometry, folder: Path) -> Path:
 def test_earlier_versions_are_streamed_with_the_same_pictures(
     paged_ball: Geometry, in_old_layout: Callable[..., Geometry], tmp_path: Path, version: int, device: str
 ) -> None:
-    """Their needs are computed, up to version 2."""
+    """For files up to version 2, the needs of pages are computed."""
     old = in_old_layout(paged_ball, tmp_path / "old.rtg", version)
     assert old.version == version
     assert old.needs.starts.tolist() == paged_ball.needs.starts.tolist()
@@ -608,7 +609,7 @@ def test_needs_that_cannot_be_are_refused_with_their_place(paged_ball: Geometry,
     data = bytearray(path.read_bytes())
     row = data.index(b"needs\0\0\0")
     start, length = struct.unpack_from("<QQ", data, row + 8)
-    struct.pack_into("<I", data, start + length - 4, paged_ball.pages)  # the last page needs one that is not there
+    struct.pack_into("<I", data, start + length - 4, paged_ball.pages)  # the last page needs a missing page
     struct.pack_into("<I", data, row + 24, zlib.crc32(data[start : start + length]))
     end = layouts.HEADER_BYTES + 5 * layouts.SECTION_BYTES
     struct.pack_into("<I", data, 24, zlib.crc32(data[layouts.HEADER_BYTES : end]))
@@ -644,8 +645,8 @@ def test_a_damaged_page_is_named_and_never_drawn(
     assert renderer.pool.slots.state[last] != RESIDENT
     assert int(renderer.pool.page_at[last]) == -1
     renderer.pixel_error = 1.0
-    assert torch.equal(renderer.render(far, ("depth",))["depth"], before["depth"])  # other pages serve
-    with path.open("r+b") as file:  # as it was
+    assert torch.equal(renderer.render(far, ("depth",))["depth"], before["depth"])  # other pages still work
+    with path.open("r+b") as file:  # restored
         file.write(whole)
     renderer.pixel_error = 0.0
     expected = Renderer(alone(paged_ball), device, pixel_error=0.0).render(near, ("depth",))
@@ -655,7 +656,7 @@ def test_a_damaged_page_is_named_and_never_drawn(
 def test_a_page_that_was_written_wrong_is_named_and_never_drawn(
     paged_ball: Geometry, tmp_path: Path, device: str
 ) -> None:
-    """Its checksum fits: the device finds it, and the next frame begins again."""
+    """The page's checksum is correct, so only the device finds the fault, and the next frame begins again."""
     path, last = copied(paged_ball, tmp_path), paged_ball.pages - 1
     data = bytearray(path.read_bytes())
     start, length = of_last_page(paged_ball), int(paged_ball.page_lengths[-1])
@@ -752,7 +753,7 @@ def test_uploads_are_pinned_and_on_streams_of_their_own(paged_ball: Geometry, mo
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernels", ["warp", "cuda"])
 def test_replayed_frames_see_pages_that_have_come(paged_ball: Geometry, kernels: str) -> None:
-    """The graph of a frame knows where the table of pages is, not what it said when the graph was captured."""
+    """The graph of a frame contains the address of the table of pages, not its contents at the capture."""
     options: dict[str, Any] = {"pixel_error": 0.5, "kernels": kernels}
     streamed = Renderer(alone(paged_ball), "cuda", pool_bytes=slots_for(paged_ball, 0.5), **options)
     resident = Renderer(alone(paged_ball), "cuda", **options)

@@ -1,5 +1,5 @@
-"""Shadows of scenes whose pages are loaded and evicted: after waiting, they equal those with resident pages, and
-without motion they become equal."""
+"""Shadows of scenes whose pages are loaded and evicted. After waiting they equal those with resident pages, and in a
+scene at rest they become equal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIZE = {"width": 80, "height": 60}
 
 
 def world(*meshes: Geometry) -> Scene:
-    """One mesh before another, lit from the side: much of what casts shadows is not in the picture."""
+    """One mesh before another, lit from the side, so that many objects that cast shadows are outside the picture."""
     scene = Scene()
     for at, mesh in enumerate(meshes):
         matrix = np.eye(4)
@@ -49,7 +49,7 @@ def test_waited_for_shadows_are_the_resident_ones(paged_ball: Geometry, paged_kn
 
 
 def test_at_rest_shadows_become_the_resident_ones(paged_ball: Geometry, device: str) -> None:
-    """Frames that do not wait draw maps of what is there, and again when more has come."""
+    """Frames that do not wait draw maps with the available pages, and draw them again when more pages have come."""
     scene = world(paged_ball)
     expected = Renderer(scene, device, pixel_error=0.15).render(camera(0), OUTPUTS)
     renderer = Renderer(scene, device, pixel_error=0.15, pool_bytes=10**9)
@@ -69,7 +69,7 @@ def test_at_rest_shadows_become_the_resident_ones(paged_ball: Geometry, device: 
 
 
 def test_in_a_pool_too_small_shadows_have_no_holes(paged_ball: Geometry, device: str) -> None:
-    """As many pages as a picture of 1/20 of all: coarser, but of closed meshes."""
+    """The pool holds 1/20 of all pages. Shadows are coarser, but their meshes are closed."""
     scene = world(paged_ball)
     renderer = Renderer(scene, device, pixel_error=0.15, pool_bytes=int(0.05 * paged_ball.pages) * layouts.PAGE_BYTES)
     frame = renderer.render(camera(0), OUTPUTS)

@@ -253,12 +253,12 @@ def test_a_path_is_recorded_kept_loaded_and_replayed(opened: Open, tmp_path: Pat
     assert path.views[-1].eye == pytest.approx(there["eye"])
     assert 0.01 < path.duration < elapsed
 
-    other = opened()  # another tab, at home
+    other = opened()  # another tab, with the initial view
     assert other.view()["eye"] == pytest.approx(home["eye"])
     kept = json.loads(Path(download.value.path()).read_text())
     first = kept["views"][0]["seconds"]
     for number, view in enumerate(kept["views"]):
-        view["seconds"] = first + 0.3 * number / len(kept["views"])  # however slow this machine is today
+        view["seconds"] = first + 0.3 * number / len(kept["views"])  # however slow this machine is
     (tmp_path / "path.json").write_text(json.dumps(kept))
     (tmp_path / "none.json").write_text('{"rooftop_path": 1, "views": []}')
     other.page.set_input_files("#file", tmp_path / "path.json")
@@ -325,7 +325,7 @@ def test_a_change_while_an_error_is_on_its_way_is_drawn(opened: Open) -> None:
 
 
 def test_movement_of_a_picture_that_was_not_drawn_is_kept(opened: Open) -> None:
-    """As if the server dropped it because a cancelled request came after it."""
+    """As if the server dropped the request because a cancelled request came after it."""
     found = opened()
     home, dropped = found.view(), []
 
@@ -359,7 +359,7 @@ def test_it_fits_its_window_in_both_schemes(width: int, scheme: str, opened: Ope
 
 
 def test_other_pages_can_neither_read_nor_frame_it(chromium: Any, viewer: Viewer, tmp_path: Path) -> None:
-    """Even one that has the token."""
+    """Not even a page that has the token."""
     other = tmp_path / "other.html"
     other.write_text(f"<!doctype html><title>other</title><iframe src='{viewer.url}'></iframe>")
     page = chromium.new_page()

@@ -32,7 +32,7 @@ from rooftop.scene.viewing.serving import Viewer, page
 
 @dataclass(frozen=True)
 class Answer:
-    """What the server said."""
+    """The server's answer."""
 
     status: int
     headers: dict[str, str]
@@ -132,7 +132,7 @@ def test_a_frame_comes_with_its_statistics(client: Client) -> None:
 
 
 def test_with_a_pool_and_shadows_pictures_become_what_they_are_without(world: scene.Scene) -> None:
-    """Frames do not wait for pages; moving a light moves the shadows."""
+    """Frames do not wait for pages. Shadows move with the light."""
     plain = scene.Scene()
     for number, mesh in enumerate(world.meshes):
         plain.add_mesh(mesh)
@@ -162,7 +162,7 @@ def test_with_a_pool_and_shadows_pictures_become_what_they_are_without(world: sc
 def test_every_mode_shows_something_of_its_own(client: Client) -> None:
     facts = client.ask("GET", "/scene").json
     names = [mode["name"] for mode in facts["modes"]]
-    assert set(MODES) - set(names) == {"uv", "vertex_color"}  # which neither mesh has
+    assert set(MODES) - set(names) == {"uv", "vertex_color"}  # neither mesh has these
     shown = {name: client.frame(show=name, view=VIEW, pixel_error=0).pixels for name in names}
     covered = (shown["color"] != NIGHT).any(-1)
     assert covered.mean() > 0.05
