@@ -3,8 +3,8 @@
 The interpreter computes with NumPy. An operation on a tile of the tests takes a few microseconds, but the work around
 it takes a hundred:
 it builds types again, wraps shapes element by element, and searches all of Triton's language for functions to replace
-at every call of a device function. Here each of these is done once. Reductions by a function of the kernel are done for
-whole tiles, not for one element at a time.
+at every call of a device function. Here each of these steps is done once. Reductions by a function of the kernel are
+done for whole tiles, not for one element at a time.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ INTEGERS = frozenset(core.dtype.SINT_TYPES + core.dtype.UINT_TYPES)
 
 
 def _replace_the_language(kernel: Any) -> Any:
-    """Once for all kernels, since no kernel is compiled in this process."""
+    """Replaces the language once for all kernels, since no kernel is compiled in this process."""
     _for_good()
     return interpreter._LangPatchScope()
 
@@ -66,7 +66,7 @@ def _for_good() -> None:
 
 
 def _replace(place: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-    member = getattr(member, "__wrapped__", member)  # without the question whether there is a semantic
+    member = getattr(member, "__wrapped__", member)  # without the check whether a semantic exists
 
     def interpreted(*arguments: Any, **options: Any) -> Any:
         options["_semantic"] = interpreter.interpreter_semantic
@@ -86,7 +86,7 @@ def _numpy_dtype(dtype: Any) -> Any:
 
 
 def _converted(input: Any, input_dtype: Any, output_dtype: Any, rounding_mode: Any) -> Any:
-    """Moves bits if bfloat16 and float32 are converted without rounding; the interpreter's own code handles
+    """Converts between bfloat16 and float32 by moving bits if nothing is rounded. The interpreter's own code handles
     denormals."""
     names = (input_dtype.name, output_dtype.name)
     if rounding_mode is None and names == ("bf16", "fp32"):
@@ -101,7 +101,7 @@ def _converted(input: Any, input_dtype: Any, output_dtype: Any, rounding_mode: A
 
 
 def _has_denormals(bits: Any) -> bool:
-    """For float32: the sign is shifted out, and 0 becomes the largest number."""
+    """Whether float32 numbers include denormals: the sign is shifted out, and 0 becomes the largest number."""
     return bool((((bits << 1) - 1) < (1 << 24) - 1).any())
 
 
@@ -153,7 +153,7 @@ def _checked(
     self: Any, one: Any, other: Any, one_ptr: bool = False, other_ptr: bool = False, arithmetic: bool = True,
     division: bool = False,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Two tensors that have the type of the result are not changed."""
+    """Two tensors that already have the result's type are returned unchanged."""
     if type(one) is core.tensor and type(other) is core.tensor:
         dtype = one.dtype
         if dtype is other.dtype and not dtype.is_ptr():

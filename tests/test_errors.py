@@ -19,7 +19,7 @@ WORDS = st.text("abcdefg_", min_size=4, max_size=10)
 
 @given(st.sets(WORDS, min_size=1), st.data())
 def test_a_name_with_one_typing_error_is_found(names: set[str], data: st.DataObject) -> None:
-    """Unless another is equally near."""
+    """Unless another name is equally near."""
     name = data.draw(st.sampled_from(sorted(names)))
     place = data.draw(st.integers(0, len(name) - 2))
     changed = data.draw(
@@ -63,7 +63,8 @@ def test_typing_errors_are_counted_as_defined(a: str, b: str) -> None:
 @pytest.mark.parametrize(
     ("given_", "names", "expected"),
     [
-        ("resnet5", ["resnet18", "resnet50", "resnet152"], ["resnet50"]),  # a longer name that ends alike is further
+        # a longer name with the same ending is further away
+        ("resnet5", ["resnet18", "resnet50", "resnet152"], ["resnet50"]),
         ("Layer-Norm", ["layer_norm", "rms_norm"], ["layer_norm"]),
         ("matmlu", ["matmul", "mul"], ["matmul"]),
         ("swin_tiny", ["swin_b", "swin_t", "swin_v2_t"], ["swin_t"]),

@@ -59,7 +59,7 @@ on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what the example 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs an example with these words on its command line; returns what it printed."""
-    monkeypatch.syspath_prepend(FOLDER)  # an example may import the one beside it
+    monkeypatch.syspath_prepend(FOLDER)  # an example may import its neighbour
 
     def run_example(name: str, *words: object) -> str:
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, words)])
@@ -100,7 +100,7 @@ def test_memory_shows_what_makes_a_step_need_less(run: Run) -> None:
 
 @pytest.mark.gpu
 def test_memory_on_a_gpu_runs_out_and_explains_it() -> None:
-    # A process of its own: where streams were checked, running out of memory raises a SystemError.
+    # A separate process, because after a check of streams, running out of memory raises a SystemError.
     command = [sys.executable, str(FOLDER / "memory.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -177,7 +177,7 @@ def test_a_step_predicted_for_another_machine(run: Run, tmp_path: Path) -> None:
     assert len(times) == 2
     assert "NVIDIA H200" in out
     half = ceilings_of("h200").to_dict()
-    slow = {**half, "launch_eager_ms": 2 * half["launch_eager_ms"], "device": "Slow"}  # launches bound so small a step
+    slow = {**half, "launch_eager_ms": 2 * half["launch_eager_ms"], "device": "Slow"}  # launches limit so small a step
     Ceilings.from_dict(slow).save(tmp_path / "slow.json")
     out = run("predict", *small, "--machine", tmp_path / "slow.json")
     slower = [float(ms.replace(",", "")) for ms in re.findall(r"([\d,.]+) ms a step", out)]
@@ -313,7 +313,7 @@ def test_no_step_of_training_a_detr_waits_for_the_gpu(monkeypatch: pytest.Monkey
 
 
 def held_out(printed: str, measure: str) -> list[float]:
-    """Of the network, and of copying the last frame."""
+    """Errors of the network, and of copying the last frame."""
     return [float(each) for each in re.findall(rf"^held out, \w+: .*{measure} ([\d.]+)", printed, re.MULTILINE)]
 
 
@@ -473,7 +473,7 @@ def test_holes_are_found() -> None:
     depth[1, 3] = torch.inf  # a part of the sky
     depth[3, 3] = depth[4, 6] = torch.inf
     assert holes(depth) == 2
-    depth[4, 5] = torch.inf  # what is larger is not a crack
+    depth[4, 5] = torch.inf  # larger holes are not cracks
     assert holes(depth) == 1
 
 
@@ -521,7 +521,7 @@ def test_a_text_that_was_learned_by_heart_goes_on(run: Run, tmp_path: Path) -> N
 def test_snippets_of_the_pages_print_what_they_say(
     snippet: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A comment below a `print`, at the start of a line, is what it prints."""
+    """A comment at the start of a line below a `print` shows the printed text."""
     monkeypatch.chdir(tmp_path)
     exec(compile(snippet, "snippet", "exec"), {"__name__": "snippet"})
     printed = capsys.readouterr().out
@@ -594,10 +594,10 @@ def test_what_moves_is_marked(run: Run, tmp_path: Path) -> None:
     out = run("moving_things", "--out", tmp_path / "moving.mp4", "--device", "cpu")
     share = float(re.search(r"([\d.]+)% of the pixels moved", out)[1])  # type: ignore[index]
     ball = 100 * 3.1416 * 10**2 / (96 * 128)
-    assert ball < share < 4 * ball  # the ball, and what it has left behind
+    assert ball < share < 4 * ball  # the ball, and the background that it has uncovered
     red, green, _ = VideoReader(tmp_path / "moving.mp4")[30].int()
-    assert (red - green)[44:52, 86:94].min() > 100  # where the ball is
-    assert (red - green)[:30, :].abs().max() < 60  # where it never comes
+    assert (red - green)[44:52, 86:94].min() > 100  # pixels of the ball
+    assert (red - green)[:30, :].abs().max() < 60  # pixels that the ball never reaches
 
 
 def test_a_network_learns_directions_from_clips(run: Run) -> None:
@@ -607,7 +607,8 @@ def test_a_network_learns_directions_from_clips(run: Run) -> None:
 
 
 def test_a_task_of_ones_own_is_trained_and_resumed(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """From Python; and by name, stopped in the middle and resumed, with the same weights as without a stop."""
+    """It is trained from Python, and by name, where a run stopped in the middle and resumed has the same weights as
+    without a stop."""
     pytest.importorskip("safetensors")
     from rooftop.train.fitting import fit
     from rooftop.train.recipes import Recipe

@@ -31,7 +31,7 @@ def test_importing_adds_little_and_nothing_heavy() -> None:
 
 
 def test_hardware_names_are_loaded_when_used_and_none_needs_more_than_torch() -> None:
-    """`rooftop doctor` imports the package where torch is broken."""
+    """`rooftop doctor` imports the package even if torch is broken."""
     import rooftop.hardware as hardware
 
     program = "import sys, rooftop.hardware, rooftop.cli.commands.doctor; print('torch' in sys.modules)"
@@ -61,7 +61,7 @@ def test_what_hardware_does_not_have_is_said() -> None:
 
 
 def test_packages_are_reached_through_the_name_alone() -> None:
-    """Names as messages and docstrings write them: rooftop.hardware.ceilings_of("h200"). Importing all of them, and
+    """Names are used as in messages and docstrings: rooftop.hardware.ceilings_of("h200"). Importing all of them, and
     analyzing, must not import torch's compiler, which takes seconds."""
     program = """
 import sys

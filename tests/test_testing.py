@@ -1,4 +1,4 @@
-"""The numerics gate passes what is as good as PyTorch and fails what is not."""
+"""Results as accurate as PyTorch's pass the numerics gate, and worse results fail."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_one_wrong_element_fails(poison: float) -> None:
 
 
 def test_a_small_bias_on_every_element_fails() -> None:
-    """Each element is within the worst case of eager, but all are wrong: the mean shows it."""
+    """Each element is within eager's largest error, but all are wrong, which the mean shows."""
     exact = torch.linspace(1, 2, 1000, dtype=torch.float64)
     eager = exact.float()
     eager[0] += 1e-3

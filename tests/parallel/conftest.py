@@ -1,8 +1,8 @@
-"""Processes for the tests of `rooftop.parallel`: one pool for a whole session, from which each test takes as many ranks
-as it needs. They are forks of a process that has imported torch already, so that eight cost little more than one.
+"""Processes for the tests of `rooftop.parallel`. A whole session has one pool, from which each test takes as many ranks
+as it needs. They are forks of a process that has already imported torch, so eight cost little more than one.
 
-Each test gets a store and a process group of its own, and so a world of the size that it asks for. Processes that do
-not answer in time are killed, and replaced when they are needed again.
+Each test gets a separate store and process group, and so a world of the requested size. Processes that do not answer in
+time are killed, and are replaced when needed again.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ import torch
 import torch.distributed as dist
 
 LIMIT_S = 180.0
-GRACE_S = 60.0  # for the other ranks, after one has failed
+GRACE_S = 60.0  # seconds for the other ranks after one has failed
 
 # ---- in all processes --------------------------------------------------------------------------------------------
 
 
 class Packing(pickle.Pickler):
-    """Pickles plain tensors as arrays of NumPy: PyTorch takes 0.3 ms to read each, NumPy 0.01 ms."""
+    """Pickles plain tensors as NumPy arrays, because PyTorch takes 0.3 ms to read each, NumPy 0.01 ms."""
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not torch.Tensor or value.requires_grad:
@@ -62,19 +62,19 @@ def packed(value: Any) -> bytes:
 
 @dataclass
 class Outcome:
-    """What a rank answers: the value, pickled, or how it failed."""
+    """The answer of a rank: the pickled value, or the error."""
 
     value: bytes = b""
-    error: str = ""  # the type's name
+    error: str = ""  # the name of the exception's type
     message: str = ""
     traceback: str = ""
 
 
 def serve(connection: Connection) -> None:
-    """One task after another, until the other end is closed."""
-    faulthandler.enable()  # where a process that ends without an answer was
+    """Perform one task after another until the other end is closed."""
+    faulthandler.enable()  # shows where a process was that ended without an answer
     torch.set_num_threads(1)
-    gc.freeze()  # what is there before the first task (torch and its like) is not looked through after each
+    gc.freeze()  # objects from before the first task (torch and the like) are not searched after each task
     while True:
         try:
             task = pickle.loads(connection.recv_bytes())
@@ -82,14 +82,14 @@ def serve(connection: Connection) -> None:
             return
         before = dict(os.environ)
         os.environ.update(task["environment"])
-        torch.default_generator.manual_seed(1)  # random numbers do not depend on the tasks before
+        torch.default_generator.manual_seed(1)  # random numbers do not depend on earlier tasks
         try:
             answer = Outcome(value=packed(_performed(**task)))
         except BaseException as error:
             answer = Outcome(b"", type(error).__name__, str(error), traceback.format_exc())
         if dist.is_initialized():
             dist.destroy_process_group()
-        gc.collect()  # groups that live on in a cycle would keep other ranks waiting
+        gc.collect()  # groups kept alive by a cycle would keep other ranks waiting
         os.environ.clear()
         os.environ.update(before)
         connection.send_bytes(pickle.dumps(vars(answer)))
@@ -98,7 +98,7 @@ def serve(connection: Connection) -> None:
 def _performed(
     module: str, file: str, function: str, arguments: bytes, joined: bool, device: str, **rest: object
 ) -> Any:
-    """Calls a function of a test module, by name, with its arguments, pickled."""
+    """Calls a function of a test module by name; module, name and arguments are pickled."""
     from rooftop.parallel import join
 
     call = loaded(module, file)
@@ -109,7 +109,7 @@ def _performed(
 
 
 def loaded(name: str, file: str) -> ModuleType:
-    """A test module under the name that pytest gave it."""
+    """A test module, loaded under the name that pytest uses."""
     if name not in sys.modules:
         for parent in (name.rsplit(".", depth)[0] for depth in range(name.count("."), 0, -1)):
             sys.modules.setdefault(parent, ModuleType(parent)).__dict__.setdefault("__path__", [])
@@ -130,7 +130,7 @@ class RanksFailed(AssertionError):
     """Some rank raised or did not answer.
 
     Attributes:
-        errors: by rank, "Type: message"; of one that did not answer, "killed".
+        errors: "Type: message" by rank; "killed" for a rank that did not answer.
     """
 
     def __init__(self, errors: Mapping[int, str], tracebacks: str) -> None:
@@ -140,7 +140,7 @@ class RanksFailed(AssertionError):
 
 @dataclass
 class Pool:
-    """Processes that play ranks; more are made when a test needs them."""
+    """Processes that act as ranks; more are started when a test needs them."""
 
     processes: list[tuple[BaseProcess, Connection]] = field(default_factory=list)
     tasks: int = 0
@@ -158,16 +158,18 @@ class Pool:
         """Calls a function of a test module, `function(*arguments)`, on every rank.
 
         Args:
-            joined: within `rooftop.parallel.join(device=device)`; if not, only the launcher's variables are there.
-            device: "cpu", by gloo, or "cuda", by NCCL and a GPU for each rank.
-            environments: by rank, variables beside those of the launcher; a rank that is not in it does not start.
-            limit_s: after which all that have not answered are killed.
+            joined: whether to call inside `rooftop.parallel.join(device=device)`. If not, only the launcher's variables
+                are set.
+            device: "cpu" with gloo, or "cuda" with NCCL and a GPU for each rank.
+            environments: variables by rank, in addition to the launcher's. A rank that is not in this dict does not
+                start.
+            limit_s: the time after which all ranks without an answer are killed.
 
         Returns:
-            What it returned, by rank.
+            The results of the function, by rank.
 
         Raises:
-            RanksFailed: with the traceback of every rank that failed.
+            RanksFailed: with the traceback of every failed rank.
         """
         self.tasks += 1
         store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -255,7 +257,7 @@ Run = Callable[..., list[Any]]
 
 @pytest.fixture(scope="session")
 def pool(fork: object) -> Iterator[Pool]:
-    """`fork` has started the process of which these are forks."""
+    """The pool of ranks, forked from the process that `fork` has started."""
     pool = Pool()
     yield pool
     pool.close()
@@ -263,11 +265,11 @@ def pool(fork: object) -> Iterator[Pool]:
 
 @pytest.fixture
 def on_ranks(pool: Pool) -> Run:
-    """`on_ranks(4, function, *arguments)`: what the function returns on each of four ranks (see `Pool.run`)."""
+    """`on_ranks(4, function, *arguments)`: the results of the function on four ranks (see `Pool.run`)."""
     return pool.run
 
 
 @pytest.fixture(scope="session")
 def ranks_failed() -> type[RanksFailed]:
-    """What `on_ranks` raises; its `errors` has each rank's."""
+    """The exception of `on_ranks`; its `errors` has the error of each rank."""
     return RanksFailed

@@ -1,4 +1,4 @@
-"""Blocks of attention, alone and many in one launch, are attention by the definition, forward and backward."""
+"""Blocks of attention, alone or many in one launch, agree with attention by the definition, forward and backward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rooftop.testing import assert_as_accurate
 
 
 class Layer:
-    """What `ContextAttention` asks of an attention."""
+    """An attention with the interface that `ContextAttention` needs."""
 
     weights_dropout, training = None, True
 
@@ -47,7 +47,7 @@ def by_definition(given: list[Tensor], documents: Documents, window: int | None,
 
 
 def of_ranks(given: list[Tensor], packing: Packing, window: int | None) -> list[Tensor]:
-    """The same by blocks, of each rank after the other, with all keys at hand; the parts put together."""
+    """The same computed by blocks, one rank after the other, with all keys available. The parts are put together."""
     query, key, value, dout = given
     scale, wide = query.shape[3] ** -0.5, block_attentions.wide_dtype(query)
     ranks = range(len(packing.held))
@@ -114,7 +114,8 @@ def test_on_a_gpu_blocks_are_as_accurate_as_eager(name: str, heads: tuple[int, i
 @pytest.mark.gpu
 def test_on_a_gpu_short_documents_run_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     given = inputs(1, 4, 2, LENGTH, 64, "cuda")
-    documents = Documents.of_ends(LENGTH, [list(range(7, LENGTH, 10))])  # not equally long: those are one batch
+    # of different lengths, because equal lengths are one batch
+    documents = Documents.of_ends(LENGTH, [list(range(7, LENGTH, 10))])
     attention: Any = Layer(None)
 
     def launched() -> int:
@@ -142,7 +143,7 @@ def test_blocks_are_attention_by_the_definition(name: str) -> None:
 
 
 def test_merging_does_not_lose_with_the_number_of_blocks() -> None:
-    """In bfloat16: a query that sees 64 blocks is as accurate as one that sees one."""
+    """In bfloat16, a query that sees 64 blocks is as accurate as one that sees a single block."""
     given = inputs(1, 2, 2, 256, 8, "cpu")
     causal = Documents.of_ends(256, [[]])
     eager, exact = (by_definition(given, causal, None, dtype)[0] for dtype in (torch.bfloat16, torch.float64))

@@ -1,4 +1,4 @@
-"""Hugging Face's models with the caches that they return by default: DataParallel gives what the model alone gives."""
+"""Hugging Face's models return caches by default. DataParallel gives the same results as the model alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Chunks of a sequence: ranks hold each position once, and a mask's parts are those of the whole mask."""
+"""Chunks of a sequence: the ranks together hold each position once, and the parts of a mask are those of the whole
+mask."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Context parallel attention: on any number of ranks, by any transport, with documents, windows and dropout, it is the
-attention of one process, forward and backward."""
+"""Context parallel attention agrees with the attention of one process, forward and backward, on any number of ranks,
+with any transport, and with documents, windows and dropout."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ENDS = [[3, 4, 20], [13, 29]]
 
 @dataclass(frozen=True)
 class Case:
-    """What is attended, and how it is shared."""
+    """An attention, and its division among ranks."""
 
     transport: str
     ranks: int
@@ -46,7 +46,7 @@ class Case:
 
 
 class Layer:
-    """What `ContextAttention` asks of an attention."""
+    """An attention with the interface that `ContextAttention` needs."""
 
     selective = False
     attend_in_pytorch = ParallelSelfAttention.attend_in_pytorch
@@ -58,14 +58,14 @@ class Layer:
 
 
 def whole(case: Case) -> list[Tensor]:
-    """Queries, keys, values and the gradient of the result, of all positions."""
+    """Queries, keys, values and the gradient of the result, for all positions."""
     made = torch.Generator().manual_seed(0)
     heads = (HEADS, case.kv_heads, case.kv_heads, HEADS)
     return [torch.randn(BATCH, n, LENGTH, FEATURES, generator=made, dtype=torch.float64).to(case.dtype) for n in heads]
 
 
 def expected(case: Case) -> list[Tensor]:
-    """The result and the three gradients, by the definition."""
+    """The result and the three gradients, computed by the definition."""
     query, key, value, dout = (each.double() for each in whole(case))
     inputs = [each.requires_grad_() for each in (query, key, value)]
     key, value = (each.repeat_interleave(HEADS // case.kv_heads, 1) for each in inputs[1:])
@@ -85,7 +85,7 @@ def expected(case: Case) -> list[Tensor]:
 
 
 def attended(case: Case) -> list[list[int] | Tensor]:
-    """On a rank: its positions, and of them what `expected` has."""
+    """On a rank: its positions, and for these the values that `expected` returns."""
     context = context_of(case)
     packing = case.packing()
     chunks, layer = packing.held[context.index], Layer(case)
@@ -140,7 +140,7 @@ def test_one_process_attends_within_documents(documents: bool) -> None:
 
 
 def counted(case: Case) -> tuple[int, int, int, list[int]]:
-    """Rows that are sent to others and received; rows kept for backward; pairs that are computed, in blocks."""
+    """The numbers of rows sent to others and received, of rows kept for backward, and of pairs computed in blocks."""
     sent, received = [0], [0]
     start = contexts._start_exchange
 
@@ -172,7 +172,7 @@ def test_only_needed_rows_are_sent_and_only_own_ones_kept(case: Case, on_ranks: 
         lengths = [[sum(e - f for f, e in packing.rows(*pair)) for pair in ((o, rank), (rank, o))] for o in others]
         assert [sent, received] == [sum(each) for each in zip(*lengths, strict=True)]
         assert kept == 4 * LENGTH // case.ranks  # query, key, value and the result
-        assert max(pairs) <= 1.35 * min(pairs)  # of 32 positions; test_packings has long sequences
+        assert max(pairs) <= 1.35 * min(pairs)  # only 32 positions; test_packings has long sequences
 
 
 def off_by_a_chunk(self: Packing, rank: int, spans: Any) -> Any:

@@ -1,4 +1,5 @@
-"""DataParallel computes what its module computes on the whole batch; mostly on the CPU, named two or three times."""
+"""DataParallel gives the results of its module for the whole batch. Most tests use the CPU, named two or three
+times."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ from rooftop.testing import no_waiting_for_gpu
 
 TWO, THREE = ["cpu"] * 2, ["cpu"] * 3
 CPU = torch.device("cpu")
-PATIENCE_S = 120  # a test that waits for a thread that never comes fails after it
+PATIENCE_S = 120  # seconds after which a test fails that waits for a thread that never comes
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "data_parallel.py"
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "parallel_data.py"
 
@@ -340,7 +341,7 @@ def test_batches_along_another_dimension() -> None:
     assert_same_parameters(parallel, model)
 
 
-# What modules are made of
+# Contents of modules
 
 
 def test_parametrizations_and_norms_of_weights_by_hooks() -> None:
@@ -358,7 +359,7 @@ def test_parametrizations_and_norms_of_weights_by_hooks() -> None:
 
 
 class Attributes(nn.Module):
-    """Computes with its tensors by every other way than their names."""
+    """Computes with its tensors, which it reaches in every way except by their names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -411,7 +412,7 @@ def test_tensors_modules_and_methods_in_attributes_are_the_replicas_own() -> Non
 
 
 class Cached(nn.Module):
-    """Keeps what it computed, as hooks of weight norm do."""
+    """Keeps a computed tensor, like hooks of weight norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -432,7 +433,7 @@ def test_a_result_kept_from_the_step_before_is_not_walked_again() -> None:
 
 
 class Masked(nn.Module):
-    """Autograd keeps one buffer, and another of the same dtype is written to after that."""
+    """Autograd keeps one buffer, and afterwards another buffer of the same dtype is written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -459,7 +460,8 @@ def test_modules_that_cannot_be_replicated_are_refused() -> None:
     with pytest.raises(ValueError, match=r"1\.weight is on meta, but the first device is cpu: move .* module\.to"):
         replicate(inside, TWO)
     compiled = nn.Sequential(nn.Linear(2, 2))
-    compiled[0]._compiled_call_impl = compiled[0]._call_impl  # what Module.compile leaves, without its seconds
+    # the attribute that Module.compile sets, without its compilation time
+    compiled[0]._compiled_call_impl = compiled[0]._call_impl
     with pytest.raises(TypeError, match=r"0 \(Linear\) is compiled for its own parameters"):
         DataParallel(compiled, TWO)(torch.ones(2, 2))
     with pytest.raises(RuntimeError, match="uninitialized parameters"):
@@ -488,7 +490,7 @@ def test_detached_replicas_share_the_memory_of_the_first_only() -> None:
 
 
 def tensors() -> st.SearchStrategy[list[Tensor]]:
-    """Of several dtypes and layouts, empty ones too, small and large for the buffer."""
+    """Tensors of several dtypes and layouts, some empty, some smaller and some larger than the buffer."""
     shapes = st.lists(st.integers(0, 5), max_size=4)
     dtypes = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool])
     layouts = st.sampled_from(["contiguous", "channels last", "transposed", "expanded", "strided"])
@@ -640,7 +642,7 @@ def test_modules_run_at_the_same_time_in_the_modes_of_the_caller() -> None:
     both = Barrier(2)
 
     def look(x: Tensor, scale: float = 1.0) -> dict[str, Any]:
-        both.wait(PATIENCE_S)  # passes only if two are here at once
+        both.wait(PATIENCE_S)  # passes only if two threads are here at the same time
         return {
             "thread": get_ident(),
             "grad": torch.is_grad_enabled(),
@@ -755,7 +757,7 @@ def convolutions() -> nn.Module:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")  # one of theirs
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")  # a warning of PyTorch's own
 def test_it_trains_as_torchs_data_parallel_does(two_gpus: list[str]) -> None:
     ours = convolutions()
     theirs = copy.deepcopy(ours)
@@ -779,7 +781,7 @@ def test_it_trains_as_torchs_data_parallel_does(two_gpus: list[str]) -> None:
 def test_a_recurrent_network_on_two_gpus(two_gpus: list[str]) -> None:
     alone = nn.LSTM(4, 5, batch_first=True).double().cuda(0)
     parallel = DataParallel(copy.deepcopy(alone), two_gpus)
-    x = torch.randn(8, 6, 4, dtype=torch.float64)  # the states of equal parts alone can be joined
+    x = torch.randn(8, 6, 4, dtype=torch.float64)  # states can be joined only if the parts are equal
     outs = [parallel(x)[0], alone(x.cuda(0))[0]]
     torch.testing.assert_close(*outs, rtol=0, atol=1e-12)
     for out in outs:
@@ -789,7 +791,7 @@ def test_a_recurrent_network_on_two_gpus(two_gpus: list[str]) -> None:
 
 @pytest.mark.gpu
 def test_on_streams_of_the_caller(two_gpus: list[str]) -> None:
-    """Each stream is kept busy before its part: what does not wait for it gets zeros."""
+    """Each stream is kept busy before its part, so work that does not wait for the stream reads zeros."""
     alone = network()
     expected = copy.deepcopy(alone)
     x = torch.randn(64, 4, dtype=torch.float64)

@@ -53,7 +53,7 @@ def test_later_gradients_are_those_of_backward_at_once(config: GptConfig, recomp
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-14)
     model.zero_grad()
-    loss().backward()  # outside of it all is made at once
+    loss().backward()  # outside of the context, everything is computed at once
     assert all(torch.equal(found[name], gradient) for name, gradient in gradients(model).items())
 
 
@@ -94,7 +94,7 @@ def test_collecting_within_collecting_is_refused() -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # PyTorch's tracer reads it
 def test_compiled_blocks_leave_them_to_later_too() -> None:
-    """Which PyTorch's zero bubble refuses. The blocks are compiled around their linear layers."""
+    """PyTorch's zero bubble refuses compiled blocks. Here the blocks are compiled around their linear layers."""
     plain, loss = model_and_loss(CONFIG)
     loss().backward()
     expected = gradients(plain)

@@ -26,7 +26,7 @@ def test_masks_are_parts_of_the_whole(name: str, batches: int, parts: int) -> No
     for batch in range(batches):
         row = []
         for part in range(parts):
-            at, other = (part, parts), (1, 2)  # a wrong part, for which the kind of dropout has no use
+            at, other = (part, parts), (1, 2)  # a wrong part, which this kind of dropout does not use
             here = CounterDropouts(5, (batch, batches), other if of_heads else at, at if of_heads else other)
             here.step = 3
             row.append(here(0.4, name)(x.chunk(batches, 0)[batch].chunk(parts, 1)[part]))

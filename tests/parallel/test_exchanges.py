@@ -26,7 +26,7 @@ SHAPE = (3, 8, 5)
 
 
 def parts(dtype: torch.dtype, seed: int, *shape: int) -> list[Tensor]:
-    """Of all ranks."""
+    """The parts of all ranks."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(RANKS)]
 
@@ -37,8 +37,8 @@ Found = tuple[Tensor, Tensor]
 def forward_and_back(
     function: Callable[..., Tensor], dtype: torch.dtype, length: int, out: int, *dim: int
 ) -> list[Found]:
-    """A result and the gradient of its argument, whose length along dimension 1 is given; views that are not
-    contiguous as well."""
+    """A result and the gradient of its argument, whose length along dimension 1 is given. The views may be
+    non-contiguous."""
     rank = dist.get_rank()
     found = []
     for turned in (False, True):
@@ -47,7 +47,7 @@ def forward_and_back(
         leaf = x.detach().requires_grad_()
         kept = leaf * 1
         y = function(kept, *dim, dist.group.WORLD)
-        assert torch.equal(kept, x)  # it was not overwritten
+        assert torch.equal(kept, x)  # the argument was not overwritten
         y.backward(parts(dtype, 2, 3, out, 5)[rank])
         assert leaf.grad is not None
         found.append((y.detach(), leaf.grad))
@@ -64,7 +64,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], int, int]] = {
 
 
 def expected(name: str, dtype: torch.dtype, out: int) -> list[Found]:
-    """Of each rank, in float64."""
+    """The expected result of each rank, in float64."""
     x, dy = torch.stack(parts(dtype, 1, *SHAPE)).double(), torch.stack(parts(dtype, 2, 3, out, 5)).double()
     total, joined = x.sum(0), torch.cat(list(x), 1)
     if name == "copy":

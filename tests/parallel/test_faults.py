@@ -99,7 +99,7 @@ def wait_for(done: Callable[[], bool], agent: BaseProcess, limit_s: float = 300.
 def ended(process: psutil.Process) -> bool:
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # it has just gone
+    except psutil.NoSuchProcess:  # the process has just ended
         return True
 
 
@@ -118,12 +118,12 @@ def ranks_of(agent: BaseProcess) -> list[psutil.Process]:
 def test_a_rank_that_dies_or_stops_ends_all_and_is_named(
     number: signal.Signals, more: list[str], said: str, fork: Fork, book: Path
 ) -> None:
-    """By default, without a flag that a user would have to know."""
+    """This is the default; a user need not know a flag."""
     where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", "one", "--nproc-per-node", "4"]
     words = [*where, *WORDS, *more, "--train-iters", "1000000"]
     agent = fork(AGENT, *words, environment={}, folder=book, output=book / "out", errors=book / "err")
     wait_for_step(book / "lines", 6, [agent])
-    wait_for((book / "told-2").exists, agent)  # six steps may take less time than passes between two reports
+    wait_for((book / "told-2").exists, agent)  # six steps may take less time than the interval between two reports
     ranks = ranks_of(agent)
     began = time.monotonic()
     ranks[2].send_signal(number)
@@ -198,7 +198,7 @@ def starts(book: Path) -> list[tuple[int, int]]:
 
 
 def wait_for_checkpoint(book: Path, step: int, agent: BaseProcess) -> None:
-    """It is written by a process of low priority: on a busy machine that lasts for many steps."""
+    """A process of low priority writes it, which takes many steps on a busy machine."""
     wait_for((book / "run" / f"step-{step:08d}").exists, agent)
 
 
@@ -220,7 +220,7 @@ def one_is_killed(first: BaseProcess, second: BaseProcess, book: Path) -> int:
     orphans = ranks_of(second)
     second.kill()
     step = wait_for_start(book, 2, first)
-    assert step in range(10, max(losses(book / "lines")) + 1, 10)  # the last one may not have been whole yet
+    assert step in range(10, max(losses(book / "lines")) + 1, 10)  # the last checkpoint may not have been complete yet
     assert all(ended(rank) for rank in orphans)
     said = (book / "err1").read_text() + (book / "err2").read_text()
     assert "rank 2 of 4 " in said or "ranks 2-3 of 4 are gone without an error (their processes have ended); " in said
@@ -228,7 +228,7 @@ def one_is_killed(first: BaseProcess, second: BaseProcess, book: Path) -> int:
 
 
 def go_on(step: int, until: int, fork: Fork, book: Path) -> dict[int, float]:
-    """Losses of two ranks that continue by themselves."""
+    """Losses of two ranks that continue alone."""
     where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", "one", "--nproc-per-node", "2"]
     words = ["--global-batch-size", "4", "--train-iters", str(until), "--load", f"run/step-{step:08d}"]
     words = [*where, *WORDS[:-1], "again", *words]
@@ -241,7 +241,7 @@ def go_on(step: int, until: int, fork: Fork, book: Path) -> dict[int, float]:
 def test_a_training_goes_on_with_the_launcher_that_is_left(
     fork: Fork, book: Path, free_port: Callable[[], int]
 ) -> None:
-    """From the last checkpoint, as two ranks do that go on by themselves."""
+    """It continues from the last checkpoint, like two ranks that continue alone."""
     port = free_port()
     first, second = two_launchers(port, STEPS, fork, book)
     step = one_is_killed(first, second, book)
@@ -255,7 +255,8 @@ def test_a_training_goes_on_with_the_launcher_that_is_left(
 
 
 def test_a_launcher_that_comes_again_takes_part(fork: Fork, book: Path, free_port: Callable[[], int]) -> None:
-    """With another count of restarts than the one that has stayed; ranks that are ended for it save first."""
+    """Its count of restarts differs from that of the launcher that has stayed. Ranks that end for the restart save
+    first."""
     port, steps = free_port(), 200
     first, second = two_launchers(port, steps, fork, book, OWN_STORES)
     fewer = one_is_killed(first, second, book)

@@ -1,4 +1,4 @@
-"""Any number of ranks trains a task alike: the same losses, evaluations and files. They stop and fail together."""
+"""Any number of ranks trains a task with the same losses, evaluations and files. The ranks stop and fail together."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class DrawnImages(Images):
 
 
 def network() -> nn.Sequential:
-    """No bias before a norm: its gradient is rounding alone, which AdamW would make large."""
+    """There is no bias before a norm, because its gradient would be only rounding, which AdamW would enlarge."""
     torch.manual_seed(5)
     return nn.Sequential(
         nn.Conv2d(2, 6, 3, bias=False),
@@ -67,7 +67,7 @@ def network() -> nn.Sequential:
 
 
 def mixed(batch: Any, places: Tensor, generator_of: Any) -> Any:
-    """Mixup of places 2k and 2k+1."""
+    """Mixup of samples 2k and 2k+1."""
     images, labels = batch
     drawn = [generator_of(int(place) // 2 * 2).beta(0.4, 0.4) for place in places]
     weights = torch.tensor(drawn, dtype=DTYPE)
@@ -109,7 +109,7 @@ def task(**changes: Any) -> Task:
     usual: dict[str, Any] = {
         "model": network(),
         "train": DrawnImages(50),
-        "valid": Images(19),  # batches of 16 and 3: a rank of four has none of the last one
+        "valid": Images(19),  # batches of 16 and 3, so one of four ranks has nothing in the last batch
         "loss": lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
         "metrics": lambda model, batch: {"accuracy": model(batch[0]).argmax(1) == batch[1]},
         "judge": lambda model, device: {"rank": float(dist.get_rank()) if dist.is_initialized() else 0.0},
@@ -220,8 +220,8 @@ SHAPES = {nn.BatchNorm1d: (5, 3), nn.BatchNorm2d: (5, 3, 2, 4), nn.BatchNorm3d: 
 
 
 def normalized(options: dict[str, Any]) -> list[list[Tensor]]:
-    """By kind: output, gradients of input and parameters, and running statistics of this rank's uneven part of 5
-    samples, two steps on; the gradients of parameters are sums over the ranks."""
+    """By kind: output, gradients of input and parameters, and running statistics after two steps, for this rank's
+    uneven part of 5 samples. Gradients of parameters are summed over the ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     found = []
     for kind, shape in SHAPES.items():
@@ -263,7 +263,7 @@ def test_a_batch_norm_over_ranks_is_that_of_the_whole_batch(options: dict[str, A
 
 
 def stopped(out: str) -> tuple[str, int, list[str]]:
-    """The second rank hears SIGTERM in its third step."""
+    """The second rank receives SIGTERM in its third step."""
     calls = [0]
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -287,7 +287,7 @@ def test_a_signal_at_one_rank_stops_all_after_the_same_step(on_ranks: Run, tmp_p
 
 
 def fails(out: str) -> None:
-    """The loss of the second rank is NaN in the second step, in which a module of its own gives one."""
+    """The loss of the second rank is NaN in the second step, because a module on this rank returns NaN."""
     what = task(valid=None)
     calls = [0]
 

@@ -1,4 +1,4 @@
-"""Reading PyTorch's flight recorder: dumps in the documented format that are made by hand, and gloo's own dumps."""
+"""Reads dumps of PyTorch's flight recorder: hand-made dumps in the documented format, and gloo's own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SUM, GATHER, SEND = "nccl:all_reduce", "nccl:all_gather", "nccl:send 0->1"
 
 
 def entry(name: str, group: str, number: int, state: str, at: int, sizes: list[int] | None = None) -> dict[str, Any]:
-    """As NCCL's recorder has it, version 2.10."""
+    """An entry in the format of NCCL's recorder, version 2.10."""
     two = name == SEND
     return {
         "frames": [{"name": "sum_", "filename": "gradients.py", "line": 155}],
@@ -94,7 +94,7 @@ def test_what_a_rank_has_launched_and_not_ended() -> None:
 
 
 def test_groups_that_a_dump_does_not_name_are_those_of_the_process() -> None:
-    """As gloo's does."""
+    """gloo's dumps name no groups."""
     one = {**dump(entry("gloo:barrier", "7", 1, "scheduled", 1, [])), "pg_config": {"": {"name": "", "ranks": "[]"}}}
     one["entries"][0] |= {"input_sizes": [], "input_dtypes": []}
     (found,) = unfinished([one], {"7": (4, 6)})
@@ -103,7 +103,7 @@ def test_groups_that_a_dump_does_not_name_are_those_of_the_process() -> None:
 
 
 def test_which_rank_lacks_which_collective_in_one_line() -> None:
-    """Rank 2 lacks what 0 and 1 await, too; but it waits for rank 3 itself."""
+    """Rank 2 also lacks the collective that ranks 0 and 1 await, but it waits for rank 3 itself."""
     ranks = {rank: of_rank(rank) for rank in DUMPS}
     assert lacking(ranks) == "rank 3 lacks the all_gather of 8 bfloat16 (number 9 of ranks 2-3), which rank 2 awaits"
     assert [(each.by, each.awaited_by) for each in lacks(ranks)] == [((3,), (2,)), ((2, 3), (0, 1)), ((1, 2, 3), (0,))]
@@ -148,10 +148,10 @@ def test_each_recorder_that_a_build_has_is_read() -> None:
 
 
 def launched_alone() -> tuple[list[str], bool, list[str]]:
-    """What rank 0 has launched, and rank 1 not yet.
+    """The collective that rank 0 has launched and rank 1 has not.
 
-    A thread of gloo notes the end of an operation a moment later: first in its entry, then in the group's numbers.
-    Groups of other tests that had this process before are still in its records, under lower numbers.
+    A thread of gloo records the end of an operation a moment later, first in its entry, then in the group's numbers.
+    Groups of earlier tests in this process are still in its records, with lower numbers.
     """
 
     def waits() -> bool:
@@ -178,7 +178,7 @@ def launched_alone() -> tuple[list[str], bool, list[str]]:
 
 @pytest.mark.parametrize("groups_before", [0, 2])
 def test_gloo_says_what_is_unfinished(on_ranks: Run, groups_before: int) -> None:
-    """Also in processes that had other groups: their numbers stay in the records."""
+    """Also in processes that had other groups before, whose numbers stay in the records."""
     for _ in range(groups_before):
         on_ranks(2, launched_alone)
     (first, first_waits, after), (second, second_waits, _) = on_ranks(2, launched_alone)

@@ -1,6 +1,6 @@
-"""Data ranks that share a model (FSDP2) train as one process: initial values bit for bit; loss, gradients, their norm
-and five steps to 1e-10, with dropout on and embeddings tied, beside tensor and sequence parallel ranks. Faults are
-found."""
+"""Data ranks that share a model (FSDP2) train like one process. Initial values are equal bit for bit; loss, gradients,
+their norm and five steps agree to 1e-10, with dropout, tied embeddings, and tensor and sequence parallel ranks.
+Deliberate faults are found."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ LAYOUTS = {2: Layout(2), 4: Layout(2, 2, sequence_parallel=True)}
 
 @dataclass
 class Trained:
-    """Tensors by name, of the whole model or what a rank holds."""
+    """Tensors by name, of the whole model or of a rank's part."""
 
     initial: Tensors
     losses: list[float]
@@ -71,7 +71,7 @@ class Trained:
 
 
 def text(config: GptConfig, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Tokens and targets (BATCH, LENGTH), of which some do not count, not as many in each sequence."""
+    """Tokens and targets (BATCH, LENGTH). Some targets do not count; their number differs between sequences."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(config.vocabulary, (BATCH, LENGTH + 1), generator=generator)
     unknown = torch.rand(BATCH, LENGTH, generator=generator) < torch.linspace(0, 0.6, BATCH)[:, None]
@@ -88,7 +88,7 @@ def copied(model: Gpt, gradients: bool = False) -> Tensors:
 
 
 def built(config: GptConfig, layout: Layout, groups: Mapping[str, Group], **options: Any) -> Gpt:
-    """Shared where there are data ranks."""
+    """The model, shared if there are data ranks."""
     make = fully_sharded_gpt if layout.dp > 1 else parallel_gpt
     return make(config, layout, groups, seed=SEED, device=device_here(), **options)
 
@@ -96,13 +96,13 @@ def built(config: GptConfig, layout: Layout, groups: Mapping[str, Group], **opti
 def trained(
     kind: str, layout: Layout, groups: Mapping[str, Group], recompute: bool | str, steps: int = STEPS
 ) -> Trained:
-    """Some steps on this rank."""
+    """Train for some steps on this rank."""
     config = CONFIGS[kind]
     model = built(config, layout, groups, recompute=recompute, dtype=torch.float64)
     found = Trained(copied(model), [], [], [], {})
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(8 if parameter.dim() > 1 else 1)  # nothing stays nearly zero
+            parameter.mul_(8 if parameter.dim() > 1 else 1)  # so that no value stays nearly zero
     gradients = ModelGradients(model, groups, sequence_parallel=layout.sequence_parallel)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     at = layout.coordinates(dist.get_rank())["dp"] if dist.is_initialized() else 0
@@ -123,12 +123,12 @@ def trained(
 
 @cache
 def references() -> dict[str, Trained]:
-    """The same on one process."""
+    """The results of one process."""
     return {kind: trained(kind, Layout(), Layout().process_groups(), recompute=False) for kind in CONFIGS}
 
 
 def differences(found: Trained, expected: Trained, model: Gpt) -> dict[str, float]:
-    """The largest, of each kind, of what this rank holds from the same part of the whole."""
+    """The largest difference of each kind, between this rank's part and the same part of the whole model."""
     records, parameters = shards_of(model), dict(model.named_parameters())
 
     def largest(ours: Tensors, whole: Tensors) -> float:
@@ -146,7 +146,7 @@ def differences(found: Trained, expected: Trained, model: Gpt) -> dict[str, floa
 
 
 def all_differences(layout: Layout, expected: dict[str, Trained]) -> dict[str, dict[str, float]]:
-    """By kind, on this rank; each is recomputed in another way, or not."""
+    """Differences by kind on this rank. The cases are recomputed in different ways, or not at all."""
     groups = layout.process_groups()
     return {
         kind: differences(
@@ -168,7 +168,7 @@ def test_training_is_that_of_one_process(world: int, on_ranks: Run) -> None:
 
 
 def averaged(self: Any, factor: float) -> None:
-    """PyTorch's default: the mean over the data ranks."""
+    """The fault of PyTorch's default: the mean over the data ranks."""
 
 
 def of_own_rows(self: ModelGradients) -> Any:
@@ -176,7 +176,7 @@ def of_own_rows(self: ModelGradients) -> Any:
 
 
 def by_local_rows(parameter: Tensor, shard: Shard | None) -> Shard:
-    """As if each rank held the first rows."""
+    """The fault that every rank takes its rows for the first rows."""
     held = shard_here(parameter, shard)
     return Shard(tuple(replace(piece, box=replace(piece.box, start=(0,) * parameter.dim())) for piece in held.pieces))
 
@@ -191,7 +191,7 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
 
 
 def shown(expected: Trained) -> dict[str, float]:
-    """How large each fault shows itself on this rank."""
+    """The difference that each fault makes on this rank."""
     layout = LAYOUTS[2]
     groups = layout.process_groups()
     parts, found = built(GPT, layout, groups), {}
@@ -212,8 +212,8 @@ def test_faults_are_found(on_ranks: Run) -> None:
 
 
 def held(config: GptConfig) -> tuple[int, int, int, list[bool], bool]:
-    """(elements that were filled; those of all parameters here; of the whole; which blocks keep their parameters after
-    forward; whether what was put together can be taken apart again)."""
+    """(elements that were filled; elements of all parameters on this rank; of the whole model; which blocks keep their
+    parameters after forward; whether a gathered weight splits into the same parts)."""
     layout, sizes, fill = Layout(2), list[int](), gpt_layouts.Stream.normal_
     groups = layout.process_groups()
 
@@ -306,8 +306,8 @@ def numbers(of: GptTrainer, steps: int) -> list[list[float]]:
 
 
 def saved_and_gone_on(training: GptTraining, folder: Path) -> tuple[list[list[float]], list[list[float]], int, int]:
-    """(four steps, the last two again from what was saved after two; bytes that a step writes at least, shared and as
-    if every data rank had its own weights)."""
+    """(four steps; the last two steps again, from the checkpoint after two; the least bytes that a step writes, with
+    shared weights and as if every data rank had its own weights)."""
     layout = LAYOUTS[4]
     first = trainer(training, layout, fully_shard=True)
     found = numbers(first, 2)
@@ -354,7 +354,7 @@ def test_a_training_goes_on_bit_for_bit_and_also_where_nothing_is_shared(on_rank
 
 
 class Sums(TorchDispatchMode):
-    """Counts sums of which each rank gets a part."""
+    """Counts reduce-scatters, the sums of which each rank gets a part."""
 
     count = 0
 
@@ -364,7 +364,7 @@ class Sums(TorchDispatchMode):
 
 
 def summed(training: GptTraining) -> tuple[list[list[float]], int]:
-    """Two steps of data ranks that share the model; how often the second one sums."""
+    """Two steps of data ranks that share the model, and the number of sums in the second step."""
     of = trainer(training, LAYOUTS[2], fully_shard=True)
     found = numbers(of, 1)
     with Sums() as sums:
@@ -374,7 +374,7 @@ def summed(training: GptTraining) -> tuple[list[list[float]], int]:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_gradients_are_summed_once_a_step_where_that_is_wanted(on_ranks: Run, dtype: torch.dtype) -> None:
-    """Two micro-batches a rank: half as many sums, and the same training."""
+    """With two micro-batches on a rank, there are half as many sums, and training is the same."""
     training = replace(TRAINING, dtype=dtype)
     once = replace(training, sum_once=True)
     for (often, sums), (found, fewer) in zip(on_ranks(2, summed, training), on_ranks(2, summed, once), strict=True):
@@ -391,7 +391,7 @@ def gone_on_alone(training: GptTraining, folder: Path) -> list[list[float]]:
 
 
 def called(words: list[str]) -> tuple[int, str]:
-    """The command line, in this process: (exit status, what went to standard error)."""
+    """The command line, in this process: (exit status, standard error)."""
     said = StringIO()
     with redirect_stdout(StringIO()), redirect_stderr(said):
         return main(words), said.getvalue()
@@ -420,16 +420,17 @@ def test_the_command_trains_so_and_refuses_where_there_are_no_data_ranks(on_rank
 # ---- bfloat16 ----------------------------------------------------------------------------------------------------
 
 
-TEXTS = 4  # of whose gradients the worst elements are compared: of one text it is luck in a bias of 16 elements
+# number of texts whose largest gradient errors are compared; for one text, the error of a bias with 16 elements is luck
+TEXTS = 4
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """A shared tensor put together, on every rank, or another tensor itself."""
+    """A sharded tensor gathered on every rank; other tensors unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def steps(kind: str, layout: Layout, groups: Mapping[str, Group], dtype: torch.dtype) -> Tensors:
-    """Gradients (TEXTS, ...) of the same parameters, computed in a dtype, a step for each of some texts."""
+    """Gradients (TEXTS, ...) of the same parameters, computed in a dtype, with one step for each text."""
     config = replace(CONFIGS[kind], dropout=0.0, attention_dropout=0.0)
     shares = {"compute_dtype": dtype} if layout.dp > 1 else {}
     model = built(config, layout, groups, **shares)
@@ -451,7 +452,7 @@ def steps(kind: str, layout: Layout, groups: Mapping[str, Group], dtype: torch.d
 
 
 def in_bfloat16() -> dict[str, Tensors]:
-    """By kind, the whole gradients of data ranks that share the model."""
+    """The gathered gradients of data ranks that share the model, by kind."""
     layout = LAYOUTS[2]
     groups = layout.process_groups()
     return {kind: steps(kind, layout, groups, torch.bfloat16) for kind in CONFIGS}
@@ -473,7 +474,8 @@ def test_bfloat16_is_as_accurate_as_on_one_process(on_ranks: Run) -> None:
 
 @pytest.mark.gpu
 def test_on_gpus_training_is_that_of_one_process(on_ranks: Run) -> None:
-    """By NCCL: float64 to 1e-10 and initial values the same bits as on the CPU; bfloat16 within the gate."""
+    """With NCCL, float64 agrees to 1e-10, initial values have the same bits as on the CPU, and bfloat16 is within the
+    gate."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     for found in on_ranks(2, all_differences, LAYOUTS[2], references(), device="cuda", limit_s=240.0):

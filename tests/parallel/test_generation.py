@@ -1,5 +1,5 @@
-"""Generation by tensor parallel ranks: the tokens of one process, greedy and drawn, the same on all ranks; each rank
-has its part of the weights and of the cache; the verb, whose first rank alone tells."""
+"""Tensor parallel ranks generate the tokens of one process, greedy and drawn, the same on all ranks. Each rank has its
+part of the weights and of the cache. With the verb, only the first rank prints."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ DRAWN = ("--temperature", 0.8, "--seed", 2)
 
 
 def whole(config: GptConfig, dtype: torch.dtype = torch.float64) -> Gpt:
-    """With values whose text is not a repetition; the same on each rank."""
+    """A model whose text does not repeat itself, with the same values on each rank."""
     model, generator = Gpt(config, dtype=dtype).eval(), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -73,7 +73,7 @@ def whole(config: GptConfig, dtype: torch.dtype = torch.float64) -> Gpt:
 
 
 def part_of(model: Gpt, device: str = "cpu") -> Gpt:
-    """What this rank has of a model."""
+    """This rank's part of a model."""
     part = empty_gpt(model.config, dtype=next(model.parameters()).dtype, group=dist.group.WORLD, device=device)
     shards = shards_of(part)
     with torch.no_grad():
@@ -92,7 +92,7 @@ def prompts_of(config: GptConfig) -> list[list[int]]:
 
 
 def texts_of(model: Gpt) -> list[list[list[int]]]:
-    """Greedy, rows and pages shared, and ended by a token that the longest prompt gets third; and drawn."""
+    """Greedy texts with shared rows and pages, ended by the third token of the longest prompt; and drawn texts."""
     prompts = prompts_of(model.config)
     stop = generate(model, prompts[3:], 3)[0][2]
     return [generate(model, prompts, NEW, batch=2, page=4, stop=[stop]), generate(model, prompts, NEW, **SAMPLED)]
@@ -118,7 +118,7 @@ def test_tokens_are_those_of_one_process(ranks: int, dtype: torch.dtype, kinds: 
 
 
 class GatheredSums(NormSums):
-    """Norm sums in PyTorch, by gloo; it counts them."""
+    """Norm sums in PyTorch and gloo, which are counted."""
 
     calls = 0
 
@@ -141,7 +141,7 @@ class GatheredSums(NormSums):
 
 
 def texts_with_norm_sums(kinds: list[str]) -> dict[str, tuple[list[list[int]], bool, int, int]]:
-    """And whether the model takes them, the calls, and the steps."""
+    """The texts, whether the model uses norm sums, the number of calls, and the number of steps."""
     found = {}
     for kind in kinds:
         model = part_of(whole(CONFIGS[kind]))
@@ -158,7 +158,8 @@ def texts_with_norm_sums(kinds: list[str]) -> dict[str, tuple[list[list[int]], b
     ("ranks", "kinds"), [(2, list(CONFIGS)[:4]), (4, list(CONFIGS)[3:])], ids=["2 ranks", "4 ranks"]
 )
 def test_each_norm_of_a_step_may_compute_the_sum_before_it(ranks: int, kinds: list[str], on_ranks: Run) -> None:
-    """After the embedding, the attentions and the MLPs; with learned positions, biases, layer norm and RMS norm."""
+    """Sums come after the embedding, the attentions and the MLPs. Models have learned positions, biases, layer norm and
+    RMS norm."""
     expected = {kind: generate(whole(CONFIGS[kind]), prompts_of(CONFIGS[kind]), NEW) for kind in kinds}
     for found in on_ranks(ranks, texts_with_norm_sums, kinds):
         for kind, (texts, takes, calls, steps) in found.items():
@@ -188,7 +189,8 @@ def test_hooks_and_other_parts_are_left_to_the_modules(change: str, on_ranks: Ru
 
 
 def logits_of(vocabulary: int) -> Tensor:
-    """Of few values, so that many are the best; rows of which none can be chosen; a few bests at all places."""
+    """Logits with few different values, so that many are the largest; rows in which none can be chosen; and rows with a
+    few largest values at any place."""
     logits = torch.randint(3, (40, vocabulary), generator=torch.Generator().manual_seed(vocabulary)).double()
     logits[0] = -torch.inf
     logits[1, vocabulary // 2] = torch.nan
@@ -216,7 +218,7 @@ def numbers() -> Tensor:
 
 @pytest.mark.parametrize("vocabulary", [17, 9, 12])
 def test_choices_are_those_of_the_whole_logits(vocabulary: int, on_ranks: Run) -> None:
-    """Of nine tokens the last of four ranks has none."""
+    """With nine tokens, the last of four ranks has none."""
     expected = [choose(logits_of(vocabulary), numbers(), each) for each in CHOICES]
     assert expected[0][:4].tolist() == [-1, -1, vocabulary - 1, 0]
     for found in on_ranks(4, chosen_on_ranks, vocabulary):
@@ -225,7 +227,7 @@ def test_choices_are_those_of_the_whole_logits(vocabulary: int, on_ranks: Run) -
 
 
 def drawn_otherwise() -> list[list[int]]:
-    """As if sums on this rank came out otherwise in their last bits."""
+    """The rank's sums differ in their last bits."""
 
     def other(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Tensor:
         return (choose(logits, numbers, sampling) + dist.get_rank()) % logits.shape[1]
@@ -242,7 +244,7 @@ def test_ranks_go_on_with_the_same_tokens_whatever_they_draw(on_ranks: Run) -> N
 def failed_alike() -> str:
     broken = whole(LLAMA)
     with torch.no_grad():
-        broken.head.output.weight[0] = torch.nan  # which the first rank has
+        broken.head.output.weight[0] = torch.nan  # this row is on the first rank
     with pytest.raises(FloatingPointError) as error:
         generate(part_of(broken), prompts_of(LLAMA), NEW)
     return str(error.value)
@@ -257,7 +259,7 @@ def test_no_numbers_on_one_rank_are_an_error_on_all(on_ranks: Run) -> None:
 
 
 def held_on_ranks() -> dict[str, tuple[int, int, float]]:
-    """Of each kind: elements of weights, bytes of a page, and bytes of the steps where a byte takes a millisecond."""
+    """For each kind: elements of weights, bytes of a page, and bytes of the steps if a byte takes a millisecond."""
     found = {}
     for kind, config in CONFIGS.items():
         model = part_of(whole(config, torch.float32))
@@ -274,13 +276,14 @@ H200 = ceilings_of("h200")
 
 
 def test_each_rank_has_its_part_of_weights_and_cache(on_ranks: Run) -> None:
-    """Here one head of keys each; the roof reads what a rank has, and of embeddings what is looked up."""
+    """Here each rank has one head of keys. The roof counts the rank's own weights, and of embeddings only the rows that
+    are looked up."""
     for held in on_ranks(4, held_on_ranks):
         for kind, config in CONFIGS.items():
             elements, page_bytes, read_bytes = held[kind]
             assert elements == config.of_rank(4).parameters, kind
             assert page_bytes == 2 * 2 * config.head_features * 16 * 4
-            tables = (1 if config.tied else 2) * -(-config.vocabulary // 4)  # of which the head's is read whole
+            tables = (1 if config.tied else 2) * -(-config.vocabulary // 4)  # the head's part is read completely
             tables += config.positions if config.position == "learned" else 0
             looked_up = (2 if config.position == "learned" else 1) - tables + -(-config.vocabulary // 4)
             before = [7 + 8, (7 + 8) if config.window is None else (5 - 1) * 2]  # positions read in two steps, by layer
@@ -299,7 +302,7 @@ def test_each_rank_has_its_part_of_weights_and_cache(on_ranks: Run) -> None:
 
 
 def called(*words: object, prompts: tuple[str, ...] = ()) -> tuple[int, str, str, int]:
-    """The verb on this rank: status, what it told, and elements that it read of files."""
+    """The verb on this rank: status, output, and number of elements read from files."""
     out, err, read = io.StringIO(), io.StringIO(), [0]
     part = TensorFiles.part
 
@@ -345,7 +348,7 @@ def test_json_of_ranks(folder: Path, on_ranks: Run) -> None:
     assert told["figures"]["tensor_parallel_size"] == 4
     assert (
         told["figures"]["cache_bytes"] == alone["figures"]["cache_bytes"] / 2
-    )  # four ranks have one of two heads each
+    )  # each of the four ranks has one of two heads
 
 
 def test_a_training_is_read_by_other_ranks_than_saved_it(tmp_path: Path, on_ranks: Run) -> None:
@@ -402,7 +405,7 @@ def all_reach_each_other(gpus: int) -> bool:
 
 
 def texts_on_gpus(dtype: torch.dtype, options: dict[str, Any]) -> dict[tuple[str, str], list[list[int]]]:
-    """Launched one by one, and by the replays of a graph, whose rows go from text to text; and with sums by NCCL."""
+    """Texts by single launches, by replays of a graph whose rows are reused for other texts, and with sums by NCCL."""
     found = {}
     by_nccl = patch.object(generation_module, "norm_sums", lambda *_: NormSums(reason="the test asks for NCCL"))
     for kind, config in ON_GPUS.items():
@@ -431,7 +434,7 @@ def texts_on_gpus(dtype: torch.dtype, options: dict[str, Any]) -> dict[tuple[str
 def test_on_gpus_tokens_are_those_of_one_process(
     dtype: torch.dtype, options: dict[str, Any], margin: float, on_ranks: Run
 ) -> None:
-    """Up to the first token that rounding decides, between two whose logits are closer than the margin."""
+    """Compared up to the first token that depends on rounding, because two logits are closer than the margin."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     first, second = on_ranks(2, texts_on_gpus, dtype, options, device="cuda", limit_s=240.0)

@@ -1,5 +1,5 @@
-"""A training that was saved in one layout goes on in any other as if it had always been there: to 1e-10 in float64,
-with dropout on; and what is saved again without a step is the same, bit for bit."""
+"""A training saved in one layout continues in any other, with differences below 1e-10 in float64 and with dropout. If
+it is saved again without a step, the values are equal bit for bit."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def numbers(of: GptTrainer, steps: int) -> Numbers:
 
 
 def gone_on(training: GptTraining, name: str, folder: Path, steps: int, to: Path) -> Numbers:
-    """Some steps from what is in a folder, if that is there, and saved in another."""
+    """Some steps that continue from a folder, if given, and are saved in another folder."""
     one = trainer(training, name)
     if folder.exists():
         load_training(find_training(folder, training)[0], one)
@@ -100,7 +100,7 @@ def gone_on(training: GptTraining, name: str, folder: Path, steps: int, to: Path
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
-    """Of the last training in a folder, or of the folder of a step, weights and the optimizer's, by names."""
+    """Tensors by name, of weights and optimizer, from the last training in a folder or from the folder of a step."""
     saved = open_tensors(read_record(folder))
     return {name: whole_tensor(saved, name) for name in saved.entries}
 
@@ -139,8 +139,8 @@ BACK = ["pp=2 dp=2 shared", "dp=2 tp=2 shared", "cp=2 shared", "dp=2", "dp=2 tp=
 def test_there_and_back_is_the_same_bit_for_bit(
     kind: str, dtype: torch.dtype, names: list[str], on_ranks: Run, tmp_path: Path
 ) -> None:
-    """Weights and moments, through every layout; in bfloat16 those that are float32. Each step from one layout to the
-    next is made with both models and both dtypes."""
+    """Weights and moments pass through every layout. In bfloat16, the float32 values are compared. Each change of
+    layout is made with both models and both dtypes."""
     training = training_of(kind, dtype)
     gone_on(training, "alone", tmp_path / "none", 2, tmp_path / "0")
     expected = tensors(tmp_path / "0")
@@ -154,7 +154,7 @@ def test_there_and_back_is_the_same_bit_for_bit(
 
 
 def gone_on_twice(training: GptTraining, name: str, folder: Path) -> tuple[Numbers, Numbers]:
-    """The second step and the third, without stopping and from what was saved after the first."""
+    """The second and third step, without a stop and from the checkpoint after the first step."""
     one = trainer(training, name)
     numbers(one, 1)
     save_training(folder, one)
@@ -172,7 +172,7 @@ def test_in_the_same_layout_losses_are_the_same_bit_for_bit(name: str, on_ranks:
 
 
 def test_ranks_share_the_writing_evenly(on_ranks: Run, tmp_path: Path) -> None:
-    """Of four ranks of which each two hold the same, each writes about a quarter, and a byte more than once nobody."""
+    """Of four ranks, each two hold the same tensors. Each rank writes about a quarter, and no byte is written twice."""
     on_ranks(4, gone_on, training_of("tied gpt"), "dp=2 tp=2", tmp_path / "none", 1, tmp_path)
     files = sorted((tmp_path / "step-00000001").glob("rank-*.safetensors"))
     contents = [sum(map(data_bytes, [file])) for file in files]
@@ -189,7 +189,7 @@ def data_bytes(file: Path) -> int:
 
 
 def records(shards: dict[str, Shard]) -> dict[str, Any]:
-    """As format 1 has them: of each piece the whole shape, start, size and whether it is the first; then padding."""
+    """Records of format 1: for each piece the whole shape, start, size and whether it is the first; then padding."""
     return {
         name: ([(p.box.shape, p.box.start, p.box.size, p.first) for p in shard.pieces], shard.padding)
         for name, shard in shards.items()
@@ -197,7 +197,7 @@ def records(shards: dict[str, Shard]) -> dict[str, Any]:
 
 
 def saved_as_before(training: GptTraining, name: str, to: Path, steps: int, without_shards: bool = False) -> Numbers:
-    """Some steps, saved in format 1, as src/rooftop/train/checkpoints.py wrote it at 4023728, and one step more."""
+    """Some steps, saved in format 1 as written by src/rooftop/train/checkpoints.py at 4023728, and one further step."""
     one = trainer(training, name)
     numbers(one, steps)
 
@@ -244,7 +244,7 @@ def test_folders_of_format_1_are_gone_on_with(kind: str, name: str, on_ranks: Ru
     np.testing.assert_allclose(read_alone(training, tmp_path), expected, rtol=0, atol=CLOSE)
     words = (training, name, tmp_path, 1, tmp_path / "again")
     same = [gone_on(*words)] if name == "alone" else on_ranks(layout.world_size, gone_on, *words)
-    assert all(found == expected for found in same)  # in the same layout bit for bit
+    assert all(found == expected for found in same)  # bit for bit in the same layout
     assert read_record(tmp_path / "again").format == 2
     assert len(tensors(tmp_path)) == len(tensors(tmp_path / "again"))
 
@@ -284,7 +284,8 @@ def test_parts_of_format_1_that_are_missing_or_damaged_are_said(on_ranks: Run, t
 def saved_beside(
     training: GptTraining, name: str, folder: Path, at: int, fails: int | None
 ) -> tuple[str, int, Numbers]:
-    """(what was raised, after which step, two steps more), where one rank's disk is full, or none's."""
+    """(the error, the step after which it was raised, two further steps), if the disk of one rank is full or no disk
+    is."""
     one = trainer(training, name)
     numbers(one, at)
     saver = Saver(folder, one)
@@ -335,7 +336,7 @@ def test_a_full_disk_of_one_rank_is_said_by_all_after_the_same_step(fails: int, 
 
 
 def stopped(training: GptTraining, name: str, folder: Path, asked: int) -> tuple[int, int]:
-    """(the step after which it stopped, that which is saved), where one rank is sent SIGTERM after its third step."""
+    """(the step after which training stopped, the saved step), if one rank receives SIGTERM after its third step."""
     one = trainer(training, name)
     with stop_on_sigterm() as stop:
         for reports in run_steps(one, 1000, save=folder, interval=1, stop=stop):
@@ -353,7 +354,7 @@ def test_sigterm_at_one_rank_stops_all_after_the_same_step(asked: int, on_ranks:
 
 
 def dies(training: GptTraining, folder: Path) -> None:
-    """A rank that is gone while the others save at every step."""
+    """A rank ends while the others save at every step."""
     one = trainer(training, "dp=2")
     for reports in run_steps(one, 1000, save=folder, save_interval=1, interval=1):
         if one.rank == 1 and reports[-1].step == 3:
@@ -376,7 +377,7 @@ def test_a_rank_that_is_gone_ends_the_others_and_leaves_what_was_saved(
 
 
 def read_by_pytorch(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Of each tensor what this rank has of it: rows of those that have an even number, columns of others, or all."""
+    """This rank's part of each tensor: rows if their number is even, columns of others, or the whole tensor."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state: dict[str, Tensor] = {}
     for name, shape in shapes.items():

@@ -1,5 +1,5 @@
-"""In every layout the same model: initial values bit for bit; loss, gradients and training to 1e-10, with dropout on
-and embeddings tied. And each of these laws is one that can be broken: faults that are put in are found."""
+"""In every layout the model is the same. Initial values are equal bit for bit; loss, gradients and training agree to
+1e-10, with dropout and tied embeddings. Deliberate faults are found, which shows that each law can be broken."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ STEPS = {1: 3, 2: 3, 4: 2, 8: 2}
 """By the number of ranks. The second step differs from the first in all that is kept; a third one differs in nothing
 more, and few ranks make it in less time."""
 CLOSE = 1e-10
-FAR = 1e-7  # what a fault must do at least
+FAR = 1e-7  # the least difference that a fault must make
 
 
 @dataclass(frozen=True)
 class Case:
-    """One training that is compared."""
+    """A training whose results are compared."""
 
     kind: str
     layout: Layout
@@ -73,8 +73,8 @@ class Case:
     documents: bool = False
 
 
-# A sequence or a head for each rank, heads of keys and values that four share, and both kinds of ranks, with each value
-# of what `cases_of` crosses.
+# One sequence or one head for each rank, heads of keys and values that four ranks share, and both kinds of ranks, with
+# each value that `cases_of` combines.
 ON_EIGHT = [
     Case("llama", Layout(8)),
     Case("gpt", Layout(4, 2, sequence_parallel=True)),
@@ -109,9 +109,9 @@ OF_CONTEXTS = {1: [Case("llama", Layout(), documents=True)], 2: ON_TWO, 4: ON_FO
 
 
 def cases_of(world: int) -> list[Case]:
-    """All of data and tensor parallel ranks, with and without sequence parallelism: each on both models, one of them
-    with recomputation, by turns, the other with the halves of a batch in turn. And context parallel ranks, by each
-    transport. Whole blocks and selected tensors are recomputed by turns, too."""
+    """All numbers of data and tensor parallel ranks, with and without sequence parallelism, each on both models.
+    Alternately, one model is recomputed and the other takes the halves of a batch in turn. Also context parallel ranks
+    with each transport. Whole blocks and selected tensors are recomputed alternately."""
     if world == 8:
         return ON_EIGHT
     splits = [
@@ -136,7 +136,7 @@ def cases_of(world: int) -> list[Case]:
 
 @dataclass
 class Trained:
-    """What there is to compare: tensors by name, of the whole model or a rank's part."""
+    """The tensors to compare by name, of the whole model or of a rank's part."""
 
     initial: Tensors
     losses: list[Tensor]
@@ -146,7 +146,7 @@ class Trained:
 
 
 def text(config: GptConfig) -> tuple[Tensor, Tensor]:
-    """Tokens and targets (BATCH, LENGTH), of which some do not count, not as many in each sequence."""
+    """Tokens and targets (BATCH, LENGTH). Some targets do not count; their number differs between sequences."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocabulary, (BATCH, LENGTH + 1), generator=generator)
     unknown = torch.rand(BATCH, LENGTH, generator=generator) < torch.linspace(0, 0.6, BATCH)[:, None]
@@ -161,7 +161,7 @@ def documents(config: GptConfig) -> Documents:
 
 
 def enlarged(model: Gpt) -> Gpt:
-    """With matrices that leave nothing nearly zero."""
+    """A model with matrices large enough that no value becomes nearly zero."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(8 if parameter.dim() > 1 else 1)
@@ -169,7 +169,7 @@ def enlarged(model: Gpt) -> Gpt:
 
 
 def trained(case: Case, groups: Mapping[str, Group], steps: int) -> Trained:
-    """Some steps on this rank."""
+    """Train for some steps on this rank."""
     config, layout = CONFIGS[case.kind], case.layout
     rank = dist.get_rank() if dist.is_initialized() else 0
     at, device = layout.coordinates(rank)["dp"], device_here()
@@ -214,7 +214,7 @@ def device_here() -> torch.device:
 
 @cache
 def references(steps: int) -> dict[tuple[str, bool], Trained]:
-    """The same on one process, by kind and whether documents are packed."""
+    """The results of one process, by kind and whether documents are packed."""
     return {
         (kind, packed): trained(Case(kind, Layout(), documents=packed), Layout().process_groups(), steps)
         for kind in CONFIGS
@@ -223,7 +223,8 @@ def references(steps: int) -> dict[tuple[str, bool], Trained]:
 
 
 def differences(found: Trained, expected: Trained, model: nn.Module) -> dict[str, float]:
-    """The largest, of each kind, of this rank's part from the same part of the whole, after as many steps."""
+    """The largest difference of each kind, between this rank's part and the same part of the whole model, after as many
+    steps."""
     shards = shards_of(model)
 
     def part(name: str, whole: Tensor) -> Tensor:
@@ -246,7 +247,7 @@ def differences(found: Trained, expected: Trained, model: nn.Module) -> dict[str
 
 
 def groups_of(layouts: list[Layout]) -> dict[tuple[int, int, int], dict[str, Group]]:
-    """Of each number of data, tensor and context ranks."""
+    """The groups for each number of data, tensor and context ranks."""
     made: dict[tuple[int, int, int], dict[str, Group]] = {}
     for layout in layouts:
         if (layout.dp, layout.tp, layout.cp) not in made:
@@ -255,7 +256,7 @@ def groups_of(layouts: list[Layout]) -> dict[tuple[int, int, int], dict[str, Gro
 
 
 def all_differences(cases: list[Case], expected: dict[tuple[str, bool], Trained], steps: int) -> list[dict[str, float]]:
-    """Of each case, on a rank."""
+    """The differences of each case on a rank."""
     groups = groups_of([case.layout for case in cases])
     found = []
     for case in cases:
@@ -280,7 +281,7 @@ def test_training_is_that_of_one_process(world: int, on_ranks: Run) -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """A change that breaks a law, on these ranks, and what shows it."""
+    """A deliberate fault on these ranks that breaks a law, and the kind of value in which it must show."""
 
     case: Case
     shown_by: str
@@ -289,7 +290,7 @@ class Fault:
 
 TWO, SEQUENCE, DATA = Layout(1, 2), Layout(1, 2, sequence_parallel=True), Layout(2)
 CONTEXT = Layout(cp=2)
-FOUR = Layout(1, 4)  # two of which share each head of keys and values
+FOUR = Layout(1, 4)  # each head of keys and values is shared by two of them
 
 
 def unsummed(x: Any, *_: Any) -> Any:
@@ -446,7 +447,7 @@ FAULTS = {
 
 
 def shown(world: int, expected: dict[tuple[str, bool], Trained]) -> dict[str, float]:
-    """How large each fault for so many ranks shows itself on this one."""
+    """The difference that each fault for this number of ranks makes on this rank."""
     faults = {name: fault for name, fault in FAULTS.items() if fault.case.layout.world_size == world}
     groups = groups_of([fault.case.layout for fault in faults.values()])
     found = {}
@@ -469,7 +470,7 @@ def test_faults_are_found(world: int, on_ranks: Run) -> None:
 
 
 def by_ddp(expected: Trained) -> tuple[float, float]:
-    """Differences of the first gradient and its norm where PyTorch's DDP sums over the data ranks."""
+    """Differences of the first gradient and its norm if PyTorch's DDP sums over the data ranks."""
     layout = Layout(2, 2, sequence_parallel=True)
     groups = layout.process_groups()
     model = enlarged(parallel_gpt(LLAMA, layout, groups, seed=SEED, dtype=torch.float64))
@@ -477,7 +478,7 @@ def by_ddp(expected: Trained) -> tuple[float, float]:
     tokens, targets = (each.chunk(2)[layout.coordinates(dist.get_rank())["dp"]] for each in text(LLAMA))
     count = targets_of_all_ranks(targets, groups["dp"])
     loss = wrapped(tokens, targets, reduction="sum", label_smoothing=0.1, z_loss=0.01) / count
-    (loss * layout.dp).backward()  # it divides by the ranks
+    (loss * layout.dp).backward()  # DDP divides by the number of ranks
     all_gradients = ModelGradients(model, {"tp": groups["tp"]}, sequence_parallel=True)
     all_gradients.sum_()
     norm, shards = all_gradients.clip_(0.5), shards_of(model)
@@ -530,14 +531,14 @@ def test_only_a_rank_s_part_is_made(on_ranks: Run) -> None:
     config = replace(LLAMA, vocabulary=64)
     whole, width = sum(parameter.numel() for parameter in Gpt(config, device="meta").parameters()), config.width
     on_all = 5 * width + config.layers * 2 * width  # norms, biases of row layers
-    key_and_value = config.layers * 2 * config.kv_width * (width + 1)  # of which each rank has a head, a half
+    key_and_value = config.layers * 2 * config.kv_width * (width + 1)  # each rank has one head of these, which is half
     for largest, total in on_ranks(4, made, config, Layout(1, 4)):
         assert largest == 64 // 4 * width
         assert total == (whole - on_all - key_and_value) // 4 + on_all + key_and_value // 2
 
 
 def refusals() -> list[str]:
-    """What each wrong layout of two ranks is told, and how a vocabulary that does not divide is shown."""
+    """The errors of wrong layouts of two ranks, and the display of a vocabulary that the ranks do not divide."""
     wrong = [
         (replace(GPT, width=18, heads=9, kv_heads=9), Layout(1, 2)),
         (replace(GPT, hidden=23), Layout(1, 2)),
@@ -580,7 +581,8 @@ def test_a_wrong_layout_is_refused_on_every_rank(on_ranks: Run) -> None:
 
 
 def answers(kind: str) -> tuple[float, bool, list[str]]:
-    """How far a split model's logits are from the whole one's; whether it continues alike; what it refuses."""
+    """The difference between the logits of a split model and of the whole model, whether both continue equally, and the
+    refused calls."""
     config, layout = replace(CONFIGS[kind], positions=16), Layout(1, 2)
     groups, sequence = layout.process_groups(), replace(layout, sequence_parallel=True)
     whole = parallel_gpt(config, Layout(2), {"tp": None}, seed=SEED, dtype=torch.float64)
@@ -609,7 +611,7 @@ def test_logits_and_greedy_text_are_those_of_one_process(kind: str, on_ranks: Ru
 
 @both
 def test_recomputation_has_the_masks_of_its_own_step(kind: str) -> None:
-    """Also where the next micro-batch's forward has come before."""
+    """Even if the next micro-batch's forward ran in between."""
     tokens, targets = text(CONFIGS[kind])
     found = []
     for recompute in (False, "full", "selective"):
@@ -650,7 +652,7 @@ def test_masks_change_with_the_step_and_are_off_in_eval() -> None:
 
 
 def one_step(kind: str, layout: Layout, groups: Mapping[str, Group], dtype: torch.dtype) -> Tensors:
-    """Loss and gradients in a dtype, of the same bfloat16 parameters."""
+    """Loss and gradients in a dtype, for the same bfloat16 parameters."""
     model = enlarged(parallel_gpt(CONFIGS[kind], layout, groups, seed=SEED, dtype=torch.bfloat16)).to(dtype)
     tokens, targets = text(CONFIGS[kind])
     loss = model(tokens, targets, label_smoothing=0.1)
@@ -660,7 +662,7 @@ def one_step(kind: str, layout: Layout, groups: Mapping[str, Group], dtype: torc
 
 
 def in_bfloat16(kind: str) -> tuple[list[Tensors], dict[str, Any]]:
-    """On a rank: what it has with and without sequence parallelism; which part of the whole that is."""
+    """On a rank: its results with and without sequence parallelism, and the part of the whole that they are."""
     groups = TWO.process_groups()
     found = [one_step(kind, layout, groups, torch.bfloat16) for layout in (TWO, SEQUENCE)]
     return found, shards_of(parallel_gpt(CONFIGS[kind], TWO, groups, seed=SEED, device="meta"))
@@ -686,7 +688,7 @@ def test_bfloat16_is_as_accurate_as_on_one_process(kind: str, on_ranks: Run) -> 
 
 @pytest.mark.gpu
 def test_on_gpus_training_is_that_of_one_process(on_ranks: Run) -> None:
-    """By NCCL, initial values the same bits as on the CPU."""
+    """With NCCL. Initial values have the same bits as on the CPU."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     cases = cases_of(2)

@@ -1,5 +1,6 @@
-"""`python -m rooftop.train gpt` on several ranks: in every layout the training of one process, to 1e-10, with dropout
-on; gone on with, the same bit for bit; and what is wrong is said once, by every rank's own check, and nobody waits."""
+"""`python -m rooftop.train gpt` on several ranks: every layout trains like one process to 1e-10, with dropout. A
+continued training is equal bit for bit. Every rank checks for errors itself, so errors are reported once and no rank
+waits."""
 
 from __future__ import annotations
 
@@ -118,7 +119,7 @@ def numbers(path: Path) -> list[tuple[int, float, float]]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tokens of which the next depends on the last: there is something to learn."""
+    """Tokens in which the next depends on the last, so that there is something to learn."""
     steps = np.random.default_rng(0).integers(1, 4, 400)
     path = tmp_path_factory.mktemp("data") / "tokens.npy"
     np.save(path, (np.cumsum(steps) % VOCABULARY).astype(np.uint16))
@@ -182,7 +183,7 @@ def test_every_layout_trains_as_one_process(
 
 
 def test_in_bfloat16_a_zero_bubble_trains_as_one_process(on_ranks: Run, data: Path, tmp_path: Path) -> None:
-    """Weights that are wider than the model take what is made later too."""
+    """Weights with more bits than the model also receive gradients that are computed later."""
     words = [*WORDS, "--data-path", str(data), "--dtype", "bfloat16", "--micro-batch-size", "2", "--train-iters", "3"]
     assert called([*words, "--metrics", str(tmp_path / "alone")])[0] == 0
     pipeline = ["--pipeline-parallel-size", "2", "--pipeline-schedule", "zb-h1"]
@@ -263,7 +264,7 @@ PIPELINES = {
 def test_a_pipeline_goes_on_with_what_one_process_saved_and_the_other_way_round(
     name: str, on_ranks: Run, data: Path, alone: list[tuple[int, float, float]], tmp_path: Path
 ) -> None:
-    """Embedding and head are tied, and at different ranks."""
+    """Embedding and head are tied, and are on different ranks."""
     ranks, pipeline = PIPELINES[name]
     words = [*WORDS, "--data-path", str(data), "--dtype", "float64"]
     one, folder = [*words, "--micro-batch-size", "4"], str(tmp_path / "run")
@@ -305,7 +306,7 @@ def test_a_step_without_targets_is_said(tmp_path: Path) -> None:
 
 
 def instead(words: list[str], change: list[str]) -> list[str]:
-    """The words with other values of some options, each once."""
+    """The arguments with other values of some options, each option once."""
     kept, options, dropped = list[str](), {word for word in change if word.startswith("--")}, False
     for word in words:
         if word.startswith("--"):
@@ -329,7 +330,7 @@ def test_the_comparison_sees_another_seed_dropout_or_batch(
 def test_a_training_goes_on_bit_for_bit_in_its_layout_and_about_in_another(
     on_ranks: Run, data: Path, tmp_path: Path
 ) -> None:
-    """In bfloat16: weights and optimizer are wider than what the model computes with."""
+    """In bfloat16: weights and optimizer have more bits than the numbers that the model uses."""
     one, folder = [*WORDS, "--data-path", str(data), "--dtype", "bfloat16", "--micro-batch-size", "8"], tmp_path / "run"
     words = [*one, "--tensor-parallel-size", "2", "--sequence-parallel"]
     runs = {
@@ -397,7 +398,7 @@ def test_every_layout_begins_from_weights_in_a_folder_and_a_mixture(
     said = on_ranks(ranks, called, [*words, str(tmp_path / "two"), *layout], joined=False)
     assert [status for status, *_ in said] == [0] * ranks, said
     np.testing.assert_allclose(numbers(tmp_path / "two"), numbers(tmp_path / "alone"), rtol=0, atol=CLOSE)
-    assert numbers(tmp_path / "alone")[0][1] > 3.6  # of these weights; those of a seed have log(32)
+    assert numbers(tmp_path / "alone")[0][1] > 3.6  # the loss of these weights; random ones have log(32)
 
 
 WRONG = {
@@ -495,7 +496,7 @@ def test_what_is_wrong_everywhere_is_said_once_and_nobody_waits(name: str, on_ra
 
 
 def failing_at_rank_one(words: list[str]) -> Said:
-    """Rank 1 alone cannot make the model: the others hear of it."""
+    """Only rank 1 cannot create the model, and the others learn this."""
     real = GptTrainer.__init__
 
     def fail(self: GptTrainer, *given: Any, **options: Any) -> None:
@@ -549,7 +550,7 @@ REPLAYED = {
 def test_on_gpus_steps_from_a_graph_are_those_of_one_process(
     name: str, on_ranks: Run, data: Path, alone: list[tuple[int, float, float]], tmp_path: Path
 ) -> None:
-    """On the CPU, which launches each; three of five steps are launched here too."""
+    """Compared with the CPU, which launches each step. Three of the five steps are launched here too."""
     ranks, layout = REPLAYED[name]
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
@@ -581,7 +582,7 @@ def test_on_gpus_a_training_from_a_graph_ends_by_itself(name: str, dtype: str, d
     assert started.returncode == 0, out
     last = lines(tmp_path / "metrics.jsonl")[-1]
     assert last["step"] == 8
-    assert time.time() - (tmp_path / "metrics.jsonl").stat().st_mtime < 15  # the way out, with torchrun's own
+    assert time.time() - (tmp_path / "metrics.jsonl").stat().st_mtime < 15  # the time to end, with torchrun's own part
 
 
 @pytest.mark.gpu

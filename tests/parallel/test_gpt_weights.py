@@ -1,5 +1,5 @@
-"""Weights of Hugging Face in a model that is split among ranks, and back: each rank reads its own part alone, what it
-computes is what transformers computes, and what ranks write together is what one process writes."""
+"""Weights of Hugging Face in a model that is split among ranks, and back. Each rank reads only its own part, the
+results are those of transformers, and the ranks together write the same files as one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TOKENS = torch.arange(24).view(2, 12) % 17
 
 
 def written(folder: Path, kind: str) -> Path:
-    """A folder as transformers writes it, in several files, of a model with another value for every weight."""
+    """A folder in several files, written by transformers, of a model in which every weight has a different value."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     model = Gpt(CONFIGS[kind]).eval()
@@ -48,7 +48,8 @@ def written(folder: Path, kind: str) -> Path:
 
 
 def exchanged(kind: str, layout: Layout, source: Path, target: Path) -> tuple[int, int, torch.Tensor]:
-    """Elements that this rank read, and holds; logits. What it holds is written by the first data rank's group."""
+    """The numbers of elements that this rank read and holds, and the logits. The first data rank's group writes the
+    weights."""
     groups = layout.process_groups()
     model = parallel_gpt(CONFIGS[kind], layout, groups, seed=5).eval()
     read = 0

@@ -1,4 +1,4 @@
-"""Gradients are summed in buckets as one by one; their norm is PyTorch's."""
+"""Sums of gradients in buckets equal single sums, and their norm is PyTorch's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def model_with_gradients(rank: int) -> nn.Module:
 
 
 def summed(bucket_bytes: int, large_bytes: int) -> tuple[list[Tensor | None], list[int]]:
-    """The gradients after they were summed, and the sizes of what was exchanged."""
+    """The summed gradients, and the sizes of the exchanges."""
     model, sizes, start = model_with_gradients(dist.get_rank()), [], sums.start_sum
 
     def watched(x: Tensor, group: Any) -> Callable[[], Tensor]:
@@ -54,7 +54,7 @@ def summed(bucket_bytes: int, large_bytes: int) -> tuple[list[Tensor | None], li
 @pytest.mark.parametrize(
     ("bucket_bytes", "large_bytes", "exchanged"),
     [
-        (1 << 20, 1 << 20, [416, 1072]),  # of float32 40, 56 and 320 bytes, of float64 1024 and 48
+        (1 << 20, 1 << 20, [416, 1072]),  # 40, 56 and 320 bytes in float32, 1024 and 48 in float64
         (400, 1 << 20, [96, 1024, 320, 48]),
         (1 << 20, 300, [1024, 320, 96, 48]),
     ],
@@ -73,7 +73,7 @@ def test_sums_in_buckets(bucket_bytes: int, large_bytes: int, exchanged: list[in
 
 
 class Chain(nn.Module):
-    """Layers one after another; one of them is used by the second half of the steps only, one never."""
+    """Consecutive layers. One of them is used only in the second half of the steps, one never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,8 @@ class Chain(nn.Module):
 
 
 def of_a_chain(meanwhile: bool, dtype: torch.dtype, all_of_it: bool) -> tuple[dict[str, Tensor], list[int], int]:
-    """Gradients of two micro-batches, how many sums had begun by the end of each backward, and how many there were."""
+    """Gradients of two micro-batches, the number of sums that had begun by the end of each backward, and their total
+    number."""
     model, begun = Chain().double(), list[int]()
     weights = MainWeights(model.float(), dtype, keep_narrow=True)
     mine = ModelGradients(model, {"dp-cp": dist.group.WORLD})
@@ -123,8 +124,8 @@ def test_during_backward_the_same_is_summed(all_of_it: bool, dtype: torch.dtype,
 
 
 def of_used_layers(fail: bool) -> tuple[list[int], int]:
-    """The same without the unused layer: the number of sums that had begun by the end of backward, and of hooks that
-    are left."""
+    """The same without the unused layer: the number of sums that had begun by the end of backward, and the number of
+    remaining hooks."""
     model = Chain().layers
     mine = ModelGradients(model, {"dp-cp": dist.group.WORLD})
     with patch.object(sums, "LARGE_BYTES", 100), patch.object(sums, "start_sum", wraps=sums.start_sum) as starts:
@@ -155,7 +156,7 @@ def test_sums_begin_during_backward_and_what_goes_wrong_leaves_nothing(fail: boo
 
 
 def of_frozen_layers() -> list[bool]:
-    """Which parameters get the sum if one was frozen after the gradients' sums were set up."""
+    """The parameters that get a sum if one was frozen after the sums of gradients were set up."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     mine = ModelGradients(model, {"dp-cp": dist.group.WORLD})
     model[0].requires_grad_(False)
@@ -175,7 +176,8 @@ def test_frozen_parameters_are_left_out(on_ranks: Run) -> None:
 
 
 def norm_of_norms() -> tuple[float, torch.dtype]:
-    """Only parameters that each rank has whole are trained: one rank counts them, the others count nothing."""
+    """Only parameters that exist completely on each rank are trained. One rank counts them, the others count
+    nothing."""
     config = GptConfig(vocabulary=16, layers=1, width=8, heads=2, kv_heads=2, hidden=16, positions=4)
     layout = Layout(1, 2)
     groups = layout.process_groups()
@@ -224,7 +226,7 @@ def test_alone_the_norm_is_torch_s() -> None:
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
     torch.testing.assert_close(float(mine.norm()), 0.5, rtol=1e-4, atol=0)
-    assert float(ModelGradients(nn.Linear(2, 2)).norm()) == 0  # before there are any
+    assert float(ModelGradients(nn.Linear(2, 2)).norm()) == 0  # before any gradients exist
 
 
 @pytest.mark.parametrize("most", [0.0, -1.0, float("nan")])

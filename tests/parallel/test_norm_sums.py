@@ -1,5 +1,5 @@
-"""Sums over ranks and norms of them: who may share memory, and the kernel on GPUs. The kernel on the CPU:
-tests/kernels/norms/test_rank_sums.py; models that use it: test_generation.py."""
+"""Sums over ranks and their norms: which ranks may share memory, and the kernel on GPUs.
+tests/kernels/norms/test_rank_sums.py tests the kernel on the CPU, test_generation.py the models that use it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Run = Callable[..., list[Any]]
 
 
 class FilesForGpus:
-    """Stands for the driver of a rank: memory is a file, and its path is the handle."""
+    """A stand-in for the driver of a rank: memory is a file, and its path is the handle."""
 
     def __init__(self, rank: int, refuses: str) -> None:
         self.rank, self.refuses, self.held = rank, refuses, {}
@@ -61,7 +61,7 @@ class FilesForGpus:
 
 
 def shared_by_files(refuses: str) -> tuple[str, list[int]]:
-    """What a rank is refused, and what the others wrote into its memory."""
+    """The refusals of a rank, and the values that the others wrote into its memory."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     driver = FilesForGpus(rank, refuses)
     same = 0 if refuses == "one GPU" else rank
@@ -281,7 +281,7 @@ CASES = [  # rows, columns, dtype, RMS norm
 
 
 def inputs(call: int, ranks: int, rows: int, columns: int, dtype: torch.dtype) -> list[Tensor]:
-    """The same on each rank: a part for each, and the residual."""
+    """Inputs that are the same on each rank: the parts of all ranks, and the residual."""
     generator = torch.Generator().manual_seed(call * 1000 + columns)
     return [torch.randn(rows, columns, generator=generator).to(dtype) for _ in range(ranks + 1)]
 
@@ -308,7 +308,7 @@ def results_of_replays(rows: int, columns: int, dtype: torch.dtype, rms: bool) -
     made: list[tuple[Tensor, Tensor]] = []
 
     def three_calls() -> None:
-        """As in a model: the next call begins at once. The first two add other parts."""
+        """As in a model, the next call begins at once. The first two calls add other parts."""
         made.clear()
         with torch.no_grad():
             parts = (part * 0.5, part * 2, part)

@@ -1,4 +1,4 @@
-"""Blocks of attention together are exactly the visible pairs, and the rows that move are exactly those needed."""
+"""Blocks of attention together cover exactly the visible pairs, and exactly the needed rows are moved."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def some_packings(draw: st.DrawFn) -> Packing:
 
 
 def visible(packing: Packing, row: int, window: int | None) -> Tensor:
-    """(S, S), from the definition."""
+    """The visible pairs (S, S), from the definition."""
     places = torch.arange(packing.length)
     starts = packing.documents.starts()[row] if packing.documents is not None else torch.zeros_like(places)
     seen = (places[None] <= places[:, None]) & (places[None] >= starts[:, None])
@@ -68,7 +68,7 @@ def test_blocks_are_the_visible_pairs_each_once(packing: Packing, window: int | 
         for rank in ranks:
             expected = seen[packing.held[rank].positions()].long()
             assert torch.equal(covered(packing, rank, ranks, row, window), expected)
-            if window is None:  # in steps, the rows of one rank at a time
+            if window is None:  # in steps, with the rows of one rank at a time
                 steps = torch.stack([covered(packing, rank, [each], row, None) for each in ranks])
                 assert torch.equal(steps.sum(0), expected)
 

@@ -1,5 +1,5 @@
-"""In every pipeline the same model: initial values bit for bit; loss, gradients, norm and training to 1e-10 of one
-process, with dropout on and embeddings tied, in every schedule. And faults that are put in are found."""
+"""In every pipeline and schedule the model is the same. Initial values are equal bit for bit; loss, gradients, norm and
+training agree with one process to 1e-10, with dropout and tied embeddings. Deliberate faults are found."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ LLAMA = GptConfig(vocabulary=31, layers=4, width=16, heads=4, kv_heads=2, hidden
 CONFIGS = {
     "gpt": GPT,
     "llama": LLAMA,
-    "untied": replace(GPT, tied=False, layers=5),  # which no number of stages divides
+    "untied": replace(GPT, tied=False, layers=5),  # no number of stages divides this
     "gpt of 8": replace(GPT, layers=8),
     "llama of 8": replace(LLAMA, layers=8),
 }
@@ -210,7 +210,7 @@ def made_stages(case: Case, groups: Mapping[str, Group], schedule: Schedule, dev
 
 
 def trained(case: Case, groups: Mapping[str, Group], steps: int) -> tuple[Trained, GptStages]:
-    """On this rank."""
+    """Train on this rank."""
     layout, config = case.layout, CONFIGS[case.kind]
     at = layout.coordinates(dist.get_rank())
     device = torch.device("cuda" if "nccl" in dist.get_backend() else "cpu")
@@ -227,7 +227,7 @@ def trained(case: Case, groups: Mapping[str, Group], steps: int) -> tuple[Traine
     )
     tokens, targets = (each.to(device) for each in text(config))
     count = (targets != -100).sum()
-    parts = BATCH // size  # this rank has those from its data rank's first one on
+    parts = BATCH // size  # this rank has the rows from its data rank's first row on
 
     def backward(step: int) -> Tensor:
         def at_stage(stage: int, number: int, given: Tensor | None) -> Tensor:
@@ -257,7 +257,7 @@ def differences(found: Trained, model: GptStages, expected: Trained) -> dict[str
     def largest(ours: Tensors, whole: Tensors) -> float:
         apart = []
         for name, parameter in model.named_parameters():
-            tensor = ours.get(name, torch.zeros(parameter.shape))  # a gradient that is not there is 0
+            tensor = ours.get(name, torch.zeros(parameter.shape))  # a missing gradient is 0
             same = whole["embedding.tokens.weight" if name == model.tied else name]
             apart.append(float((tensor - (shards[name].of(same) if name in shards else same)).abs().max()))
         return max(apart)
@@ -272,7 +272,7 @@ def differences(found: Trained, model: GptStages, expected: Trained) -> dict[str
 
 
 def groups_of(layouts: list[Layout]) -> dict[str, dict[str, Group]]:
-    """Of each layout."""
+    """The groups for each layout."""
     made: dict[str, dict[str, Group]] = {}
     for layout in layouts:
         sizes = str(replace(layout, sequence_parallel=False))
@@ -588,7 +588,7 @@ def replaying(name: str, graph: bool, how: str) -> None:
 def test_on_gpus_it_is_said_what_the_gpu_awaited(
     name: str, graph: bool, how: str, on_ranks: Run, ranks_failed: type[Exception]
 ) -> None:
-    """Python no longer waits there: a launched graph cannot finish, or a graph is never launched."""
+    """Python does not wait: either a launched graph cannot finish, or a graph is never launched."""
     began = time.monotonic()
     with pytest.raises(ranks_failed) as caught:
         on_ranks(2, replaying, name, graph, how, joined=False)

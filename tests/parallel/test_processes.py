@@ -1,4 +1,5 @@
-"""Ranks start together, fail together with the same words, and end together; none waits for one that will not come."""
+"""Ranks start together, fail together with the same message, and end together. No rank waits for one that will not
+come."""
 
 from __future__ import annotations
 
@@ -364,7 +365,7 @@ def late(rank: int, seconds: float, share: float = 1.0) -> tuple[float, float]:
 
 
 def test_no_rank_ends_before_the_last_has_ended(on_ranks: Run) -> None:
-    said = on_ranks(3, late, 1, 0.8, joined=False)  # by one clock of the machine
+    said = on_ranks(3, late, 1, 0.8, joined=False)  # by a clock that all processes share
     assert min(left for _, left in said) >= max(ended for ended, _ in said)
 
 

@@ -1,4 +1,4 @@
-"""A model and its dropout are the same bit for bit in every layout: parts made alone are parts of the whole."""
+"""A model and its dropout are the same bit for bit in every layout: parts drawn separately are parts of the whole."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RULES = [
 
 
 class Layer(nn.Module):
-    """A packed projection of heads, one back, a gate, and a norm, for `parts` ranks."""
+    """A packed projection to heads, a projection back, a gate and a norm, for `parts` ranks."""
 
     def __init__(self, parts: int) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def test_what_is_not_on_meta_is_left_and_what_parameters_carry_is_kept() -> None
 
 
 def test_several_boxes_follow_each_other() -> None:
-    """Grouped queries: 8 heads of queries, 4 of keys and of values, for four ranks."""
+    """Grouped queries with 8 heads of queries and 4 of keys and values, for four ranks."""
     rows = (8 + 4 + 4) * FEATURES
     whole = Stream(1).normal_(torch.empty(rows, WIDTH), "packed")
     for rank in range(4):

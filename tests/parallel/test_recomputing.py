@@ -199,7 +199,7 @@ def test_weights_of_attention_with_dropout_are_not_kept() -> None:
         model = parallel_gpt(config, seed=1, recompute=recompute)
         few, many = (kept_by(model.layers["0"], config, length) / (2 * length) for length in (32, 64))
         kept.append(many - few)
-    assert kept[0] >= 2 * 4 * 32 * config.heads  # they grow with the length
+    assert kept[0] >= 2 * 4 * 32 * config.heads  # these grow with the length
     assert kept[1] == 0
 
 
@@ -237,7 +237,7 @@ def test_a_tensor_is_made_again_once_for_each_that_needs_it() -> None:
 
     made = make(x)
     with made_again(made, make, x):
-        y = made[0].T * made[1].T  # each is a view of the other's memory, so both are kept
+        y = made[0].T * made[1].T  # both are views of one memory, so both are kept
     assert calls == [True]
     y.sum().backward()
     assert calls == [True, False]

@@ -1,4 +1,4 @@
-"""The values that are split with a batch, passed on, or refused before anything is copied."""
+"""Values are split with a batch, passed on, or refused before anything is copied."""
 
 from __future__ import annotations
 
@@ -142,7 +142,8 @@ def test_lists_of_tensors_that_could_be_read_both_ways_are_refused() -> None:
         scatter({"x": x, "targets": [{"boxes": torch.ones(2, 4)} for _ in range(2)]}, TWO)
     assert [len(share[1]) for share in scatter((x, tuple(states)), TWO)] == [2, 2]
     assert [[len(part) for part in share] for share in scatter([x, *states], TWO)] == [[1, 1, 1]] * 2
-    assert [len(share["batch"]) for share in scatter({"batch": [x, x + 1]}, TWO)] == [2, 2]  # as loaders give it
+    # the form that loaders return
+    assert [len(share["batch"]) for share in scatter({"batch": [x, x + 1]}, TWO)] == [2, 2]
     assert scatter((x, states), ["cpu"])[0][1][0].shape == (2, 4)
 
 

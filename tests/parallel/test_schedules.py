@@ -1,4 +1,4 @@
-"""Schedules are complete, terminate, and wait as long as their formulas say; their order equals that of PyTorch's
+"""Schedules are complete, terminate, and wait as long as their formulas predict. Their order equals that of PyTorch's
 tables."""
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def test_the_bubble_is_that_of_the_formula(name: str, stages: int | None) -> Non
 
 
 def test_the_bubbles_of_the_specification() -> None:
-    """At 4 ranks and 8 micro-batches."""
+    """The shares of idle time with 4 ranks and 8 micro-batches."""
     found = {
         name: round(100 * float(bubble(schedule_of(name, 4, 8, stages))), 1) for name, stages in ALL[1:3] + ALL[4:]
     }
@@ -111,7 +111,7 @@ def test_costs_may_be_of_each_instruction() -> None:
 
 
 def as_ours(actions: Sequence[Any]) -> list[Instruction]:
-    """Without idle slots, communication and the sums over data ranks."""
+    """PyTorch's table in our form, without idle slots, communication and sums over data ranks."""
     return [
         Instruction(each.computation_type.value, each.stage_index, each.microbatch_index)
         for each in actions
@@ -154,7 +154,7 @@ def test_the_order_is_that_of_pytorch_s_table(name: str, stages: int | None) -> 
     for ranks in range(1, 6):
         for micro_batches in range(1, 14):
             if name == "interleaved" and micro_batches % max(1, micro_batches // ranks):
-                continue  # which PyTorch refuses
+                continue  # PyTorch refuses this
             schedule = schedule_of(name, ranks, micro_batches, stages)
             for rank, own in enumerate(schedule.instructions):
                 size = len(schedule.placement[rank])

@@ -1,5 +1,5 @@
-"""Layers that ranks share compute what one process computes, forward and backward, even where the ranks are more than
-the heads of keys and values; a rank has the part of the weights that its record says."""
+"""Layers that ranks share agree with one process, forward and backward, even if there are more ranks than heads of keys
+and values. Each rank has the part of the weights that its record describes."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def compared(make: Make, sequence_parallel: bool) -> dict[str, float]:
     columns = isinstance(module, ColumnParallelLinear)
 
     def enter(x: Tensor) -> Tensor:
-        if isinstance(module, RowParallelLinear):  # takes parts of the features
+        if isinstance(module, RowParallelLinear):  # its input is a part of the features
             return own_part(copy_to_ranks(x, group), -1, group)
         split = sequence_parallel and make is not table
         return own_part(copy_to_ranks(x, group), SEQUENCE, group) if split else x
@@ -136,7 +136,7 @@ def compared(make: Make, sequence_parallel: bool) -> dict[str, float]:
     def leave(y: Tensor) -> Tensor:
         return y if columns or not sequence_parallel else gather_of_ranks(y, SEQUENCE, group)
 
-    if columns:  # its result is a part of each of the two
+    if columns:  # its result has a part of each of the two halves
         ranks, rank = group.size(), group.rank()
         pieces = [torch.cat([p.chunk(ranks, -1)[rank] for p in t.split([12, 20], -1)], -1) for t in (expected[0], dy)]
         expected[0], dy = pieces
@@ -253,7 +253,7 @@ def test_heads_that_are_none(heads: int, kv_heads: int | None) -> None:
 
 
 def by_hand(module: ParallelSelfAttention, x: Tensor, window: int) -> Tensor:
-    """Position by position: scores of the window's keys, their softmax, the mean of their values."""
+    """Computed for each position: scores of the window's keys, their softmax, and the weighted mean of the values."""
     query, key, value = (
         part.unflatten(-1, (-1, module.head_features)) for part in module.qkv(x).split([48, 12, 12], -1)
     )

@@ -1,5 +1,5 @@
-"""What ranks post to send and to receive never waits for ever: also where each rank carries out one thing after
-another, and a send ends only when the other end has come to it, as NCCL does."""
+"""Posted sends and receives never wait for ever, even if each rank performs one operation after the other and a send
+ends only when the other rank has reached it, as in NCCL."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def meet(schedule: Schedule, programs: list[list[Step]]) -> bool:
             if isinstance(step, Instruction):
                 outside = [each for each in schedule.needs(step) if schedule.rank_of[each.stage] != rank]
                 if any(each not in done for each in outside):
-                    return False  # what it needs was not received before
+                    return False  # its input was not received before
                 at[rank] += 1
                 moved = True
             elif isinstance(step, Send):

@@ -1,5 +1,5 @@
-"""The choice of a transport: by the table if it has the case, else the one that exposes least; never an impossible
-one."""
+"""The transport is chosen by the table if the table has the case, otherwise it is the one that exposes least. An
+impossible one is never chosen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Halves in turns: while data of one half are exchanged, the other half is computed, forward and backward."""
+"""Halves of a batch alternate: while data of one half are exchanged, the other half is computed, forward and
+backward."""
 
 from __future__ import annotations
 

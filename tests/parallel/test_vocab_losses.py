@@ -1,5 +1,5 @@
-"""The loss of a shared vocabulary is PyTorch's of all logits, which are never there: for vocabularies that the ranks do
-not divide, logits scaled by 1000, smoothing, z-loss, targets that do not count."""
+"""The loss of a shared vocabulary is PyTorch's loss of all logits, although no rank ever has all logits. Tested for
+vocabularies that the ranks do not divide, logits scaled by 1000, smoothing, z-loss, and targets that do not count."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_it_is_that_of_torch(ranks: int, on_ranks: Run) -> None:
 def with_columns_of_minus_infinity() -> dict[str, float]:
     """Like `compared`, but all of one rank's logits of a row are -inf, as for classes that are ruled out."""
     logits, _ = problem(16, 3.0)
-    target = torch.arange(ROWS) % 8  # of the first half
+    target = torch.arange(ROWS) % 8  # rows of the first half
     logits[3:9, 8:] = -torch.inf
     whole, (part, _) = logits.clone().requires_grad_(), own_columns(logits, 0.0)
     of_torch(whole, target).backward()

@@ -1,5 +1,5 @@
-"""Ranks watch each other. Whatever happens to one, all learn which rank failed, what the others wait for, and where it
-was. Ranks that are only slow continue."""
+"""Ranks watch each other. Whatever happens to one rank, all learn which rank failed and where it was, and what the
+others wait for. Ranks that are only slow continue."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def loses_its_connections(_: Path | None) -> None:
     """All of gloo's sockets to other ranks, without the store's."""
     port = int(os.environ["MASTER_PORT"])
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:  # not all are connected sockets
+        # not all of these are connected sockets
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:
             if found.family in (socket.AF_INET, socket.AF_INET6) and found.getpeername()[1] != port:
                 found.shutdown(socket.SHUT_RDWR)
 
@@ -92,7 +93,7 @@ def hangs_in_python(_: Path | None) -> None:
 
 
 def hangs_in_a_loader(_: Path | None) -> None:
-    """Of which nothing arrives."""
+    """Rank 1 hangs in a loader that returns nothing."""
     read, _write = os.pipe()
     os.read(read, 1)
 
@@ -308,7 +309,8 @@ def test_a_process_is_alive_stopped_or_gone() -> None:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert process.state() == GONE
-    assert Process(process.machine, os.getpid(), process.began + 1).state() == GONE  # a number that is used again
+    # a process number that is used again
+    assert Process(process.machine, os.getpid(), process.began + 1).state() == GONE
 
 
 # ---- words -----------------------------------------------------------------------------------------------------------
@@ -357,7 +359,7 @@ def test_a_wait_is_told_when_it_has_lasted() -> None:
     assert wait.words.endswith("; rank 3 is at step 3, data.py:9, in read")
     assert seen.look({**places, 3: Place("measuring", long=True)}, 22.0) is None
     assert seen.look({**places, 0: computing, 1: computing, 2: computing}, 50.0) is None
-    assert seen.look(places, 60.0) is None  # it waits again
+    assert seen.look(places, 60.0) is None  # the rank waits again
 
 
 # ---- on GPUs ---------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""`AdamW`: PyTorch's numbers, in one pass over memory. Under TRITON_INTERPRET=1 the CPU runs the kernel; there float16
-stands for bfloat16, to which the interpreter truncates."""
+"""`AdamW` gives PyTorch's numbers in one pass over memory. Under TRITON_INTERPRET=1 the CPU runs the kernel, with
+float16 in place of bfloat16, because the interpreter truncates to bfloat16."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def given_gradients(parameters: list[nn.Parameter], step: int, alike: bool = Fal
 
 def stepped(optimizer: torch.optim.Optimizer, every: list[nn.Parameter], steps: range, **options: Any) -> list[Tensor]:
     for step in steps:
-        given_gradients(every, step, alike=bool(optimizer.param_groups[0]["fused"]))  # which PyTorch's needs
+        given_gradients(every, step, alike=bool(optimizer.param_groups[0]["fused"]))  # PyTorch's optimizer needs this
         optimizer.param_groups[0]["lr"] = 0.01 / (1 + step)
         optimizer.step(**options)
     return [each.detach() for each in every]
@@ -211,7 +211,7 @@ def test_any_size_and_place(size: int, before: int, dtype: torch.dtype, seed: in
 
 def test_hooks_and_closures_run_once() -> None:
     weight = nn.Parameter(torch.ones(3))
-    torch.optim.AdamW([weight])  # which puts hooks around the step of its class
+    torch.optim.AdamW([weight])  # adds hooks around the step of its class
     optimizer = AdamW([weight], **OPTIONS)
     seen: list[str] = []
     optimizer.register_step_post_hook(lambda *_: seen.append("after"))
@@ -230,7 +230,7 @@ def test_hooks_and_closures_run_once() -> None:
 
 
 def test_a_state_that_lies_otherwise_is_moved() -> None:
-    """As of a checkpoint, or of a model whose memory format was changed."""
+    """Such a state comes from a checkpoint, or from a model whose memory format was changed."""
     ours, theirs = nn.Parameter(torch.randn(5, 4).double().t()), nn.Parameter(torch.zeros(4, 5).double())
     theirs.data.copy_(ours.data)
     optimizer, plain = AdamW([ours], **OPTIONS), torch.optim.AdamW([theirs], **OPTIONS)
@@ -394,7 +394,8 @@ def test_weights_that_moved_are_found() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_gradients_that_are_not_in_memory_as_they_are(device: str) -> None:
-    """A gradient with the negative bit, from complex numbers in autograd; a negated view; zeros without memory."""
+    """Gradients with the negative bit, which autograd creates for complex numbers; a negated view; and zeros without
+    memory."""
 
     def after(make: Callable[..., torch.optim.Optimizer]) -> list[float]:
         weights = [nn.Parameter(torch.tensor(2.0, device=device)) for _ in range(3)]
@@ -418,7 +419,8 @@ def test_gradients_that_are_not_in_memory_as_they_are(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_states_that_moved_are_found(device: str) -> None:
-    """As after `.data = .data.cpu()` and back; other tensors have the former memory by then."""
+    """States move, for example, by `.data = .data.cpu()` and back. Meanwhile other tensors have taken their former
+    memory."""
     ours, theirs = (parameters(torch.float32, device)[-1:] for _ in range(2))
     one, other = AdamW(ours, **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS)
     kept = []
@@ -481,7 +483,7 @@ def test_what_is_no_weight_is_refused() -> None:
         optimizer.add_param_group({"params": [nn.Parameter(whole[:, :3])]})
     with pytest.raises(ValueError, match="maximize=True is not supported"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "maximize": True})
-    assert len(optimizer.param_groups) == 1  # nothing is left of those
+    assert len(optimizer.param_groups) == 1  # nothing of those remains
     with pytest.raises(ValueError, match="amsgrad=True is not supported"):
         optimizer.load_state_dict(torch.optim.AdamW([nn.Parameter(torch.zeros(2))], amsgrad=True).state_dict())
     model, weights = main_weights("cpu", True)
@@ -549,7 +551,8 @@ def test_streams_and_graphs_take_turns() -> None:
         with torch.cuda.stream(stream):
             optimizer.step()
         torch.cuda.current_stream().wait_stream(stream)
-        scratch = [torch.full_like(each, torch.nan) for each in ours for _ in range(4)]  # over what was let go of
+        # overwrites the released memory
+        scratch = [torch.full_like(each, torch.nan) for each in ours for _ in range(4)]
         if turn == 3:
             torch.cuda.synchronize()
             with torch.cuda.graph(graph, stream=streams[2]):

@@ -1,4 +1,4 @@
-"""Batches: each sequence once a pass, in an order that follows from seed, step and place alone."""
+"""Batches contain each sequence once in each pass, in an order that depends only on seed, step and place."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_pass_has_each_sequence_once_and_the_next_another_order() -> None:
     passes = [torch.cat([batches.read(step, range(5)) for step in pair]) for pair in ((0, 1), (2, 3))]
     for found in passes:
         assert sorted(found[:, 0].tolist()) == list(range(0, 40, 4))
-        assert torch.equal(found, found[:, :1] + torch.arange(5))  # the last one is the first of what follows
+        assert torch.equal(found, found[:, :1] + torch.arange(5))  # the last number is the first of the next sequence
     assert not torch.equal(*passes)
     assert not torch.equal(passes[0], torch.cat([Batches(TOKENS, 4, 5, seed=2).read(s, range(5)) for s in (0, 1)]))
 

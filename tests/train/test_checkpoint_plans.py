@@ -82,7 +82,7 @@ def test_what_all_hold_is_shared_evenly(ranks: int, rows: list[int]) -> None:
 
 
 def test_a_part_is_found_in_what_is_held() -> None:
-    """Gate and up of a gated MLP lie one after another: rows of the second begin behind those of the first."""
+    """Gate and up of a gated MLP are stored one after the other: rows of up come after those of gate."""
     whole = torch.arange(32.0).view(16, 2)
     shard = Shard(tuple(rows_of("gated", (16, 2), start, 8, 8, 1, 2) for start in (0, 8)))
     held, local = Held.of("gated", "F32", (16, 2), shard), shard.of(whole)

@@ -139,7 +139,8 @@ def test_steps_too_small_for_bfloat16_add_up() -> None:
         optimizer.zero_grad()
         weights.publish()
     torch.testing.assert_close(weights.named["weight"].detach(), torch.full((1, 4), 0.992))
-    assert torch.equal(model.weight, torch.full((1, 4), 0.992, dtype=torch.bfloat16))  # from 1: below 0.996 at last
+    # starting at 1, it ends below 0.996
+    assert torch.equal(model.weight, torch.full((1, 4), 0.992, dtype=torch.bfloat16))
 
 
 def test_gradients_of_micro_batches_add_up_in_float32() -> None:
@@ -149,7 +150,7 @@ def test_gradients_of_micro_batches_add_up_in_float32() -> None:
         model(torch.full((1, 1), value, dtype=torch.bfloat16)).sum().backward()
     gradient = weights.named["weight"].grad
     assert gradient is not None
-    assert gradient.item() == 1 + 8 * 2**-9  # in bfloat16 each of the eight would be lost
+    assert gradient.item() == 1 + 8 * 2**-9  # in bfloat16, each of the eight changes would be lost
 
 
 def test_a_wide_model_is_stepped_itself() -> None:
@@ -192,7 +193,7 @@ def test_other_data_are_noticed(tmp_path: Path) -> None:
         assert "its sequences differ" in (other_data(found, Tokens([changed], "other")) or "")
     described = json.loads((found / "training.json").read_text())
     del described["data"]
-    (found / "training.json").write_text(json.dumps(described))  # as older ones are
+    (found / "training.json").write_text(json.dumps(described))  # as in older files
     assert other_data(found, Tokens([whole[:-1]], "other")) is None
 
 
@@ -217,7 +218,7 @@ def test_a_save_that_fails_leaves_the_last_one(tmp_path: Path, monkeypatch: pyte
     found, step = find_training(tmp_path, TRAINING)
     assert step == 1
     load_training(found, trainer())
-    save_training(tmp_path, one)  # leftover files are no problem
+    save_training(tmp_path, one)  # leftover files cause no problem
     assert find_training(tmp_path, TRAINING)[1] == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000002"]
 
@@ -226,7 +227,7 @@ def test_a_save_that_fails_leaves_the_last_one(tmp_path: Path, monkeypatch: pyte
 def test_a_step_that_is_saved_again_is_there_all_the_time(
     done: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever renaming was the last."""
+    """Tested for an end after each renaming."""
     one = trainer()
     one.advance()
     save_training(tmp_path, one)
@@ -310,7 +311,7 @@ CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 3e-2}  # atte
     "change", [{}, {"micro_batch": 4}, {"recompute": True}, {"clip": 0.0}, {"clip": 0.01}], ids=str
 )
 def test_replayed_steps_are_those_that_are_launched(change: dict[str, Any], dtype: torch.dtype) -> None:
-    """Each with its own sequences, masks and step of the optimizer."""
+    """Each replay has its own sequences, masks and step of the optimizer."""
     gpu = torch.device("cuda")
     plain, replayed = (trainer(replace(each, dtype=dtype, **change), gpu) for each in (TRAINING, GRAPHED))
     expected, found = ([each.advance() for _ in range(9)] for each in (plain, replayed))
@@ -384,7 +385,7 @@ def test_a_replay_refuses_other_shapes() -> None:
 
 @pytest.mark.gpu
 def test_a_loop_of_ones_own() -> None:
-    """As docs/training.md has it."""
+    """The loop of docs/training.md."""
 
     def trained(with_graph: bool) -> list[float]:
         torch.manual_seed(0)
@@ -411,7 +412,7 @@ def test_a_loop_of_ones_own() -> None:
 
 @pytest.mark.gpu
 def test_what_cannot_be_captured_is_said() -> None:
-    """In a separate process: a capture that fails leaves traces."""
+    """In a separate process, because a failed capture leaves traces."""
     lines = [
         "import torch",
         "from rooftop.train import Replayed",

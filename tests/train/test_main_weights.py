@@ -101,7 +101,7 @@ def test_whatever_is_loaded_is_trained(
         main = one.weights.named[name]
         least = 1e-4 if own.dim() > 1 else 0.0
         moved = (main - loaded[name].float()).abs()
-        assert least < moved.max() <= 0.02, name  # of rate 0.01, by Adam
+        assert least < moved.max() <= 0.02, name  # by Adam with rate 0.01
         assert torch.equal(main.to(dtype), own)
     before = [each.clone() for each in one.model.parameters()]
     one.advance()
@@ -122,7 +122,7 @@ def test_what_is_saved_is_what_was_loaded(door: Callable[[nn.Module, Weights], N
 
 
 def test_only_what_was_written_loses_its_float32_digits() -> None:
-    """A trained weight keeps them; the other takes the model's."""
+    """A trained weight keeps its digits, and the other one takes the model's value."""
     model = nn.Linear(2, 1, bias=False)
     weights = MainWeights(model, torch.bfloat16)
     fine = weights.named["weight"].detach().clone()
@@ -241,7 +241,7 @@ def test_a_load_between_step_and_publish_is_refused() -> None:
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("graph", [False, True])
 def test_a_gpu_takes_over_what_is_loaded(door: Callable[[nn.Module, Weights], None], graph: bool) -> None:
-    """Also where steps are replayed from a CUDA graph, which reads the memory of before."""
+    """Also if steps are replayed from a CUDA graph, which reads the earlier memory."""
     one = trainer(replace(TRAINING, dtype=torch.bfloat16, cuda_graph=graph), "cuda")
     for _ in range(5):
         one.advance()

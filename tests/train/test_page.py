@@ -24,7 +24,7 @@ def test_each_page_has_a_snippet() -> None:
 def test_snippets_print_what_the_pages_say(
     snippet: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A comment at the start of a line, below a `print`, is what it prints."""
+    """A comment at the start of a line below a `print` shows the printed text."""
     monkeypatch.chdir(tmp_path)
     exec(compile(snippet, "snippet", "exec"), {"__name__": "snippet"})
     said = re.findall(r"^ *# (.*)", snippet, re.MULTILINE)

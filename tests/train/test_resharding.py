@@ -1,5 +1,5 @@
-"""What ranks of one layout hold is put together, exactly, from what those of another held, and never from less than
-all of it."""
+"""The parts of one layout's ranks are put together exactly from the parts of another layout's ranks, and only if all of
+them exist."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def shard(kind: str, index: int, count: int) -> Shard | None:
     match kind:
         case "vocabulary":
             return padded_rows_of((11, 3), index, count)
-        case "heads":  # of queries, and two of keys and of values, which several ranks may have
+        case "heads":  # heads of queries, and two of keys and values, which several ranks may share
             of = [(0, 16, 8), (16, 4, 2), (20, 4, 2)]
             return Shard(tuple(rows_of("heads", (24, 3), start, rows, n, index, count) for start, rows, n in of))
         case "gated":
@@ -47,7 +47,7 @@ WHOLE = {
 
 
 def records(shards: dict[str, Shard]) -> dict[str, object]:
-    """As format 1 has them: of each piece the whole shape, start, size and whether it is the first; then padding."""
+    """Records of format 1: for each piece the whole shape, start, size and whether it is the first; then padding."""
     return {
         name: ([(p.box.shape, p.box.start, p.box.size, p.first) for p in shard.pieces], shard.padding)
         for name, shard in shards.items()

@@ -1,5 +1,5 @@
-"""Files of a checkpoint are safetensors files; any part of a tensor is read from any pieces, exactly; and whatever byte
-changes, the tensor that it belongs to is named."""
+"""Files of a checkpoint are safetensors files. Any part of a tensor is read exactly from any pieces. If a byte changes,
+the error names the tensor that contains this byte."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A training is saved while it continues: what is saved is what was there, the last whole one is always there, whatever
-is killed or full, and an error is never lost."""
+"""A training is saved while it continues. The saved values are those at the time of the save. The last complete
+checkpoint always exists, whatever process is killed or disk is full, and no error is lost."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def trainer(training: GptTraining = TRAINING, device: str = "cpu") -> GptTrainer
 
 
 def there(of: GptTrainer) -> dict[str, Tensor]:
-    """The current weights and the optimizer's state."""
+    """The current weights and the state of the optimizer."""
     return {each.held.name: each.local.clone() for each in tensors_of(of)}
 
 
@@ -83,7 +83,7 @@ def saving(folder: Path, of: GptTrainer, **options: Any) -> Iterator[Saver]:
 
 
 def goes_on(saver: Saver, one: GptTrainer, steps: int) -> None:
-    """Saves while steps continue."""
+    """Save a training while its steps continue."""
     saver.begin()
     for _ in range(steps):
         one.advance()
@@ -120,7 +120,7 @@ def saved_during_a_step(folder: Path, stepped: threading.Event) -> bool:
 
 
 def test_steps_that_follow_do_not_change_what_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copying begins late in the next step; the test must detect an optimizer that does not wait for it."""
+    """The copy begins late in the next step. The test must detect an optimizer that does not wait for the copy."""
     copy, stepped, patience_s = Staging._copy, threading.Event(), 0.3
 
     def late(self: Staging, sources: list[Tensor]) -> None:
@@ -196,7 +196,7 @@ def test_a_training_before_its_first_step_is_saved_too(tmp_path: Path) -> None:
 
 
 def test_a_plan_follows_what_the_optimizer_has(tmp_path: Path) -> None:
-    """Prepared before the first step, when there is no state yet."""
+    """The saver is prepared before the first step, when there is no state yet."""
     one = trainer()
     with saving(tmp_path, one) as saver:
         saver.prepare()
@@ -228,12 +228,12 @@ def test_the_last_ones_are_kept(tmp_path: Path) -> None:
     assert names(tmp_path) == ["latest", "step-00000004", "step-00000005"]
     save_training(tmp_path, one, keep_last=1)
     assert names(tmp_path) == ["latest", "step-00000005.2"]
-    of_others = tmp_path / "step-00000000.7"  # a name that a step may have, and no training in it
+    of_others = tmp_path / "step-00000000.7"  # a name that a step may have, but without a training
     of_others.mkdir()
     (of_others / "notes.txt").write_text("mine")
     again = trainer()
     again.advance()
-    save_training(tmp_path, again, keep_last=1)  # a save of a later step is not older
+    save_training(tmp_path, again, keep_last=1)  # the save of a later step is not an older one, so it stays
     assert names(tmp_path) == ["latest", "step-00000000.7", "step-00000001", "step-00000005.2"]
     assert (of_others / "notes.txt").read_text() == "mine"
     with pytest.raises(ValueError, match="keep_last must be 1 or more, got 0"):
@@ -254,7 +254,7 @@ def test_on_a_gpu_the_optimizer_waits_for_the_copy_and_the_host_for_nothing(
 
     one = trainer(replace(TRAINING, dtype=dtype, cuda_graph=graph), "cuda")
     with saving(tmp_path, one) as saver:
-        for _ in range(6):  # a graph was captured by then
+        for _ in range(6):  # a graph has been captured meanwhile
             one.advance()
             saver.after_step()
         saver.prepare()
@@ -311,12 +311,12 @@ def test_a_full_disk_leaves_the_last_one_and_is_said(asynchronous: bool, tmp_pat
         saver.wait()
         expected = tensors(tmp_path)
         one.advance()
-        # The copy is in a file in memory, which is there already.
+        # The copy is in a file in memory, which already exists.
         with largest_file(20_000), pytest.raises(OSError, match=r"could not be written .* is there enough room"):
             goes_on(saver, one, 1000)
         assert same(tensors(tmp_path), expected)
         assert names(tmp_path) == ["latest", "step-00000001"]
-        saver.begin()  # there is room again
+        saver.begin()  # the disk has space again
         saver.wait()
         assert same(tensors(tmp_path), there(one))
 
@@ -358,7 +358,7 @@ def test_no_memory_for_the_copy_is_said(tmp_path: Path) -> None:
 
 
 def test_another_step_beside_the_same_tensors_is_refused(tmp_path: Path) -> None:
-    """It would go on with other data."""
+    """Otherwise the training would continue with other data."""
     one = trainer()
     found = save_training(tmp_path, one)
     said = json.loads((found / "training.json").read_text())
@@ -396,7 +396,7 @@ def test_whatever_is_the_last_that_is_done_what_has_a_steps_name_is_whole(
     def until_killed(what: Callable[..., None]) -> Callable[..., None]:
         def call(*arguments: Any, **options: Any) -> None:
             if next(left, None) is None:
-                raise KeyboardInterrupt  # which no code catches to clean up
+                raise KeyboardInterrupt  # no code catches this to clean up
             what(*arguments, **options)
 
         return call
@@ -410,7 +410,7 @@ def test_whatever_is_the_last_that_is_done_what_has_a_steps_name_is_whole(
         saved = open_tensors(read_record(folder))
         assert isinstance(saved, SavedTensors)
         saved.verify()
-    assert read_record(tmp_path).step == int(done > 2)  # tidied up, the step named, `latest`
+    assert read_record(tmp_path).step == int(done > 2)  # clean-up, naming the step, `latest`
     save_training(tmp_path, one, keep_last=1)
     assert [name.split(".")[0] for name in names(tmp_path)] == ["latest", "step-00000001"]
 
@@ -479,7 +479,7 @@ def test_killed_at_any_time_the_last_one_is_whole(fork: Fork, tmp_path: Path) ->
 
 
 def writers(folder: Path) -> list[int]:
-    """Processes that write checkpoints of trainings in this folder: they end with their training."""
+    """Processes that write checkpoints of trainings in this folder. They end with their training."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -613,7 +613,7 @@ def ignores(pid: int, number: int) -> bool:
 
 
 def test_the_writing_process_needs_nothing_but_the_standard_library() -> None:
-    """So that it starts at once, wherever the training was started from."""
+    """So it starts at once, in whatever folder the training was started."""
     program = f"""
 import runpy, sys
 runpy.run_path({checkpoint_files.__file__!r})

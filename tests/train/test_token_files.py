@@ -123,7 +123,7 @@ def test_megatrons_index_says_the_dtype(kind: str, name: str, tmp_path: Path) ->
     tokens.tofile(tmp_path / "text.bin")
     (tmp_path / "text.idx").write_bytes(index_of(kind))
     assert row_of(tmp_path / name) == list(range(10))
-    (tmp_path / "text.idx").write_bytes(index_of(kind) + bytes(4))  # modes, of multimodal data
+    (tmp_path / "text.idx").write_bytes(index_of(kind) + bytes(4))  # the modes of multimodal data
     assert row_of(tmp_path / name) == list(range(10))
 
 
@@ -223,7 +223,7 @@ def test_nanogpts_meta_says_how_many_characters_there_are(tmp_path: Path) -> Non
 
 
 def test_a_folder_with_files_of_tokens_is_not_read_as_the_text_beside_them(tmp_path: Path) -> None:
-    """It may have train.bin and val.bin."""
+    """The folder may contain train.bin and val.bin."""
     (tmp_path / "readme.txt").write_text("text")
     for name in ("train.bin", "val.bin"):
         np.arange(9).astype(np.uint16).tofile(tmp_path / name)

@@ -1,4 +1,4 @@
-"""Data sets of Hugging Face, as their own library reads them: needs `datasets`."""
+"""Data sets of Hugging Face are read as by their own library. Needs `datasets`."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def state_of(what: Task) -> dict[str, Tensor]:
 
 
 def after(steps: int, what: Task, how: Recipe) -> dict[str, Tensor]:
-    """The state of a task's model after so many steps without a fault."""
+    """The state of a task's model after this number of steps without a fault."""
     fit(what, how.updated({"run": {"steps": steps}}), device="cpu")
     return state_of(what)
 
@@ -133,7 +133,7 @@ def test_a_loss_that_is_not_finite_is_named_itself() -> None:
 @pytest.mark.parametrize("decides", ["host", "device"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon"])
 def test_a_step_that_is_skipped_leaves_no_trace(optimizer: str, decides: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither in the weights, nor in the optimizer, nor in the statistics of the batch norm."""
+    """Weights, optimizer and the statistics of the batch norm stay unchanged."""
     if decides == "device":  # as on a GPU
         monkeypatch.setattr(stepping, "READ_FREELY", ())
     how = recipe(3, optimizer, faults={"not_finite": "skip"})
@@ -160,7 +160,7 @@ def test_training_goes_on_after_a_skipped_step_but_not_for_ever(interval: int) -
 
 
 def test_an_overflow_of_float16_is_no_fault() -> None:
-    """The scaler skips the step and halves its scale; a loss that is not finite is a fault there, too."""
+    """The scaler skips the step and halves its scale. A loss that is not finite is a fault in float16 too."""
     seen = Notes()
     loud: Callable[..., Tensor] = lambda model, batch: 40 * model(batch[0]).square().mean()  # noqa: E731
     fit(task(loss=loud), recipe(12, run={"precision": "fp16"}), device="cpu", observers=[seen])
@@ -174,7 +174,7 @@ def test_an_overflow_of_float16_is_no_fault() -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon"])
 def test_the_device_decides_as_the_host_does(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in the first step, which makes the states of the optimizer."""
+    """Also in the first step, which creates the states of the optimizer."""
     how = recipe(4, optimizer, faults={"not_finite": "skip"})
     found = []
     for freely in (("cpu",), ()):
@@ -268,7 +268,7 @@ def test_a_full_disk_keeps_the_checkpoint_before_and_the_weights(tmp_path: Path)
     assert ways.endswith("checkpoints/step-00000003 is kept: make room, then --resume")
     assert "\n" not in ways
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-00000003"]
-    assert same_state(state_of(what), after(6, task(), how))  # those of the running training
+    assert same_state(state_of(what), after(6, task(), how))  # the weights of the running training
     done = fit(task(), how, device="cpu", out=tmp_path, save_every=3, resume=True)
     assert done.steps == 9
 

@@ -161,7 +161,7 @@ def test_a_training_learns_and_says_what_it_did(tmp_path: Path) -> None:
 
 
 def test_the_first_steps_are_those_of_plain_pytorch() -> None:
-    """One batch of all samples: the order does not matter."""
+    """One batch has all samples, so their order does not matter."""
     plain = recipe(run={"batch": 12, "steps": 4}, schedule={"name": "constant", "warmup": 0.0})
     data = Points(12, noise=0.0)
     _, seen = fitted(task(train=data), plain)
@@ -182,7 +182,7 @@ def test_the_first_steps_are_those_of_plain_pytorch() -> None:
 
 
 def mixed(batch: Any, places: Tensor, generator_of: Any) -> Any:
-    """Mixes places 2k and 2k+1 by a number that is drawn for the pair."""
+    """Mixes samples 2k and 2k+1 with a number drawn for the pair."""
     points, labels = batch
     weights = torch.tensor([generator_of(int(place) // 2 * 2).beta(0.4, 0.4) for place in places], dtype=DTYPE)[:, None]
     targets = F.one_hot(labels, CLASSES).to(DTYPE)
@@ -217,7 +217,8 @@ def test_the_mean_weights_are_evaluated_and_exported(tmp_path: Path) -> None:
     _, seen = fitted(what := task(), how, out=tmp_path)
     last = safetensors.load_file(tmp_path / "last.safetensors")
     assert all(torch.equal(last[name], tensor) for name, tensor in seen.final.items())
-    assert not torch.equal(last["0.weight"], what.model.state_dict()["0.weight"])  # which goes on with its own
+    # the caller continues with its own generator
+    assert not torch.equal(last["0.weight"], what.model.state_dict()["0.weight"])
     model, data = network(), Points(13)
     model.load_state_dict(last)
     assert seen.evaluations[-1].values["loss"] == pytest.approx(
@@ -237,7 +238,7 @@ def test_dropout_differs_by_step_and_rank_only() -> None:
     model = network(dropout=0.5)
     state = torch.random.get_rng_state()
     fit(task(model=model), how, device="cpu")
-    assert torch.equal(torch.random.get_rng_state(), state)  # the caller's generator is as before
+    assert torch.equal(torch.random.get_rng_state(), state)  # the caller's generator is unchanged
 
 
 def test_channels_last_and_autocast_reach_the_model() -> None:
@@ -268,7 +269,8 @@ def test_deterministic_algorithms_are_on_in_the_loop_only() -> None:
 
 
 def test_the_model_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For training, and for evaluation without gradients; not again for the shorter last batch, nor in later epochs."""
+    """Once for training and once for evaluation without gradients; not again for the shorter last batch, nor in later
+    epochs."""
     compiled: list[bool] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -350,7 +352,7 @@ def test_a_signal_ends_the_step_and_saves(number: signal.Signals, name: str, tmp
     seen = Seen(lambda record: os.kill(os.getpid(), number) if record.step == 8 else None)
     done = fit(task(**what), how, device="cpu", out=out, observers=[seen])
     assert done.reason == f"stopped by {name}"
-    assert done.steps in (8, 9)  # in mid-epoch; the signal comes while the eighth step is told
+    assert done.steps in (8, 9)  # in mid-epoch; the signal comes while the eighth step is reported
     saved = out / "checkpoints" / f"step-{done.steps:08d}"
     assert seen.notes == [
         f"stopped by {name} after step {done.steps}; saved in {saved}: --resume continues from there",

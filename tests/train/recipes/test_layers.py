@@ -16,13 +16,13 @@ from rooftop.train.recipes.parameter_kinds import kinds_of
 
 @pytest.fixture(autouse=True)
 def _without_values() -> Iterator[None]:
-    """Structure is all that counts."""
+    """Build a model without values, because only its structure matters."""
     with torch.device("meta"):
         yield
 
 
 class Vit(nn.Module):
-    """timm's structure, small."""
+    """A small model with timm's structure."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Vit(nn.Module):
 
 
 class Staged(nn.Module):
-    """Stages that are modules with blocks in them, whose blocks have parts of parts."""
+    """Stages are modules that contain blocks, and blocks have nested parts."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -65,7 +65,7 @@ def test_cutmix_takes_a_box_and_its_part_of_the_target() -> None:
         assert targets[first + 1].tolist() == pytest.approx([part, 1 - part, 0, 0, 0])
         assert torch.equal(mixed[first], 1 - mixed[first + 1])
         rows, columns = mixed[first, 0].nonzero(as_tuple=True)
-        if len(rows):  # all of a box
+        if len(rows):  # every pixel of a box
             box = mixed[first, 0, rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
             assert box.all()
     assert len(parts) > 5
@@ -83,7 +83,7 @@ def test_with_both_a_pair_takes_one() -> None:
 @given(st.integers(1, 6), st.lists(st.integers(0, 6), max_size=3), st.booleans(), st.booleans())
 @settings(max_examples=25, deadline=None)
 def test_ranks_do_not_matter(pairs: int, cuts: list[int], mixup: bool, last: bool) -> None:
-    """A batch cut at even places gives the same numbers, bit for bit."""
+    """A batch cut at even positions gives the same numbers, bit for bit."""
     count = 2 * pairs - last
     images, labels = batch(count)
     mix = Mix(mixup=0.8 if mixup else 0.0, cutmix=1.0)

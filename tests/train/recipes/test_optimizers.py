@@ -140,7 +140,7 @@ def test_muon_is_torchs_on_matrices_and_adamw_on_the_rest() -> None:
 
 
 def test_muon_does_not_depend_on_the_memory_format() -> None:
-    """Columns lie in another order, which changes only the rounding of products in bfloat16."""
+    """Columns are in another order, which changes only the rounding of products in bfloat16."""
     model = network()
     other = copy.deepcopy(model).to(memory_format=torch.channels_last)
     for each in (model, other):
@@ -172,7 +172,7 @@ def test_an_optimizer_resumes_bit_for_bit(name: str, layout: torch.memory_format
 
 
 def shapes_of(optimizer: torch.optim.Optimizer) -> list[torch.Size]:
-    """In the order in which a state dict numbers them."""
+    """The shapes in the order of the state dict's numbers."""
     return [each.shape for group in optimizer.param_groups for each in group["params"]]
 
 

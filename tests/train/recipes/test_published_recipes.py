@@ -1,4 +1,4 @@
-"""Recipes that come with Rooftop, and what torchvision's and Microsoft's scripts make of theirs."""
+"""Recipes that come with Rooftop agree with torchvision's and Microsoft's training scripts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_swin_is_microsofts() -> None:
 
 
 def test_a_published_recipe_is_whole() -> None:
-    """Nothing is left of a task's recipe, as nesterov would be."""
+    """Nothing of a task's recipe remains, for example nesterov."""
     task = Recipe.of({"optimizer": {"nesterov": True}, "model": {"options": {"channels": 8}}})
     assert Recipe.read(Path("resnet50-v2"), task) == Recipe.read(Path("resnet50-v2"))
 

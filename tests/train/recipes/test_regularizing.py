@@ -45,7 +45,7 @@ def outputs_of(module: nn.Module, model: nn.Module, x: Tensor) -> Tensor:
 def test_a_resnet_leaves_out_branches_of_samples() -> None:
     model = resnet18(num_classes=4)
     same = copy.deepcopy(model)
-    for _ in range(2):  # twice is the same as once
+    for _ in range(2):  # applied twice, the result is the same as once
         assert regularize(model, Model(stochastic_depth=0.5)) == ["stochastic depth up to 0.5 in 8 blocks"]
     torch.manual_seed(0)
     x = torch.randn(64, 3, 16, 16)
@@ -53,7 +53,7 @@ def test_a_resnet_leaves_out_branches_of_samples() -> None:
     gone = branch.flatten(1).abs().amax(1) == 0
     assert 20 <= gone.sum() <= 44
     whole = outputs_of(model.layer1[0].bn2, model, x).flatten(1).abs().amax(1)
-    assert (whole > 0).all()  # the first block is never left out
+    assert (whole > 0).all()  # the first block is never dropped
     model.load_state_dict(same.state_dict())  # the keys are the same
     assert torch.equal(model.eval()(x), same.eval()(x))
 

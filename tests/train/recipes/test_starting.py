@@ -1,4 +1,4 @@
-"""Fine-tuning begins from a file: everything fits but the head."""
+"""Fine-tuning begins from a file in which everything except the head fits."""
 
 from __future__ import annotations
 

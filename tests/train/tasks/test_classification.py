@@ -1,4 +1,4 @@
-"""Classification: digits and folders of images, parts that are held out, and files that `rooftop classify` takes."""
+"""Classification: digits and folders of images, held-out parts, and files that `rooftop classify` accepts."""
 
 from __future__ import annotations
 

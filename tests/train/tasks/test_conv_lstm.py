@@ -1,4 +1,4 @@
-"""ConvLSTMs on moving digits and on videos, and files that `rooftop predict-video` takes."""
+"""ConvLSTMs on moving digits and on videos, and files that `rooftop predict-video` accepts."""
 
 from __future__ import annotations
 

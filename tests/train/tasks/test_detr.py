@@ -1,4 +1,4 @@
-"""DETRs on shapes and on folders in COCO's format, and files that `rooftop detect` takes."""
+"""DETRs on shapes and on folders in COCO's format, and files that `rooftop detect` accepts."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def surfaces(kind: int, o: list[float], d: list[float], half: tuple[float, float
 
 
 def first_hit(solids: list[Any], origin: list[float], ray: list[float]) -> tuple[float, Any, float]:
-    """Distance, solid and cosine, one solid after the other."""
+    """Distance, solid and cosine of the first hit, computed for one solid after the other."""
     best: tuple[float, Any, float] = (math.inf, None, 0.0)
     for solid in solids:
         c, s = math.cos(solid.yaw), math.sin(solid.yaw)
@@ -77,7 +77,7 @@ def first_hit(solids: list[Any], origin: list[float], ray: list[float]) -> tuple
         o = [c * x + s * y, c * y - s * x, z]
         d = [c * ray[0] + s * ray[1], c * ray[1] - s * ray[0], ray[2]]
         hits = surfaces(solid.kind, o, d, solid.half)
-        if hits and min(hits)[0] > 0:  # otherwise the ray begins in it, or it is behind
+        if hits and min(hits)[0] > 0:  # otherwise the ray begins inside the solid, or the solid is behind
             t, *normal = min(hits)
             best = min(
                 best, (t, solid, abs(sum(a * b for a, b in zip(normal, d, strict=True)))), key=lambda hit: hit[0]
