@@ -53,7 +53,7 @@ SNIPPETS = [
 ]
 Run = Callable[..., str]
 
-on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what the example says where there is no GPU")
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="concerns machines without a GPU")
 
 
 @pytest.fixture

@@ -296,7 +296,7 @@ FORWARD: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 def test_the_operators_are_those_of_tensors_of_a_gpu(name: str) -> None:
     """PyTorch itself is the reference: in forward it runs on fake tensors of a GPU that does not exist."""
     if name in ("rms_norm", "rms_norm, half a channel") and not torch.backends.cuda.is_built():
-        pytest.skip("a build for CPUs does not know that CUDA has a kernel for it")
+        pytest.skip("a build for CPUs does not know that CUDA has a kernel for this operator")
     call, tensors = FORWARD[name]
     results = []
     for device, as_gpu in (("cpu", True), ("cuda:0", False)):

@@ -28,7 +28,7 @@ def test_help_needs_no_gpu(name: str, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert f"python benchmarks/kernels/{name}.py" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="what the scripts say where there is no GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="concerns machines without a GPU")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_without_a_gpu_one_line_says_so(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -335,7 +335,7 @@ def test_pages_are_up_to_date(page: Path) -> None:
     assert TABLES["with_figures"](text, TABLES["RESULTS"]) == text, "run python benchmarks/kernels/tables.py"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="what the script says where there is no GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="concerns machines without a GPU")
 def test_without_a_gpu_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: None
 ) -> None:

@@ -19,7 +19,7 @@ from rooftop.ladder import Climb, Outcome
 from rooftop.ladder.memory_levels import Flight, Level, MemoryClimb
 from rooftop.ladder.python_climbing import SpeedClimb, SpeedOutcome
 
-on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what it does where there is no GPU")
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="concerns machines without a GPU")
 
 FOUND = Climb(
     ladder="vector",

@@ -288,7 +288,7 @@ def test_streams_and_graphs_on_a_gpu() -> None:
         assert torch.equal(sums, of_total)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="without kernels nothing is planned")
+@pytest.mark.skipif(not INTERPRETED, reason="without kernels there are no plans")
 def test_a_second_call_plans_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels.silu(torch.ones(4, 4))
 
@@ -299,7 +299,7 @@ def test_a_second_call_plans_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels.silu(torch.zeros(4, 4)).equal(torch.zeros(4, 4))
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="without kernels nothing is launched again")
+@pytest.mark.skipif(not INTERPRETED, reason="without kernels there are no launches")
 def test_the_third_call_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     known_calls.forget()
     inputs = [torch.randn(3, 8) for _ in range(3)]
@@ -316,7 +316,7 @@ def test_the_third_call_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     torch.testing.assert_close(y, inputs[2].softmax(-1))
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="without kernels nothing is launched again")
+@pytest.mark.skipif(not INTERPRETED, reason="without kernels there are no launches")
 def test_one_tensor_as_two_arguments() -> None:
     """Otherwise one pointer would stand for two arguments."""
     known_calls.forget()

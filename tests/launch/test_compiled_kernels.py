@@ -22,7 +22,7 @@ from triton.runtime import driver, jit  # noqa: E402
 from rooftop.launch import INTERPRETED, compiled_kernels, count_launches, known_calls  # noqa: E402
 from rooftop.launch.triton_launch import launch, record_launch  # noqa: E402
 
-pytestmark = pytest.mark.skipif(INTERPRETED, reason="where kernels are interpreted none is compiled")
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
 CPU = torch.device("cpu")
 STREAM = 7
 

@@ -407,7 +407,7 @@ def test_targets_may_be_what_is_read(tree: Grown, data: Any) -> None:
     assert same(numbers_of(target), expected)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="is what runs the others so")
+@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
 def test_kernels_follow_the_law(interpreted: Callable[..., int]) -> None:
     assert interpreted(__file__) == 12
 

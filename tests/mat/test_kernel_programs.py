@@ -28,7 +28,7 @@ SCALES = [(1 / 255, 0.0), (1.0, 0.5), (255.0, 0.0), (1.5, 3.0), (-0.37, 1e5), (1
 PAIRS = [(depth, new) for depth in CONVERTED for new in CONVERTED if depth != new]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="is what runs the others so")
+@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
 def test_kernels_on_the_cpu(interpreted: Callable[..., int]) -> None:
     assert interpreted(__file__) == len(PAIRS) + 3
 

@@ -21,7 +21,7 @@ from rooftop.launch.triton_launch import Repeated
 from rooftop.mat import CV_32F, CV_32FC3, Mat, MatExpr, Scalar, converting, copies, evaluation, masked_copies, planning
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(INTERPRETED or os.name == "nt", reason="where kernels are interpreted none is kept")
+pytestmark = pytest.mark.skipif(INTERPRETED or os.name == "nt", reason="interpreted kernels are not kept")
 
 Kind = Callable[[Mat, Mat, Mat, Mat], Any]  # operations on a, b and a mask, into out
 SIDE, ROOM = 6, 24  # of regions, and of the image that contains them

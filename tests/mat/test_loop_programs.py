@@ -27,7 +27,7 @@ from rooftop.mat.type_codes import DEPTHS
 pytest.importorskip("numba")
 from rooftop.mat.masked_loops import copy_by_loops
 
-pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels take their place")
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels replace the loops")
 Counted = list[int]
 
 

@@ -57,7 +57,7 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="its colours are then NVJPEG's, and its device the GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, colours are NVJPEG's and the device is the GPU")
 def test_the_example_of_the_page_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -200,7 +200,7 @@ def test_wrong_arguments(options: dict[str, object]) -> None:
         ImageDecoder(**options)  # type: ignore[arg-type]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="what is said where there is no GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="concerns machines without a GPU")
 def test_without_a_gpu_auto_says_why_and_cuda_raises() -> None:
     decoder = ImageDecoder("auto")
     assert decoder.device == torch.device("cpu")

@@ -200,7 +200,7 @@ def test_a_swin_is_exported_for_images_of_any_size(name: str) -> None:
 @pytest.mark.parametrize("name", ["replaced", "LinearAct", "Swin", "Swin V2", "Detr", "ConvLSTM2D", "Gpt"])
 def test_onnx_gives_the_same(name: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript")
-    runtime = pytest.importorskip("onnxruntime", reason="runs what was exported")
+    runtime = pytest.importorskip("onnxruntime", reason="runs the exported model")
     model, inputs = built(name)
     file = str(tmp_path / "model.onnx")
     torch.onnx.export(model, inputs, file, dynamo=True, verbose=False)

@@ -21,7 +21,7 @@ from rooftop.errors import BuildError
 from rooftop.scene.building import levels
 from rooftop.scene.building.workers import Workers, shared
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked only on Linux")
 
 
 Left = Callable[[], list[psutil.Process]]

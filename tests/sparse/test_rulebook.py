@@ -522,7 +522,7 @@ def by_both(indices: Tensor, shape: Geometry, bound: int | None, monkeypatch: py
     return found
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="on the CPU alone hash tables serve better")
+@pytest.mark.skipif(not INTERPRETED, reason="without kernels the CPU uses hash tables")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("grid", [(70,), (5, 6, 7), (3, 4, 5, 3)], ids=str)
 def test_bitmaps_give_what_hash_tables_give(kind: str, grid: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -536,7 +536,7 @@ def test_bitmaps_give_what_hash_tables_give(kind: str, grid: tuple[int, ...], mo
             assert_same(*by_both(indices, shape, len(plain[0].out_indices) + 3 * (dtype == torch.int32), monkeypatch))
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="on the CPU alone hash tables serve better")
+@pytest.mark.skipif(not INTERPRETED, reason="without kernels the CPU uses hash tables")
 @pytest.mark.parametrize("kind", KINDS)
 def test_bitmaps_find_what_is_wrong(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rulebook, "checks_values", lambda _: False)  # as on a GPU

@@ -352,7 +352,7 @@ def test_whatever_happens_between_steps(
         torch.testing.assert_close([p.detach() for p in ours], [p.detach() for p in sides[1]], rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="PyTorch makes the steps of a CPU")
+@pytest.mark.skipif(not INTERPRETED, reason="without the kernel, PyTorch computes steps on a CPU")
 @pytest.mark.parametrize("graph", [False, True])
 def test_weights_share_a_launch(graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Changed gradients and some changed weights: same results and no additional launch. If a graph is captured, each
@@ -493,7 +493,7 @@ def test_what_is_no_weight_is_refused() -> None:
         AdamW([nn.Parameter(whole)], betas=(0.9, 1.0))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="is what runs the others so")
+@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
 def test_the_kernel_makes_these_steps(interpreted: Callable[..., int]) -> None:
     assert interpreted(__file__) == 29
 

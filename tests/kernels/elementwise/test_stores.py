@@ -22,7 +22,7 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> tor
     )
 
 
-@pytest.mark.skipif(INTERPRETED, reason="is what runs the others so")
+@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
 def test_kernels_on_the_cpu(interpreted: Callable[..., int]) -> None:
     assert interpreted(__file__) == 49
 

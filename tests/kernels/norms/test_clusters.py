@@ -216,7 +216,7 @@ def test_what_is_tested_on_a_gpu_is_taken_there(columns: int, entry: ClusterConf
 @pytest.mark.parametrize(("columns", "entry"), GPU_CASES)
 def test_gate_on_a_gpu(columns: int, entry: ClusterConfig, name: str, dtype: torch.dtype, take: Any) -> None:
     if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("bulk copies and clusters of Hopper")
+        pytest.skip("needs bulk copies and clusters of Hopper")
     take(entry)
     with count_launches() as launches:
         assert_gate(name, inputs_of(name, 1000, columns, dtype, "cuda"))

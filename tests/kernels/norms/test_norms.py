@@ -477,7 +477,7 @@ GPU_LONG_SIZES = (6004, 11008, 12287, 16384, 20815, 24_404, 30_004, 32768, 40_00
 @pytest.mark.parametrize("columns", GPU_SIZES + GPU_LONG_SIZES)
 def test_gate_on_a_gpu(columns: int, name: str, dtype: torch.dtype) -> None:
     if columns == 1 and name.endswith("rms_norm"):
-        pytest.skip("of one element an RMS norm is its sign")
+        pytest.skip("an RMS norm of one element is its sign")
     assert_gate(name, inputs_of(name, 67, columns, dtype=dtype), device="cuda")
 
 

@@ -232,7 +232,7 @@ def test_rows_that_eight_does_not_divide_end_without_a_shift() -> None:
     ]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="of the CPU without the interpreter")
+@pytest.mark.skipif(INTERPRETED, reason="concerns the CPU without the interpreter")
 def test_the_public_plan_is_that_of_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.empty(2, 3, 4097, dtype=BFLOAT16), torch.empty(4097, dtype=BFLOAT16)
     plan = layer_norm_plan(x, 4097, weight)

@@ -26,7 +26,7 @@ KNOWN = (  # counters, keys, answers of Philox 4x32-10, from the tests of Random
 on_each = pytest.mark.parametrize(
     "device",
     [
-        pytest.param("cpu", marks=[] if INTERPRETED else pytest.mark.skip(reason="kernels run interpreted only")),
+        pytest.param("cpu", marks=[] if INTERPRETED else pytest.mark.skip(reason="kernels run only interpreted")),
         pytest.param("cuda", marks=pytest.mark.gpu),
     ],
 )

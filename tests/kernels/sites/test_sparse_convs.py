@@ -405,7 +405,7 @@ def test_lists_of_pairs_may_be_given() -> None:
     torch.testing.assert_close(found, outcome(convolution(book), leaves, dy))
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="lists are read by a kernel")
+@pytest.mark.skipif(not INTERPRETED, reason="only the kernel reads lists")
 @pytest.mark.parametrize("more", [1, 40, 1 << 30, (1 << 31) - 51])
 def test_pieces_of_lists_end_where_their_memory_does(more: int) -> None:
     """The counts are larger than the lists. The memory behind the lists looks like pairs, but does not belong to
@@ -420,7 +420,7 @@ def test_pieces_of_lists_end_where_their_memory_does(more: int) -> None:
     torch.testing.assert_close(weight_gradient(dy, features, 2, neighbours, None, (lists, counts + more)), expected)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="they are cut by a kernel")
+@pytest.mark.skipif(not INTERPRETED, reason="only the kernel cuts lists into pieces")
 @pytest.mark.parametrize("taps", [3, 19])
 def test_pieces_of_taps_that_have_all_few_or_no_pairs(taps: int) -> None:
     neighbours = torch.full((150, taps), -1, dtype=torch.int32)

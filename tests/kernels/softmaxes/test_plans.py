@@ -195,7 +195,7 @@ def test_gradients_of_two_dtypes_go_to_triton() -> None:
     assert "differ in dtype" in plan.refused["clusters"]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="of the CPU without the interpreter")
+@pytest.mark.skipif(INTERPRETED, reason="concerns the CPU without the interpreter")
 def test_the_public_plan_is_that_of_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.empty(2, 3, 4999, dtype=BFLOAT16)
     plan = softmax_plan(x)
