@@ -204,7 +204,7 @@ def measured(case: Case, ceilings: Ceilings, device: str) -> list[dict[str, Any]
 
 
 def compared(as_is: Callable[[], Any], changed: Callable[[], Any], device: str) -> tuple[Timing, Timing]:
-    """Time both programs, interleaved, for so long that some steps of each are undisturbed on a shared host."""
+    """Time both programs, interleaved, long enough that some steps of each are undisturbed even on a shared host."""
     times = compare({"as is": as_is, "changed": changed}, device=device, seconds=SECONDS if device == "cuda" else 0.1)
     return times["as is"], times["changed"]
 
@@ -236,7 +236,7 @@ def disturbance(analyzed_ms: float, as_is: Timing, changed: Timing) -> float:
 
 
 class Waiting:
-    """A chain of small products; with `asks` the host waits for a value after every fourth."""
+    """A chain of small products; with `asks` the host waits for a value after every fourth product."""
 
     def __init__(self, device: str, asks: bool) -> None:
         self.weight = torch.randn(1024, 1024, device=device) / 1024**0.5

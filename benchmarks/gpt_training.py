@@ -4,11 +4,12 @@ compiled.
     python benchmarks/gpt_training.py [--out benchmarks/results/h100/gpt_training.json] [--micro-batch 16 32 64]
 
 Both sides have sequences of 1,024 tokens, bfloat16, AdamW with float32 weights and moments, the norm of the gradient
-clipped to 1, tied weights, and the loss of all positions. PyTorch's side is written as by nanoGPT's readers today:
-autocast, `scaled_dot_product_attention`, fused AdamW, tokens already on the device, a vocabulary padded to 50,304 so
-that its matrix products are aligned. It runs eagerly, compiled, and (`--autotune`) compiled with max-autotune. Ours
-reads its tokens from a file and has a vocabulary of 50,257. It runs with separate launches, and replayed from a CUDA
-graph. The first losses of both must agree within 1% (both are near the logarithm of the vocabulary), or the run fails.
+clipped to 1, tied weights, and the loss of all positions. PyTorch's side is written as nanoGPT's readers would write it
+today: autocast, `scaled_dot_product_attention`, fused AdamW, tokens already on the device, a vocabulary padded to
+50,304 so that its matrix products are aligned. It runs eagerly, compiled, and (`--autotune`) compiled with
+max-autotune. Ours reads its tokens from a file and has a vocabulary of 50,257. It runs with separate launches, and
+replayed from a CUDA graph. The first losses of both must agree within 1% (both are near the logarithm of the
+vocabulary), or the run fails.
 
     tokens_per_s       median of rounds in which all variants take turns; spread: from the slowest to the fastest round
     percent_of_roof    relative to the fused roof of a step (`rooftop.train.gpt.speeds`), the same for all variants

@@ -2,12 +2,12 @@
 
     python benchmarks/mat.py [--out benchmarks/results/h200/mat.json] [--device cuda] [--quick]
 
-The images are random, of 3840 x 2160 x 3 bytes or as many float32 numbers, and regions of them. On the CPU, figures are
-milliseconds. Each variant is written as its user would write it, into existing memory; OpenCV does one operation after
-the other. On a GPU, figures are also TB/s of the bytes that must move (each operand once, the result once; for masked
-copies the mask and the chosen elements). Calls are replayed from a CUDA graph, over several sets of images if one would
-stay in L2, and compared with the roof at the ceilings measured in the same run. Every variant's result is compared with
-ours first. `--quick` takes small images, for tests.
+The inputs are random images of 3840 x 2160 x 3 bytes or as many float32 numbers, and regions of such images. On the
+CPU, figures are milliseconds. Each variant is written as its user would write it, into existing memory; OpenCV does one
+operation after the other. On a GPU, figures are also TB/s of the bytes that must move (each operand once, the result
+once; for masked copies the mask and the chosen elements). Calls are replayed from a CUDA graph, over several sets of
+images if one would stay in L2, and compared with the roof at the ceilings measured in the same run. Every variant's
+result is compared with ours first. `--quick` takes small images, for tests.
 """
 
 from __future__ import annotations

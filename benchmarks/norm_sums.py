@@ -3,10 +3,10 @@ call.
 
     python benchmarks/norm_sums.py [--ranks 2] [--out benchmarks/results/h100/norm_sums.json]
 
-Rows have 4096 or 8192 numbers in bfloat16, with a residual and an RMS norm, as in a decoding step of as many sequences.
-A CUDA graph holds 64 calls, each of which takes the result of the previous one. Figures are the median times of its
-replays on the slowest rank. `rooftop.parallel.norm_sums.WORDS`, the number of rows up to which one kernel is faster,
-follows from them. `--quick` tests the script on a CPU, with ranks by gloo, which have no such kernel.
+Rows have 4096 or 8192 numbers in bfloat16, with a residual and an RMS norm, as in a decoding step with one sequence for
+each row. A CUDA graph holds 64 calls, each of which takes the result of the previous one. Figures are the median times
+of its replays on the slowest rank. `rooftop.parallel.norm_sums.WORDS`, the number of rows up to which one kernel is
+faster, follows from them. `--quick` tests the script on a CPU, with ranks by gloo, which have no such kernel.
 """
 
 from __future__ import annotations

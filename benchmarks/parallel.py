@@ -13,8 +13,8 @@ Gradients are not clipped. Ours runs without compilation, and with each block co
 with the loss in parts (`loss_parallel`) and with asynchronous tensor parallelism, which is noted as absent if it does
 not work. "rooftop, trained" is `rooftop.train.GptTrainer`, which makes the steps of `rooftop train gpt`: it reads its
 text and computes the norm of the gradient. "rooftop, halves" computes the halves of a batch alternately. "Replayed" is
-a step from a CUDA graph; for the trainer, all of it but the optimizer. PyTorch also compiles a small model, for which
-the host is too slow, as a whole with CUDA graphs (mode="reduce-overhead").
+a step from a CUDA graph; for the trainer, everything except the optimizer. PyTorch also compiles a small model, for
+which the host is too slow, as a whole with CUDA graphs (mode="reduce-overhead").
 
     ms, spread         of a step on the slowest rank: the median, and (slowest - fastest) / median
     tflops             per second and GPU: matrix products and attention, which counts its causal half

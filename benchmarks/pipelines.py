@@ -7,7 +7,7 @@ things are timed:
 
     step        of `GptTrainer`: float32 weights next to the bfloat16 ones, clipping, AdamW
     gradients   forward and backward alone, with bfloat16 weights; also by PyTorch, of the same Llama in plain torch.nn
-                with each block compiled (`parallel_native.py`). Its zero-bubble schedule refuses compiled blocks
+                with each block compiled (`parallel_native.py`). Its zero-bubble schedule refuses compiled blocks.
 
 Ours are launched by the host, and replayed from a CUDA graph. A pipeline without bubbles and transfers would take the
 faster of the two times on one GPU, divided by the ranks. `beside_bubble_free` is the time of a step relative to that.

@@ -14,7 +14,7 @@ row has
 
 Frames are drawn by the kernels in Warp and by those in CUDA C++. Further cases are
 
-- the same view of ever finer rocks, as many;
+- the same view of the same number of rocks, which become finer and finer;
 - 64 cameras at once;
 - hills of ten million triangles as a single mesh, compared with brute force and with a ray for each pixel through
   Warp's tree of boxes;
@@ -22,7 +22,7 @@ Frames are drawn by the kernels in Warp and by those in CUDA C++. Further cases 
 - four cascades of 2048 x 2048, redrawn and kept;
 - cameras of several sizes, together and one by one;
 - hills with and without a texture;
-- a tree of 200,000 leaves, with its coverage from ever farther away relative to that of all its triangles from near,
+- a tree of 200,000 leaves, with its coverage from increasing distances relative to that of all its triangles from near,
   and a forest of this tree.
 
 Builds of such hills on all CPU threads are timed, too.
@@ -380,8 +380,8 @@ def builds(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]) 
 
 
 def trees(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]) -> None:
-    """A tree of many leaves: its build, its picture from ever farther away compared with all its triangles, and a
-    forest of it."""
+    """A tree of many leaves: its build, its picture from increasing distances compared with all its triangles, and a
+    forest of such trees."""
     vertices, faces, materials = tree(options.leaves)
     width = float(np.ptp(vertices[:, :2], axis=0).max())
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Streaming of pages: a billion distinct triangles, of which two gigabytes are on the device.
+"""Streaming of pages: a billion distinct triangles, with two gigabytes of pages on the device.
 
     python benchmarks/scene_streaming.py --folder /data/rocks [--out benchmarks/results/h200/scene_streaming.json]
 

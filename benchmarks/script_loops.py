@@ -7,8 +7,9 @@ Each loop of `benchmarks/loops/` runs plainly, under `rooftop analyze`, and plai
 by the loop's own clock in both plain runs (from its third step on), the step time in the report, and their ratio. It
 also has the ratio to the loop's own clock in the analyzed run (after the watched steps), and whether losses, exit
 status and the loop's output are the same. If the two plain runs differ by more than half of the tolerance, the
-machine's speed varied, and only the clock in the analyzed run counts. A loop whose work is in other processes has no
-step itself: for it the table says whether the report names those processes. `--quick` runs small sizes on the CPU.
+machine's speed varied, and only the clock in the analyzed run counts. If other processes do the work of a loop, the
+loop itself has no steps, and the table says whether the report names these processes. `--quick` runs small sizes on the
+CPU.
 """
 
 from __future__ import annotations
@@ -72,8 +73,7 @@ CASES = (
 @dataclass
 class Result:
     """The results of a loop. `own_ms`: its clock in the plain runs. `late_ms`: the steps after the first 12 in all
-    three runs, of which the analyzed one is the second. `varied`: the plain runs differ too much to judge another
-    one."""
+    three runs; the second run is the analyzed one. `varied`: the plain runs differ too much to judge another one."""
 
     loop: str
     own_ms: list[float] = field(default_factory=list)

@@ -3,19 +3,19 @@
     python benchmarks/sparse.py [--out benchmarks/results/h200/sparse.json] [--only wavy-100k-64 unet]
 
 A submanifold convolution of 3 x 3 x 3 in float16, with its sites in random order, runs on a wavy surface and on a
-room's floor, ceiling and walls. Timed are the convolution with the building of its rulebook, with a ready rulebook
-(shared by an indice_key), its backward, and the building alone. The networks, which build all their rulebooks, are a
-U-Net of four levels, MinkUNet18 and the backbone of SECOND: inference with float16 weights and under autocast, and a
-training step under autocast with SGD.
+room's floor, ceiling and walls. Four works are timed: the convolution with the building of its rulebook, the
+convolution with a ready rulebook (shared by an indice_key), its backward, and the building alone. The networks, which
+build all their rulebooks, are a U-Net of four levels, MinkUNet18 and the backbone of SECOND: inference with float16
+weights and under autocast, and a training step under autocast with SGD.
 
-Variants of a case are interleaved, and figures are medians. Features rotate, so that they do not come from L2; rulebook
-and weights stay, as in a network. Calls that do not wait for the GPU are also replayed from a CUDA graph; networks need
-bounds for the numbers of outputs for that (`num_out_act_bound`). spconv has the same weights. The row has the distance
-of its results from ours, max |theirs - ours| / max |ours|, and that of a replay from the call; the peak memory of a
-call; and, if a replay was expected, why a call cannot be captured. Roofs are at the ceilings measured in the same run,
-and count the existing pairs. Rows are written after each case. If a case fails, the others still run, and the run fails
-at the end. Without spconv the rows say so. `--quick` tests the script on a CPU, with small inputs, and compares with
-the convolution on the dense grid.
+Variants of a case are interleaved, and figures are medians. Several sets of features alternate, so that they do not
+come from L2; rulebook and weights stay the same, as in a network. Calls that do not wait for the GPU are also replayed
+from a CUDA graph; for this, networks need bounds for the numbers of outputs (`num_out_act_bound`). spconv has the same
+weights. The row has the distance of its results from ours, max |theirs - ours| / max |ours|, and that of a replay from
+the call; the peak memory of a call; and, if a replay was expected, why a call cannot be captured. Roofs are at the
+ceilings measured in the same run, and count the existing pairs. Rows are written after each case. If a case fails, the
+others still run, and the run fails at the end. Without spconv the rows say so. `--quick` tests the script on a CPU,
+with small inputs, and compares with the convolution on the dense grid.
 """
 
 from __future__ import annotations

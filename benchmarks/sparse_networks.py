@@ -129,10 +129,10 @@ def products_of(model: nn.Module, x: sparse.SparseConvTensor) -> list[int]:
 
 
 def network_cost(model: nn.Module, x: sparse.SparseConvTensor, result: Tensor, training: bool) -> Cost:
-    """All products of the pairs that exist, and what must move: inputs, parameters and result once in each
-    direction; in a step the gradients of the parameters, and what SGD with momentum reads and writes.
+    """The products of all existing pairs, and the bytes that must move: inputs, parameters and result once in each
+    direction; in a step also the gradients of the parameters, and the numbers that SGD with momentum reads and writes.
 
-    Products alone are counted, in the precision of the features of x; the first layer's input needs no gradient.
+    Only products are counted, in the precision of the features of x; the first layer's input needs no gradient.
     """
     flops = products_of(model, x)
     given = tensor_bytes(x.features) + tensor_bytes(x.indices)

@@ -5,9 +5,9 @@
 
 The plain timing shares no code with Rooftop. It consists of ten steps between two events, repeated without a
 synchronization (steady), single steps from an idle GPU by the host's clock (latency), and the union of the kernels of
-some steps in PyTorch's profiler (busy). It is taken before and after each analysis, in the same process, and steady
-also between the phases of the analysis. For the tens and the single steps, the lowest tenth counts, because other work
-of a shared host only adds to them, for seconds at a time.
+some steps in PyTorch's profiler (busy). It is taken before and after each analysis, in the same process; the steady
+time is also taken between the phases of the analysis. Of the times of ten steps and of single steps, the lowest tenth
+counts, because other work of a shared host only adds to them, for seconds at a time.
 
 `--advice` follows the first three items of advice that a script can apply, and times each in the same process, in turn
 with the original program. If the original has become more than 3% slower or faster than in the report, the host's speed
@@ -546,7 +546,9 @@ def advice_table(rows: dict[str, Any]) -> str:
             lines.append(f"{name:44} {row['error'][:100]}")
     lines.append(f"{hits[0]} of {count[0]} within {ADVICE_TOLERANCE:.0%}; {losses} losses")
     if count[1]:
-        lines.append(f"{hits[1]} of {count[1]} where the step as it was had become more than 3% slower or faster")
+        lines.append(
+            f"{hits[1]} of {count[1]} for steps that had become more than 3% slower or faster since the report"
+        )
     return "\n".join(lines)
 
 

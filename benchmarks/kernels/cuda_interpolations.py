@@ -50,7 +50,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for channels, dtype in [(c, d) for c in options.channels for d in (torch.float16, torch.float32)]:
         if time.perf_counter() - began > options.seconds:
-            print(f"{options.seconds:.0f} s are over: C={channels} {dtype} and what follows is left out")
+            print(f"{options.seconds:.0f} s are over: C={channels} {dtype} and the following cases are left out")
             break
         rows += measure_size(channels, dtype, ceilings)
         if options.out:

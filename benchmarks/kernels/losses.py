@@ -66,7 +66,7 @@ def main() -> None:
         if options.only not in (None, place):
             continue
         if time.perf_counter() - began > options.seconds:
-            print(f"{options.seconds:.0f} s are over: the rest is left out")
+            print(f"{options.seconds:.0f} s are over: the remaining cases are left out")
             break
         found[place].append(measured())
         if options.out:

@@ -4,9 +4,9 @@
 
 The operator is y = activation(x @ weight.T + bias) + residual in bfloat16, at the listed shapes and three random ones
 (`--seed` repeats them). "linear" is the product with its bias alone, the best that a library can do. Variants are
-interleaved, and figures are medians. Each is replayed from a CUDA graph, over so many sets of operands that L2 holds
-none of the next, and called eagerly. The roof follows from the operator's own cost and the ceilings measured in the
-same run. Liger has no such operator.
+interleaved, and figures are medians. Each is called eagerly, and replayed from a CUDA graph over so many sets of
+operands that the next set is never in L2. The roof follows from the operator's own cost and the ceilings measured in
+the same run. Liger has no such operator.
 """
 
 from __future__ import annotations

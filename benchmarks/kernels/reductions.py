@@ -3,12 +3,12 @@
     python benchmarks/kernels/reductions.py [--out benchmarks/results/h200/reductions.json] [--seed 1]
 
 The first case is the sum of all elements in float32, in the listed sizes and three random ones (`--seed` repeats them).
-Others reduce rows, columns, a middle dimension, or all but the channels, or compute a norm, the indices of extremes,
-and the gradient of an extreme, alone and with its forward. torch.compile's forward stores which elements tie, one byte
-each. Its backward reads these bytes instead of the input, so its backward alone may beat the roof. Variants are
-interleaved, and figures are medians. Inputs rotate, so that they come from memory and not from L2. Each variant is
-replayed from a CUDA graph, which shows the kernels, and called eagerly. The roof follows from the operator's cost and
-the ceilings measured in the same run. The file is written after each case.
+Other cases reduce rows, columns, a middle dimension, or all dimensions except the channels, or compute a norm, the
+indices of extremes, or the gradient of an extreme (alone and with its forward pass). torch.compile's forward stores
+which elements tie, one byte each. Its backward reads these bytes instead of the input, so its backward alone may beat
+the roof. Variants are interleaved, and figures are medians. Inputs rotate, so that they come from memory and not from
+L2. Each variant is replayed from a CUDA graph, which shows the kernels, and called eagerly. The roof follows from the
+operator's cost and the ceilings measured in the same run. The file is written after each case.
 """
 
 from __future__ import annotations

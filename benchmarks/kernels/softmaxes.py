@@ -56,7 +56,7 @@ def main() -> None:
     sizes = tuple(dict.fromkeys((*options.sizes[:3], *drawn, *options.sizes[3:])))
     for name, columns in [(name, n) for name in options.operators for n in sizes]:
         if time.perf_counter() - began > options.seconds:
-            print(f"{options.seconds:.0f} s are over: {name} N={columns} and what follows is left out")
+            print(f"{options.seconds:.0f} s are over: {name} N={columns} and the following cases are left out")
             break
         found["rows"] += measure_size(name, columns, ceilings)
         if options.out:

@@ -89,7 +89,7 @@ class Task:
 
 
 def copies_past_cache(tensor_bytes: int) -> int:
-    """How many problems of that many bytes together are at least twice the L2 cache."""
+    """The number of problems of this size that together are at least twice as large as the L2 cache."""
     return 1 if QUICK else max(1, -(-2 * CACHE_BYTES // tensor_bytes))
 
 
@@ -131,8 +131,8 @@ def _proofs(jobs: list[Job], processes: int, until: float) -> dict[Job, str | No
         return {job: _prove(job) for job in jobs}
     assert not torch.cuda.is_initialized()  # otherwise the processes could not use the GPU
     found = _proven_by(jobs, processes, until)
-    # A kernel that goes out of bounds breaks its process for later candidates, so all candidates with CUDA errors are
-    # checked again, one by one.
+    # A kernel that goes out of bounds makes later candidates in its process fail too, so all candidates with CUDA
+    # errors are checked again, one by one.
     broken = [job for job, why in found.items() if why and ("CUDA error" in why or "[CUDA]" in why)]
     return found | _proven_by(broken, processes, until, tasks_per_process=1)
 

@@ -43,7 +43,7 @@ TORCH: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "sigmoid": torch.sigmoid,
 }
-ALL = 1 << 20  # programs per SM: so many that each has one tile, without persistence
+ALL = 1 << 20  # programs per SM, enough for each tile to have its own program
 
 
 def d(rows: int, columns: int, depth: int, warps: int, stages: int, **more: int) -> Tile:
@@ -115,7 +115,7 @@ ODD = [
     p(128, 128, 64, 8, 3),
 ]
 
-# (M, N, K, activation, kept, residual, candidates or how many of the best so far of that list)
+# (M, N, K, activation, kept, residual, list of candidates, number of the list's best so far to try; 0: all)
 Job = tuple[int, int, int, str, bool, bool, list[Tile], int]
 JOBS: list[Job] = [
     (4096, 4096, 4096, "sigmoid", False, False, LARGE, 0),

@@ -2,7 +2,7 @@
 
     python benchmarks/tuning/reductions.py [--out reductions.json] [--seconds 40] [--quick]
 
-Small inputs have so many copies that they do not come from L2; a figure is the time of one.
+Small inputs are read from many copies in turn, so that they do not come from L2; figures are for one copy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The benchmark of video runs, small and on the CPU."""
+"""A small run of the video benchmark on the CPU."""
 
 from __future__ import annotations
 

@@ -342,8 +342,8 @@ def test_what_others_await_of_a_rank_that_failed() -> None:
 
 
 def test_a_wait_is_told_when_it_has_lasted() -> None:
-    """Names a rank that has not posted what others wait for, and not one that waits itself or is expected to take
-    long."""
+    """The message names a rank that has not posted an operation that others wait for. It names no rank that waits
+    itself or is expected to take long."""
     seen = Waits(4)
     computing, reading = Place("step 3", "net.py:7, in forward"), Place("step 3", "data.py:9, in read")
     places = {0: Place(operations=(operation(5),)), 1: Place(operations=(operation(5),)), 2: computing, 3: reading}

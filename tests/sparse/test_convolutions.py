@@ -142,8 +142,8 @@ def test_it_equals_torch_on_the_dense_grid(case: Case) -> None:
 
 @pytest.mark.parametrize("kind", ["SubMConv", "SparseConv"])
 def test_four_dimensions(kind: str) -> None:
-    """Compared with the definition of pairs, since torch has no such convolution: a kernel that reads the next cell in
-    each dimension."""
+    """torch has no such convolution, so the result is compared with the definition of pairs. The kernel reads the next
+    cell in each dimension."""
     shape = (4, 3, 5, 4)
     x = a_tensor(3, 100, 2, shape)
     conv = getattr(spconv, f"{kind}4d")(3, 2, 3, padding=1, bias=False, dtype=torch.float64)

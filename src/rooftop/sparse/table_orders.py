@@ -111,7 +111,7 @@ class NeighbourTable:
     """The neighbours (M, T) of M rows among N sites, in the form that was last requested.
 
     Attributes:
-        by_row: (M, T) int32, contiguous: a site at each tap, or -1; None while only `ordered` has them.
+        by_row: (M, T) int32, contiguous: a site at each tap, or -1; None while the table exists only in `ordered`.
         sites: N.
         ordered: the result of `row_order` for them.
         lists: the result of `row_pairs` or `row_blocks` for them.

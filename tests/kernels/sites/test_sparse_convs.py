@@ -63,7 +63,7 @@ class Case:
     batch: int
     submanifold: bool = False
     density: float = 0.3
-    more: tuple[int, int, int] = (3, 2, 1)  # places of the window beyond the first, without padding and stride
+    more: tuple[int, int, int] = (3, 2, 1)  # for each dimension, the number of further places of the window in the grid
 
     @property
     def grid(self) -> tuple[int, int, int]:

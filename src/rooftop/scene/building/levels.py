@@ -205,9 +205,8 @@ class _Step:
 class _Levels:
     """The data of a build, step by step.
 
-    The workers of a team see everything as it was when they were forked. The only mutable state that they use is the
-    shared corners
-    of the front, and `mesh`: code that changes `mesh` makes the team forget it.
+    The workers of a team see everything as it was when they were forked. Only two things that they use may change
+    later: the corners of the front, which are shared, and `mesh`. Code that changes `mesh` makes the team forget it.
     """
 
     def __init__(self, mesh: Mesh, progress: Progress, lock_borders: bool) -> None:

@@ -17,7 +17,7 @@ wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
 @wp.func
 def farthest_below(views: Views, frame: Frame, view: wp.int32, level: wp.int32, y: wp.int32, x: wp.int32):
-    """The farthest of the (up to) 2 x 2 texels, or for level 1 pixels, that a texel covers one level below."""
+    """The farthest of the (up to) 2 x 2 texels of the level below (for level 1: pixels) that a texel covers."""
     columns = ((views.pictures[view, PICTURE_WIDTH] - 1) >> (level - 1)) + 1
     rows = ((views.pictures[view, PICTURE_HEIGHT] - 1) >> (level - 1)) + 1
     farthest = wp.float32(1.0)
