@@ -10,9 +10,9 @@ There is a process for each GPU, with NCCL, in bfloat16. There are three parts:
                 each of its load balancers
     model       llama-1b, 64 k tokens, blocks recomputed: tokens a second of `GptTrainer`, alone and shared
 
-Each figure is the median over rounds in which all variants take turns, for the slowest rank. One GPU does the same work
-before. `efficiency` is its time over that of N ranks, divided by N. The results of all variants are compared with those
-of one GPU.
+Each figure is the median over rounds in which all variants take turns, for the slowest rank. Before that, one GPU does
+the same work. `efficiency` is its time over that of N ranks, divided by N. The results of all variants are compared
+with those of one GPU.
 """
 
 from __future__ import annotations

@@ -82,8 +82,8 @@ class Case:
 
 TWO = Layout(pp=2)
 SEQUENCE = Layout(tp=2, pp=2, sequence_parallel=True)
-# Each schedule on each number of ranks; with and without each of recomputation, tensor, sequence and data parallel
-# ranks; fewer micro-batches than stages, as many, and more; both models, tied and not.
+# Each schedule on each number of ranks; with and without recomputation, with and without tensor, sequence and data
+# parallel ranks; with fewer micro-batches than stages, as many, and more; both models, tied and untied.
 CASES = {
     2: [
         Case("gpt", TWO, "gpipe", 4, recompute=True),

@@ -86,8 +86,8 @@ def latency_text(nanoseconds: float) -> str:
 
 
 def page(climb: MemoryClimb) -> str:
-    """One HTML page that needs no network: a chart of the levels by latency and rate, then one of rates by bytes on
-    their way.
+    """One HTML page that needs no network: a chart of the levels by latency and rate, then one of rates by bytes in
+    flight.
     """
     charts = "\n".join(
         figure.to_html(full_html=False, include_plotlyjs=first, div_id=f"ladder-memory-{name}")

@@ -425,7 +425,8 @@ class NextFrameNetwork(nn.Module):
     LSTMs", and its variant that returns only one frame.
 
     Three ConvLSTM layers (relu) with a batch norm after the first and the second, like Keras's (epsilon 0.001, momentum
-    0.99); then a 3x3x3 convolution over the frames, or for `every_frame=False` a 3x3 one of the last hidden state.
+    0.99); then a 3x3x3 convolution over the frames, or for `every_frame=False` a 3x3 convolution of the last hidden
+    state.
 
     Args:
         channels: channels of the frames; 1 for grey, 3 for colour.

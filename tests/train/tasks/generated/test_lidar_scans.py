@@ -275,5 +275,5 @@ def test_few_points_are_drawn_too(count: int, clouds: Any) -> None:
     xyz = torch.rand(count, 3, generator=torch.Generator().manual_seed(0)) + 1e6
     white = torch.full((count, 3), 255, dtype=torch.uint8)
     picture = clouds.sheet(xyz, [("a", white), ("b", clouds.of_heights(xyz[:, 2]))], [("white", (255, 255, 255))], 96)
-    half = picture.crop((6, 70, 102, 126))  # the map of the first
+    half = picture.crop((6, 70, 102, 126))  # the map of the first picture
     assert half.getextrema() != tuple((level, level) for level in clouds.NIGHT)
