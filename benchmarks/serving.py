@@ -45,7 +45,7 @@ from torch import Tensor
 
 from rooftop.hardware import measure_ceilings
 
-WARM_UP = 0.25  # of the time
+WARM_UP = 0.25  # share of the time
 BATCHES = (1, 8, 64)
 WAYS = ("one", "threads", "streams", "graphs", "processes", "mps", "batch")
 GPU_ALONE = ("streams", "graphs", "mps")

@@ -206,7 +206,7 @@ def threads_of_torch() -> Iterator[None]:
     yield
     left = torch.get_num_threads()
     torch.set_num_threads(1)
-    assert left == 1, f"torch was left with {left} threads"
+    assert left == 1, f"a test left torch with {left} threads"
 
 
 @pytest.fixture(autouse=True)
@@ -235,7 +235,7 @@ TORCHVISION = (
 """The operators of the compiled part that the Python parts need when they are imported."""
 
 ORACLES = Path(sys.prefix, "oracles")
-"""The folder in which `make` puts packages of which only the Python parts are used."""
+"""The folder in which `make` puts packages whose Python parts alone are used."""
 
 
 @pytest.fixture(scope="session")

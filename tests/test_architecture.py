@@ -62,7 +62,7 @@ def test_files_import_each_other_in_one_direction() -> None:
     known = modules()
     imports = {name: imported(ast.parse(path.read_bytes()), set(known)) for name, path in known.items()}
     assert len(imports["rooftop.mat.matrix"]) > 5
-    assert not circle(imports), "move what both need to a file below them"
+    assert not circle(imports), "move their common code to a file below them"
 
 
 def test_a_circle_through_a_function_is_seen() -> None:
@@ -83,7 +83,7 @@ def test_the_page_names_every_file_and_every_folder() -> None:
     assert not unnamed, "docs/files.md or files-programs.md should say in a few words what these are for"
     there = {path.name for folder in ("src", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")}
     for name in re.findall(r"\w+\.py", page):
-        assert name in there, f"the pages name {name}, which is not there"
+        assert name in there, f"docs/architecture.md names {name}, which does not exist"
     folders = {parent for path in files for parent in path.parents if parent != Path()}
     for folder in folders:
         assert f"{folder.name}/" in page, f"the pages do not name {folder}/"

@@ -75,7 +75,7 @@ def test_every_example_is_tested_and_teaches() -> None:
     assert names - TESTED_ELSEWHERE == set(re.findall(r'run\(\s*"(\w+)"', source))
     for name in names:
         text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
-        assert f"python examples/{name}.py" in text.split('"""')[1], f"{name} does not say how it is run"
+        assert f"python examples/{name}.py" in text.split('"""')[1], f"{name} does not say how to run it"
 
 
 def line_of(name: str, text: str) -> int:
@@ -576,9 +576,9 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
             continue  # another site
         path, _, anchor = target.partition("#")
         there = (page.parent / path).resolve() if path else page
-        assert there.exists(), f"{page.name} links to {target}, which is not there"
+        assert there.exists(), f"{page.name} links to {target}, which does not exist"
         if anchor:
-            assert anchor in anchors(there), f"{page.name} links to {target}, which is not a heading there"
+            assert anchor in anchors(there), f"{page.name} links to {target}, which is no heading of that page"
 
 
 def test_a_heading_has_the_name_that_github_gives_it(tmp_path: Path) -> None:

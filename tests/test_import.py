@@ -14,8 +14,7 @@ PROGRAM = """
 import json, sys, time
 import torch
 before = set(sys.modules)
-began = time.process_time()  # of which others on this machine take nothing
-import rooftop
+began = time.process_time()  # other programs on this machine do not affect process time import rooftop
 print(json.dumps([time.process_time() - began, sorted(set(sys.modules) - before)]))
 """
 HEAVY = {"triton", "plotly", "PIL", "rich", "click", "jinja2", "pynvml", "torch.profiler", "torch.distributed.run"}

@@ -34,7 +34,7 @@ from rooftop.analysis.report_contents import OperatorRow
 from rooftop.errors import MeasurementError
 
 SAMPLE = Path(__file__).parent / "data" / "ncu_h200.csv"
-"""Recorded on an H200 with ncu 2025.3.1; seven launches, the columns used and a few of the others."""
+"""Recorded on an H200 with ncu 2025.3.1: seven launches, with the used columns and a few others."""
 
 
 def launch(name: str = "kernel", ms: float = 1.0, moved: float = 1e6, **values: float) -> KernelCounters:
@@ -75,7 +75,7 @@ def test_names_are_those_of_the_profiler() -> None:
     assert names[1].startswith("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::BFloat16")
     assert profiler_name("_Z4fillPfi") == "fill(float*, int)"
     long = f"_Z1200{'a' * 1200}v"
-    assert profiler_name(long) == long, "the profiler leaves names of more than 1024 characters as they are"
+    assert profiler_name(long) == long, "the profiler does not shorten names of more than 1024 characters"
 
 
 def test_a_counter_that_the_chip_does_not_have_is_nan() -> None:

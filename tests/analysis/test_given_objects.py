@@ -380,7 +380,7 @@ def positions(count: int) -> Tensor:
 
 
 HAND_COUNT = 2 * 2 * 2 * 8 + 2 * 2 * 8 * 8 + 2 * 8
-"""Of a mask of (2, 2) times (2, 8), and a linear layer with bias."""
+"""Flops of a mask (2, 2) times (2, 8), and of a linear layer with bias."""
 
 
 def products(report: Report) -> int:

@@ -61,5 +61,5 @@ def test_counting_leaves_no_cycles() -> None:
         for _ in range(50):
             torch.cat([x, y]).relu()
         found = gc.collect()
-    assert found < 50, "a cycle for each operator"
+    assert found < 50, "each operator left a cycle"
     assert len(counted.records) == 102

@@ -42,7 +42,7 @@ def test_laws_of_the_stages(found: bool, compiled: bool, ranks: bool, stays: boo
     assert sum(stage.steps for stage in planned[: names.index("warm") + 1]) == warm_up
     assert next(stage.steps for stage in planned if stage.name == "labelled") == LABELLED
     if compiled:
-        assert "whole" not in names, "PyTorch never compiles what it met under labels"
+        assert "whole" not in names, "PyTorch never compiles code that it has met under labels"
     if stays:
         first = min(names.index(name) for name in ("plain", "labelled", "ranks") if name in names)
         assert set(names[:first]) == {"unwatched", "warm", "before"}, "a profiler that stays begins late"

@@ -274,7 +274,7 @@ def test_the_error_itself_leaves_with_the_explanation(monkeypatch: pytest.Monkey
         raise error
     assert raised.value is error
     assert recording.explanation is not None
-    assert recording.explanation.requested_bytes == 12 * MIB  # of GPU 0, which the message names
+    assert recording.explanation.requested_bytes == 12 * MIB  # the request on GPU 0, which the message names
     assert error.__notes__ == [str(recording.explanation)]
     assert calls == ["all", None]
 

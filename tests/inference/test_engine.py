@@ -150,9 +150,9 @@ def test_norms_and_softmaxes_by_rooftops_kernels() -> None:
     engine = Engine(model, replace=True)
     assert engine.report.replaced == {"1": "LayerNorm", "2": "Softmax"}
     assert "by Rooftop's kernels: 1 LayerNorm, 1 Softmax" in str(engine.report)
-    assert type(model[1]) is nn.LayerNorm, "the model itself is as it was"
+    assert type(model[1]) is nn.LayerNorm, "the model itself must be unchanged"
     torch.testing.assert_close(engine(x), model(x))
-    assert Engine(model).report.replaced == {}, "on a CPU only where asked"
+    assert Engine(model).report.replaced == {}, "on a CPU only if requested"
 
 
 @torch.no_grad()

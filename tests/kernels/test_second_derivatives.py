@@ -26,7 +26,8 @@ TWICE = {
     *("cross_entropy", "linear_cross_entropy", "linear_act", "matmul", "swiglu", "embedding", "sum", "mean", "amax"),
     *("amin", "norm", "relu", "sigmoid", "tanh", "silu", "gelu", "add", "mul", "axpy"),
 }
-"""Functions of which all derivatives and transforms are right; of the others they are right or refused."""
+"""Functions whose derivatives and transforms are all supported and correct. For other functions they are correct or
+refused."""
 TABLE = runpy.run_path(str(Path(__file__).with_name("test_robustness.py")))
 LEARNED = [public for public in TABLE["PUBLIC"] if public.name not in TABLE["WITHOUT_GRADIENT"]]
 Loss = Callable[..., Tensor]

@@ -27,7 +27,7 @@ TABLE = runpy.run_path(str(Path(__file__).with_name("test_robustness.py")))
 PUBLIC, SIZES, WITHOUT_GRADIENT, shape_of = (
     TABLE[name] for name in ("PUBLIC", "SIZES", "WITHOUT_GRADIENT", "shape_of")
 )
-Public = Any  # of that table
+Public = Any  # the type of that table's rows
 Tracer = Callable[[nn.Module, tuple[Tensor, ...]], Any]
 TRACERS: dict[str, Tracer] = {
     "fx": lambda module, arguments: torch.fx.symbolic_trace(module),

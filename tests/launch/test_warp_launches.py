@@ -44,7 +44,7 @@ def test_a_kernel_gets_what_a_struct_says_at_the_launch(device: torch.device) ->
         launches(scale, 4, struct, 1, 4)
         struct.factor = 10.0
         launches(scale, 4, struct, 1, 4)
-        point(struct, "items", second)  # of another size
+        point(struct, "items", second)  # an array of another size
         launches(scale, 4, struct, 1, 4)
     assert first.tolist() == [31.0] * 5
     assert second.tolist() == [11.0] * 9

@@ -108,7 +108,7 @@ def test_regions_with_any_scale(
     source, target = region(drawn, margin[0]), region(whole, margin[1])
     assert_as_by_blocks(source, target, depth, new, 0.5 if depth == new else alpha, beta)
     target.fill_(1)
-    assert bool((whole == 1).all()), "something beside it was written"
+    assert bool((whole == 1).all()), "memory outside the target was written"
 
 
 @launches

@@ -420,7 +420,7 @@ def load_loops() -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Spoil videos and read them.")
+    parser = argparse.ArgumentParser(description="Damage videos and read them.")
     parser.add_argument("--files", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="number of one file")

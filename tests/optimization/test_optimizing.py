@@ -156,7 +156,7 @@ def test_without_time_nothing_is_tried_and_that_is_said() -> None:
     assert said <= {"refused", "not tried"}
     assert "not tried" in said
     assert not found.kept
-    assert not found.checked, "nothing was there to be checked"
+    assert not found.checked, "there was nothing to check"
 
 
 def test_two_rules_of_one_kind_exclude_each_other() -> None:

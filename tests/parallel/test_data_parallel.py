@@ -428,7 +428,7 @@ def test_a_result_kept_from_the_step_before_is_not_walked_again() -> None:
     parallel = DataParallel(Cached(), TWO)
     for _ in range(2):
         parallel(torch.ones(4, 3)).sum().backward()
-    assert parallel.module.last is not None  # of the first replica
+    assert parallel.module.last is not None  # the tensor of the first replica
     torch.testing.assert_close(parallel.module.weight.grad, 2 * 4 * torch.ones(3).exp())
 
 

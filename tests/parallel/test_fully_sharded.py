@@ -56,7 +56,8 @@ both = pytest.mark.parametrize("kind", CONFIGS)
 BATCH, LENGTH, STEPS, SEED = 8, 8, 3, 3
 CLOSE, FAR = 1e-10, 1e-7
 LAYOUTS = {2: Layout(2), 4: Layout(2, 2, sequence_parallel=True)}
-"""By the number of ranks. On four, two tensor ranks share the llama's one head of keys and values."""
+"""The layout for each number of ranks. With four ranks, two tensor ranks share the llama's only head of keys and
+values."""
 
 
 @dataclass

@@ -396,7 +396,8 @@ ON_GPUS = {
     for kind, config in CONFIGS.items()
 }
 KEPT: list[Generation] = []
-"""With their graphs, which must end before the group although somebody holds them."""
+"""Generations that stay referenced, together with their graphs. The graphs must be freed before the group
+nevertheless."""
 
 
 def all_reach_each_other(gpus: int) -> bool:

@@ -67,8 +67,9 @@ LAYOUTS = {
     "dp=2 tp=2 pp=2": (Layout(dp=2, tp=2, pp=2), False),
     "tp=4 cp=2": (Layout(tp=4, cp=2), False),
 }
-"""Of each whether data ranks share. With pp=2 the first and the last stage both have a tied embedding. A vocabulary of
-17 is padded at 2 and 4 ranks, to 18 and 20; at 4 two ranks have each of the llama's heads of keys."""
+"""Layouts, and whether their data ranks share the model. With pp=2 the first and the last stage both have a tied
+embedding. A vocabulary of 17 is padded to 18 with 2 ranks and to 20 with 4; with 4 ranks, each of the llama's heads of
+keys is on two ranks."""
 COUNTING = Tokens([np.arange(500) % 17], "counting")
 CLOSE = 1e-10
 

@@ -55,8 +55,8 @@ CONFIGS = {"gpt": GPT, "llama": LLAMA}
 both = pytest.mark.parametrize("kind", CONFIGS)
 BATCH, LENGTH, SEED = 8, 8, 3
 STEPS = {1: 3, 2: 3, 4: 2, 8: 2}
-"""By the number of ranks. The second step differs from the first in all that is kept; a third one differs in nothing
-more, and few ranks make it in less time."""
+"""Number of steps, by the number of ranks. The second step is the first that uses kept state. A third step tests
+nothing new, and it is fast only with few ranks."""
 CLOSE = 1e-10
 FAR = 1e-7  # the least difference that a fault must make
 

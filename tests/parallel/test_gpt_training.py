@@ -29,7 +29,7 @@ from rooftop.train import GptTrainer
 
 Run = Callable[..., list[Any]]
 Said = tuple[int, str, str]
-"""Exit status, what went to standard output, and to standard error."""
+"""Exit status, standard output and standard error."""
 
 VOCABULARY, STEPS, CLOSE = 31, 5, 1e-10
 WORDS = [
@@ -76,7 +76,8 @@ LAYOUTS = {
     ),
 }  # fmt: skip
 PACKED = ["--eod-token", "5", "--reset-position-ids", "--eod-mask-loss"]
-"""Each token comes about once in VOCABULARY / 2: most sequences of eight have one document or two."""
+"""Each token occurs about once in VOCABULARY / 2 tokens, so most sequences of eight tokens have one or two
+documents."""
 PACKED_LAYOUTS = {
     "pp=2 cp=2": (
         4,

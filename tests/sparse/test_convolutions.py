@@ -393,7 +393,7 @@ def test_orders_and_pairs_are_made_once_and_where_needed(monkeypatch: pytest.Mon
     network, x = UNet(), a_tensor(3, dtype=torch.float32)
     with torch.no_grad():
         network(x)
-    assert made == ["row_order"] * 4  # of each level, and between levels in both directions
+    assert made == ["row_order"] * 4  # for each level, and between levels in both directions
     made.clear()
     network(x).features.sum().backward()
     assert sorted(made) == ["row_blocks"] * 4 + ["row_order"] * 4

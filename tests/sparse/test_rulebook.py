@@ -99,7 +99,7 @@ def assert_law(rulebook: Rulebook, indices: Tensor, shape: Geometry) -> None:
     expected = law(indices.numpy().astype(np.int64), shape)
     np.testing.assert_array_equal(found, expected)
     assert len(k) == (expected >= 0).sum()  # each once
-    assert (np.diff(k * len(indices) + inputs) > 0).all()  # of each offset by input row
+    assert (np.diff(k * len(indices) + inputs) > 0).all()  # pairs of each offset are ordered by input row
     if shape.subm:
         assert rulebook.out_indices is rulebook.in_indices
     else:

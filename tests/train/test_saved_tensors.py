@@ -24,7 +24,7 @@ from rooftop.train.checkpoints.plans import Held, part_of, planned
 from rooftop.train.checkpoints.saved_tensors import DTYPES, KINDS, SavedTensors, entry_of, whole_tensor
 
 BLOCK = 64
-"""Bytes, here, so that small tensors have several blocks."""
+"""Bytes of a block, so few that even small tensors have several blocks."""
 
 
 @pytest.fixture(autouse=True)

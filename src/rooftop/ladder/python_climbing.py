@@ -24,7 +24,8 @@ from rooftop.ladder.nearest import FLOPS_PER_PAIR, INSTRUCTIONS_PER_PAIR, Array
 from rooftop.ladder.python_ladder import ALL, GPU, NUMBA, ONE, PROCESSES, SpeedLadder, SpeedRung
 
 SLOW_S = 0.2  # rungs that take longer are timed one call at a time
-FMA_SHARE = FLOPS_PER_PAIR / (2 * INSTRUCTIONS_PER_PAIR)  # of a rate that counts fused multiply-adds as two
+# the attainable share of a rate that counts fused multiply-adds as two
+FMA_SHARE = FLOPS_PER_PAIR / (2 * INSTRUCTIONS_PER_PAIR)
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def _figures(rung: SpeedOutcome) -> list[str]:
 
 
 def disturbed(climb: SpeedClimb) -> str:
-    """A note that other programs ran during the measurement; empty if they hardly did."""
+    """A note that other programs ran during the measurement; empty if there was hardly any such work."""
     if climb.other_cores <= BUSY_CORES:
         return ""
     return (

@@ -280,7 +280,7 @@ class Search:
             return replace(change, reason=STOPPED.format(seconds=time.perf_counter() - began))
         except RefusedError as why:
             return replace(change, verdict="refused", reason=str(why))
-        except Exception as error:  # of a compiler, a kernel, memory: go on without the rule
+        except Exception as error:  # an error of a compiler, a kernel or memory: continue without the rule
             torch.cuda.empty_cache()
             return replace(change, verdict="failed", reason=_first_line(error))
         finally:

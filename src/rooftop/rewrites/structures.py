@@ -35,7 +35,7 @@ def mapped(structure: Any, function: Callable[[Any], Tensor], strict: bool = Fal
         if type(part) in (tuple, list):
             return type(part)(map(of, part))
         if isinstance(part, dict):
-            same = copy.copy(part)  # of its own type, in its own order
+            same = copy.copy(part)  # keeps the type and the order of the original
             for key, value in part.items():
                 same[key] = of(value)
             return same

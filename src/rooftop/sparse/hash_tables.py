@@ -20,7 +20,7 @@ from rooftop.sparse.sites import check_sites
 
 Tables = tuple[Tensor, Tensor, Tensor, Tensor]  # out_indices, neighbours, reached, faults
 
-MAX_SLOTS = 2**30  # of a hash table: slot numbers are int32
+MAX_SLOTS = 2**30  # maximum slots of a hash table, because slot numbers are int32
 # A table at first has room for this many outputs per input; it grows if needed. A kernel of 3 makes a flat surface 3
 # cells thick.
 ROOM_PER_SITE = 4

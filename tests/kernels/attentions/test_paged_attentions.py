@@ -321,7 +321,7 @@ def test_kernels_compile_for_sm_90_without_spills(group: int, width: int, dtype:
     command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", "-o", os.devnull, "-"]
     log = subprocess.run(command, input=compiled.asm["ptx"], capture_output=True, text=True, check=True).stderr
     assert re.findall(r"(\d+) bytes spill stores", log) == ["0"], log
-    assert compiled.metadata.shared <= 99 * 1024, "what a program may have on the smallest of today's GPUs"
+    assert compiled.metadata.shared <= 99 * 1024, "a program's limit on the smallest current GPU"
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the outer process")

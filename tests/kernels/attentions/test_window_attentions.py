@@ -229,7 +229,7 @@ def test_values_that_are_not_finite_stay_in_their_window() -> None:
     assert qkv is not None
     qkv[0, 0, 0, 0], qkv[0, 4, 5, 20] = math.nan, math.inf
     out = case.ours(qkv, *rest)
-    assert out[0, 0, 0, :4].isnan().all()  # of one query and head
+    assert out[0, 0, 0, :4].isnan().all()  # the result of one query and head
     assert out[0, 3:, 4:, 4].isinf().all()
     assert (~out.isfinite()).sum() == 4 + 12
 

@@ -144,7 +144,7 @@ def test_uniform_numbers_are_uniform(dtype: torch.dtype) -> None:
     assert stats.kstest(u.double().numpy(), "uniform").pvalue > 0.01
     bits = 24 if dtype == torch.float32 else 53
     assert torch.equal((u.double() * 2.0**bits) % 1, torch.zeros(MANY, dtype=torch.float64))
-    assert 0.49 < ((u.double() * 2.0**bits) % 2).mean() < 0.51, "the last bit is one half of the time"
+    assert 0.49 < ((u.double() * 2.0**bits) % 2).mean() < 0.51, "the last bit is 1 in half of the cases"
 
 
 def test_float64_goes_on_where_float32_ends() -> None:

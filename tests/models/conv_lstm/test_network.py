@@ -221,7 +221,7 @@ def test_dropout_drops_the_share_it_says_and_keeps_the_mean() -> None:
     assert masks.unique().tolist() == pytest.approx([0, 1 / 0.7])
     assert abs((masks == 0).float().mean() - 0.3) < 0.005
     agreement = (masks[:, 0] == masks[:, 1]).float().mean()
-    assert abs(agreement - (0.3**2 + 0.7**2)) < 0.01, "each gate has a mask of its own"
+    assert abs(agreement - (0.3**2 + 0.7**2)) < 0.01, "each gate has a separate mask"
     layer = ConvLSTM2D(2, 3, 1, dropout=0.5)
     gates = layer._input_gates(torch.ones(1, 5, 9, 9, 2))
     assert all(torch.equal(step, gates[0]) for step in gates), "one mask for all steps"
@@ -267,7 +267,7 @@ def test_autocast_keeps_the_cell_in_float32() -> None:
     torch.testing.assert_close(cell, layer(x)[2], rtol=0.05, atol=0.05)
     cell.sum().backward()
     assert layer.recurrent_kernel.grad is not None
-    assert layer(x, (hidden, cell))[0].dtype == torch.float32, "a state of autocast, outside of it"
+    assert layer(x, (hidden, cell))[0].dtype == torch.float32, "a state from autocast, used outside of it"
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,8 @@ PARAMETERS = {
     "llama-7b": 6738415616,
     "llama-70b": 68976648192,
 }
-"""As published, with embeddings; CodeGeeX's are not, since its last layer is another one here."""
+"""The published numbers of parameters, including embeddings. CodeGeeX's number is not the published one, since its last
+layer differs here."""
 
 # The config.json of the first GPT-2, as transformers 4 wrote it, and of Llama 2 70B, without entries that have no
 # meaning here.

@@ -31,7 +31,7 @@ def test_no_page_belongs_to_two_and_none_is_lost(steps: list[tuple[bool, int]]) 
             ours.give_back(held.pop(number % len(held)))
         taken = [page for pages in held for page in pages]
         assert len(set(taken)) == len(taken) == ours.pages - ours.free
-        assert set(taken) <= set(range(1, 7)), "page 0 is nobody's"
+        assert set(taken) <= set(range(1, 7)), "page 0 belongs to no sequence"
 
 
 def test_a_full_cache_says_what_it_takes() -> None:

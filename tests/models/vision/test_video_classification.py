@@ -150,7 +150,7 @@ def until_damage(things: Iterator[Any]) -> tuple[list[Any], DamagedVideoError]:
             found.append(each)  # noqa: PERF402
     except DamagedVideoError as error:
         return found, error
-    pytest.fail("no damage was told")
+    pytest.fail("no damage was reported")
 
 
 def test_a_video_that_was_cut_off_gives_all_its_frames_and_then_the_error(clip: Path, tmp_path: Path) -> None:

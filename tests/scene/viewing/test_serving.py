@@ -128,7 +128,7 @@ def test_a_frame_comes_with_its_statistics(client: Client) -> None:
     assert stats["levels"]
     assert {"rasterize", "base_pass", "hzb", "colours", "png"} <= ms.keys()
     assert all(each >= 0 for each in ms.values())
-    assert answer.about["memory_bytes"] is None  # of a GPU
+    assert answer.about["memory_bytes"] is None  # only a GPU's memory is reported
 
 
 def test_with_a_pool_and_shadows_pictures_become_what_they_are_without(world: scene.Scene) -> None:

@@ -18,7 +18,7 @@ def lengths(samples: int, ranks: int = 1, save_every: int | None = None, every: 
 
 
 def test_epochs_and_steps() -> None:
-    assert lengths(100, batch=32, epochs=2.5).steps == 8  # of 3 steps in an epoch; 4 samples wait for another order
+    assert lengths(100, batch=32, epochs=2.5).steps == 8  # an epoch has 3 steps; 4 samples wait for another order
     assert lengths(100, batch=32, steps=5).steps == 5
     assert lengths(100, batch=32, epochs=0.01).steps == 1
     found = lengths(100, batch=20, epochs=3)

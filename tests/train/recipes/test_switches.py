@@ -55,7 +55,7 @@ def all_used() -> set[str]:
 
 def test_no_switch_is_dead() -> None:
     dead = {each.path for each in switches()} - all_used()
-    assert not dead, "nobody reads these"
+    assert not dead, "no code reads these switches"
 
 
 def test_a_use_is_seen_and_a_mention_is_not(tmp_path: Path) -> None:

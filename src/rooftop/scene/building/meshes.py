@@ -414,7 +414,7 @@ def _with_merged(vertices: Vertices) -> Vertices:
     if count == len(keys):
         return vertices
     several = np.bincount(number, minlength=count) > 1
-    target = np.cumsum(several) - 1 + len(keys)  # of each key
+    target = np.cumsum(several) - 1 + len(keys)  # the new vertex of each key
     merged = np.where(several[number], target[number], np.arange(len(keys))).astype(np.uint32)
     first = np.full(count, len(keys))
     np.minimum.at(first, number, np.arange(len(keys)))

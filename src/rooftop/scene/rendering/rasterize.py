@@ -518,7 +518,7 @@ def rank_clusters(resident: Resident, frame: Frame, second: wp.int32, stride: wp
 
 @wp.func
 def count_cluster(resident: Resident, frame: Frame, second: wp.int32, item: wp.int64):
-    """Count a cluster that a camera sees for the statistics: the cluster, its triangles and its level of detail."""
+    """Add a cluster that a camera sees to the statistics: the cluster, its triangles and its level of detail."""
     if pair_of(item) // frame.instances >= frame.cameras:
         return
     mesh = resident.instance_mesh[pair_of(item) % frame.instances]
