@@ -66,7 +66,7 @@ def main() -> int:
     for _ in range(1 if options.advice else options.processes):
         runs.append(fresh_process(options))
         if runs[-1]["environment"]["device"] != runs[0]["environment"]["device"]:
-            raise RuntimeError(f"{options.out} is of another device than this: choose another --out.")
+            raise RuntimeError(f"{options.out} has runs of another device: choose another --out.")
         names = list(runs[0]["rows"])
         rows = (
             runs[0]["rows"]

@@ -652,7 +652,7 @@ def cuda_on_cpu(
 
     monkeypatch.setattr(cuda, "compile", compile)
     monkeypatch.setattr(cuda, "runs_on", lambda tensor: tensor.device.type == "cpu")
-    launch_data.device_facts.cache_clear()  # the cached answer whether these kernels run on the CPU
+    launch_data.device_facts.cache_clear()  # forget the cached fact that these kernels run, or do not run, on the CPU
     yield launches
     launch_data.device_facts.cache_clear()
 

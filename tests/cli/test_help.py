@@ -48,8 +48,7 @@ VERBS = dict(verbs_of(command))
 
 
 def test_no_help_loads_torch() -> None:
-    """All verbs run in one process, which is faster: if they load no module of torch together, then none of them does
-    alone."""
+    """All verbs run in one process, which is faster: if all together do not load torch, no single verb does."""
     program = f"""
 import sys
 from rooftop.cli.main import main

@@ -1,4 +1,4 @@
-"""The workers of a Dask scheduler on this machine: each item once, whatever happens to workers and scheduler."""
+"""The workers of a Dask scheduler on this machine process each item once, whatever happens to workers and scheduler."""
 
 from __future__ import annotations
 

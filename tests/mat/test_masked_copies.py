@@ -28,7 +28,7 @@ def test_kernels_on_the_cpu(interpreted: Callable[..., int]) -> None:
 
 
 def bits(rng: np.random.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Any bits at all."""
+    """Random bits."""
     drawn = rng.integers(0, 256, (*shape, dtype.itemsize), np.uint8)
     return torch.from_numpy(drawn).view(dtype)[..., 0].to(DEVICE)
 

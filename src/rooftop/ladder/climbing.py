@@ -105,7 +105,7 @@ def climb(
 
 
 def _checked(ladder: Ladder, rung: Rung) -> Outcome:
-    """The rung's result against the reference, once."""
+    """The rung after one check of its result against the reference."""
     outcome = Outcome(rung.name, rung.tool, CHECKED, rung.note)
     if rung.run is None:
         return replace(outcome, status=ABSENT)

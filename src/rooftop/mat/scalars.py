@@ -19,7 +19,7 @@ from rooftop.mat.type_codes import CV_MAT_CN, Depth, depth_of, typeToString
 
 ScalarLike: TypeAlias = "float | bool | Sequence[float] | np.ndarray[Any, Any] | Tensor"
 
-_MOST_BITS = 1023  # numbers of more bits may exceed float64
+_MOST_BITS = 1023  # integers of more bits may exceed float64
 
 
 class Scalar(tuple[float, float, float, float]):

@@ -362,7 +362,7 @@ class Header(Shaped):
         return self._cached
 
     def _address(self) -> int:
-        """The address of the first element, for reading; there is one."""
+        """The address of the first element, which must exist, for reading."""
         assert self._data is not None
         self._data.check_mapping()
         return self._data.storage.data_ptr() + self._offset

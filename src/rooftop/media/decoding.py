@@ -163,7 +163,7 @@ class Decoder:
         """The tick at which the last frame ends, as an MP4 or Matroska file states it. None if the file does not state
         it, or if the track would end after the file."""
         name, stream = self.container.format.name, self.stream
-        if "mp4" in name:  # whose packet durations are those between decoding times
+        if "mp4" in name:  # packet durations of MP4 are the times from one decoding to the next
             return None if not stream.duration or stream.start_time is None else stream.start_time + stream.duration
         if "matroska" not in name or not self.container.duration:
             return None

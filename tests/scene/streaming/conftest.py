@@ -49,7 +49,7 @@ def paged_ball(paged: Callable[..., Geometry]) -> Geometry:
 
 @pytest.fixture(scope="session")
 def paged_tunnel(paged: Callable[..., Geometry]) -> Geometry:
-    """The same, 20 times as long as wide."""
+    """A tunnel of about 250 pages, 20 times as long as wide."""
     vertices, faces = bumpy_ball()
     geometry = paged("tunnel", vertices * (20, 1, 1), faces)
     assert geometry.pages > 200

@@ -42,7 +42,8 @@ def test_steps_and_the_mean(name: str) -> None:
         optimizer = optimizer_of(model, recipe)
         for step in (1, 2, 3):
             for parameter, grad in zip(model.parameters(), grads, strict=True):
-                # In the layout of the parameter, as autograd stores it, because fused optimizers refuse other layouts.
+                # Gradients have the layout of their parameter, as from autograd, because fused optimizers refuse other
+                # layouts.
                 parameter.grad = torch.empty_like(parameter).copy_(grad, non_blocking=True)
             set_rates(optimizer, 1 / step)
             optimizer.step()

@@ -1,7 +1,5 @@
-"""Rows of different lengths, one after the other in one array: their starts, their sums and their extremes.
-
-And numbers for their items.
-"""
+"""Rows of different lengths, one after the other in one array: their starts, their sums, their extremes, and numbers
+for their items."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class LooseParts:
         self._vertices = vertices
         self._corners = corners
         parts = vertices.parts[corners]
-        joined = (parts != parts[:, :1]).any(1)  # removed by moving vertices together
+        joined = (parts != parts[:, :1]).any(1)  # a triangle of several parts, made by merging vertices
         held = np.concatenate([parts[joined].ravel(), parts[locked[corners].any(1), 0]])
         self.ids = np.setdiff1d(parts[:, 0], held)
 

@@ -263,7 +263,7 @@ class _Processes:
 
     def __init__(self, calls: Sequence[Call], count: int, inherited: tuple[list[Sequence[Any]], Any]) -> None:
         self.calls, self.count = calls, count
-        self.workers: dict[int, _Worker] = {}  # by the pipe of the results
+        self.workers: dict[int, _Worker] = {}  # each worker by the pipe of its results
         self.tokens = os.pipe()  # the items that no worker has taken yet
         self.mail = _Mail(inherited)
         try:

@@ -77,9 +77,9 @@ class Frame:
     found: wp.array(dtype=wp.int64)
     # (2, room): visible clusters of each pass, in order; sort_clusters -> rasterize
     visible: wp.array2d(dtype=wp.int64)
-    hidden_instances: wp.array(dtype=wp.int64)  # first pass -> second pass: instances that the first considered hidden,
-    hidden_children: wp.array(dtype=wp.int64)  # as in groups,
-    hidden_clusters: wp.array(dtype=wp.int64)  # as in visible
+    hidden_instances: wp.array(dtype=wp.int64)  # first pass -> second pass: instances that the first considered hidden
+    hidden_children: wp.array(dtype=wp.int64)  # the same for children, in the form of `groups`
+    hidden_clusters: wp.array(dtype=wp.int64)  # the same for clusters, in the form of `visible`
     drawn: wp.array(dtype=wp.int64)  # (2 * room,): visible of both passes in order; rasterize -> the stages after it
     records: wp.array2d(dtype=wp.int32)  # (2 * room, 16), as in records.py: those of `drawn`; rasterize -> the same
     ranks: wp.array2d(dtype=wp.int32)  # (2, room): the index in `drawn` of each visible one; rasterize

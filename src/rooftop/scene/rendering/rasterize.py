@@ -104,7 +104,7 @@ def on_screen(views: Views, view: wp.int32, point: wp.vec3):
 
 @wp.func
 def fixed(pixels: wp.float32):
-    """Pixels in steps of 1/256, to the nearest."""
+    """Pixels as whole steps of 1/256, rounded to the nearest."""
     return wp.int32(wp.rint(pixels * SUBPIXELS))
 
 
