@@ -77,6 +77,7 @@ class Record(NamedTuple):
         gradients: from (kept, wanted of each argument, slopes) to gradients of the arguments; trailing ones may be
             missing.
         zeros: whether a missing slope counts as zeros.
+        once: whether the gradients have no derivative.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Record(NamedTuple):
     kept: tuple[Tensor, ...]
     gradients: Callable[[Sequence[Tensor], list[Any], Sequence[Tensor | None]], Sequence[Any]]
     zeros: bool
+    once: bool
 
 
 class Lesson(Observer):
@@ -135,11 +137,11 @@ class Lesson(Observer):
             self.refuse(str(func))
             return
         places = []
-        for each, about in zip(results, schema.returns, strict=True):
+        for each in results:
             if not isinstance(each, Tensor) or each.numel() == 0:
                 places.append(-1)
                 continue
-            if about.alias_info is None and self.key(each) not in self.source_of:
+            if self.key(each) not in self.source_of:
                 self.fresh.add(len(self.sources))
                 self._is_source(each)
             places.append(self.source_of.get(self.key(each), -1))

@@ -82,6 +82,8 @@ class Signature(Protocol[Result_co]):
             `slopes`, the gradients of the results. With several results, some slopes may be None. The returned tuple
             may omit trailing gradients that are None. `wanted` says which arguments need a gradient. For an operator
             with lists of tensors, slopes and gradients are lists, too.
+        once(): a static method that returns True if differentiating the gradients raises. Then a result that backward
+            needs, but no caller gets, has no graph.
     """
 
     def run(self) -> Result_co: ...
@@ -257,7 +259,8 @@ def _differentiate(
             lesson.refuse("backward needs objects of this call")
         results = [output] if alone else list(output)[:slopes]
         node = f"GeneratedBackwardFor_rooftop_{name}_defaultBackward"
-        lesson.records.append(lessons.Record(node, inputs, results, tensors, again, alone))
+        once = hasattr(signature, "once") and signature.once()
+        lesson.records.append(lessons.Record(node, inputs, results, tensors, again, alone, once))
 
     def backward(ctx: Any, wanted: Sequence[Any], *given: Any) -> tuple[Any, ...]:
         if not alone and {*map(type, given[0] if gives_list else given)} == _NONE:

@@ -503,7 +503,7 @@ def _recording(
             kept.append((places.of_argument(each), False, tuple(each.shape)))
             continue
         output = place in [results[i] for i in watched]
-        if not output and place in of_operator:
+        if not output and place in of_operator and not record.once:
             raise Unplanned("backward needs a result that the caller does not get")
         kept.append((count + place, output, tuple(each.shape)))
     tensors = _tensors_in(record.arguments)

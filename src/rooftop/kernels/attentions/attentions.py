@@ -287,6 +287,10 @@ class Attention(NamedTuple):
         dquery, dkey, dvalue, dmask = _attention_backward(dout, dlse, *kept, wanted[3])
         return dquery, dkey, dvalue, dmask if wanted[3] else None
 
+    @staticmethod
+    def once() -> bool:
+        return True
+
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
         """Flops: scores and weighted values; 5 for a pair's softmax, and the mask."""
         flops = _flops(self, self.query.shape[3] + self.value.shape[3], 5)
