@@ -95,6 +95,7 @@ def texts(kind: str, tokens: int = 512, **config: Any) -> Callable[[int], Built]
 
 
 GPT2 = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+TINY = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 50}
 BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 LLAMA = {
     "hidden_size": 1024,
@@ -132,7 +133,7 @@ CASES = {
         Case("densenet121", "torchvision", images("torchvision", "densenet121"), (1, 64), 64),
         Case("regnet_y_8gf", "torchvision", images("torchvision", "regnet_y_8gf"), (1, 128), 64),
         Case("mixer_b16_224", "timm", images("timm", "mixer_b16_224"), (1, 128), 64),
-        Case("tiny_gpt2", "transformers", texts("GPT2", 8, n_layer=2, n_head=2, n_embd=16, vocab_size=50), (1, 2), 2),
+        Case("tiny_gpt2", "transformers", texts("GPT2", 8, **GPT2, **TINY), (1, 2), 2),
     )
 }
 TELLING = (("resnet50", 1), ("resnet50", 128), ("gpt2", 1), ("bert", 32), ("llama_300m", 1), ("swin_t", 128))
