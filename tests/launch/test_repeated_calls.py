@@ -216,6 +216,17 @@ def test_nothing_is_kept_alive(made: Callable[[], int]) -> None:
     assert last() is None
 
 
+@needs_kernels
+def test_dropped_plans_are_freed() -> None:
+    x = torch.randn(3, 8, requires_grad=True)
+    several(lambda: kernels.softmax(x).sum().backward())
+    found = [weakref.ref(each) for each in gc.get_objects() if type(each).__name__ == "_Backward"]
+    assert found
+    known_calls.forget()
+    gc.collect()
+    assert not [each for each in found if each() is not None]
+
+
 # ---- who must see calls -------------------------------------------------------------------------------------------
 
 

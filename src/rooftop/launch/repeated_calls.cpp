@@ -817,9 +817,13 @@ bool keep(Known& known, const std::string& facts, std::shared_ptr<Plan> plan) {
   return full;
 }
 
-// What `backward` of a recording teaches.
 struct PlanHandle {
   std::shared_ptr<Plan> plan;
+};
+
+// What `backward` of a recording teaches. It must not keep the recording alive, which keeps `backward` alive.
+struct RecordingHandle {
+  std::weak_ptr<Recording> recording;
 };
 
 void start(const py::dict& given) {
@@ -835,7 +839,10 @@ void start(const py::dict& given) {
 
 PYBIND11_MODULE(ROOFTOP_MODULE, module) {
   if (!make_type()) throw py::error_already_set();
-  py::class_<PlanHandle>(module, "Plan").def(py::init([](const py::dict& given) { return PlanHandle{plan_of(given)}; }));
+  py::class_<RecordingHandle>(module, "Recording");
+  py::class_<PlanHandle>(module, "Plan")
+      .def(py::init([](const py::dict& given) { return PlanHandle{plan_of(given)}; }))
+      .def("recording", [](const PlanHandle& self) { return RecordingHandle{self.plan->recording}; });
   py::class_<View>(module, "Part").def(py::init([](int source, std::vector<int64_t> sizes, std::vector<int64_t> strides,
                                                    int64_t offset) { return View{source, sizes, strides, offset}; }));
   module.def("start", &start);
@@ -848,8 +855,9 @@ PYBIND11_MODULE(ROOFTOP_MODULE, module) {
   module.def("keep", [](py::handle calls, const std::string& facts, const PlanHandle& plan) {
     return keep(*calls_of(calls)->known, facts, plan.plan);
   });
-  module.def("keep_backward", [](const PlanHandle& forward, const std::string& facts, const PlanHandle& plan) {
-    return keep(forward.plan->recording->known, facts, plan.plan);
+  module.def("keep_backward", [](const RecordingHandle& forward, const std::string& facts, const PlanHandle& plan) {
+    const auto recording = forward.recording.lock();
+    return recording && keep(recording->known, facts, plan.plan);
   });
   module.def("forget", [](py::handle calls) { calls_of(calls)->known->clear(); });
 }

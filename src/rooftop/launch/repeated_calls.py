@@ -210,7 +210,7 @@ def _made(
             {**description, "launches": [_launch_of(step, by_driver=False) for step in lesson.launched]}
         )
     if backward is not None:
-        backward.plan = plan
+        backward.recording = plan.recording()
     return plan
 
 
@@ -410,7 +410,7 @@ class _Backward:
         # of the operator's arguments: how many tensors each has, and whether it is a list
         self._counts = [len(a) if _is_list(a) else int(isinstance(a, Tensor)) for a in record.arguments]
         self._lists = [_is_list(a) for a in record.arguments]
-        self.plan: Any = None
+        self.recording: Any = None  # a handle that does not keep it alive
         self._seen: Counter[bytes] = Counter()
 
     def __call__(
@@ -428,7 +428,7 @@ class _Backward:
         except Unplanned as reason:
             reasons[f"{self.name}, backward"] = str(reason)
         else:
-            if _native.keep_backward(self.plan, facts, plan):
+            if _native.keep_backward(self.recording, facts, plan):
                 self._seen.clear()
         return found
 
