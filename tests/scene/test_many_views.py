@@ -116,6 +116,15 @@ def draws_what_warp_draws(world: Scene, device: str, steps: int = 3) -> None:
     assert 0 < maps < steps
 
 
+def test_squares_of_too_many_threads_are_not_used() -> None:
+    """A launch has at most 2^30 threads: narrow pictures of fewer pixels would need more in squares of 16 x 16."""
+    narrow, wide = Canvas(((17, 16384),) * 3000, 3000), Canvas(((32, 16384),) * 2048, 2048)
+    assert narrow.same == 0
+    assert narrow.tiled_texels == narrow.texels < 2**30
+    assert wide.same == 32 * 16384
+    assert wide.tiled_texels == wide.texels == 2**30
+
+
 def test_of_one_size_it_is_a_batch(world: Scene, device: str) -> None:
     cameras = [Camera.look_at((0, k, 0), (9, 0, 0), width=60, height=50) for k in range(3)]
     together = Renderer(world, device).render(cameras, ALL)

@@ -21,13 +21,16 @@ from torch import Tensor
 from rooftop.errors import GeometryFileError
 from rooftop.scene import Camera, GBuffer, Geometry, Renderer, Scene, layouts
 from rooftop.scene.gbuffers import OUTPUTS
-from rooftop.scene.rendering import memory, sort_clusters, trials
+from rooftop.scene.rendering import memory, sort_clusters
 from rooftop.scene.rendering.stages import MOST_GRAPHS, Stages
 
 Floats = NDArray[np.float64]
 SIZE = {"width": 160, "height": 120}
 ALL = tuple(OUTPUTS)
-IN_CUDA_CPP = {"persistent_cull", "sort_tiles", "merge_tiles", "rasterize_clusters", "reduce_tiles", "reduce_rest"}
+IN_CUDA_CPP = {
+    *("persistent_cull", "cull_groups", "sort_tiles", "merge_tiles", "rasterize_clusters"),
+    *("reduce_tiles", "reduce_rest"),
+}
 
 
 def moved(*shift: float, scale: float = 1.0) -> Floats:
@@ -254,7 +257,7 @@ def test_cuda_cpp_draws_what_warp_draws(
 ) -> None:
     """The CUDA C++ kernels, with threads in random order, give the same bits, even if lists must grow."""
     draws_what_warp_draws("cpu", crowd(ball, cube))
-    assert set(cuda_on_cpu) == IN_CUDA_CPP | ({"cull_groups"} & {f"cull_{name}" for name in trials.ON})
+    assert set(cuda_on_cpu) == IN_CUDA_CPP
     assert min(cuda_on_cpu.values()) >= 7
     monkeypatch.setattr("rooftop.scene.rendering.chains.ROOM", dict.fromkeys(memory.ROOM, 2))
     draws_what_warp_draws("cpu", crowd(ball, cube), frames=2)
@@ -914,7 +917,6 @@ def test_transforms_that_are_none(ball: Geometry, transform: Floats, words: str)
         scene.move_all([0, 0], np.eye(4)[None])
 
 
-@pytest.mark.skipif(not {"records", "pixels"} <= trials.ON, reason="a trial that is not on")
 def test_pixels_in_cuda_cpp_are_those_of_warp(
     ball: Geometry,
     cube: Geometry,

@@ -11,12 +11,11 @@ from rooftop.scene.rendering.buffers import Frame, Resident, Targets, Views
 from rooftop.scene.rendering.emit_depth_targets import hit_of
 from rooftop.scene.rendering.projections import pixel_at, place_at
 from rooftop.scene.rendering.texturing import Surfaces, base_color_of, in_linear_light, row_of
-from rooftop.scene.rendering.trials import OF_PIXELS
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
 
-@wp.kernel(**OF_PIXELS)
+@wp.kernel
 def base_colors(
     resident: Resident,
     views: Views,

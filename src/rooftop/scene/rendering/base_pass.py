@@ -33,7 +33,6 @@ from rooftop.scene.rendering.emit_depth_targets import (
 from rooftop.scene.rendering.lighting import point_of, strength, toward_light
 from rooftop.scene.rendering.projections import pixel_at, place_at
 from rooftop.scene.rendering.texturing import Surfaces, displayed, row_of
-from rooftop.scene.rendering.trials import OF_PIXELS
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
@@ -126,7 +125,7 @@ def light_on(resident: Resident, lights: Lights, targets: Targets, texel: wp.int
     return total
 
 
-@wp.kernel(**OF_PIXELS)
+@wp.kernel
 def base_pass(
     resident: Resident,
     views: Views,

@@ -1,15 +1,13 @@
-"""The base pass in CUDA C++, for scenes without lights and materials: `base_pass.cu`."""
+"""The base pass in CUDA C++, for scenes without lights and materials: `base_pixels.cu`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from rooftop.scene.rendering import trials
 from rooftop.scene.rendering.cuda_sources import compiled, with_pieces
 from rooftop.scene.rendering.memory import FrameMemory
 from rooftop.scene.rendering.uploads import Uploaded
@@ -24,9 +22,7 @@ THREADS = 256  # 16 x 16 pixels
 @cache
 def source() -> str:
     """The CUDA C++."""
-    here = Path(__file__)
-    pieces, own = with_pieces(str(here.with_name("recorded_pieces.py"))), here.with_name("base_pass.cu")
-    return trials.defines() + pieces + own.read_text(encoding="utf-8")
+    return with_pieces(__file__, "records.cu")
 
 
 def draw(

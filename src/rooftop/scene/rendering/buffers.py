@@ -41,7 +41,7 @@ class Views:
     from_world: wp.array2d(dtype=wp.float64)  # (views, 12): 3 x 4, to x right, y down, z forward
     lens: wp.array2d(dtype=wp.float32)  # (views, 8), as named below
     pictures: wp.array2d(dtype=wp.int32)  # (views, 4), as named below
-    same: wp.int32  # pixels of each camera's view, if all have one size; else 0
+    same: wp.int32  # pixels of each camera's view, if all have one size; else 0: `Canvas.same`
 
 
 LENS_FX, LENS_FY, LENS_CX, LENS_CY = wp.constant(0), wp.constant(1), wp.constant(2), wp.constant(3)  # pixels
@@ -112,8 +112,7 @@ HIDDEN_INSTANCES, HIDDEN_CHILDREN, HIDDEN_CLUSTERS = wp.constant(2), wp.constant
 LARGE, PIECES, TILES = wp.constant(5), wp.constant(6), wp.constant(7)
 # Counted for the cameras only; DRAWN_LEVELS has a bit for each level of detail.
 DRAWN_TRIANGLES, DRAWN_LEVELS, DRAWN_CLUSTERS = wp.constant(8), wp.constant(9), wp.constant(13)
-# Counters 10 to 12 are for persistent_cull only: claimed places in the queue, finished nodes, claimed places among the
-# groups. Its queue counts as level 0.
+# And only for persistent_cull: claimed places in its queue (10), finished nodes (11). The queue counts as level 0.
 LEVEL = wp.constant(16)  # from here to the end: a counter of nodes for each level of a tree, at most layouts.MAX_DEPTH
 
 # ---- lights, written by shadow_maps.py -------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ from rooftop.scene.arguments import MAX_SIDE
 
 MOST_LEVELS = (MAX_SIDE - 1).bit_length() + 1  # of hierarchical z: level 0 is the pixels, the last one is a texel
 
+MOST_THREADS = 2**30  # of a launch, so that an index plus a stride is still an int32
+
 Ints = NDArray[np.int32]
 
 
@@ -52,17 +54,22 @@ class Canvas:
 
     @cached_property
     def tiled_texels(self) -> int:
-        """Threads for the cameras' pixels: with cameras of the same size, in squares of 16 x 16."""
-        if not self.same:
-            return self.camera_texels
-        width, height = self.sizes[0]
-        return self.cameras * -(-width // 16) * -(-height // 16) * 256
+        """Threads for the cameras' pixels: in squares of 16 x 16, if `same`."""
+        return self._squares * 256 if self.same else self.camera_texels
+
+    @property
+    def _squares(self) -> int:
+        """Squares of 16 x 16 pixels, if all cameras have the size of the first."""
+        width, height = self.sizes[0] if self.cameras else (0, 0)
+        return self.cameras * -(-width // 16) * -(-height // 16)
 
     @cached_property
     def same(self) -> int:
-        """Texels of a camera's view if all cameras have the same size, else 0."""
+        """Texels of a camera's view if all cameras have the same size, else 0; also 0 if their squares would have too
+        many threads."""
         first, *others = self.sizes[: self.cameras] or ((0, 0),)
-        return first[0] * first[1] if all(size == first for size in others) else 0
+        is_same = all(size == first for size in others) and self._squares * 256 <= MOST_THREADS
+        return first[0] * first[1] if is_same else 0
 
     @cached_property
     def table(self) -> Ints:

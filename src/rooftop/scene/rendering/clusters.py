@@ -3,7 +3,6 @@
 import warp as wp
 
 from rooftop.scene import layouts
-from rooftop.scene.rendering import trials
 from rooftop.scene.rendering.buffers import HAS_COLORS, HAS_NORMALS, HAS_UV, MESH_ATTRIBUTES, MESH_FIRST_PAGE, Resident
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
@@ -50,7 +49,7 @@ def word_at(words: wp.array(dtype=wp.int32), at: wp.int64) -> wp.int32:
 
 
 @wp.func
-def bits_by_shifts(words: wp.array(dtype=wp.int32), at: wp.int64, bit: wp.int32, count: wp.int32):
+def bits(words: wp.array(dtype=wp.int32), at: wp.int64, bit: wp.int32, count: wp.int32):
     """`count` bits (at most 32), from `bit` bits after a word on."""
     word = at + wp.int64(bit >> 5)
     both = wp.uint64(wp.uint32(word_at(words, word))) | (
@@ -58,23 +57,6 @@ def bits_by_shifts(words: wp.array(dtype=wp.int32), at: wp.int64, bit: wp.int32,
     )
     mask = (wp.uint64(1) << wp.uint64(count)) - wp.uint64(1)
     return wp.int32((both >> wp.uint64(bit & 31)) & mask)
-
-
-@wp.func_native("""
-const int* word = words.data + at + (bit >> 5);
-#if defined(__CUDA_ARCH__)
-return __funnelshift_r(word[0], word[1], bit) & (count == 32 ? ~0u : (1u << count) - 1);
-#else
-const unsigned low = word[0], high = word[1];
-const unsigned long long both = low | static_cast<unsigned long long>(high) << 32;
-return static_cast<int>((both >> (bit & 31)) & ((1ull << count) - 1));
-#endif
-""")
-def bits_by_funnel(words: wp.array(dtype=wp.int32), at: wp.int64, bit: wp.int32, count: wp.int32) -> wp.int32:
-    """As `bits_by_shifts`, in five instructions."""
-
-
-bits = bits_by_funnel if "words" in trials.ON else bits_by_shifts
 
 
 @wp.func
@@ -103,12 +85,10 @@ class Head:
 
 @wp.struct
 class Cluster:
-    """The contents of a cluster's head, and the positions of its streams."""
+    """What its head says, and the positions of its streams: `read_cluster`, then `read_attributes`."""
 
     triangles: wp.int32
     vertices: wp.int32
-    level: wp.int32
-    number: wp.int32  # within the mesh
     kind: wp.int32  # how its corners are stored: SEPARATE, FANS, FANS_AND_EXPLICIT
     reference_bits: wp.int32
     reference_count: wp.int32
@@ -205,8 +185,8 @@ def extent_of(resident: Resident, head: Head, axis: wp.int32):
 
 
 @wp.func
-def read_old_head(resident: Resident, mesh: wp.int32, head: Head, page: wp.int64, has: wp.int32):
-    """Reads the head of a cluster before version 4; of its streams it sets only the first position."""
+def read_old_head(resident: Resident, head: Head, page: wp.int64):
+    """Reads the head of a cluster before version 4."""
     words = resident.words
     cluster = Cluster()
     counts = word_at(words, head.at + wp.int64(CLUSTER_COUNTS))
@@ -214,31 +194,23 @@ def read_old_head(resident: Resident, mesh: wp.int32, head: Head, page: wp.int64
     cluster.vertices = ((counts >> 8) & 255) + 1
     cluster.reference_bits = (counts >> 16) & 255
     cluster.reference_count = 3 * cluster.triangles - cluster.vertices
-    cluster.level = (counts >> 24) & 255
     cluster.kind = SEPARATE
     cluster.material = word_at(words, head.at + wp.int64(CLUSTER_MATERIAL))
     for axis in range(3):
         cluster.base[axis] = word_at(words, head.at + wp.int64(CLUSTER_BASE + axis))
         cluster.position_bits[axis] = bit_length(word_at(words, head.at + wp.int64(CLUSTER_EXTENT + axis)))
     cluster.masks = page + wp.int64(word_at(words, head.at + wp.int64(CLUSTER_STREAMS)))
-    if has & HAS_NORMALS != 0:
-        cluster.normal_bits = wp.vec2i(NORMAL_BITS, NORMAL_BITS)
-    if has & HAS_UV != 0:
-        for axis in range(2):
-            cluster.uv_base[axis] = word_at(words, head.at + wp.int64(CLUSTER_UV_BASE + axis))
-            cluster.uv_bits[axis] = bit_length(word_at(words, head.at + wp.int64(CLUSTER_UV_EXTENT + axis)))
     return cluster
 
 
 @wp.func
-def read_short_head(resident: Resident, mesh: wp.int32, head: Head, page: wp.int64, has: wp.int32):
-    """Reads a short head; of the cluster's streams it sets only the first position."""
+def read_short_head(resident: Resident, head: Head, page: wp.int64):
+    """Reads a short head."""
     words = resident.words
     cluster = Cluster()
     counts = word_at(words, head.at + wp.int64(HEAD_COUNTS))
     cluster.triangles = (counts & 127) + 1
     cluster.vertices = ((counts >> 7) & 255) + 1
-    cluster.level = (counts >> 15) & 255
     cluster.reference_count = (counts >> 23) & 511
     box = word_at(words, head.at + wp.int64(HEAD_BOX))
     for axis in range(3):
@@ -249,27 +221,21 @@ def read_short_head(resident: Resident, mesh: wp.int32, head: Head, page: wp.int
     streams = word_at(words, head.at + wp.int64(HEAD_STREAMS))
     cluster.material = wp.where((streams >> 15) & 1 != 0, MIXED, (streams >> 16) & 65535)
     cluster.masks = page + wp.int64(streams & 32767)
-    at = head.at + wp.int64(HEAD_WORDS)
-    if head.replaces:
-        at += wp.int64(REPLACED_WORDS)
-    if has & HAS_NORMALS != 0:
-        word = word_at(words, at)
-        for axis in range(2):
-            cluster.normal_base[axis] = (word >> (axis * NORMAL_BITS)) & ((1 << NORMAL_BITS) - 1)
-            width = word >> (2 * NORMAL_BITS + axis * NORMAL_WIDTH_BITS)
-            cluster.normal_bits[axis] = width & ((1 << NORMAL_WIDTH_BITS) - 1)
-        at += wp.int64(HEAD_NORMAL_WORDS)
-    if has & HAS_UV != 0:
-        widths = word_at(words, at + wp.int64(2))
-        cluster.uv_base = wp.vec2i(word_at(words, at), word_at(words, at + wp.int64(1)))
-        for axis in range(2):
-            cluster.uv_bits[axis] = (widths >> (axis * UV_WIDTH_BITS)) & ((1 << UV_WIDTH_BITS) - 1)
     return cluster
 
 
 @wp.func
+def read_head(resident: Resident, head: Head, page: wp.int64):
+    """Reads a head; of the cluster's streams it sets only the first position."""
+    if head.words == 0:
+        return read_old_head(resident, head, page)
+    return read_short_head(resident, head, page)
+
+
+@wp.func
 def read_attributes(resident: Resident, mesh: wp.int32, cluster: Cluster, at: wp.int64):
-    """The cluster with what its head says of attributes, from a word on."""
+    """The cluster with what its head says of attributes: in a short head from the word `at` on, and `at` is the first
+    word of an old one. Also the position of its materials, which follow the attributes."""
     words = resident.words
     has = resident.mesh[mesh, MESH_ATTRIBUTES]
     cluster.has_normals = (has & HAS_NORMALS) != 0
@@ -309,25 +275,14 @@ def mask_words(kind: wp.int32):
 
 
 @wp.func
-def read_cluster(resident: Resident, mesh: wp.int32, page: wp.int32, index: wp.int32, attributes: wp.bool):
-    """Reads the cluster; the streams after the positions only if attributes are requested."""
+def read_cluster(resident: Resident, mesh: wp.int32, page: wp.int32, head: Head):
+    """Reads a cluster of a page; what its head says of attributes is for `read_attributes`."""
     at = resident.page_at[resident.mesh[mesh, MESH_FIRST_PAGE] + page]
-    head = head_of(resident, mesh, page, index)
-    has = wp.where(attributes, resident.mesh[mesh, MESH_ATTRIBUTES], 0)
-    cluster = Cluster()
-    if head.words == 0:
-        cluster = read_old_head(resident, mesh, head, at, has)
-    else:
-        cluster = read_short_head(resident, mesh, head, at, has)
-    cluster.number = word_at(resident.words, at + wp.int64(PAGE_FIRST_CLUSTER)) + index
+    cluster = read_head(resident, head, at)
     cluster.references = cluster.masks + wp.int64(mask_words(cluster.kind))
     cluster.positions = cluster.references + whole_words(cluster.reference_count * cluster.reference_bits)
     width = cluster.position_bits[0] + cluster.position_bits[1] + cluster.position_bits[2]
     cluster.attributes = cluster.positions + whole_words(cluster.vertices * width)
-    cluster.has_normals = (has & HAS_NORMALS) != 0
-    if has & HAS_COLORS != 0:
-        cluster.color_bits = 3 * COLOR_BITS
-    cluster.materials = cluster.attributes + whole_words(attribute_bit(cluster, cluster.vertices))
     return cluster
 
 
@@ -342,62 +297,6 @@ def reference(resident: Resident, cluster: Cluster, number: wp.int32):
     """A value of the stream of references."""
     width = cluster.reference_bits
     return bits(resident.words, cluster.references, number * width, width)
-
-
-@wp.func
-def corners_of(resident: Resident, cluster: Cluster, triangle: wp.int32):
-    """The vertices of a triangle, as in the table in layouts.py."""
-    words = resident.words
-    ones = wp.int32(0)  # bits set for the earlier triangles: in the first mask, in the second, in both, in the third
-    twos = wp.int32(0)
-    both = wp.int32(0)
-    explicit = wp.int32(0)
-    third = cluster.masks + wp.int64(NEW_WORDS)
-    for word in range(4):
-        mask = wp.uint32(0)
-        if word < (triangle >> 5):
-            mask = ~wp.uint32(0)
-        if word == (triangle >> 5):
-            mask = (wp.uint32(1) << wp.uint32(triangle & 31)) - wp.uint32(1)
-        at = wp.int64(word)
-        low = wp.uint32(word_at(words, cluster.masks + at)) & mask
-        high = wp.uint32(word_at(words, cluster.masks + wp.int64(4) + at)) & mask
-        ones += wp.int32(wp.bit_count(low))
-        twos += wp.int32(wp.bit_count(high))
-        both += wp.int32(wp.bit_count(low & high))
-        if cluster.kind == FANS_AND_EXPLICIT:
-            explicit += wp.int32(wp.bit_count(wp.uint32(word_at(words, third + at)) & mask))
-    n = ones + 2 * twos - 3 * explicit
-    new = mask_bit(words, cluster.masks, triangle) + 2 * mask_bit(words, cluster.masks + wp.int64(4), triangle)
-    if cluster.kind == FANS_AND_EXPLICIT:
-        if mask_bit(words, third, triangle) != 0:
-            new = -1
-    first = triangle + ones - 2 * both + 3 * explicit  # of the triangle's references
-    if cluster.kind == SEPARATE:
-        first = 3 * triangle - n
-    corners = wp.vec3i()
-    if new > 0 or cluster.kind == SEPARATE:
-        for corner in range(3):
-            if corner < 3 - new:
-                corners[corner] = n - 1 - reference(resident, cluster, first + corner)
-            else:
-                corners[corner] = n + corner + new - 3
-    elif new == 0:
-        corners[0] = n - 1
-        corners[1] = n - 2
-        after_new = mask_bit(words, cluster.masks + wp.int64(4), wp.max(triangle - 1, 0)) != 0
-        if after_new and cluster.kind == FANS_AND_EXPLICIT:
-            after_new = mask_bit(words, third, wp.max(triangle - 1, 0)) == 0
-        if not after_new:  # otherwise it is the corner before the newest vertex
-            corners[1] = n - 2 - reference(resident, cluster, first - 1)
-        corners[2] = n - 2 - reference(resident, cluster, first)
-    else:
-        corners[0] = n - 1 - reference(resident, cluster, first)
-        corners[1] = n - 2 - reference(resident, cluster, first + 1)
-        corners[2] = n - 2 - reference(resident, cluster, first + 2)
-    for corner in range(3):
-        corners[corner] = wp.clamp(corners[corner], 0, cluster.vertices - 1)  # a damaged page may contain anything
-    return corners
 
 
 @wp.func

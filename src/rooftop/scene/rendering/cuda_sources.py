@@ -10,12 +10,11 @@ from rooftop.errors import MissingExtraError
 from rooftop.launch import cuda, nvrtc
 
 
-def with_pieces(module_file: str) -> str:
-    """The CUDA C++ of a module, after the pieces that all of them use."""
+def with_pieces(module_file: str, *more: str) -> str:
+    """The CUDA C++ of a module, after the pieces that all of them use, and `more` files that some of them share."""
     path = Path(module_file)
-    return "\n".join(
-        file.read_text(encoding="utf-8") for file in (path.with_name("pieces.cu"), path.with_suffix(".cu"))
-    )
+    files = (path.with_name("pieces.cu"), *(path.with_name(name) for name in more), path.with_suffix(".cu"))
+    return "\n".join(file.read_text(encoding="utf-8") for file in files)
 
 
 def compiled(source: str, name: str, device: torch.device) -> cuda.Kernel:

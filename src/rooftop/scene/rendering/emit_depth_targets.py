@@ -22,20 +22,17 @@ from rooftop.scene.rendering.buffers import (
 from rooftop.scene.rendering.clusters import (
     PAGE_FIRST_CLUSTER,
     Cluster,
-    corners_of,
     head_of,
     level_of,
     material_of,
     position_of,
-    read_cluster,
     word_at,
 )
 from rooftop.scene.rendering.instance_cull import pair_of, what_of
 from rooftop.scene.rendering.level_cull import CLUSTER_INDEX_BITS, CLUSTER_INDEX_MASK
 from rooftop.scene.rendering.projections import pixel_at, place_at, transformed
 from rooftop.scene.rendering.rasterize import on_screen
-from rooftop.scene.rendering.records import read_record, recorded_corners
-from rooftop.scene.rendering.trials import OF_PIXELS, RECORDS, SCALE
+from rooftop.scene.rendering.records import Recorded, corners_of, read_record
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
@@ -72,17 +69,16 @@ def ray(views: Views, place: wp.vec3i):
 
 @wp.func
 def longest_side(a: wp.vec3, b: wp.vec3, c: wp.vec3):
-    """A length of about two sides of a triangle. Divided by it, products of four lengths stay within float32."""
+    """About the length of the longer of two sides of a triangle: divided by it, products of four lengths stay within
+    float32."""
     return wp.max(wp.max(wp.abs(b - a)), wp.max(wp.abs(c - a)))
 
 
 @wp.func
 def shortened(vector: wp.vec3, longest: wp.float32):
-    """A vector relative to a length, about."""
-    if SCALE:  # to a power of two, so that nothing is rounded
-        exponent = (wp.cast(longest, wp.int32) >> 23) & 255
-        return wp.cast(wp.max(254 - exponent, 1) << 23, wp.float32) * vector
-    return vector / longest
+    """A vector divided by a length, rounded down to a power of two: so the quotient is not rounded."""
+    exponent = (wp.cast(longest, wp.int32) >> 23) & 255
+    return wp.cast(wp.max(254 - exponent, 1) << 23, wp.float32) * vector
 
 
 @wp.func
@@ -126,47 +122,31 @@ def parts_of(views: Views, place: wp.vec3i, a: wp.vec3, b: wp.vec3, c: wp.vec3):
 
 
 @wp.func
-def covering(resident: Resident, frame: Frame, pixel: wp.int64):
-    """The triangle at a covered pixel, without the point on it."""
+def rank_of(pixel: wp.int64):
+    """The rank of the cluster at a covered pixel: its place in `drawn` and in `records`."""
+    return wp.int32(pixel >> TRIANGLE_SHIFT) & RANK_MASK
+
+
+@wp.func
+def covering(pixel: wp.int64, recorded: Recorded):
+    """The triangle at a covered pixel, without the point on it. `recorded`: the record of its cluster."""
     hit = Hit()
     hit.triangle = wp.int32(pixel) & (TRIANGLES - 1)
-    hit.rank = wp.int32(pixel >> TRIANGLE_SHIFT) & RANK_MASK
-    if RECORDS:
-        recorded = read_record(resident, frame.records, hit.rank)
-        hit.pair = recorded.pair
-        hit.instance = recorded.instance
-        hit.mesh = recorded.mesh
-        hit.cluster = recorded.cluster
-        return hit
-    item = frame.drawn[hit.rank]
-    hit.pair = pair_of(item)
-    hit.instance = hit.pair % frame.instances
-    hit.mesh = resident.instance_mesh[hit.instance]
-    page = what_of(item) >> CLUSTER_INDEX_BITS
-    index = what_of(item) & CLUSTER_INDEX_MASK
-    hit.cluster = read_cluster(resident, hit.mesh, page, index, True)
+    hit.rank = rank_of(pixel)
+    hit.pair = recorded.pair
+    hit.instance = recorded.instance
+    hit.mesh = recorded.mesh
+    hit.cluster = recorded.cluster
     return hit
 
 
 @wp.func
 def hit_of(resident: Resident, views: Views, frame: Frame, pixel: wp.int64, place: wp.vec3i):
     """The triangle at a covered pixel (view, row, column), and the point on it."""
-    hit = Hit()
-    step = wp.float32(0.0)
-    if RECORDS:
-        hit.triangle = wp.int32(pixel) & (TRIANGLES - 1)
-        hit.rank = wp.int32(pixel >> TRIANGLE_SHIFT) & RANK_MASK
-        recorded = read_record(resident, frame.records, hit.rank)
-        hit.pair = recorded.pair
-        hit.instance = recorded.instance
-        hit.mesh = recorded.mesh
-        hit.cluster = recorded.cluster
-        hit.corners = recorded_corners(resident, recorded, hit.triangle)
-        step = recorded.step
-    else:
-        hit = covering(resident, frame, pixel)
-        hit.corners = corners_of(resident, hit.cluster, hit.triangle)
-        step = resident.mesh_steps[hit.mesh, 0]
+    recorded = read_record(resident, frame.records, rank_of(pixel))
+    hit = covering(pixel, recorded)
+    hit.corners = corners_of(resident, recorded, hit.triangle)
+    step = recorded.step
     hit.a = position_of(resident, hit.cluster, hit.corners[0], step)
     hit.b = position_of(resident, hit.cluster, hit.corners[1], step)
     hit.c = position_of(resident, hit.cluster, hit.corners[2], step)
@@ -212,7 +192,7 @@ def emit_pixel(views: Views, targets: Targets, texel: wp.int32, view: wp.int32, 
 
 @wp.func
 def number_and_level(resident: Resident, frame: Frame, hit: Hit):
-    """Of a cluster with a record."""
+    """The number of a pixel's cluster in its mesh, and its level of detail: its record has neither."""
     item = frame.drawn[hit.rank]
     page = what_of(item) >> CLUSTER_INDEX_BITS
     index = what_of(item) & CLUSTER_INDEX_MASK
@@ -224,17 +204,12 @@ def number_and_level(resident: Resident, frame: Frame, hit: Hit):
 @wp.func
 def emit_cluster(resident: Resident, frame: Frame, targets: Targets, texel: wp.int32, hit: Hit):
     """What its cluster says."""
-    number = hit.cluster.number
-    level = hit.cluster.level
-    if RECORDS:
-        if targets.cluster.shape[0] + targets.level.shape[0] > 0:
-            both = number_and_level(resident, frame, hit)
-            number = both[0]
-            level = both[1]
-    if targets.cluster.shape[0] > 0:
-        targets.cluster[texel] = number
-    if targets.level.shape[0] > 0:
-        targets.level[texel] = level
+    if targets.cluster.shape[0] + targets.level.shape[0] > 0:
+        both = number_and_level(resident, frame, hit)
+        if targets.cluster.shape[0] > 0:
+            targets.cluster[texel] = both[0]
+        if targets.level.shape[0] > 0:
+            targets.level[texel] = both[1]
     if targets.material.shape[0] + targets.material_depth.shape[0] > 0:
         material = material_of(resident, hit.cluster, hit.triangle)
         if targets.material.shape[0] > 0:
@@ -280,7 +255,7 @@ def emit_background(targets: Targets, texel: wp.int32):
             targets.color[texel, axis] = 0.0
 
 
-@wp.kernel(**OF_PIXELS)
+@wp.kernel
 def emit_depth_targets(
     resident: Resident,
     views: Views,
@@ -304,11 +279,12 @@ def emit_depth_targets(
             if targets.depth.shape[0] + targets.coverage.shape[0] + targets.triangle.shape[0] > 0:
                 emit_pixel(views, targets, i, place_at(views, at)[0], pixel)
             if targets.instance.shape[0] > 0:
-                item = frame.drawn[wp.int32(pixel >> TRIANGLE_SHIFT) & RANK_MASK]
+                item = frame.drawn[rank_of(pixel)]
                 targets.instance[i] = pair_of(item) % frame.instances
             of_cluster = targets.cluster.shape[0] + targets.level.shape[0]
             if of_cluster + targets.material.shape[0] + targets.material_depth.shape[0] > 0:
-                emit_cluster(resident, frame, targets, i, covering(resident, frame, pixel))
+                recorded = read_record(resident, frame.records, rank_of(pixel))
+                emit_cluster(resident, frame, targets, i, covering(pixel, recorded))
             if targets.velocity.shape[0] > 0:
                 place = place_at(views, at)
                 hit = hit_of(resident, views, frame, pixel, place)

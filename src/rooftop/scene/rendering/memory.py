@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rooftop.launch.warp_launch import Launches
 from rooftop.scene import layouts
-from rooftop.scene.rendering import buffers, trials
-from rooftop.scene.rendering.canvases import Canvas
+from rooftop.scene.rendering import buffers, records
+from rooftop.scene.rendering.canvases import MOST_THREADS, Canvas
 
 LAST = torch.iinfo(torch.int64).max  # sorts behind every entry
 EMPTY = -1  # is not an entry
@@ -29,7 +29,6 @@ ROOM = {
     "tiles": 1 << 14,
 }
 THREADS_OF_AN_ENTRY = {"nodes": 8, "groups": 32, "visible": 128, "pieces": 64, "tiles": 32}
-MOST_THREADS = 2**30  # so that an index plus a stride is still an int32
 COUNTERS_OF = {
     "groups": (buffers.GROUPS, buffers.PASS + buffers.GROUPS),
     "visible": (buffers.VISIBLE, buffers.PASS + buffers.VISIBLE),
@@ -84,21 +83,20 @@ class FrameMemory:
         sizes = (buffers.PASS, texels, (counted + 1) // 2)  # in words of 64 bits
         self._zeros = of(torch.int64, sum(sizes))
         counters, pixels, fragment_words = self._zeros.split(sizes)
-        self._queues = of(torch.int64, room["groups"] + 2 * room["nodes"])
 
         self.tensors = {
             "to_view": of(torch.float32, pairs, 12),
             "before": of(torch.float32, pairs, 12),
             "counters": counters.view(torch.int32),
-            "nodes": self._queues[room["groups"] :].view(2, -1),
-            "groups": self._queues[: room["groups"]],
+            "nodes": of(torch.int64, 2, room["nodes"]),
+            "groups": of(torch.int64, room["groups"]),
             "found": of(torch.int64, room["visible"]),
             "visible": of(torch.int64, 2, room["visible"]),
             "hidden_instances": of(torch.int64, pairs),
             "hidden_children": of(torch.int64, room["hidden_children"]),
             "hidden_clusters": of(torch.int64, room["hidden_clusters"]),
             "drawn": of(torch.int64, 2 * room["visible"]),
-            "records": of(torch.int32, 2 * room["visible"] if "records" in trials.ON else 0, 16),
+            "records": of(torch.int32, 2 * room["visible"], records.WORDS),
             "ranks": of(torch.int32, 2, room["visible"]),
             "pixels": pixels,
             "fragments": fragment_words.view(torch.int32)[:counted],
@@ -123,9 +121,9 @@ class FrameMemory:
         """Clear the counters and pictures for a frame."""
         self._zeros.zero_()
 
-    def clear_queues(self) -> None:
-        """Resets the queues before a pass; its warps detect arrivals by these values."""
-        self._queues[: self.room["groups"] + self.room["nodes"]].fill_(EMPTY)  # groups, and the first of `nodes`
+    def clear_queue(self) -> None:
+        """Clears the queue of nodes before a pass: warps of `persistent_cull` detect by these values what arrives."""
+        self.tensors["nodes"][0].fill_(EMPTY)
 
     def sort_found(self, second: int) -> None:
         """Sorts the visible clusters of a pass with torch's sort: the whole room, since the host does not know their
@@ -168,3 +166,25 @@ class FrameMemory:
             if needed > room[name]:
                 room[name] = min(1 << (2 * needed - 1).bit_length(), most)
         return room
+
+
+class Counters:
+    """The counters of a frame on their way to the host, always to the same memory. `device`: where they come from."""
+
+    def __init__(self, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._here = torch.empty(2 * int(buffers.PASS), dtype=torch.int32, device="cpu", pin_memory=on_gpu)
+        self._arrived = torch.cuda.Event() if on_gpu else None
+
+    def send(self, counters: Tensor) -> None:
+        """Copy them as soon as the work queued so far has ended."""
+        self._here.copy_(counters, non_blocking=True)
+        if self._arrived is not None:
+            self._arrived.record(torch.cuda.current_stream(counters.device))
+
+    def read(self) -> list[int]:
+        """Those sent last; waits for them alone, not for work queued since."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        counters: list[int] = self._here.tolist()
+        return counters

@@ -1,17 +1,17 @@
-// Stage 3 in one launch: warps that stay, and take nodes from one queue and groups from one list until both are empty.
-// The portable twin is level_cull.py, in Warp; what is computed of a box or an error is the same, operation by operation
-// (compiled without fused multiply-adds), so the same clusters are found, in another order. With STREAMED pages may be
-// absent, and the twin of what is done with a group is streaming/streamed_cull.py.
+// Stage 3 in two launches. In the first, warps that stay take nodes from one queue until it is empty, and list the groups
+// that these lead to. In the second, more warps take those groups. The portable twin is level_cull.py, in Warp; what is
+// computed of a box or an error is the same, operation by operation (compiled without fused multiply-adds), so the same
+// clusters are found, in another order. With STREAMED pages may be absent, and the twin of what is done with a group is
+// streaming/streamed_cull.py.
 //
-// Counters, each with who changes it:
+// Counters of the queue, each with who changes it:
 //   nodes_written    how many nodes were put into the queue; whoever appends
 //   nodes_claimed    how many places of the queue have an owner; a warp, four at a time, whether or not they are written
 //   nodes_finished   how many nodes have appended all that they lead to; the warp that owns them
-//   groups_written, groups_claimed   likewise of groups, one at a time; they append nothing to either list
 // A warp owns places before anything stands there, and looks at no others: nobody tries twice to get the same one. An
 // entry is written after its place was counted: EMPTY says that it is on its way. When as many nodes are finished as were
-// written (read in that order: both only grow), nothing is appended any more, and whoever owns places behind the ends of
-// both lists leaves.
+// written (read in that order: both only grow), nothing is appended any more, and whoever owns places behind the end of
+// the queue leaves.
 
 #ifdef __CUDACC__
 __device__ __forceinline__ void wait_a_little(int nanoseconds) { __nanosleep(nanoseconds); }
@@ -22,15 +22,19 @@ inline void wait_a_little(int) { let_others_run(); }
 constexpr Entry EMPTY = -1;
 constexpr float ROUNDING = 1e-6f;
 constexpr int NODE_BATCH = 4;  // nodes of a warp at a time: 32 children
-constexpr int NODES_WRITTEN = 16, NODES_CLAIMED = 10, NODES_FINISHED = 11, GROUPS_CLAIMED = 12;  // counters of its own
+constexpr int NODES_WRITTEN = 16, NODES_CLAIMED = 10, NODES_FINISHED = 11;  // counters of its own
 constexpr int CHILDREN = 8, CHILD_WORDS = 16, CHILD_SPHERE = 6, CHILD_ERROR = 10, CHILD_KIND = 11, CHILD_AT = 12, CHILD_FIRST = 13;
 constexpr int INNER = -1;
 constexpr int SHORTEST_NAP = 64, LONGEST_NAP = 1024;  // nanoseconds
 
 struct Scene {
-    const int *words, *nodes, *mesh, *instance_mesh;
-    const long long* page_at;
-    const float *steps, *scale;
+    const int *nodes, *mesh, *instance_mesh;
+    const float* scale;
+};
+struct Pages {
+    const int* words;
+    const long long* at;
+    const float* steps;
     const int *group_page, *first_group;  // where pages may be absent
     int* wanted;                          // by page; likewise
 };
@@ -145,7 +149,7 @@ __device__ State box_state(const View& now, const View& before, Vector center, V
     return is_hidden(before, at, sizes) ? HIDDEN : SHOWN;
 }
 
-// ---- what a warp does with what it owns ----
+// ---- nodes and groups ----
 
 // The first of so many places of a list that belong to this warp from now on.
 __device__ __forceinline__ int claim(int* claimed, int places) {
@@ -186,15 +190,15 @@ __device__ Lead ask_child(const Scene& scene, const Frame& frame, const Views& v
 }
 
 // The group of a child wants its page.
-__device__ void ask_for(const Scene& scene, const Frame& frame, const Views& views, int pair, const int* child, int page) {
+__device__ void ask_for(const Scene& scene, const Pages& pages, const Frame& frame, const Views& views, int pair, const int* child, int page) {
     const View now = view_of(frame, views, views.lens, views.to_view, pair);
     union { float value; int word; } pixels = {
         pixels_off(scene, now, pair % frame.instances, three(child + CHILD_SPHERE), real(child[CHILD_SPHERE + 3]), real(child[CHILD_ERROR]))};
-    if (now_at(scene.wanted + page) < pixels.word) atomicMax(scene.wanted + page, pixels.word);  // of numbers >= 0, bits have the same order
+    if (now_at(pages.wanted + page) < pixels.word) atomicMax(pages.wanted + page, pixels.word);  // of numbers >= 0, bits have the same order
 }
-__device__ __forceinline__ bool finer_is_there(const Scene& scene, int mesh, const Head& head) {
+__device__ __forceinline__ bool finer_is_there(const Pages& pages, int mesh, const Head& head) {
     const int source = head.words[head.is_short ? HEAD_SOURCE : CLUSTER_SOURCE];
-    return source >= 0 && scene.page_at[scene.group_page[scene.first_group[mesh] + source]] >= 0;
+    return source >= 0 && pages.at[pages.group_page[pages.first_group[mesh] + source]] >= 0;
 }
 
 // How wide the box around a cluster is, in steps of the grid, as `extent_of` in clusters.py.
@@ -206,18 +210,18 @@ __device__ __forceinline__ int extent_of(const Head& head, int axis) {
 }
 
 template <bool STREAMED>
-__device__ State ask_cluster(const Scene& scene, const Frame& frame, const Views& views, int pair, int page, int index, Entry& found) {
+__device__ State ask_cluster(const Scene& scene, const Pages& pages, const Frame& frame, const Views& views, int pair, int page, int index, Entry& found) {
     const int instance = pair % frame.instances, mesh = scene.instance_mesh[instance];
-    const Head head = head_of(scene.words + scene.page_at[scene.mesh[4 * mesh + 1] + page], index);
+    const Head head = head_of(pages.words + pages.at[scene.mesh[4 * mesh + 1] + page], index);
     const View now = view_of(frame, views, views.lens, views.to_view, pair);
     if (head.replaces) {  // else it is of the finest level
         const int* sphere = head.words + (head.is_short ? HEAD_SPHERE : CLUSTER_SPHERE);
         const float error = real(head.words[head.is_short ? HEAD_ERROR : CLUSTER_ERROR]);
         if (too_coarse(scene, frame, now, instance, three(sphere), real(sphere[3]), error)) {
-            if (!STREAMED || finer_is_there(scene, mesh, head)) return UNSEEN;
+            if (!STREAMED || finer_is_there(pages, mesh, head)) return UNSEEN;
         }
     }
-    const float step = scene.steps[2 * mesh], half_step = 0.5f * step;
+    const float step = pages.steps[2 * mesh], half_step = 0.5f * step;
     const int* base = head.words + (head.is_short ? HEAD_BASE : CLUSTER_BASE);
     const Vector half = {half_step * float(extent_of(head, 0)), half_step * float(extent_of(head, 1)), half_step * float(extent_of(head, 2))};
     const Vector center = {step * float(base[0]) + half.x, step * float(base[1]) + half.y, step * float(base[2]) + half.z};
@@ -228,7 +232,7 @@ __device__ State ask_cluster(const Scene& scene, const Frame& frame, const Views
 
 // For the whole warp: the clusters of a group.
 template <bool STREAMED>
-__device__ __forceinline__ void ask_group(const Scene& scene, const Frame& frame, const Views& views, Entry group, const List& visible, const List& hidden_clusters) {
+__device__ __forceinline__ void ask_group(const Scene& scene, const Pages& pages, const Frame& frame, const Views& views, Entry group, const List& visible, const List& hidden_clusters) {
     const int lane = threadIdx.x % 32;
     const int pair = pair_of(group), child_number = what_of(group);
     const long long row = scene.mesh[4 * scene.instance_mesh[pair % frame.instances]] + child_number / CHILDREN;
@@ -236,37 +240,32 @@ __device__ __forceinline__ void ask_group(const Scene& scene, const Frame& frame
     int clusters = child[CHILD_KIND];
     if (STREAMED) {
         const int page = scene.mesh[4 * scene.instance_mesh[pair % frame.instances] + 1] + child[CHILD_AT];
-        if (lane == 0) ask_for(scene, frame, views, pair, child, page);
-        if (scene.page_at[page] < 0) clusters = 0;
+        if (lane == 0) ask_for(scene, pages, frame, views, pair, child, page);
+        if (pages.at[page] < 0) clusters = 0;
     }
     for (int first = 0; first < clusters; first += 32) {
         Entry found = EMPTY;
         State state = UNSEEN;
         if (first + lane < clusters)
-            state = ask_cluster<STREAMED>(scene, frame, views, pair, child[CHILD_AT], child[CHILD_FIRST] + first + lane, found);
+            state = ask_cluster<STREAMED>(scene, pages, frame, views, pair, child[CHILD_AT], child[CHILD_FIRST] + first + lane, found);
         append(visible, state == SHOWN, found);
         append(hidden_clusters, state == HIDDEN, found);
     }
 }
 
-template <bool STREAMED>
-__global__ void persistent_cull(const int* words, const long long* page_at, const int* nodes, const int* mesh, const float* mesh_steps,
-                                const int* instance_mesh, const float* instance_scale, const float* lens, const float* lens_before,
-                                const int* pictures, const float* to_view, const float* before, const float* hzb_before, const int* hzb_at, int* counters,
-                                Entry* queue_items, Entry* group_items, Entry* visible_items, Entry* hidden_child_items,
-                                Entry* hidden_cluster_items, int queue_room, int group_room, int visible_room, int hidden_child_room,
-                                int hidden_cluster_room, int instances, int cameras, int hzb_stride,
-                                float pixel_error, int history, int second, const int* group_page, const int* first_group, int* wanted) {
+__global__ void persistent_cull(const int* nodes, const int* mesh, const int* instance_mesh, const float* instance_scale, const float* lens,
+                                const float* lens_before, const int* pictures, const float* to_view, const float* before, const float* hzb_before,
+                                const int* hzb_at, int* counters, Entry* group_items, Entry* queue_items, Entry* hidden_child_items, int group_room,
+                                int queue_room, int hidden_child_room, int instances, int cameras, int hzb_stride, float pixel_error, int history,
+                                int second) {
     int* mine = counters + second * PASS;
-    const Scene scene = {words, nodes, mesh, instance_mesh, page_at, mesh_steps, instance_scale, group_page, first_group, wanted};
+    const Scene scene = {nodes, mesh, instance_mesh, instance_scale};
     const Frame frame = {instances, cameras, hzb_stride, pixel_error, history != 0};
     const Views views = {lens, lens_before, pictures, hzb_at, to_view, before, hzb_before};
     const List queue = {queue_items, queue_room, mine + NODES_WRITTEN}, groups = {group_items, group_room, mine + GROUPS};
-    const List visible = {visible_items, visible_room, mine + VISIBLE};
     const List hidden_children = {hidden_child_items, hidden_child_room, counters + HIDDEN_CHILDREN};
-    const List hidden_clusters = {hidden_cluster_items, hidden_cluster_room, counters + HIDDEN_CLUSTERS};
     const int lane = threadIdx.x % 32;
-    int nodes_at = claim(mine + NODES_CLAIMED, NODE_BATCH), groups_at = claim(mine + GROUPS_CLAIMED, 1), nap = SHORTEST_NAP;
+    int nodes_at = claim(mine + NODES_CLAIMED, NODE_BATCH), nap = SHORTEST_NAP;
     bool taken = false;  // whether this lane has asked its child
     for (;;) {
         const Entry node = taken ? EMPTY : what_is_at(queue.items, nodes_at + lane / CHILDREN, queue.room);
@@ -290,24 +289,11 @@ __global__ void persistent_cull(const int* words, const long long* page_at, cons
             nap = SHORTEST_NAP;
             continue;
         }
-#if !TRIAL_GROUPS
-        const Entry group = what_is_at(groups.items, groups_at, groups.room);
-        if (__ballot_sync(ALL_LANES, group != EMPTY) == ALL_LANES) {
-            ask_group<STREAMED>(scene, frame, views, group, visible, hidden_clusters);
-            groups_at = claim(mine + GROUPS_CLAIMED, 1);
-            nap = SHORTEST_NAP;
-            continue;
-        }
-#endif
         int done = 0;
         if (lane == 0) {
             const int finished = now_at(mine + NODES_FINISHED);
             __threadfence();
             done = finished >= min(now_at(mine + NODES_WRITTEN), queue_room);
-            __threadfence();
-#if !TRIAL_GROUPS
-            done = done && groups_at >= min(now_at(mine + GROUPS), group_room);
-#endif
         }
         if (__shfl_sync(ALL_LANES, done, 0)) return;
         wait_a_little(nap);
@@ -315,24 +301,22 @@ __global__ void persistent_cull(const int* words, const long long* page_at, cons
     }
 }
 
-#if TRIAL_GROUPS
-// The clusters of all groups that the nodes led to, a warp for each group: more warps than walk through the trees.
+// The clusters of all groups that the nodes led to, a warp for each group.
 template <bool STREAMED>
-__global__ void __launch_bounds__(128) cull_groups(const int* words, const long long* page_at, const int* nodes, const int* mesh, const float* mesh_steps,
-                                const int* instance_mesh, const float* instance_scale, const float* lens, const float* lens_before,
-                                const int* pictures, const float* to_view, const float* before, const float* hzb_before, const int* hzb_at, int* counters,
-                                Entry* queue_items, Entry* group_items, Entry* visible_items, Entry* hidden_child_items,
-                                Entry* hidden_cluster_items, int queue_room, int group_room, int visible_room, int hidden_child_room,
-                                int hidden_cluster_room, int instances, int cameras, int hzb_stride,
-                                float pixel_error, int history, int second, const int* group_page, const int* first_group, int* wanted) {
+__global__ void __launch_bounds__(128) cull_groups(
+    const int* words, const long long* page_at, const float* mesh_steps, const int* group_page, const int* first_group, int* wanted, const int* nodes,
+    const int* mesh, const int* instance_mesh, const float* instance_scale, const float* lens, const float* lens_before, const int* pictures,
+    const float* to_view, const float* before, const float* hzb_before, const int* hzb_at, int* counters, const Entry* group_items,
+    Entry* visible_items, Entry* hidden_cluster_items, int group_room, int visible_room, int hidden_cluster_room, int instances, int cameras,
+    int hzb_stride, float pixel_error, int history, int second) {
     int* mine = counters + second * PASS;
-    const Scene scene = {words, nodes, mesh, instance_mesh, page_at, mesh_steps, instance_scale, group_page, first_group, wanted};
+    const Scene scene = {nodes, mesh, instance_mesh, instance_scale};
+    const Pages pages = {words, page_at, mesh_steps, group_page, first_group, wanted};
     const Frame frame = {instances, cameras, hzb_stride, pixel_error, history != 0};
     const Views views = {lens, lens_before, pictures, hzb_at, to_view, before, hzb_before};
     const List visible = {visible_items, visible_room, mine + VISIBLE};
     const List hidden_clusters = {hidden_cluster_items, hidden_cluster_room, counters + HIDDEN_CLUSTERS};
     const int count = min(mine[GROUPS], group_room), warps = gridDim.x * blockDim.x / 32;
     for (int at = (blockIdx.x * blockDim.x + threadIdx.x) / 32; at < count; at += warps)
-        ask_group<STREAMED>(scene, frame, views, group_items[at], visible, hidden_clusters);
+        ask_group<STREAMED>(scene, pages, frame, views, group_items[at], visible, hidden_clusters);
 }
-#endif

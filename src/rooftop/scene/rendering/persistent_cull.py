@@ -1,28 +1,31 @@
-"""Stage 3 in one launch, in CUDA C++: `persistent_cull.cu`, which finds the same clusters as `level_cull.py`.
+"""Stage 3 in two launches, in CUDA C++: `persistent_cull.cu`, which finds the same clusters as `level_cull.py`.
 
-A level of a tree is little work for a GPU, and `level_cull.py` needs a launch for each. Here warps without work at one
-level continue with the next, or with the clusters, and nothing waits for a level to end.
+A level of a tree is little work for a GPU, and `level_cull.py` has as many launches as levels. Here warps without work
+at one level continue with the next, and nothing waits for a level to end. The clusters have a launch of their own:
+their groups are known by then, so it can have more warps than wait for each other well.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
-from rooftop.scene.rendering import trials
+from torch import Tensor
+
 from rooftop.scene.rendering.cuda_sources import blocks_on, compiled, with_pieces
 from rooftop.scene.rendering.memory import FrameMemory
 from rooftop.scene.rendering.uploads import Uploaded
 from rooftop.scene.streaming.answers import RequestBuffers
 
 THREADS = 128  # of a block
-BLOCKS_OF_GROUPS = 9
 BLOCKS_OF_A_MULTIPROCESSOR = 3  # more of them wait longer for each other's nodes
+BLOCKS_OF_GROUPS = 9  # of a multiprocessor; they do not wait for each other
 
 
 @cache
 def source() -> str:
     """The CUDA C++."""
-    return trials.defines() + with_pieces(__file__)
+    return with_pieces(__file__)
 
 
 def cull(
@@ -41,20 +44,23 @@ def cull(
         `level_cull.cull_nodes`.
         requests: if pages may be absent.
     """
-    of = memory.tensors
-    streamed = "false" if requests is None else "true"
-    kernel = compiled(source(), f"persistent_cull<{streamed}>", memory.device)
-    asked = [None] * 3 if requests is None else [requests.tensors[n] for n in ("group_page", "first_group", "wanted")]
-    blocks = blocks_on(memory.device, BLOCKS_OF_A_MULTIPROCESSOR)
-    meshes = ("words", "page_at", "nodes", "mesh", "mesh_steps", "instance_mesh", "instance_scale")
+    of, device = memory.tensors, memory.device
+    meshes = ("nodes", "mesh", "instance_mesh", "instance_scale")
     pairs = ("to_view", "before", "hzb_before", "hzb_at", "counters")
-    lists = (of["nodes"][0], of["groups"], of["found"], of["hidden_children"], of["hidden_clusters"])
-    arguments = (
+    where = (
         *(scene.tensors[name] for name in meshes), now.tensors["lens"], then.tensors["lens"],
-        now.tensors["pictures"], *(of[name] for name in pairs), *lists, *map(len, lists), memory.places,
-        memory.canvas.cameras, of["hzb_at"].shape[1], memory.frame.pixel_error, history, second, *asked,
+        now.tensors["pictures"], *(of[name] for name in pairs), of["groups"],
     )  # fmt: skip
-    kernel.launch(blocks, THREADS, *arguments)
-    if "groups" in trials.ON:
-        kernel = compiled(source(), f"cull_groups<{streamed}>", memory.device)
-        kernel.launch(blocks_on(memory.device, BLOCKS_OF_GROUPS), THREADS, *arguments)
+    views = (memory.places, memory.canvas.cameras, of["hzb_at"].shape[1], memory.frame.pixel_error)
+
+    def launch(name: str, of_a_multiprocessor: int, first: tuple[Any, ...], lists: tuple[Tensor, ...]) -> None:
+        blocks, rooms = blocks_on(device, of_a_multiprocessor), map(len, (of["groups"], *lists))
+        kernel = compiled(source(), name, device)
+        kernel.launch(blocks, THREADS, *first, *where, *lists, *rooms, *views, history, second)
+
+    launch("persistent_cull", BLOCKS_OF_A_MULTIPROCESSOR, (), (of["nodes"][0], of["hidden_children"]))
+    pages = tuple(scene.tensors[name] for name in ("words", "page_at", "mesh_steps"))
+    asked = ("group_page", "first_group", "wanted")
+    of_requests = (None,) * 3 if requests is None else tuple(requests.tensors[name] for name in asked)
+    groups = f"cull_groups<{'false' if requests is None else 'true'}>"
+    launch(groups, BLOCKS_OF_GROUPS, (*pages, *of_requests), (of["found"], of["hidden_clusters"]))

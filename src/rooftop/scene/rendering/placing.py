@@ -85,7 +85,7 @@ class Placed:
         sent = here.numpy()[:count]
         sent[:, 0], sent[:, 1] = rows, instances.mesh_of[rows]
         sent[:, 2:] = instances.transforms[rows].reshape(-1, 16)[:, :12]
-        there[:count].copy_(here[:count], non_blocking=True)  # the previous frame has ended, and so has its copy
+        there[:count].copy_(here[:count], non_blocking=True)  # the copy before ended before its frame's counters came
         if there is not self._put_from:
             point(self._changes, "rows", there)
             self._put_from = there if count <= FEW_ROWS else None

@@ -5,7 +5,6 @@ Views look along z, with x to the right and y down; the centre of pixel (column,
 
 import warp as wp
 
-from rooftop.scene.rendering import trials
 from rooftop.scene.rendering.buffers import (
     LENS_CX,
     LENS_CY,
@@ -20,7 +19,6 @@ from rooftop.scene.rendering.buffers import (
     PICTURE_WIDTH,
     Views,
 )
-from rooftop.scene.rendering.trials import TILES
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
@@ -57,11 +55,12 @@ def place_of(views: Views, texel: wp.int32):
 
 @wp.func
 def pixel_at(views: Views, thread: wp.int32):
-    """Of a thread: the texel or -1, and for `place_at` its view, row and column.
+    """The texel of a thread, or -1 beside the picture, and its view, row and column, which `place_at` gives.
 
-    A warp has 8 x 4 pixels, and 8 warps have 16 x 16, so that they read the same clusters.
+    With cameras of the same size a warp has 8 x 4 pixels, and 8 warps have 16 x 16: they share clusters. Otherwise
+    threads have texels in order, whose places are not computed here.
     """
-    if not TILES or views.same == 0:
+    if views.same == 0:
         return wp.vec4i(thread, 0, 0, 0)
     width = views.pictures[0, PICTURE_WIDTH]
     height = views.pictures[0, PICTURE_HEIGHT]
@@ -82,13 +81,13 @@ def pixel_at(views: Views, thread: wp.int32):
 @wp.func
 def place_at(views: Views, at: wp.vec4i):
     """View, row and column of a texel that `pixel_at` gave."""
-    if not TILES or views.same == 0:
+    if views.same == 0:
         return place_of(views, at[0])
     return wp.vec3i(at[1], at[2], at[3])
 
 
 @wp.func
-def transformed_by_element(matrices: wp.array2d(dtype=wp.float32), row: wp.int32, point: wp.vec3):
+def transformed(matrices: wp.array2d(dtype=wp.float32), row: wp.int32, point: wp.vec3):
     """A point by row `row` of matrices (N, 12), each 3 x 4."""
     moved = wp.vec3()
     for axis in range(3):
@@ -100,27 +99,6 @@ def transformed_by_element(matrices: wp.array2d(dtype=wp.float32), row: wp.int32
             + matrices[row, first + 3]
         )
     return moved
-
-
-@wp.func_native("""
-const float* m = matrices.data + 12 * static_cast<long long>(row);
-#if defined(__CUDA_ARCH__)
-const float4 x = ((const float4*)m)[0], y = ((const float4*)m)[1], z = ((const float4*)m)[2];
-#else
-const struct { float x, y, z, w; } x = {m[0], m[1], m[2], m[3]}, y = {m[4], m[5], m[6], m[7]};
-const struct { float x, y, z, w; } z = {m[8], m[9], m[10], m[11]};
-#endif
-return wp::vec_t<3, float>(
-    x.x * point[0] + x.y * point[1] + x.z * point[2] + x.w,
-    y.x * point[0] + y.y * point[1] + y.z * point[2] + y.w,
-    z.x * point[0] + z.y * point[1] + z.z * point[2] + z.w
-);
-""")
-def transformed_by_row(matrices: wp.array2d(dtype=wp.float32), row: wp.int32, point: wp.vec3) -> wp.vec3:
-    """As `transformed_by_element`, by three loads."""
-
-
-transformed = transformed_by_row if "words" in trials.ON else transformed_by_element
 
 
 @wp.func

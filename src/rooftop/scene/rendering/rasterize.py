@@ -36,12 +36,11 @@ from rooftop.scene.rendering.buffers import (
     Resident,
     Views,
 )
-from rooftop.scene.rendering.clusters import corners_of, head_of, level_of, position_of, read_cluster, triangles_of
+from rooftop.scene.rendering.clusters import head_of, level_of, position_of, triangles_of
 from rooftop.scene.rendering.instance_cull import append, pair_of, what_of
 from rooftop.scene.rendering.level_cull import CLUSTER_INDEX_BITS, CLUSTER_INDEX_MASK
 from rooftop.scene.rendering.projections import transformed
-from rooftop.scene.rendering.records import write_record
-from rooftop.scene.rendering.trials import RECORDS
+from rooftop.scene.rendering.records import corners_of, read_record, write_record
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
@@ -71,21 +70,18 @@ class Triangle:
 
 
 @wp.func
-def read_triangle(resident: Resident, frame: Frame, item: wp.int64, number: wp.int32):
-    """A triangle of a cluster, in view coordinates; marked absent if the cluster has fewer triangles."""
-    pair = pair_of(item)
-    instance = pair % frame.instances
-    mesh = resident.instance_mesh[instance]
-    page = what_of(item) >> CLUSTER_INDEX_BITS
-    index = what_of(item) & CLUSTER_INDEX_MASK
-    cluster = read_cluster(resident, mesh, page, index, False)
+def read_triangle(resident: Resident, frame: Frame, rank: wp.int32, number: wp.int32):
+    """A triangle of the cluster with this rank, in view coordinates; marked absent if the cluster has fewer."""
+    recorded = read_record(resident, frame.records, rank)
+    cluster = recorded.cluster
+    pair = recorded.pair
     triangle = Triangle()
     triangle.there = number < cluster.triangles
-    triangle.view = pair // frame.instances
-    triangle.mirrored = resident.instance_scale[instance] < 0.0
+    triangle.view = recorded.view
+    triangle.mirrored = resident.instance_scale[recorded.instance] < 0.0
     if triangle.there:
-        corners = corners_of(resident, cluster, number)
-        step = resident.mesh_steps[mesh, 0]
+        corners = corners_of(resident, recorded, number)
+        step = recorded.step
         triangle.a = transformed(frame.to_view, pair, position_of(resident, cluster, corners[0], step))
         triangle.b = transformed(frame.to_view, pair, position_of(resident, cluster, corners[1], step))
         triangle.c = transformed(frame.to_view, pair, position_of(resident, cluster, corners[2], step))
@@ -187,7 +183,8 @@ def rasterize(resident: Resident, views: Views, frame: Frame, second: wp.int32, 
     for i in range(wp.tid(), TRIANGLES * count, stride):
         at = i >> TRIANGLE_BITS
         number = i & (TRIANGLES - 1)
-        triangle = read_triangle(resident, frame, frame.visible[second, at], number)
+        rank = frame.ranks[second, at]
+        triangle = read_triangle(resident, frame, rank, number)
         if triangle.there:
             view = triangle.view
             near = views.lens[view, LENS_NEAR]
@@ -226,7 +223,6 @@ def rasterize(resident: Resident, views: Views, frame: Frame, second: wp.int32, 
                         if triangle.mirrored:
                             away = area < 0
                         if area != 0 and not (away and one_sided != 0):
-                            rank = frame.ranks[second, at]
                             payload = (wp.int64(rank) << TRIANGLE_SHIFT) | wp.int64(number)
                             depth_a = linear_depth(views, view, triangle.a)
                             depth_b = linear_depth(views, view, triangle.b)
@@ -300,7 +296,8 @@ def clip_large(resident: Resident, views: Views, frame: Frame, second: wp.int32,
     for i in range(wp.tid(), count, stride):
         at = wp.int32(frame.large[i] >> TRIANGLE_SHIFT)
         number = wp.int32(frame.large[i]) & (TRIANGLES - 1)
-        triangle = read_triangle(resident, frame, frame.visible[second, at], number)
+        rank = frame.ranks[second, at]
+        triangle = read_triangle(resident, frame, rank, number)
         view = triangle.view
         polygon = wp.zeros(shape=9, dtype=wp.vec3d)
         kept = wp.zeros(shape=9, dtype=wp.vec3d)
@@ -321,7 +318,7 @@ def clip_large(resident: Resident, views: Views, frame: Frame, second: wp.int32,
         corners = clip(polygon, kept, corners, wp.vec3d(-fx, none, over), constant)
         corners = clip(polygon, kept, corners, wp.vec3d(none, fy, over), constant)
         corners = clip(polygon, kept, corners, wp.vec3d(none, -fy, over), constant)
-        payload = (wp.int64(frame.ranks[second, at]) << TRIANGLE_SHIFT) | wp.int64(number)
+        payload = (wp.int64(rank) << TRIANGLE_SHIFT) | wp.int64(number)
         for k in range(1, corners - 1):
             a = narrow(polygon[0])
             b = narrow(polygon[k])
@@ -498,9 +495,9 @@ def smaller(frame: Frame, which: wp.int32, item: wp.int64):
 
 @wp.kernel
 def rank_clusters(resident: Resident, frame: Frame, second: wp.int32, stride: wp.int32):
-    """Before the first pass is drawn, its clusters in order; before the second, those of both."""
-    if RECORDS and second != 0 and frame.counters[PASS + VISIBLE] == 0:
-        return
+    """Before the first pass is drawn, its clusters in order, each with its record; before the second, those of both."""
+    if second != 0 and frame.counters[PASS + VISIBLE] == 0:
+        return  # those of the first pass keep their ranks
     for which in range(second + 1):
         count = wp.min(frame.counters[which * PASS + VISIBLE], frame.visible.shape[1])
         for i in range(wp.tid(), count, stride):
@@ -510,8 +507,7 @@ def rank_clusters(resident: Resident, frame: Frame, second: wp.int32, stride: wp
                 rank += smaller(frame, 1 - which, item)
             frame.ranks[which, i] = rank
             frame.drawn[rank] = item
-            if RECORDS:
-                write_record(resident, frame.records, rank, item, frame.instances)
+            write_record(resident, frame.records, rank, item, frame.instances)
             if which == second:
                 count_cluster(resident, frame, second, item)
 

@@ -1,4 +1,4 @@
-"""Decoded heads of the visible clusters: what the rasterizer and the pixels need of each, in 64 bytes.
+"""Records, the decoded heads of the visible clusters: what the rasterizer and the pixels need of each, in 64 bytes.
 
 A head is spread over its page, and reading it takes seven loads one after another. A thread does so once for each
 cluster, instead of each block and each pixel.
@@ -46,7 +46,7 @@ WORDS = 16  # of a record
 
 @wp.struct
 class Recorded:
-    """A record, and what of it `Cluster` does not have."""
+    """A record, as `read_record` returns it."""
 
     cluster: Cluster
     pair: wp.int32
@@ -83,7 +83,7 @@ def write_record(
     page = what_of(item) >> CLUSTER_INDEX_BITS
     index = what_of(item) & CLUSTER_INDEX_MASK
     head = head_of(resident, mesh, page, index)
-    cluster = read_cluster(resident, mesh, page, index, False)
+    cluster = read_cluster(resident, mesh, page, head)
     attributes_head = head.at
     if head.words != 0:
         attributes_head += wp.int64(HEAD_WORDS)
@@ -130,7 +130,7 @@ def write_record(
 
 @wp.func
 def read_record(resident: Resident, records: wp.array2d(dtype=wp.int32), rank: wp.int32):
-    """A record; of the cluster, not its level and its number."""
+    """The record of a visible cluster, by its rank."""
     first = quarter(records, rank, 0)
     second = quarter(records, rank, 1)
     third = quarter(records, rank, 2)
@@ -163,8 +163,9 @@ def read_record(resident: Resident, records: wp.array2d(dtype=wp.int32), rank: w
 
 
 @wp.func
-def recorded_corners(resident: Resident, recorded: Recorded, triangle: wp.int32):
-    """The vertices of a triangle, as `clusters.corners_of`: earlier triangles are counted in its own word alone."""
+def corners_of(resident: Resident, recorded: Recorded, triangle: wp.int32):
+    """The vertices of a triangle, as in the table in layouts.py. Of the earlier triangles only those in its own word of
+    the masks are counted here."""
     words = resident.words
     cluster = recorded.cluster
     own = triangle >> 5

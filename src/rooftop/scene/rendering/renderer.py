@@ -13,10 +13,10 @@ from torch import Tensor
 from rooftop.scene.arguments import MOST, real_numbers, short
 from rooftop.scene.cameras import Camera, checked_cameras, same_size
 from rooftop.scene.gbuffers import OUTPUTS, FrameStats, GBuffer, StreamingStats
-from rooftop.scene.rendering import buffers, cuda_sources, trials
-from rooftop.scene.rendering.canvases import Canvas, canvas_of
+from rooftop.scene.rendering import buffers, cuda_sources
+from rooftop.scene.rendering.canvases import MOST_THREADS, Canvas, canvas_of
 from rooftop.scene.rendering.chains import Chain, Chains
-from rooftop.scene.rendering.memory import MOST_THREADS, FrameMemory
+from rooftop.scene.rendering.memory import Counters, FrameMemory
 from rooftop.scene.rendering.placing import Placed
 from rooftop.scene.rendering.shadow_maps import Drawing, ShadowMaps
 from rooftop.scene.rendering.stages import THREADS_OF_A_MULTIPROCESSOR, Clock, Stages
@@ -103,9 +103,7 @@ class Renderer:
         self._shadows = ShadowMaps(self.device)
         self._placed = Placed(self.device)
         self._resident: Uploaded | None = None  # what graphs know
-        if self.device.type == "cuda" and "counters" in trials.ON:
-            self._counters = torch.empty(2 * int(buffers.PASS), dtype=torch.int32, pin_memory=True)
-            self._drawn = torch.cuda.Event()
+        self._counters = Counters(self.device)
         # Of the frame before:
         self._cameras: tuple[Camera, ...] = ()
         self._has_depths = False
@@ -223,23 +221,18 @@ class Renderer:
                         self._draw_maps(batch, meshes, pixel_error)
                 if later and pool is not None:
                     pool.requests.collect(counters_of, self._threads, aging=False)
-            early = "counters" in trials.ON and pool is None and self.device.type == "cuda"
-            if early:  # the host goes on with them while the pixels are computed
-                self._counters.copy_(counters_of, non_blocking=True)
-                self._drawn.record(torch.cuda.current_stream(self.device))
+            if pool is None:
+                self._counters.send(counters_of)  # so that the host continues while the device computes the outputs
             tensors = chain.outputs(emitted, len(lights))
             pictures = tensors.new()
             shone = self._shadows.values if lights else self._dark
             plain = not lights and not any(self.scene.materials)
             stages.emit(tensors.targets, light, shone, surfaces, emitted, pictures, plain, meshes.has_attributes)
-            answer = pool.requests.read() if pool is not None else None  # waits for the frame, as the next line does
+            answer = pool.requests.read() if pool is not None else None  # waits for the frame
             if pool is not None and answer is not None and answer.refused is not None:
                 self._drop_pool()
                 pool.refuse(answer.refused)
-            if early:
-                self._drawn.synchronize()
-                counters_of = self._counters
-            counters = answer.counters if answer is not None else counters_of.tolist()
+            counters = answer.counters if answer is not None else self._counters.read()
             room = chain.memory.wanted_room(counters)
             if room != chain.memory.room:
                 self._chains.widen(chain, room)

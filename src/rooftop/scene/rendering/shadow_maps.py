@@ -20,7 +20,7 @@ from rooftop.scene.cameras import Camera
 from rooftop.scene.instances import Floats, Instances, grown, most_stretch
 from rooftop.scene.lights import DirectionalLight, Light, PointLight, SpotLight
 from rooftop.scene.rendering import buffers
-from rooftop.scene.rendering.memory import MOST_THREADS
+from rooftop.scene.rendering.canvases import MOST_THREADS
 from rooftop.scene.rendering.stages import Stages
 from rooftop.scene.rendering.uploads import Meshes, Uploaded, lens_of, uploaded
 
@@ -180,7 +180,7 @@ class _Staged:
         return all(array.shape == self._rows[name].shape for name, array in arrays.items())
 
     def send(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Write other numbers. The previous frame has ended, and so has its copy."""
+        """Write other numbers. The host has read the previous frame's counters, so the copy before them has ended."""
         for name, array in arrays.items():
             self._rows[name][:] = array
         self._there.copy_(self._here, non_blocking=True)

@@ -29,7 +29,6 @@ from rooftop.scene.rendering.buffers import (
 from rooftop.scene.rendering.emit_depth_targets import hit_of
 from rooftop.scene.rendering.lighting import point_of, toward_light
 from rooftop.scene.rendering.projections import pixel_at, place_at
-from rooftop.scene.rendering.trials import OF_PIXELS
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
@@ -159,7 +158,7 @@ def share_of(lights: Lights, light: wp.int32, number: wp.int32, point: wp.vec3d)
     return (1.0 - down) * above + down * below
 
 
-@wp.kernel(**OF_PIXELS)
+@wp.kernel
 def shadows(
     resident: Resident,
     views: Views,

@@ -2,13 +2,9 @@
 // is where it stands in its own tile and, by bisection, in the others. Torch's sort takes ten launches for this, and goes
 // through all that there is room for; how many there are, only the device knows.
 
-#if TRIAL_MERGE
-constexpr int TILE = 4096, THREADS = 1024;
-#else
 constexpr int TILE = 2048, THREADS = 1024;
-#endif
 constexpr int OF_A_WARP = 64;  // entries that a warp has to itself while those that it compares are nearer
-constexpr int AT_ONCE = TRIAL_MERGE ? 8 : 4;  // tiles that a thread searches side by side, so that one load does not wait for another
+constexpr int AT_ONCE = 4;  // tiles that a thread searches side by side, so that one load does not wait for another
 constexpr Entry LAST = 0x7fffffffffffffffll;  // behind every entry
 
 // Batcher's bitonic sort (1968), in shared memory: a thread compares two entries in each step.

@@ -6,10 +6,9 @@ from functools import cache
 
 from torch import Tensor
 
-from rooftop.scene.rendering import trials
 from rooftop.scene.rendering.cuda_sources import blocks_on, compiled, with_pieces
 
-TILE, THREADS = 4096 if "merge" in trials.ON else 2048, 1024  # of a block that sorts
+TILE, THREADS = 2048, 1024  # of a block that sorts
 MERGING_THREADS, BLOCKS_OF_A_MULTIPROCESSOR = 256, 8
 # Largest room of a list for which this sort is used, in the first and in the second pass. It searches each entry in
 # every tile, so for more clusters torch's sort is faster. But torch sorts the whole room, and the second pass seldom
@@ -20,7 +19,7 @@ MOST, MOST_OF_SECOND = 1 << 19, 1 << 20
 @cache
 def source() -> str:
     """The CUDA C++."""
-    return trials.defines() + with_pieces(__file__)
+    return with_pieces(__file__)
 
 
 def sort(items: Tensor, counters: Tensor, counter: int, out: Tensor) -> None:

@@ -27,7 +27,6 @@ from rooftop.scene.rendering import (
     reduce_tiles,
     shadows,
     sort_clusters,
-    trials,
 )
 from rooftop.scene.rendering.memory import Captured, FrameMemory
 from rooftop.scene.rendering.uploads import Uploaded
@@ -83,8 +82,8 @@ class Stages:
         depth: depth of the deepest tree.
         threads: threads of a launch; each processes a list in strides of that many.
         cuda_cpp: whether the steps with a faster CUDA C++ kernel use it: the walk through the trees in one launch
-            (`persistent_cull`), the order of clusters (`sort_clusters`), small triangles (`rasterize_clusters`) and
-            hierarchical z (`reduce_tiles`).
+            (`persistent_cull`), the order of clusters (`sort_clusters`), small triangles (`rasterize_clusters`),
+            hierarchical z (`reduce_tiles`) and the base pass of plain scenes (`base_pixels`).
         requests: the culls' requests, if pages may be absent.
     """
 
@@ -194,32 +193,29 @@ class Stages:
         output has colours.
         """
         shared = (*self._inputs, self.memory.frame, targets)
-        base, texels = not OF_BASE_PASS.isdisjoint(outputs), self.memory.canvas.camera_texels
-        more: dict[str, int] = {}
-        if "tiles" in trials.ON:
-            texels = self.memory.canvas.tiled_texels
-            more["threads"] = texels
+        base = not OF_BASE_PASS.isdisjoint(outputs)
+        texels = threads = self.memory.canvas.tiled_texels
         if not base and not OF_DEPTH_TARGETS.isdisjoint(outputs):
             with self.clock.of("emit_depth_targets"):
-                self._launch(emit_depth_targets.emit_depth_targets, *shared, texels, **more)
+                self._launch(emit_depth_targets.emit_depth_targets, *shared, texels, threads=threads)
         if "shadow" in outputs:
             with self.clock.of("shadows"):
                 of_pixels = (self.resident.values, self.now.values, self.memory.frame, targets, lights)
-                self._launch(shadows.shadows, *of_pixels, texels, **more)
+                self._launch(shadows.shadows, *of_pixels, texels, threads=threads)
         if "base_color" in outputs:
             with self.clock.of("base_colors"):
                 of_pixels = (*shared[:2], self.memory.frame, targets, surfaces)
-                self._launch(base_colors.base_colors, *of_pixels, texels, **more)
+                self._launch(base_colors.base_colors, *of_pixels, texels, threads=threads)
         if base and plain and self._has_plain_pixels(outputs):
             with self.clock.of("base_pass"):
                 base_pixels.draw(self.resident, self.now, self.then, self.memory, pictures, light, attributes)
         elif base:
             with self.clock.of("base_pass"):
-                self._launch(base_pass.base_pass, *shared, lights, surfaces, light, texels, **more)
+                self._launch(base_pass.base_pass, *shared, lights, surfaces, light, texels, threads=threads)
 
     def _has_plain_pixels(self, outputs: Collection[str]) -> bool:
-        there = {"pixels", "records"} <= trials.ON and self.cuda_cpp and self.memory.canvas.same > 0
-        return there and set(outputs) <= {*base_pixels.OUTPUTS, "overdraw"}
+        """Whether `base_pixels` writes the outputs of a scene without lights and materials."""
+        return self.cuda_cpp and self.memory.canvas.same > 0 and set(outputs) <= {*base_pixels.OUTPUTS, "overdraw"}
 
     def keep_depths(self, which: Any, texel_at: Any, depths: Any) -> None:
         """Store the nearest depths of the drawn shadow maps, the k-th as map which[k] of `buffers.Lights`."""
@@ -236,7 +232,7 @@ class Stages:
 
     def _clear_lists(self, second: int) -> None:
         if self.cuda_cpp:
-            self.memory.clear_queues()
+            self.memory.clear_queue()
         if not self._sorts(second):
             self.memory.clear_found()
 
@@ -267,7 +263,7 @@ class Stages:
             self._launch(rasterize.rank_clusters, self.resident.values, frame, second)
             if second:
                 texels = memory.canvas.camera_texels
-                self._launch(rasterize.rank_pixels, frame, texels, threads=texels if "tiles" in trials.ON else None)
+                self._launch(rasterize.rank_pixels, frame, texels, threads=texels)
         with self.clock.of("rasterize"):
             sides = int(self.one_sided)
             if self.cuda_cpp:

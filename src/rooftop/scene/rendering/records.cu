@@ -1,4 +1,4 @@
-// What the kernels that read records of visible clusters (records.py) share, after pieces.cu.
+// What the kernels that read records of visible clusters share, after pieces.cu: the twin of records.py, in Warp.
 
 constexpr int RECORD_QUARTERS = 4;  // of 16 bytes
 constexpr int DEPTH_SHIFT = 33, TRIANGLE_BITS = 7;
@@ -18,7 +18,7 @@ __device__ __forceinline__ int word_of(float value) {
     return bits.word;
 }
 
-// The vertices of a triangle, as `recorded_corners` in records.py. All lanes of a warp read the same words of the masks.
+// The vertices of a triangle, as `corners_of` in records.py. All lanes of a warp read the same words of the masks.
 __device__ __forceinline__ void corners_of(const Streams& cluster, int triangle, int (&corners)[3]) {
     const int own = triangle >> 5, bit = triangle & 31;
     const unsigned below = (1u << bit) - 1;

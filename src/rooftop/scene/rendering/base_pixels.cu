@@ -20,12 +20,8 @@ __device__ __forceinline__ Vector normalized(Vector a) {
 __device__ __forceinline__ float largest(Vector a) { return larger_of(larger_of(fabsf(a.x), fabsf(a.y)), fabsf(a.z)); }
 __device__ __forceinline__ float within(float x, float low, float high) { return smaller_of(larger_of(low, x), high); }
 __device__ __forceinline__ Vector shortened(Vector vector, float longest) {
-#if TRIAL_SCALE
     const int exponent = word_of(longest) >> 23 & 255;
     return real(max(254 - exponent, 1) << 23) * vector;
-#else
-    return vector / longest;
-#endif
 }
 
 struct Matrix { float4 x, y, z; };
