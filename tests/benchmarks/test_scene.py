@@ -7,6 +7,7 @@ import math
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,6 +60,37 @@ def test_the_measurements_are_those_of_the_file() -> None:
     page = (ROOT / "docs" / "measurements" / "scene.md").read_text(encoding="utf-8")
     assert "<!-- figures: scene.json -->" in page
     assert TABLES["with_figures"](page, TABLES["RESULTS"]) == page, "run python benchmarks/kernels/tables.py"
+
+
+def test_the_changes_are_those_of_the_file() -> None:
+    page = (ROOT / "docs" / "measurements" / "scene.md").read_text(encoding="utf-8")
+    runs = json.loads((TABLES["RESULTS"] / "scene_changes.json").read_text(encoding="utf-8"))
+    _, table = page.split("## Changes to the kernels of a frame\n")[1].split("| ms | before |", 1)
+    _, *rows = cells(table.split("\n\n")[0])
+    case = ""
+    for name, before, *after in rows:
+        case = {"ten": "frame", "64": "cameras", "four": "cascades"}.get(name.split()[0], case)
+        measured = [figure_of(run, case, name) for run in runs]
+        assert [float(each) for each in before.split(", ")] == [rounded(measured[0]), rounded(measured[-1])], name
+        assert [float(each) for each in after] == [rounded(each) for each in measured[1:-1]], name
+    assert len(rows) == 17
+
+
+def figure_of(run: dict[str, Any], case: str, name: str) -> float:
+    """The figure of a run that a row of the table quotes."""
+    if name.startswith("100 of"):
+        found = run["moved"]["100"]["g_buffer_ms"]
+    elif name.startswith("four cascades"):
+        found = run["cascades"]["anew_ms"] - run["cascades"]["without_ms"]
+    elif name.startswith("`"):
+        found = run[case]["stage_ms"][name.strip("`")]
+    else:
+        found = run[case]["depth_ms" if name.endswith("a depth") else "g_buffer_ms"]
+    return float(found)
+
+
+def rounded(ms: float) -> float:
+    return round(ms, 3 if ms < 1 else 2)
 
 
 def test_the_guide_quotes_the_measurements() -> None:

@@ -128,7 +128,8 @@ class Renderer:
                 Otherwise the frame is drawn from the present pages, complete but coarser, and the missing ones are
                 loaded for later frames.
 
-        Draw all frames of one renderer on one stream, because a frame uses data of the previous one.
+        Draw all frames of one renderer on one stream: the stream orders what a frame leaves for the next. On a GPU the
+        pictures may still be computed when this returns, as with any work that torch queues.
 
         Raises:
             ValueError: an output or the cameras are wrong, or pictures or lists would be too large.

@@ -81,7 +81,7 @@ class Stages:
     Attributes: resident, now, then: the scene, the views, and the views of the previous frame.
         depth: depth of the deepest tree.
         threads: threads of a launch; each processes a list in strides of that many.
-        cuda_cpp: whether the steps with a faster CUDA C++ kernel use it: the walk through the trees in one launch
+        cuda_cpp: whether the steps with a faster CUDA C++ kernel use it: the walk through the trees from one queue
             (`persistent_cull`), the order of clusters (`sort_clusters`), small triangles (`rasterize_clusters`),
             hierarchical z (`reduce_tiles`) and the base pass of plain scenes (`base_pixels`).
         requests: the culls' requests, if pages may be absent.

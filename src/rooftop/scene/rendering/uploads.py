@@ -154,9 +154,7 @@ class Inputs:
             of_both[1, len(cameras) :] = of_both[0, len(cameras) :]
         self._frames[:] = frame
         self._looked = cameras
-        self._there.copy_(
-            self._staged, non_blocking=True
-        )  # ends before the frame's counters come, and so before the next
+        self._there.copy_(self._staged, non_blocking=True)  # ends before the host reads the frame's counters
 
     def _stage(self, which: int, first: int, cameras: Sequence[Camera]) -> None:
         for view, c in enumerate(cameras, first):
