@@ -12,9 +12,8 @@ constexpr int CLUSTER_WORDS = 21, CLUSTER_INDEX_BITS = 11, NEW_WORDS = 8, EXPLIC
 constexpr int BOX_BITS = 9, LENGTH_BITS = 5, MANTISSA_BITS = 4;  // of HEAD_BOX
 // Where words of a head are: as pages before version 4 have it, and in short ones.
 constexpr int CLUSTER_SPHERE = 0, CLUSTER_ERROR = 4, CLUSTER_BASE = 5, CLUSTER_EXTENT = 8, CLUSTER_COUNTS = 12;
-constexpr int CLUSTER_STREAMS = 13, CLUSTER_SOURCE = 16;
-constexpr int HEAD_BASE = 0, HEAD_COUNTS = 3, HEAD_BOX = 4, HEAD_STREAMS = 5, HEAD_SPHERE = 6, HEAD_ERROR = 10, HEAD_SOURCE = 11;
-constexpr int HEAD_REFERENCE_AT = 27, HEAD_EXPLICIT_AT = 30;  // bits of HEAD_BOX
+constexpr int CLUSTER_SOURCE = 16;
+constexpr int HEAD_BASE = 0, HEAD_COUNTS = 3, HEAD_BOX = 4, HEAD_SPHERE = 6, HEAD_ERROR = 10, HEAD_SOURCE = 11;
 
 struct Vector { float x, y, z; };
 struct List { Entry* items; int room; int* count; };
