@@ -20,19 +20,21 @@ class Process:
         machine: machine and process namespace: containers on one machine count separately.
         number: its PID.
         began: start of the process, in ticks since the machine started; needed because PIDs are reused. 0: unknown.
+        parent: PID of the process that started it.
     """
 
     machine: str
     number: int
     began: int
+    parent: int = 0
 
     @classmethod
     def here(cls) -> Process:
         found = _stat(os.getpid())
         if found is None:  # no /proc
-            return cls(f"{socket.gethostname()} {os.getpid()}", os.getpid(), 0)
+            return cls(f"{socket.gethostname()} {os.getpid()}", os.getpid(), 0, os.getppid())
         namespace = os.readlink("/proc/self/ns/pid")
-        return cls(f"{socket.gethostname()} {namespace}", os.getpid(), found[1])
+        return cls(f"{socket.gethostname()} {namespace}", os.getpid(), found[1], os.getppid())
 
     def state(self) -> str:
         """ALIVE, STOPPED (by a signal; not by a debugger) or GONE; only for a process on this machine."""

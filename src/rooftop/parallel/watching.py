@@ -256,8 +256,10 @@ class Watch:
     def _launcher_gone(self) -> Failure | None:
         if self.launcher is None or os.getppid() == self.launcher:
             return None
-        words = f"{ranks_in_words(self._here)} of {self.size}: the launcher (torchrun) that started"
-        return Failure(f"{words} {'them' if len(self._here) > 1 else 'it'} is gone", tuple(self._here))
+        # a machine may have several launchers
+        ours = [rank for rank in self._here if self.processes[rank].parent == self.processes[self.rank].parent]
+        words = f"{ranks_in_words(ours)} of {self.size}: the launcher (torchrun) that started"
+        return Failure(f"{words} {'them' if len(ours) > 1 else 'it'} is gone", tuple(ours))
 
     def _asked_to_end(self, store: Any) -> Failure | None:
         if not self.termination.asked:
