@@ -219,6 +219,9 @@ def test_sequences_of_calls_in_cpp(family: str, device: str, monkeypatch: pytest
     before = repeated_calls.calls_made()
     for _ in range(4):
         assert [both_directions(call) for call in calls] == expected
+    if family == "losses" and device == "cpu":
+        assert repeated_calls.calls_made() == before  # each call checks the targets' values
+        return
     assert repeated_calls.calls_made() >= before + 8, repeated_calls.reasons
 
 

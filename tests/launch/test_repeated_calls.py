@@ -20,6 +20,7 @@ from rooftop import kernels
 from rooftop.cost import CountingMode
 from rooftop.launch import INTERPRETED, count_launches, cpp_extensions, known_calls, repeated_calls
 from rooftop.launch.cpp_extensions import Extension
+from rooftop.launch.lessons import Lesson
 
 pytest.importorskip("triton")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -133,6 +134,43 @@ def test_the_same_tensor_twice() -> None:
             assert kernels.mul(up, up).equal(up * up)
 
 
+@needs_kernels
+def test_a_positional_string_is_no_keyword() -> None:
+    x = torch.randn(3, 8)
+    several(lambda: kernels.gelu(x, approximate="tanh"))
+    with pytest.raises(TypeError, match="positional"):
+        kernels.gelu(x, "approximate", "tanh")  # type: ignore[call-arg]
+
+
+@needs_kernels
+def test_an_observed_call_has_the_errors_of_other_calls() -> None:
+    calls = 0
+
+    @repeated_calls.repeated
+    def refusing(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        raise TypeError("observed" if known_calls.lesson is not None else "not observed")
+
+    for _ in range(5):
+        with pytest.raises(TypeError, match="not observed"):
+            refusing(torch.randn(3, 8))
+    assert calls == 6  # one call was observed, and made again
+
+
+@needs_kernels
+def test_checks_of_values_run_at_each_call() -> None:
+    table, logits = torch.randn(5, 4), torch.randn(2, 5, requires_grad=True)
+    good, bad = torch.tensor([0, 4]), torch.tensor([0, 9])
+    several(lambda: kernels.embedding(good, table))
+    with pytest.raises(IndexError, match="out of range"):
+        kernels.embedding(bad, table)
+    for reduction in ("mean", "none"):
+        several(lambda reduction=reduction: kernels.cross_entropy(logits, good, reduction=reduction))
+        with pytest.raises(ValueError, match="target 9 at 1"):
+            kernels.cross_entropy(logits, bad, reduction=reduction)
+
+
 # ---- autograd -----------------------------------------------------------------------------------------------------
 
 
@@ -144,6 +182,20 @@ def test_a_second_derivative(made: Callable[[], int]) -> None:
     made()
     assert torch.autograd.gradgradcheck(lambda x, weight: kernels.layer_norm(x, 8, weight), (x, weight))
     assert torch.autograd.gradcheck(kernels.silu, (x,))
+
+
+@needs_kernels
+def test_gradients_share_no_memory(made: Callable[[], int]) -> None:
+    for _ in range(6):
+        x, y = torch.randn(3, 8, requires_grad=True), torch.randn(3, 8, requires_grad=True)
+        slope = torch.ones(3, 8)
+        kernels.add(x, y).backward(slope)
+        assert x.grad is not None
+        x.grad.add_(1)
+        assert torch.equal(slope, torch.ones(3, 8))
+        assert y.grad is not None
+        assert torch.equal(y.grad, slope)
+    assert made() >= 4, repeated_calls.reasons
 
 
 @needs_kernels
@@ -300,6 +352,55 @@ def test_threads(made: Callable[[], int]) -> None:
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(work, range(4)))
     assert made()
+
+
+@needs_kernels
+def test_a_lesson_is_not_disturbed_by_calls_of_other_threads(
+    made: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight, other = (torch.randn(*shape, requires_grad=True) for shape in ((3, 8), (8,), (5, 8)))
+
+    def in_another_thread(lesson: Lesson) -> list[Any]:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(lambda: kernels.softmax(other).sum().backward()).result()
+            thread.submit(known_calls.depends, "this thread only").result()
+        return memory(lesson)
+
+    memory = Lesson.memory
+    monkeypatch.setattr(Lesson, "memory", in_another_thread)
+    repeated_calls.reasons.clear()
+    several(lambda: kernels.rms_norm(x, 8, weight).sum().backward())
+    assert made() >= 4, repeated_calls.reasons
+
+
+@needs_kernels
+def test_in_python_holds_until_the_last_block_ends(made: Callable[[], int]) -> None:
+    x = torch.randn(3, 8, requires_grad=True)
+    several(lambda: kernels.softmax(x).sum().backward())
+    y = kernels.softmax(x)
+    assert made()
+    opened, close = threading.Event(), threading.Event()
+
+    def block() -> None:
+        with repeated_calls.in_python():
+            opened.set()
+            close.wait(60)
+
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(block)
+        opened.wait(60)
+        with repeated_calls.in_python():
+            close.set()
+            other.result()
+            kernels.softmax(x)
+            y.sum().backward()
+            assert made() == 0
+    kernels.softmax(x)
+    assert made() == 1
+    with repeated_calls.in_python():
+        known_calls.forget()
+    kernels.softmax(x)
+    assert made() == 0
 
 
 def test_signatures_stay() -> None:

@@ -104,8 +104,8 @@ after_known: list[Callable[[], None]] = []
 
 def depends(why: str) -> None:
     """Say that what an operator does depends on more than facts, so that Python has to decide it at each call."""
-    if lesson is not None:
-        lesson.refuse(why)
+    if (here := lesson_here()) is not None:
+        here.refuse(why)
 
 
 def became_known() -> None:
@@ -263,7 +263,13 @@ def _view(source: Tensor, offset: int, dtype: torch.dtype, shape: torch.Size, st
 
 _one_at_a_time = Lock()
 lesson: Any = None
-"""Who observes a call of a public function now (lessons.py)."""
+"""Who observes a call of a public function now (lessons.py), in one of the threads."""
+
+
+def lesson_here() -> Any:
+    """Who observes a call of this thread; None if nobody does."""
+    now = lesson  # another thread may end it
+    return now if now is not None and now.thread == get_ident() else None
 
 
 def _observed(run: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, Any]:

@@ -133,7 +133,10 @@ class Lesson(Observer):
             return
         arguments = {name: self._part(value) for name, value in named.items()}
         results = made if isinstance(made, tuple | list) else (made,)
-        if len(results) != len(schema.returns):
+        only_numbers = not any(
+            isinstance(each, Tensor) for each in results
+        )  # Python decides by them, as by `is_nonzero`
+        if only_numbers or len(results) != len(schema.returns):
             self.refuse(str(func))
             return
         places = []

@@ -241,8 +241,8 @@ def _differentiate(
         tensors, others, together = _places_of(tuple(map(type, kept)))
         ctx.save_for_backward(*tensors(kept))
         ctx.kept = type(kept), together, others(kept)
-        if known_calls.lesson is not None:
-            teach(known_calls.lesson, inputs, output, tensors(kept), *ctx.kept)
+        if (lesson := known_calls.lesson_here()) is not None:
+            teach(lesson, inputs, output, tensors(kept), *ctx.kept)
         if without:
             ctx.mark_non_differentiable(*output[slopes:])
         if not alone:

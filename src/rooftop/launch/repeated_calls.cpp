@@ -104,6 +104,7 @@ struct Python {
 } python;
 
 bool teaching = false;     // Python observes a call, so all calls are made there
+bool in_python = false;    // all calls are made there because the user says so
 uint64_t calls_made = 0;  // without Python, backward included
 
 struct PythonError {};  // a Python exception is set
@@ -209,7 +210,7 @@ uint64_t plain_keys = 0, inference_keys = 0;  // included on threads where nothi
 
 // Add what PyTorch does with calls on this thread. False: something watches or transforms calls.
 bool put_modes(Facts& facts) {
-  if (teaching) return false;
+  if (teaching || in_python) return false;
   const auto keys = c10::impl::tls_local_dispatch_key_set();
   const bool inference = c10::InferenceMode::is_enabled();
   if (keys.included_.raw_repr() != (inference ? inference_keys : plain_keys)) return false;
@@ -301,6 +302,14 @@ Tensor part_of(const Tensor& source, const View& view) {
   Tensor part(source.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), true));
   part.unsafeGetTensorImpl()->set_sizes_and_strides(view.sizes, view.strides, source.storage_offset() + view.offset);
   return part;
+}
+
+// A gradient in the memory of another tensor. A whole tensor stays the same object: autograd then sees that others have
+// it, too, and copies it before it accumulates into it.
+Tensor view_of(const Tensor& source, const View& view) {
+  if (source.sizes() == at::IntArrayRef(view.sizes) && source.strides() == at::IntArrayRef(view.strides) && !view.offset)
+    return source;
+  return source.as_strided(view.sizes, view.strides, source.storage_offset() + view.offset);
 }
 
 struct Made {
@@ -446,6 +455,13 @@ struct Recording {
   Known known;          // plans of backward; a result for each edge
 };
 
+// The last node of a graph may be freed on a thread of autograd without the GIL.
+void delete_recording(Recording* recording) {
+  if (!Py_IsInitialized()) return;
+  const py::gil_scoped_acquire gil;
+  delete recording;
+}
+
 struct Recorded : torch::autograd::Node {
   std::shared_ptr<Recording> how;
   std::vector<SavedVariable> saved;
@@ -510,12 +526,10 @@ struct Recorded : torch::autograd::Node {
     if (plain) {
       auto found = how->known.find(facts);
       Made made;
-      if (found != how->known.end() && run(*found->second, sources, made)) {
+      const std::shared_ptr<Plan> plan = found == how->known.end() ? nullptr : found->second;  // others may drop it
+      if (plan && run(*plan, sources, made)) {
         variable_list results;
-        for (const View& view : found->second->views)
-          results.push_back(view.source < 0 ? Tensor()
-                                            : sources[view.source].as_strided(
-                                                  view.sizes, view.strides, sources[view.source].storage_offset() + view.offset));
+        for (const View& view : plan->views) results.push_back(view.source < 0 ? Tensor() : view_of(sources[view.source], view));
         results.insert(results.end(), made.results.begin(), made.results.end());
         return shaped(results);
       }
@@ -593,6 +607,7 @@ PyObject* known_result(Calls* self, PyObject* const* given, size_t count, PyObje
   bool plain = put_modes(facts);
   const size_t all = count + (names ? PyTuple_GET_SIZE(names) : 0);
   for (size_t i = 0; plain && i < all; ++i) {
+    if (i >= count) put(facts, 'k');  // f("a", 1) is another call than f(a=1)
     if (i >= count) plain = put_argument(facts, tensors, PyTuple_GET_ITEM(names, i - count));
     plain = plain && put_argument(facts, tensors, given[i]);
   }
@@ -793,7 +808,7 @@ std::shared_ptr<Plan> plan_of(const py::dict& given) {
     plan->results.push_back({std::get<0>(each), std::get<1>(each), std::get<2>(each), 0});
   plan->kind = given["kind"].cast<std::string>()[0];
   if (py::object how = given["recording"]; !how.is_none()) {
-    auto made = std::make_shared<Recording>();
+    std::shared_ptr<Recording> made(new Recording(), delete_recording);
     made->name = how["name"].cast<std::string>();
     for (auto each : how["kept"].cast<std::vector<std::tuple<int, bool, std::vector<int64_t>>>>())
       made->kept.push_back({std::get<0>(each), std::get<1>(each), std::get<2>(each)});
@@ -851,6 +866,7 @@ PYBIND11_MODULE(ROOFTOP_MODULE, module) {
   });
   module.def("calls_made", [] { return calls_made; });
   module.def("set_teaching", [](bool now) { teaching = now; });
+  module.def("set_in_python", [](bool now) { in_python = now; });
   module.def("make_calls", &make_calls);
   module.def("keep", [](py::handle calls, const std::string& facts, const PlanHandle& plan) {
     return keep(*calls_of(calls)->known, facts, plan.plan);

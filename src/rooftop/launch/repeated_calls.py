@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
 from threading import Lock
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,11 +39,27 @@ Result = TypeVar("Result")
 
 LESSON_AT, BACKWARD_LESSON_AT = 3, 1
 """The call with the same facts that is observed. By then the operator's own launches are compiled."""
-_functions: list[tuple[Callable[..., Any], list[Any]]] = []  # of `repeated`, and the place of its calls
+_functions: list[_Function] = []
 _seen: dict[str, Counter[bytes]] = {}  # calls with the same facts that Python made, by function
 _native: Any = None  # the compiled part
+_starting = Lock()
+_blocks = 0  # of `in_python` that are open
 reasons: dict[str, str] = {}
 """Why calls of a function are made in Python: the reason for the last one that was observed, by its name."""
+
+
+class _Function(NamedTuple):
+    """A function of `repeated`.
+
+    Attributes:
+        now: a list of one item: who makes its calls, if not Python.
+        compiled: a list of its compiled calls, once they are there.
+    """
+
+    function: Callable[..., Any]
+    now: list[Any]
+    compiled: list[Any]
+
 
 # ---- public functions ------------------------------------------------------------------------------------------------
 
@@ -56,9 +72,10 @@ def repeated(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
     made in Python.
     """
     place: list[Any] = [None]
-    _functions.append((function, place))
-    if _native is not None:
-        place[0] = _calls_of(function)
+    with _starting:
+        _functions.append(_Function(function, place, []))
+        if _native is not None:
+            _compile(_functions[-1])
 
     @wraps(function)
     def call(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
@@ -72,9 +89,9 @@ def repeated(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
 
 def forget() -> None:
     """Drop all plans."""
-    for _, place in _functions:
-        if place[0] is not None:
-            _native.forget(place[0])
+    for each in _functions:
+        for calls in each.compiled:
+            _native.forget(calls)
     for seen in _seen.values():
         seen.clear()
 
@@ -89,8 +106,11 @@ def _calls_of(function: Callable[..., Any]) -> Any:
         if not _is_due(seen, facts, LESSON_AT):
             return function(*arguments, **options)
         given = _tensors_in((*arguments, *options.values()))
-        with _teaching(given) as lesson:
-            result = function(*arguments, **options)
+        try:
+            with _teaching(given) as lesson:
+                result = function(*arguments, **options)
+        except Exception:  # it went through PyTorch's dispatcher, which has other messages
+            return function(*arguments, **options)
         if lesson is None:
             seen[facts] -= 1  # another thread's call was observed: the next one may be
             return result
@@ -122,16 +142,28 @@ def calls_made() -> int:
 
 @contextmanager
 def in_python() -> Iterator[None]:
-    """Within the block, Python makes all calls, of all threads."""
-    places = [place for _, place in _functions]
-    before = [place[0] for place in places]
-    for place in places:
-        place[0] = None
+    """Within the block, Python makes all calls, of all threads, those of backward included."""
+    _enter(1)
     try:
         yield
     finally:
-        for place, calls in zip(places, before, strict=True):
-            place[0] = calls
+        _enter(-1)
+
+
+def _enter(blocks: int) -> None:
+    """Note that so many more blocks of `in_python` are open, in any threads."""
+    global _blocks
+    with _starting:
+        _blocks += blocks
+        if _native is not None:
+            _native.set_in_python(_blocks > 0)
+        for each in _functions:
+            each.now[0] = each.compiled[0] if each.compiled and not _blocks else None
+
+
+def _compile(function: _Function) -> None:
+    function.compiled.append(_calls_of(function.function))
+    function.now[0] = None if _blocks else function.compiled[0]
 
 
 @contextmanager
@@ -561,7 +593,6 @@ def state() -> tuple[bool, str]:
 
 if not triton_launch.INTERPRETED:
     known_calls.after_known.append(ask)
-_starting = Lock()
 
 
 def _start(module: Any) -> None:
@@ -587,5 +618,6 @@ def _start(module: Any) -> None:
             thread.submit(module.note_keys, False).result()
             thread.submit(torch.inference_mode()(partial(module.note_keys, True))).result()
         _native = module
-        for function, place in _functions:
-            place[0] = _calls_of(function)
+        module.set_in_python(_blocks > 0)
+        for each in _functions:
+            _compile(each)
