@@ -441,23 +441,59 @@ def test_without_a_compiler_python_makes_the_calls(tmp_path: Path, monkeypatch: 
         extension.build()
 
 
+def test_a_compiler_that_is_no_program_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROOFTOP_CACHE", str(tmp_path / "cache"))
+    nonsense, source = tmp_path / "nonsense", tmp_path / "part.cpp"
+    nonsense.write_bytes(b"\0\1")
+    nonsense.chmod(0o755)
+    source.write_text("")
+    monkeypatch.setattr(cpp_extensions, "compiler", lambda: str(nonsense))
+    extension = Extension("part", source)
+    with pytest.raises(RuntimeError, match=r"was not compiled: error: .*nonsense"):
+        extension.build()
+    assert not extension.state()[0]
+    assert not list(tmp_path.rglob("*.building"))
+    monkeypatch.setenv("ROOFTOP_CACHE", str(nonsense))  # a file
+    with pytest.raises(RuntimeError, match=r"was not compiled: .*nonsense"):
+        Extension("part", source).build()
+
+
+@needs_compiler
+def test_a_damaged_file_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROOFTOP_CACHE", str(tmp_path))
+    extension = Extension("part", _tiny(tmp_path))
+    for load in (lambda: [extension.build()], lambda: _in_background(extension)):
+        extension.path.parent.mkdir(exist_ok=True)
+        extension.path.unlink(missing_ok=True)  # this process has mapped the one before
+        extension.path.write_bytes(b"\x7fELF")
+        assert [each.__name__ for each in load()] == ["part"]
+
+
 @needs_compiler
 def test_it_is_compiled_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROOFTOP_CACHE", str(tmp_path))
-    source = tmp_path / "part.cpp"
+    extension = Extension("part", _tiny(tmp_path))
+    assert [each.__name__ for each in _in_background(extension)] == ["part"]
+    assert extension.state() == (True, f"compiled, {extension.path}")
+
+
+def _tiny(folder: Path) -> Path:
+    source = folder / "part.cpp"
     source.write_text(
         "#include <Python.h>\n#define NAME(name) PyInit_##name\n#define INIT(name) NAME(name)\n"
         'static PyModuleDef def = {PyModuleDef_HEAD_INIT, "part", nullptr, -1};\n'
         "PyMODINIT_FUNC INIT(ROOFTOP_MODULE)() { return PyModule_Create(&def); }\n"
     )
+    return source
+
+
+def _in_background(extension: Extension) -> list[Any]:
     loaded: list[Any] = []
-    extension = Extension("part", source)
     extension.load_when_built(loaded.append)
     for thread in threading.enumerate():
         if thread.name == "rooftop-part":
             thread.join(120)
-    assert [each.__name__ for each in loaded] == ["part"]
-    assert extension.state() == (True, f"compiled, {extension.path}")
+    return loaded
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the outer process")

@@ -32,13 +32,19 @@ _BUILDER = """
 import json, os, subprocess, sys
 command, partial, path, failed, building = json.loads(sys.argv[1])
 os.nice(10)
-done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-if done.returncode == 0:
-    os.replace(partial, path)
-else:
-    with open(failed, "wb") as file:
-        file.write(done.stdout)
-os.unlink(building)
+try:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+    said = None if done.returncode == 0 else done.stdout
+except OSError as error:  # the compiler is no program
+    said = f"error: {error}".encode()
+try:
+    if said is None:
+        os.replace(partial, path)
+    else:
+        with open(failed, "wb") as file:
+            file.write(said)
+finally:
+    os.unlink(building)
 """
 
 
@@ -91,22 +97,26 @@ class Extension:
         """Compile it unless it is stored; return the module.
 
         Raises:
-            RuntimeError: there is no C++ compiler, or it failed.
+            RuntimeError: there is no C++ compiler, or it failed, or the cache cannot be written.
         """
-        if not self.path.exists():
-            if compiler() is None:
-                raise RuntimeError(f"{self.source.name} needs a C++ compiler: install g++, or set CXX to yours")
+        if (module := self._stored()) is not None:
+            return module
+        if compiler() is None:
+            raise RuntimeError(f"{self.source.name} needs a C++ compiler: install g++, or set CXX to yours")
+        try:
             self.failed.unlink(missing_ok=True)
             self._compile().wait()
-            if not self.path.exists():
-                raise RuntimeError(f"{self.source.name} was not compiled: {self.state()[1]}")
+        except OSError as error:
+            raise RuntimeError(f"{self.source.name} was not compiled: {error}") from error
+        if not self.path.exists():
+            raise RuntimeError(f"{self.source.name} was not compiled: {self.state()[1]}")
         return self._load()
 
     def load_when_built(self, then: Callable[[Any], None]) -> None:
         """Give the module to `then`: at once if it is stored, else from a thread when it is compiled, if that is
         possible."""
-        if self.path.exists():
-            then(self._load())
+        if (module := self._stored()) is not None:
+            then(module)
         elif compiler() is not None and not self.failed.exists():
             name = f"rooftop-{self.name}"
             threading.Thread(target=self._await, args=(then,), name=name, daemon=True).start()
@@ -120,8 +130,21 @@ class Extension:
             end = time.monotonic() + PATIENCE_S
             while not self.path.exists() and not self.failed.exists() and time.monotonic() < end:
                 time.sleep(0.5)
-            if self.path.exists():
-                then(self._load())
+            if (module := self._stored(keep_error=True)) is not None:
+                then(module)
+
+    def _stored(self, keep_error: bool = False) -> Any:
+        """The module, if it is stored. A file that cannot be loaded, as after a full disk, is deleted."""
+        if not self.path.exists():
+            return None
+        try:
+            return self._load()
+        except ImportError as error:
+            with suppress(OSError):
+                self.path.unlink()
+                if keep_error:  # it was compiled just now: another time would not help
+                    self.failed.write_text(f"error: {error}")
+            return None
 
     def _compile(self) -> subprocess.Popen[bytes]:
         self.path.parent.mkdir(parents=True, exist_ok=True)
