@@ -279,6 +279,23 @@ def test_dropped_plans_are_freed() -> None:
     assert not [each for each in found if each() is not None]
 
 
+def test_plans_are_freed_by_the_last_graph_that_has_them() -> None:
+    """Autograd frees graphs without the GIL."""
+    x = torch.randn(3, 8, requires_grad=True)
+    for call in (kernels.softmax, kernels.silu):
+        several(lambda call=call: call(x).sum().backward())
+        losses = [call(x).sum()]
+
+        def last(_: Tensor, losses: list[Tensor] = losses) -> None:
+            known_calls.forget()
+            losses.clear()
+
+        handle = x.register_hook(last)
+        losses[0].backward()
+        handle.remove()
+        assert not losses
+
+
 # ---- who must see calls -------------------------------------------------------------------------------------------
 
 
