@@ -301,7 +301,7 @@ def test_a_process_is_alive_stopped_or_gone() -> None:
         time.sleep(600)
         os._exit(0)
     process = eval(os.read(read, 4096).decode())
-    assert process == Process(Process.here().machine, child, process.began)
+    assert process == Process(Process.here().machine, child, process.began, os.getpid())
     assert process.state() == ALIVE
     os.kill(child, signal.SIGSTOP)
     os.waitpid(child, os.WUNTRACED)
