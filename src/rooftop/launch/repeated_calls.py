@@ -84,6 +84,7 @@ def repeated(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
         calls = place[0]
         return (function if calls is None else calls)(*arguments, **options)  # type: ignore[no-any-return]
 
+    function.outermost = call  # type: ignore[attr-defined]  # for the programs of torch.fx
     return call
 
 

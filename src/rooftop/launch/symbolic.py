@@ -30,7 +30,8 @@ def recorded_whole(function: Callable[Arguments, Result]) -> Callable[Arguments,
         proxy = _given(arguments, options)
         if proxy is None:
             return function(*arguments, **options)
-        return cast(Result, proxy.tracer.create_proxy("call_function", call, arguments, options))
+        target = getattr(call, "outermost", call)  # the function that has this name in its module
+        return cast(Result, proxy.tracer.create_proxy("call_function", target, arguments, options))
 
     return call
 
