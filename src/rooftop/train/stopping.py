@@ -10,6 +10,7 @@ process. SIGKILL ends a process immediately; even then the last checkpoint is co
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -45,7 +46,11 @@ def stop_on_sigterm() -> Iterator[Stop]:
 
 @contextmanager
 def stop_on_signals() -> Iterator[Stop]:
-    """Like `stop_on_sigterm`, but also on Ctrl-C. A second Ctrl-C interrupts immediately."""
+    """Like `stop_on_sigterm`, but also on Ctrl-C. A second Ctrl-C interrupts immediately.
+
+    A rank also gets SIGINT when its launcher dies, because torchrun asks the kernel for that. This too interrupts
+    immediately: the rank has failed, and the other ranks report it.
+    """
     with _stopping_on({signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}) as stop:
         yield stop
 
@@ -57,8 +62,10 @@ def _stopping_on(names: dict[signal.Signals, str]) -> Iterator[Stop]:
         yield stop
         return
 
+    launcher = os.getppid()
+
     def request(number: int, frame: object) -> None:
-        if number == signal.SIGINT and stop.by == "Ctrl-C":
+        if number == signal.SIGINT and (stop.by == "Ctrl-C" or os.getppid() != launcher):
             raise KeyboardInterrupt
         stop.requested, stop.by = True, stop.by or names[signal.Signals(number)]
 

@@ -1,0 +1,22 @@
+"""Requests to save and stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from rooftop.train.stopping import stop_on_signals
+
+
+def test_the_end_of_the_launcher_is_no_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun has its ranks interrupted when it dies: such a rank must fail, so that the others name it."""
+    with stop_on_signals() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.requested
+    with stop_on_signals() as stop:
+        monkeypatch.setattr(os, "getppid", lambda: 1 << 30)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert not stop.requested
