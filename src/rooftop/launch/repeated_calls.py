@@ -248,7 +248,7 @@ def _made(
 
 
 class _Places:
-    """Where the results of a call are.
+    """The memory of each result of a call.
 
     Attributes:
         memory: what is allocated, with the shapes of the results of the call.

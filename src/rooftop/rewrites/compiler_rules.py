@@ -134,7 +134,7 @@ class InOneForm:
 
 
 def _is_in_form(value: Any) -> bool:
-    """Whether an argument is passed on as it is; structures are searched for tensors."""
+    """Whether an argument needs no change. Tensors are also searched in structures."""
     if type(value) is Tensor:
         return value.layout == torch.strided and value.is_contiguous() and not value.is_inference()
     return type(value) in CONSTANTS

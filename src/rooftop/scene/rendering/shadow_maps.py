@@ -176,7 +176,7 @@ class _Staged:
         }
 
     def fits(self, arrays: Mapping[str, NDArray[Any]]) -> bool:
-        """Whether arrays have the shapes of those that it was made for."""
+        """Whether arrays have the shapes for which this object was made."""
         return all(array.shape == self._rows[name].shape for name, array in arrays.items())
 
     def send(self, arrays: Mapping[str, NDArray[Any]]) -> None:
