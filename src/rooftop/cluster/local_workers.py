@@ -365,8 +365,9 @@ class _Starting:
 def _decoders(job: Job, decode: Callable[[Item], Any], division: Division) -> Decoders | None:
     if not division.decoders:
         return None
-    from rooftop.cluster.decoders import Decoders
+    from rooftop.cluster.decoders import Decoders, keep_memory
 
+    keep_memory()  # this process copies each decoded tensor: 0.45 instead of 0.3 ms for 2.5 MB if pages are given back
     in_runs, alone = job.decoding.kind == "clip", job.timeout_s is not None
     return Decoders(division.decoders, decode, 2 * job.batch, in_runs, alone)
 

@@ -20,6 +20,7 @@ from rooftop.errors import InputError
 
 FIXED = ("input", "place", "error")
 MOST_CHARACTERS = 500  # longest error
+ATOMS = frozenset({bool, int, float, str, bytes, type(None)})  # types of values that hold no arrays or tensors
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ def row_of(result: Any) -> Row:
 
 def _plain(value: Any) -> Any:
     """Convert tensors to arrays, which have a dtype, also inside lists and dicts."""
+    if type(value) in ATOMS:
+        return value
     torch = sys.modules.get("torch")  # if torch is not loaded, no value is a tensor
     if torch is not None and isinstance(value, torch.Tensor):
         value = value.detach().cpu()
@@ -56,8 +59,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return list(value) if _holds_atoms(value) else [_plain(each) for each in value]
     return value
+
+
+def _holds_atoms(values: Sequence[Any]) -> bool:
+    """Whether no element needs a conversion: a detector's row has some hundred numbers, 1 us each if looked at alone."""
+    return ATOMS.issuperset(map(type, values))
 
 
 # ---- columns ---------------------------------------------------------------------------------------------------------
@@ -96,7 +104,7 @@ def _nested(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.item() if value.ndim == 0 else value if value.ndim == 1 else [_nested(each) for each in value]
     if isinstance(value, list):
-        return [_nested(each) for each in value]
+        return value if _holds_atoms(value) else [_nested(each) for each in value]
     if isinstance(value, dict):
         return {name: _nested(each) for name, each in value.items()}
     return value
