@@ -1,4 +1,7 @@
-"""The job in a Dask worker. The job is loaded once, at the first chunk, and does one chunk after another."""
+"""The job in a Dask worker. The job is loaded once, at the first chunk, and does one chunk after another.
+
+On a GPU, photographs, clips and clouds are left to a process beside the Dask worker: see `dask_processes`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 
 from distributed.diagnostics.plugin import WorkerPlugin
 
+from rooftop.cluster.dask_processes import Done, ProcessBeside, division_beside
 from rooftop.cluster.dask_tasks import CARRIERS
 from rooftop.cluster.working import Ahead, Chunk, Job, Outcome, Workshop
 
@@ -32,36 +36,52 @@ class Carrier(WorkerPlugin):
         """Dask calls this in each worker, including workers that join later."""
         self._lock = threading.Lock()
         self._shop: Workshop | None = None
+        self._beside: ProcessBeside | None = None
         self._address, self._threads = worker.address, worker.state.nthreads
         CARRIERS[self.token] = self
 
     def teardown(self, worker: Any) -> None:
         """Dask calls this when the run or the worker ends."""
+        if self._beside is not None:
+            self._beside.close()
         if self._shop is not None:
             self._shop.pool.shutdown(wait=False, cancel_futures=True)
         CARRIERS.pop(self.token, None)
 
-    def do(self, chunk: Chunk) -> Outcome | tuple[int, int]:
-        """Return the outcome, or (first, count) of the items that took too long; their thread is abandoned."""
+    def do(self, chunk: Chunk) -> Done:
+        """Return the outcome; (first, count) of the items that took too long, whose thread or process is abandoned; or
+        why the process beside this worker ended."""
         with self._lock:
-            shop = self._shop = self._shop or self._loaded()
-            given = [chunk.items]
-            ahead = shop.ahead(lambda: given.pop() if given else None)
-            if shop.job.timeout_s is None:
-                return shop.do(chunk, ahead, lambda chunk, first, count: nullcontext())
-            late = _Watched(shop, chunk, ahead).run(shop.job.timeout_s)
-            if not isinstance(late, Outcome):
-                self._shop = None  # create the target again, because its state is unknown
-            return late
+            if self._beside is None and self._shop is None:
+                self._begin()
+            if self._beside is None:
+                return self._done_here(chunk)
+        return self._beside.do(chunk)
 
-    def _loaded(self) -> Workshop:
+    def _begin(self) -> None:
         import cloudpickle
 
         job: Job = cloudpickle.loads(self.job)
         device = self.device
         if device == "auto":
             device = _usual_device() if job.target.prepare is not None else "cpu"
-        return Workshop(replace(job, threads=max(1, self._threads)), device, self._address)
+        division = division_beside(job, device, self._threads)
+        if division is not None:
+            self._beside = ProcessBeside(job, division)
+        else:
+            self._shop = Workshop(replace(job, threads=max(1, self._threads)), device, self._address)
+
+    def _done_here(self, chunk: Chunk) -> Outcome | tuple[int, int]:
+        shop = self._shop
+        assert shop is not None
+        given = [chunk.items]
+        ahead = shop.ahead(lambda: given.pop() if given else None)
+        if shop.job.timeout_s is None:
+            return shop.do(chunk, ahead, lambda chunk, first, count: nullcontext())
+        late = _Watched(shop, chunk, ahead).run(shop.job.timeout_s)
+        if not isinstance(late, Outcome):
+            self._shop = None  # create the target again, because its state is unknown
+        return late
 
 
 def _usual_device() -> str:

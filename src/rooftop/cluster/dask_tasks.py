@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rooftop.cluster.working import Chunk, Outcome
+from rooftop.cluster.working import Chunk
 from rooftop.errors import ModelRunError
+
+if TYPE_CHECKING:
+    from rooftop.cluster.dask_processes import Done
 
 CARRIERS: dict[str, Any] = {}
 """The jobs of this process, by token."""
 
 
-def do_chunk(token: str, chunk: Chunk) -> Outcome | tuple[int, int]:
-    """Do a chunk; return the outcome, or (first, count) of the items that took too long."""
+def do_chunk(token: str, chunk: Chunk) -> Done:
+    """Do a chunk; see `Carrier.do`."""
     carrier = CARRIERS.get(token)
     if carrier is None:
         raise ModelRunError("this worker did not receive the job: does it have another version of rooftop?")
-    return carrier.do(chunk)
+    done: Done = carrier.do(chunk)
+    return done

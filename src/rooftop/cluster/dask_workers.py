@@ -173,7 +173,9 @@ class DaskWorkers:
             if type(error).__name__ == "FutureCancelledError" or "ancelled" in type(error).__name__:
                 return None
             raise
-        return Finished(chunk, found) if isinstance(found, Outcome) else Hung(chunk, *found)
+        if isinstance(found, Outcome):
+            return Finished(chunk, found)
+        return Lost(chunk, found) if isinstance(found, str) else Hung(chunk, *found)
 
     def _after_reconnecting(self) -> list[Event]:
         """Report all chunks as lost; none of them is the cause."""

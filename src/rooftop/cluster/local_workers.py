@@ -231,9 +231,10 @@ class _Worker:
         self.connection, other = context.Pipe()
         packed = bytes(ForkingPickler.dumps(job))
         self.process = context.Process(
-            target=_work, args=(other, self.status, division, number, time.monotonic()), name=f"rooftop-map-{number}"
-        )
-        with _started_from_nothing(), _environment(division, number):
+            target=_work, args=(other, self.status, division, number, time.monotonic()), name=f"rooftop-map-{number}",
+            daemon=False,
+        )  # fmt: skip
+        with _started_from_nothing(), _of_any_parent(), _environment(division, number):
             self.process.start()
         other.close()
         self._outbox: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
@@ -281,6 +282,21 @@ def _started_from_nothing() -> Iterator[None]:
         sys.modules["__main__"] = main
         if in_main_thread:
             signal.signal(signal.SIGINT, handler)
+
+
+@contextmanager
+def _of_any_parent() -> Iterator[None]:
+    """A daemonic process, as a Dask worker is, can start processes in this block.
+
+    multiprocessing refuses that, since they would outlive it. Those of this file end when their pipe does.
+    """
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    daemon = config.pop("daemon", None)
+    try:
+        yield
+    finally:
+        if daemon is not None:
+            config["daemon"] = daemon
 
 
 @contextmanager

@@ -273,7 +273,6 @@ class _Run:
         self._again: deque[Chunk] = deque()
         self._unsettled: list[Any] = []  # finished chunks that wait until each column has a type
         self._learned = 0
-        self._decoded_by = ("thread", "threads")
         self._decodes = False
         self._final = is_settled(parts.columns)
         self._columns = parts.columns
@@ -288,7 +287,6 @@ class _Run:
         """Do all items. Finished results are in the parts even if this raises."""
         flying = 0
         batch, self._timeout_s = job.batch, job.timeout_s or 0.0
-        self._decoded_by = ("process", "processes") if job.processes else ("thread", "threads")
         self._decodes = job.decoding.kind in DECODED
         exhausted = False
         self._size = batch if self._final else 1
@@ -341,7 +339,8 @@ class _Run:
             self.first_done_at, self.first_done = self.last_at, len(chunk.items)
             self.start["first results"] = self.first_done_at - self.first_at
         if self._decodes:
-            self.decoding = f"{outcome.threads} {self._decoded_by[outcome.threads > 1]}"
+            one, several = ("process", "processes") if outcome.processes else ("thread", "threads")
+            self.decoding = f"{outcome.threads} {several if outcome.threads > 1 else one}"
         self.decoded += outcome.decoded
         self.called += outcome.called
         self.decode_s += outcome.decode_s

@@ -64,7 +64,7 @@ def _plain(value: Any) -> Any:
 
 
 def _holds_atoms(values: Sequence[Any]) -> bool:
-    """Whether no element needs a conversion: a detector's row has some hundred numbers, 1 us each if looked at alone."""
+    """Whether no element needs a conversion: a detector's row has hundreds of numbers, 1 us for each if asked alone."""
     return ATOMS.issuperset(map(type, values))
 
 

@@ -81,7 +81,7 @@ class Outcome:
         batch: a pyarrow.RecordBatch.
         decoded, called: number of items decoded, and passed to the target.
         decode_s, call_s: seconds of the decoding threads, and of the target: those of its GPU for a `PipelinedCall`.
-        worker: name of the worker; `threads`: its decoding threads or processes.
+        worker: name of the worker; `threads`: its decoding threads, or processes if `processes`.
     """
 
     batch: Any
@@ -93,6 +93,7 @@ class Outcome:
     call_s: float
     worker: str = ""
     threads: int = 1
+    processes: bool = False
 
 
 @dataclass(frozen=True)
@@ -296,7 +297,7 @@ class Workshop:
         if progress.complete:
             yield Outcome(
                 progress.table(), progress.errors, progress.columns, progress.done, progress.called,
-                progress.decode_s, progress.call_s, self.worker, self.job.threads,
+                progress.decode_s, progress.call_s, self.worker, self.job.threads, self.job.processes,
             )  # fmt: skip
 
     def _called(self, progress: _Progress, values: list[Any], call: Callable[[], Sequence[Any]]) -> list[Row | Failure]:

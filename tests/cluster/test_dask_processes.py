@@ -1,0 +1,170 @@
+"""The process beside a Dask worker does the chunks of several threads, and reports what ends or delays it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+from PIL import Image
+
+from rooftop.cluster import map_items
+from rooftop.cluster.dask_processes import ProcessBeside, division_beside
+from rooftop.cluster.items import Decoding, Item
+from rooftop.cluster.local_workers import Division
+from rooftop.cluster.targets import callable_target
+from rooftop.cluster.working import Chunk, Job, Outcome
+from rooftop.errors import ModelRunError
+
+pytest.importorskip("pyarrow")
+
+TARGETS = """
+import os
+import signal
+import time
+
+
+def level(image):
+    value = int(image[0, 0, 0])
+    if value == 200:
+        time.sleep(600)
+    if value == 250:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {"level": value, "pid": os.getpid()}
+
+
+class Broken:
+    def __init__(self):
+        raise OSError("no weights here")
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    (tmp_path / "my.py").write_text(TARGETS)
+    return Job(callable_target(f"{tmp_path / 'my.py'}:level"), Decoding("image"), 1)
+
+
+@pytest.fixture
+def beside(job: Job) -> Iterator[ProcessBeside]:
+    found = ProcessBeside(job, Division(1, 1, 1, "cpu", decoders=2))
+    yield found
+    found.close()
+
+
+def chunk(folder: Path, number: int, levels: range) -> Chunk:
+    items = []
+    for level in levels:
+        path = folder / f"{level}.png"
+        Image.new("RGB", (3, 2), (level, 0, 0)).save(path)
+        items.append(Item(path.name, None, str(path)))
+    return Chunk(number, items, learn=True)
+
+
+def test_chunks_of_several_threads_are_done_once_each_in_one_process(beside: ProcessBeside, tmp_path: Path) -> None:
+    chunks = [chunk(tmp_path, number, range(5 * number, 5 * number + 5)) for number in range(12)]
+    with ThreadPoolExecutor(4) as threads:
+        outcomes = list(threads.map(beside.do, chunks))
+    pids = set()
+    for number, outcome in enumerate(outcomes):
+        assert isinstance(outcome, Outcome)
+        assert outcome.batch.column("level").to_pylist() == list(range(5 * number, 5 * number + 5))
+        pids |= set(outcome.batch.column("pid").to_pylist())
+        assert (outcome.errors, outcome.threads) == (0, 2)
+    assert len(pids) == 1
+    assert os.getpid() not in pids
+
+
+def test_after_an_item_that_ends_the_process_another_one_goes_on(beside: ProcessBeside, tmp_path: Path) -> None:
+    chunks = [chunk(tmp_path, 0, range(3)), chunk(tmp_path, 1, range(249, 252)), chunk(tmp_path, 2, range(3, 6))]
+    why = "the worker process ended by signal SIGKILL"
+    with ThreadPoolExecutor(3) as threads:
+        first, ended, last = threads.map(beside.do, chunks)
+    assert ended == why
+    for found, number, levels in ((first, 0, [0, 1, 2]), (last, 2, [3, 4, 5])):
+        outcome = beside.do(chunks[number]) if found == why else found  # a result may be lost on its way
+        assert isinstance(outcome, Outcome)
+        assert outcome.batch.column("level").to_pylist() == levels
+
+
+def test_an_item_that_takes_too_long_is_named_by_its_place(job: Job, tmp_path: Path) -> None:
+    limited = Job(job.target, job.decoding, 1, timeout_s=1.0)
+    beside = ProcessBeside(limited, Division(1, 1, 1, "cpu", decoders=2))
+    try:
+        assert beside.do(chunk(tmp_path, 0, range(198, 202))) == (2, 1)
+        assert isinstance(beside.do(chunk(tmp_path, 1, range(3))), Outcome)
+    finally:
+        beside.close()
+
+
+def test_a_target_that_cannot_be_made_is_an_error_of_each_chunk(tmp_path: Path) -> None:
+    (tmp_path / "my.py").write_text(TARGETS)
+    job = Job(callable_target(f"{tmp_path / 'my.py'}:Broken"), Decoding("image"), 1)
+    beside = ProcessBeside(job, Division(1, 1, 1, "cpu"))
+    for number in range(2):
+        with pytest.raises(ModelRunError, match=r"creating .*my\.py:Broken raised OSError: no weights here"):
+            beside.do(chunk(tmp_path, number, range(1)))
+    beside.close()
+
+
+def test_who_waits_at_the_end_of_the_run_gets_an_error(
+    beside: ProcessBeside, tmp_path: Path, children: Callable[..., list[psutil.Process]]
+) -> None:
+    errors: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            beside.do(chunk(tmp_path, 0, range(200, 201)))
+        except ModelRunError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not (found := children("spawn_main")):
+        time.sleep(0.01)
+    beside.close()
+    thread.join()
+    assert [str(error) for error in errors] == ["the run has ended"]
+    _, alive = psutil.wait_procs(found, timeout=60)
+    assert not alive
+
+
+def _as_a_dask_worker(job: Job, given: Chunk) -> None:
+    beside = ProcessBeside(job, Division(1, 1, 1, "cpu", decoders=2))
+    assert isinstance(beside.do(given), Outcome)  # not closed: leaving Python ends it
+
+
+def test_a_daemonic_process_can_have_one_and_ends_with_it(job: Job, tmp_path: Path) -> None:
+    given = chunk(tmp_path, 0, range(5))
+    process = multiprocessing.get_context("spawn").Process(target=_as_a_dask_worker, args=(job, given), daemon=True)
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+
+
+def test_a_run_by_a_scheduler_uses_it(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    distributed = pytest.importorskip("distributed")
+    pq = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr("rooftop.cluster.dask_plugin.division_beside", lambda *_: Division(1, 1, 1, "cpu", decoders=2))
+    (tmp_path / "images").mkdir()
+    chunk(tmp_path / "images", 0, range(40))
+    (tmp_path / "images" / "damaged.png").write_bytes(b"no picture")
+    out = tmp_path / "out.parquet"
+    with distributed.LocalCluster(1, threads_per_worker=2, processes=False, dashboard_address=None) as cluster:
+        report = map_items(job.target, [tmp_path / "images"], out, kind="image", scheduler=cluster.scheduler_address)
+    rows = pq.read_table(out).to_pylist()
+    assert (report.items, report.errors, report.decoding) == (41, 1, "2 processes")
+    assert sorted(row["level"] for row in rows if row["error"] is None) == list(range(40))
+    assert os.getpid() not in {row["pid"] for row in rows}
+
+
+def test_it_is_used_where_it_pays(job: Job) -> None:
+    assert division_beside(job, "cpu", 16) is None
+    assert division_beside(job, "cuda", 1) is None
+    assert division_beside(Job(job.target, Decoding("text"), 1), "cuda", 16) is None
