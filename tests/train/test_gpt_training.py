@@ -436,14 +436,22 @@ def test_a_graph_needs_a_gpu() -> None:
     GRAPHED.check(Layout(), 1, "cuda:0")
 
 
-@pytest.mark.parametrize("change", [{"cuda_graph": True}, {"halves": True}])
-def test_data_ranks_that_share_the_model_have_neither_graph_nor_halves(change: dict[str, Any]) -> None:
+def test_on_gpus_halves_need_a_graph() -> None:
+    halves = replace(GRAPHED, cuda_graph=False, halves=True, micro_batch=2, global_batch=2)
+    halves.check(Layout(tp=2), 2, "cpu")
+    with pytest.raises(ValueError, match=r"halves \(--tp-comm-overlap\) double the launches.* also set cuda_graph"):
+        halves.check(Layout(tp=2), 2, "cuda")
+    replace(halves, cuda_graph=True).check(Layout(tp=2), 2, "cuda")
+
+
+@pytest.mark.parametrize(("change", "device"), [({"cuda_graph": True}, "cuda"), ({"halves": True}, "cpu")])
+def test_data_ranks_that_share_the_model_have_neither_graph_nor_halves(change: dict[str, Any], device: str) -> None:
     training, layout = replace(TRAINING, config=replace(CONFIG, vocabulary=12), **change), Layout(dp=2, tp=2)
-    training.check(layout, 4, "cuda")
+    training.check(layout, 4, device)
     with pytest.raises(
         ValueError, match=r"fully_shard .* cannot be combined with (halves|a CUDA graph) .*: leave out one"
     ):
-        training.check(layout, 4, "cuda", fully_shard=True)
+        training.check(layout, 4, device, fully_shard=True)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ class GptTraining:
         recompute: what backward recomputes instead of keeping it (`rooftop.parallel.recomputing`). False: nothing; True
             or "full": whole blocks; "selective": large tensors that are cheap to compute.
         halves: compute the two halves of a micro-batch alternately, so that tensor parallel ranks communicate for one
-            half while they compute the other. This doubles the launches: set `cuda_graph` too, or the host is too slow.
+            half while they compute the other. This doubles the launches, so on GPUs it needs `cuda_graph`.
         sum_once: with a sharded model, sum gradients once a step instead of after each micro-batch. Each rank then
             holds the gradients of all parameters it computes with, 4 bytes each.
         pipeline_schedule: order in which pipeline ranks compute micro-batches, a name of
@@ -279,6 +279,11 @@ class GptTraining:
             raise ValueError(
                 f"halves (--tp-comm-overlap) hide the communication of tensor parallel ranks, but the layout {layout} "
                 "has none: leave halves out, or split the layers with tp"
+            )
+        if self.halves and not (self.cuda_graph or fully_shard) and torch.device(device).type == "cuda":
+            raise ValueError(
+                "halves (--tp-comm-overlap) double the launches, so a step that the host launches takes twice as long "
+                "as without them: also set cuda_graph (--enable-cuda-graph), or leave halves out"
             )
         if self.sum_once and not fully_shard:
             raise ValueError(
