@@ -32,6 +32,12 @@ class PageNeeds:
         """The pages that a page needs directly."""
         return self.pages[self.starts[page] : self.starts[page + 1]]
 
+    def of_all(self, pages: Ints) -> tuple[Ints, Ints]:
+        """The pages that each of these needs directly, one list after another, and the length of each list."""
+        counts = self.starts[pages + 1] - self.starts[pages]
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        return self.pages[np.repeat(self.starts[pages], counts) + within], counts
+
     @classmethod
     def between(cls, pages: int, fine: Ints, coarse: Ints) -> PageNeeds:
         """Build the table from pairs of pages: `fine[k]` needs `coarse[k]`. Pairs may repeat; a page that needs itself

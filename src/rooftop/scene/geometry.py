@@ -81,6 +81,7 @@ class Geometry:
         nodes: (N, NODE_CHILDREN, CHILD_WORDS) int32, the tree; nodes_offset: its start, in bytes.
         pages: number of pages.
         page_offsets, page_lengths: (pages,) int64, in bytes; page_reach: number of clusters of each by the tree.
+        checksums: (pages,) uint32, CRC-32 of each page.
         version: version of the file's format.
         size_bytes: size of the file; image_bytes: the part for textures.
         identity: device, inode, size and time of the last change of the file when it was opened.
@@ -96,7 +97,7 @@ class Geometry:
         table = np.frombuffer(data, layouts.PAGE_ENTRY, sections["pagetab"][1] // 16, sections["pagetab"][0])
         self.page_offsets = table["offset"].astype(np.int64)
         self.page_lengths = table["length"].astype(np.int64)
-        self._checksums = table["crc"].copy()
+        self.checksums = table["crc"].copy()
         self.pages = len(table)
         self._check_table(*sections["pages"], sections["pagetab"][0])
         start, length = sections["nodes"]
@@ -139,7 +140,7 @@ class Geometry:
     @property
     def _content(self) -> int:
         """Files with the same pages have the same value."""
-        return zlib.crc32(self._checksums.tobytes())
+        return zlib.crc32(self.checksums.tobytes())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Geometry:
         """Return this object itself, since it never changes."""
@@ -179,7 +180,7 @@ class Geometry:
         Raises:
             GeometryFileError: it is wrong.
         """
-        if zlib.crc32(words.data) != self._checksums[page]:
+        if zlib.crc32(words.data) != self.checksums[page]:
             at = int(self.page_offsets[page])
             raise GeometryFileError(self.path, f"the checksum of page {page} does not match", at)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,28 @@ import trimesh
 from numpy.typing import NDArray
 
 from rooftop import scene
+from rooftop.launch import cpp_extensions
 from rooftop.scene import Geometry, layouts
 from rooftop.scene.building import grouping
+from rooftop.scene.streaming import page_reader
+
+
+@pytest.fixture(scope="session")
+def compiled_reader() -> Any:
+    """The module of `page_reader.cpp`; None without a compiler."""
+    return None if cpp_extensions.compiler() is None else page_reader.extension.build()
+
+
+@pytest.fixture(autouse=True)
+def reader(request: pytest.FixtureRequest, compiled_reader: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Who reads pages: "compiled", or "in Python" if a test says so, or if there is no compiler."""
+    chosen = getattr(request, "param", "compiled")
+    if chosen == "compiled" and compiled_reader is None:
+        if hasattr(request, "param"):
+            pytest.skip("no C++ compiler")
+        chosen = "in Python"
+    monkeypatch.setattr(page_reader, "compiled", lambda: compiled_reader if chosen == "compiled" else None)
+    return chosen
 
 
 @pytest.fixture(scope="session")

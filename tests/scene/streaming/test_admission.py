@@ -37,10 +37,12 @@ def refused(words: np.ndarray, reach: int, attributes: int, groups: int, device:
     wrong, refusal = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2))
     arriving, placed = row.to(device), torch.from_numpy(np.append(words, 0).astype(np.int32)).to(device)
     launch_warp(admission.check_pages, (admission.LANES,), placed, arriving, wrong)
+    is_wrong = bool(wrong.item())
     launch_warp(admission.admit_pages, (1,), arriving, wrong, page_at, refusal)
-    assert page_at.tolist() == ([-1] * 5 if wrong.item() else [-1, -1, -1, 0, -1])
-    assert refusal.item() == (4 if wrong.item() else 0)
-    return bool(wrong.item())
+    assert page_at.tolist() == ([-1] * 5 if is_wrong else [-1, -1, -1, 0, -1])
+    assert refusal.item() == (4 if is_wrong else 0)
+    assert wrong.item() == 0
+    return is_wrong
 
 
 def first_head(page: np.ndarray, attributes: int) -> tuple[int, int]:

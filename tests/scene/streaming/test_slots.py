@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rooftop.scene.dependencies import PageNeeds
 from rooftop.scene.streaming.page_graph import PageGraph
-from rooftop.scene.streaming.plans import Use, best_that_fit, plan_all, plan_some
+from rooftop.scene.streaming.plans import Plan, Planner, Use, best_that_fit, plan_all, plan_in_python
 from rooftop.scene.streaming.slots import ABSENT, ARRIVED, LOADING, RESIDENT, Slots
 
 
@@ -34,6 +34,12 @@ def graphs(draw: st.DrawFn) -> PageGraph:
     return graph_of(needs, [0])
 
 
+def taken(slots: Slots, *pages: int) -> np.ndarray:
+    """These pages, which are being loaded from now on."""
+    slots.take(np.array(pages))
+    return np.array(pages)
+
+
 def check(slots: Slots) -> None:
     """Check the two laws, and that the records agree with each other."""
     held = slots.state != ABSENT
@@ -50,13 +56,12 @@ def check(slots: Slots) -> None:
     assert (dependents == slots.dependents).all()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(graph=graphs(), data=st.data())
 def test_any_order_of_arrivals_failures_and_wishes(graph: PageGraph, data: st.DataObject) -> None:
     """No page is resident without the pages it needs, no slot is lost, and root pages stay."""
     slots = Slots(graph, data.draw(st.integers(1, graph.count)))
-    slots.take(0)
-    slots.arrive(0)
+    slots.arrive(taken(slots, 0))
     slots.publish()
     ages = np.zeros(graph.count, np.int32)
     for _ in range(data.draw(st.integers(1, 12))):
@@ -68,23 +73,24 @@ def test_any_order_of_arrivals_failures_and_wishes(graph: PageGraph, data: st.Da
         before = slots.state.copy()
         use = Use(pixels, ages)
         most = data.draw(st.integers(0, 8))
-        plan = plan_some(slots, missing.tolist(), pixels[missing].tolist(), most, lambda use=use: use, True)
-        assert len(plan.loads) <= most
-        assert all(before[page] != LOADING for page, _ in plan.loads)
+        plan = plan_in_python(slots, missing, pixels[missing], most, lambda use=use: use, True)
+        assert len(plan.pages) <= most
+        assert (before[plan.pages] != LOADING).all()
+        assert (slots.slot_of[plan.pages] == plan.slots).all()
         check(slots)
         loading = np.flatnonzero(slots.state == LOADING).tolist()
         for page in data.draw(st.permutations(loading)):
             fate = data.draw(st.sampled_from(["comes", "fails", "later"]))
             if fate == "comes":
-                slots.arrive(page)
+                slots.arrive(np.array([page]))
             elif fate == "fails":
-                slots.lose(page)
+                slots.lose(np.array([page]))
             slots.publish()
             check(slots)
         assert slots.state[0] == RESIDENT
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(graph=graphs(), data=st.data())
 def test_a_target_that_fits_is_loaded_whatever_was_there(graph: PageGraph, data: st.DataObject) -> None:
     slots = Slots(graph, data.draw(st.integers(1, graph.count)))
@@ -98,8 +104,7 @@ def test_a_target_that_fits_is_loaded_whatever_was_there(graph: PageGraph, data:
         if len(left_out):  # the pages that fit have at least the priority of the others
             chosen = [page for page in np.flatnonzero(target).tolist() if page and not needed_in(graph, page, target)]
             assert all(wanted[page] >= left_out.max() for page in chosen)
-        for page, _ in plan_all(slots, target, Use(wanted, np.zeros(graph.count, np.int32))).loads:
-            slots.arrive(page)
+        slots.arrive(plan_all(slots, target, Use(wanted, np.zeros(graph.count, np.int32))).pages)
         slots.publish()
         check(slots)
         assert (slots.state[target] == RESIDENT).all()
@@ -111,39 +116,33 @@ def needed_in(graph: PageGraph, page: int, pages: np.ndarray) -> bool:
 
 def test_a_page_that_has_arrived_waits_for_what_it_needs() -> None:
     slots = Slots(graph_of([[], [0], [1]], [0]), 3)
-    for page in range(3):
-        slots.take(page)
+    taken(slots, 0, 1, 2)
     for page, published in ((2, []), (0, [0]), (1, [1, 2])):
-        slots.arrive(page)
-        assert slots.publish() == published
+        slots.arrive(np.array([page]))
+        assert slots.publish().tolist() == published
 
 
 def test_what_is_wanted_now_goes_only_for_what_is_wanted_much_more() -> None:
     slots = Slots(graph_of([[], [0], [0]], [0]), 2)
-    for page in (0, 1):
-        slots.take(page)
-        slots.arrive(page)
+    slots.arrive(taken(slots, 0, 1))
     slots.publish()
     for wanted, goes in ((2.4, False), (2.6, True)):
         use = Use(np.array([9, 2, wanted], np.float32), np.zeros(3, np.int32))
         for urgent in (False, True):
-            plan = plan_some(slots, [2], [wanted], 4, lambda use=use: use, urgent)
-            assert plan.given_up == ([1] if goes and urgent else [])
+            plan = plan_in_python(slots, np.array([2]), use.pixels[2:], 4, lambda use=use: use, urgent)
+            assert plan.given_up.tolist() == ([1] if goes and urgent else [])
 
 
 def test_a_page_is_lost_and_read_again_for_the_page_that_needs_it() -> None:
     slots = Slots(graph_of([[], [0], [1]], [0]), 3)
-    for page in range(3):
-        slots.take(page)
-    slots.arrive(0)
-    slots.lose(1)
-    slots.arrive(2)
-    assert slots.publish() == [0]
+    taken(slots, 0, 1, 2)
+    slots.lose(np.array([1]))
+    slots.arrive(np.array([2, 0]))
+    assert slots.publish().tolist() == [0]
     assert slots.state[2] == ARRIVED
     assert slots.lacking(2) == [1]
-    slots.take(1)
-    slots.arrive(1)
-    assert slots.publish() == [1, 2]
+    slots.arrive(taken(slots, 1))
+    assert slots.publish().tolist() == [1, 2]
 
 
 def test_needs_of_several_files_and_entries_that_cannot_be() -> None:
@@ -166,6 +165,45 @@ def test_needs_of_several_files_and_entries_that_cannot_be() -> None:
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_the_books_of_one_page(slots: int) -> None:
     books = Slots(graph_of([[], [0]], [0]), slots)
-    books.take(0)
+    taken(books, 0)
     check(books)
     assert not len(books.candidates())
+
+
+@pytest.mark.parametrize("reader", ["compiled"], indirect=True)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(graph=graphs(), data=st.data())
+def test_plans_in_cpp_are_those_in_python(graph: PageGraph, data: st.DataObject, reader: str) -> None:
+    """The same pages in the same slots, and the same records, after any plans, arrivals and failures."""
+    count = data.draw(st.integers(1, graph.count))
+    ours, theirs = Slots(graph, count), Slots(graph, count)
+    planner = Planner(ours)
+    for slots in (ours, theirs):
+        slots.arrive(taken(slots, 0))
+        slots.publish()
+    ages = np.zeros(graph.count, np.int32)
+    for _ in range(data.draw(st.integers(1, 12))):
+        pixels = st.lists(st.floats(0, 4, width=16), min_size=graph.count, max_size=graph.count)
+        use = Use(np.array(data.draw(pixels)).astype(np.float32), ages)
+        missing = np.flatnonzero((ours.state != RESIDENT) & (use.pixels > 0))
+        missing = missing[np.argsort(-use.pixels[missing], kind="stable")]
+        most, urgent = data.draw(st.integers(-1, 8)), data.draw(st.booleans())
+        plan = planner.plan_some(missing, use.pixels[missing], most, lambda use=use: use, urgent)
+        check(ours)
+        assert same(plan, plan_in_python(theirs, missing, use.pixels[missing], most, lambda use=use: use, urgent))
+        loading = np.array(data.draw(st.permutations(np.flatnonzero(ours.state == LOADING).tolist())), np.int64)
+        comes, fails, _ = np.split(loading, sorted(data.draw(st.integers(0, len(loading))) for _ in range(2)))
+        for slots in (ours, theirs):
+            slots.arrive(comes)
+            slots.lose(fails)
+            slots.publish()
+        for name in ("state", "slot_of", "dependents", "page_in", "free_count"):
+            assert (getattr(ours, name) == getattr(theirs, name)).all()
+        assert (ours.free_slots[: ours.free] == theirs.free_slots[: theirs.free]).all()
+        ages = (
+            np.where(use.pixels > 0, 0, ages + data.draw(st.sampled_from([1, 2**29]))).clip(max=2**30).astype(np.int32)
+        )
+
+
+def same(one: Plan, other: Plan) -> bool:
+    return all(getattr(one, name).tolist() == getattr(other, name).tolist() for name in ("given_up", "pages", "slots"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import struct
 import threading
 import zlib
@@ -24,7 +25,7 @@ from rooftop.scene import Camera, GBuffer, Geometry, Renderer, Scene, layouts
 from rooftop.scene.gbuffers import OUTPUTS
 from rooftop.scene.streaming import answers, loading
 from rooftop.scene.streaming import pool as pool_module
-from rooftop.scene.streaming.loading import Arrival, Loader
+from rooftop.scene.streaming.loading import Arrivals, Loader
 from rooftop.scene.streaming.slots import RESIDENT, Slots
 
 SIZE = {"width": 120, "height": 90}
@@ -88,9 +89,9 @@ def watch(renderer: Renderer, camera: Camera) -> Counter[int]:
     reads: Counter[int] = Counter()
     load = renderer.pool.loader.load
 
-    def counted(page: int, slot: int, order: tuple[float, ...]) -> None:
-        reads[page] += 1
-        load(page, slot, order)
+    def counted(pages: NDArray[np.int64], *rest: Any) -> None:
+        reads.update(pages.tolist())
+        load(pages, *rest)
 
     renderer.pool.loader.load = counted  # type: ignore[method-assign]
     return reads
@@ -106,10 +107,7 @@ def settle(renderer: Renderer) -> None:
     """Wait until the pages in flight have been read; the next frame takes them."""
     assert renderer.pool is not None
     loader = renderer.pool.loader
-    found = loader.wait()
-    loader.in_flight = len(found)
-    for each in found:
-        loader._done.put(each)
+    loader.put_back(loader.wait())
 
 
 # ---- no hole ---------------------------------------------------------------------------------------------------------
@@ -166,25 +164,26 @@ class Late:
     """A loader whose pages arrive in random order and with random delays."""
 
     def __init__(self, loader: Loader, seed: int) -> None:
-        self.loader, self.random, self.held = loader, np.random.default_rng(seed), list[Arrival]()
+        self.loader, self.random, self.held = loader, np.random.default_rng(seed), loading.NONE
         self.load, self.close = loader.load, loader.close
 
     @property
     def in_flight(self) -> int:
         return self.loader.in_flight + len(self.held)
 
-    def arrived(self) -> list[Arrival]:
-        self.held += self.loader.wait()
-        self.random.shuffle(self.held)  # type: ignore[arg-type]
-        count = int(self.random.integers(0, 1 + min(3, len(self.held))))
-        found, self.held = self.held[:count], self.held[count:]
+    def arrived(self) -> Arrivals:
+        held = self.wait()
+        held = held.chosen(self.random.permutation(len(held)))
+        count = int(self.random.integers(0, 1 + min(3, len(held))))
+        self.held = held.chosen(slice(count, None))
+        return held.chosen(slice(count))
+
+    def wait(self) -> Arrivals:
+        found, self.held = Arrivals.joined([self.held, self.loader.wait()]), loading.NONE
         return found
 
-    def wait(self) -> list[Arrival]:
-        found, self.held = self.held + self.loader.wait(), []
-        return found
 
-
+@pytest.mark.parametrize("reader", ["compiled", "in Python"], indirect=True)
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32 - 1), share=st.floats(0.05, 0.5), occlusion=st.booleans())
 def test_any_order_and_delay_of_arrivals(
@@ -438,7 +437,7 @@ def test_memory_is_bounded_on_the_device_and_the_host(
         assert streaming.resident_bytes == streaming.resident * SLOT <= pool_bytes
         assert len(pool.slots.held()) <= pool_bytes // SLOT
         assert pool.loader.in_flight <= pool_bytes // SLOT
-        assert pool.loader.host_bytes == loading.THREADS * SLOT
+        assert pool.loader.host_bytes == loading.BUFFERS * SLOT
         settle(renderer)
 
 
@@ -448,6 +447,7 @@ def test_a_pool_takes_no_more_than_the_scene_has(paged_ball: Geometry, device: s
     assert frame.stats.streaming.pool_bytes == paged_ball.pages * SLOT
 
 
+@pytest.mark.parametrize("reader", ["compiled", "in Python"], indirect=True)
 def test_statistics_add_up(paged_ball: Geometry, device: str) -> None:
     renderer = Renderer(alone(paged_ball), device, pixel_error=0.5, pool_bytes=slots_for(paged_ball, 0.5))
     loaded = evicted = 0
@@ -463,6 +463,7 @@ def test_statistics_add_up(paged_ball: Geometry, device: str) -> None:
     assert evicted > 0
 
 
+@pytest.mark.parametrize("reader", ["compiled", "in Python"], indirect=True)
 def test_what_lies_ahead_is_there_when_it_is_drawn(paged_ball: Geometry, device: str) -> None:
     cameras = turns(8)
     plain, ahead = (
@@ -512,9 +513,12 @@ def test_a_mesh_that_is_added_joins_the_pool(paged_ball: Geometry, paged_knot: G
     assert renderer.pool is not first
 
 
-def test_threads_end_with_their_renderer(paged_ball: Geometry) -> None:
+@pytest.mark.parametrize("reader", ["compiled", "in Python"], indirect=True)
+def test_threads_end_with_their_renderer(paged_ball: Geometry, reader: str) -> None:
     def pages_threads() -> int:
-        return sum(thread.name == "rooftop-pages" for thread in threading.enumerate())
+        if reader == "in Python":
+            return sum(thread.name == "rooftop-pages" for thread in threading.enumerate())
+        return sum(name.read_text() == "rooftop-pages\n" for name in Path("/proc/self/task").glob("*/comm"))
 
     gc.collect()
     before, files = pages_threads(), len(os.listdir("/proc/self/fd"))
@@ -534,7 +538,7 @@ def test_slots_beyond_8_gib(paged_ball: Geometry, monkeypatch: pytest.MonkeyPatc
     class FromTheEnd(Slots):
         def __init__(self, graph: Any, count: int) -> None:
             super().__init__(graph, count)
-            self._free.reverse()
+            self.free_slots = self.free_slots[::-1].copy()
 
     monkeypatch.setattr(pool_module, "Slots", FromTheEnd)
     monkeypatch.setattr(pool_module, "slots_of", lambda graph, pool_bytes: pool_bytes // SLOT)
@@ -618,6 +622,7 @@ def test_needs_that_cannot_be_are_refused_with_their_place(paged_ball: Geometry,
         Geometry.open(path)
 
 
+@pytest.mark.parametrize("reader", ["compiled", "in Python"], indirect=True)
 @pytest.mark.parametrize("wait", [False, True])
 @pytest.mark.parametrize("damage", ["changed", "cut off"])
 def test_a_damaged_page_is_named_and_never_drawn(
@@ -701,38 +706,31 @@ def test_a_file_that_is_removed_while_it_is_drawn_serves_on(paged_ball: Geometry
     assert frame.stats.streaming.loaded > 0
 
 
-def test_an_interrupted_wait_loses_no_page(paged_ball: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reader", ["compiled", "in Python"], indirect=True)
+def test_an_interrupted_wait_loses_no_page(paged_ball: Geometry, reader: str) -> None:
     renderer = Renderer(alone(paged_ball), "cpu", pixel_error=0.5, pool_bytes=2**30)
     renderer.render(turns(1)[0], wait=False)
     assert renderer.pool is not None
-    loader, there = renderer.pool.loader, renderer.pool.loader._done
+    loader = renderer.pool.loader
     in_flight = loader.in_flight
     assert in_flight > 3
-
-    class Interrupted:
-        calls = 0
-
-        def get(self) -> Arrival:
-            self.calls += 1
-            if self.calls > 3:
-                raise KeyboardInterrupt
-            return there.get()
-
-        put = there.put
-
-    loader._done = Interrupted()  # type: ignore[assignment]
+    loader.in_flight += 1  # which never comes
+    threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
         loader.wait()
-    loader._done = there
-    assert loader.in_flight == in_flight
+    loader.in_flight -= 1
     assert len(loader.wait()) == in_flight
+    assert loader.in_flight == 0
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
-def test_uploads_are_pinned_and_on_streams_of_their_own(paged_ball: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reader", ["in Python"], indirect=True)
+def test_uploads_are_pinned_and_on_streams_of_their_own(
+    paged_ball: Geometry, monkeypatch: pytest.MonkeyPatch, reader: str
+) -> None:
     uploads = []
     put = loading._Upload.put
 

@@ -69,7 +69,8 @@ class Chains:
             self._chains.clear()
             known, depths = self._settled
             if sizes != known:
-                depths = torch.empty(canvas.hzb_texels, dtype=torch.float32, device=self.device)
+                texels = canvas.hzb_texels if self._pictures else 0
+                depths = torch.empty(texels, dtype=torch.float32, device=self.device)
             self._depths = sizes, depths
         if places != self._places:
             self._chains.clear()

@@ -25,9 +25,12 @@ from rooftop.scene.rendering.targets import Outputs
 from rooftop.scene.rendering.texturing import Surfaces
 from rooftop.scene.rendering.uploads import Meshes, Uploaded
 from rooftop.scene.scenes import Scene
+from rooftop.scene.streaming.answers import Answer
 from rooftop.scene.streaming.page_graph import PageGraph
 from rooftop.scene.streaming.pool import Pool, checked_pool_bytes, slots_of
 
+VIEWS_AHEAD = 8  # views that `prefetch` culls at once,
+MOST_PAIRS_AHEAD = 2**22  # if they have no more instances than this together: lists have room for them
 LIGHT = (0.4, 0.3, 0.85)  # the direction from which the light comes
 
 
@@ -205,15 +208,14 @@ class Renderer:
         chain.memory.frame.pixel_error = pixel_error
         pool, best = self.pool, False
         if pool is not None:
+            if pool.is_new and wait:
+                self._load_first(pool, chain, meshes, pixel_error)
             pool.begin()
         surfaces = self._surfaces_now() if {"color", "base_color"} & set(outputs) else self._plain
         while True:
             clock = Clock(self.device, timings)
             stages = self._stages(chain, meshes, clock)
-            if self.device.type == "cuda":
-                stages.draw_captured(history)
-            else:
-                stages.draw(history)
+            stages.draw_captured(history)
             counters_of = chain.memory.tensors["counters"]
             if due:
                 with clock.of("shadow_maps"):
@@ -222,14 +224,17 @@ class Renderer:
                         self._draw_maps(batch, meshes, pixel_error)
                 if later and pool is not None:
                     pool.requests.collect(counters_of, self._threads, aging=False)
+            # so that the host continues while the device computes the outputs
             if pool is None:
-                self._counters.send(counters_of)  # so that the host continues while the device computes the outputs
+                self._counters.send(counters_of)
+            else:
+                pool.requests.send()
             tensors = chain.outputs(emitted, len(lights))
             pictures = tensors.new()
             shone = self._shadows.values if lights else self._dark
             plain = not lights and not any(self.scene.materials)
             stages.emit(tensors.targets, light, shone, surfaces, emitted, pictures, plain, meshes.has_attributes)
-            answer = pool.requests.read() if pool is not None else None  # waits for the frame
+            answer = pool.requests.read() if pool is not None else None
             if pool is not None and answer is not None and answer.refused is not None:
                 self._drop_pool()
                 pool.refuse(answer.refused)
@@ -281,19 +286,35 @@ class Renderer:
         pool.begin()
         pixel_error = _checked_error(self.pixel_error)
         places = self._place(meshes).places
-        pool.requests.clear()
-        for view in views:
-            chain = self._ahead.of(canvas_of(((view.width, view.height),), 1), places)
-            chain.inputs.look(self._placed.frame, (view,), (view,))
-            while True:
-                chain.memory.frame.pixel_error = pixel_error
-                self._stages(chain, meshes, Clock(self.device, False)).look_ahead()
-                room = chain.memory.wanted_room(chain.memory.tensors["counters"].tolist())
-                if room == chain.memory.room:
-                    break
-                self._ahead.widen(chain, room)
-        pool.requests.collect(chain.memory.tensors["counters"], self._threads, aging=False)
-        pool.ask(pool.requests.read(), urgent=False)
+        at_once = VIEWS_AHEAD if VIEWS_AHEAD * self.scene.placed.count <= MOST_PAIRS_AHEAD else 1
+        for first in range(0, len(views), at_once):
+            some = views[first : first + at_once]
+            canvas = canvas_of(tuple((view.width, view.height) for view in some), len(some))
+            chain = self._ahead.of(canvas, places)
+            chain.inputs.look(self._placed.frame, some, some)
+            answer = self._look_ahead(pool, self._ahead, chain, meshes, pixel_error, more=first > 0)
+        pool.ask(answer, urgent=False)
+
+    def _look_ahead(
+        self, pool: Pool, chains: Chains, chain: Chain, meshes: Meshes, pixel_error: float, more: bool = False
+    ) -> Answer:
+        """The requests of a frame, with those before if `more`: from its culls alone, which need trees, not pages."""
+        while True:
+            chain.memory.frame.pixel_error = pixel_error
+            self._stages(chain, meshes, Clock(self.device, False)).look_ahead(more)
+            pool.requests.send()
+            answer = pool.requests.read()
+            room = chain.memory.wanted_room(answer.counters)
+            if room == chain.memory.room:
+                return answer
+            chains.widen(chain, room)
+
+    def _load_first(self, pool: Pool, chain: Chain, meshes: Meshes, pixel_error: float) -> None:
+        """Load the pages of a new pool's first frame in one go, root pages included: trees alone say which it needs."""
+        self._look_ahead(pool, self._chains, chain, meshes, pixel_error)
+        target = pool.target()
+        if target is not None:
+            pool.load(target)
 
     def _meshes_now(self) -> Meshes:
         """The scene's meshes on the device; a new pool if meshes were added."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -114,10 +114,19 @@ class Stages:
         hides nothing in them."""
         self._draw(history=False)
 
-    def look_ahead(self) -> None:
-        """Add a frame's requests to `requests`, from its culls alone."""
-        self._begin()
-        self._cull_first(0)
+    def look_ahead(self, more: bool) -> None:
+        """Collect a frame's requests, from its culls alone. `more`: whether they are added to the earlier ones."""
+        requests = self.requests
+        assert requests is not None
+
+        def cull() -> None:
+            if not more:
+                requests.clear()
+            self._begin()
+            self._cull_first(0)
+            requests.collect(self.memory.tensors["counters"], self.threads, aging=False)
+
+        self._run(("ahead", more, float(self.memory.frame.pixel_error)), cull)
 
     def _draw(self, history: bool) -> None:
         frame = self.memory.frame
@@ -154,26 +163,33 @@ class Stages:
     def draw_captured(self, history: bool) -> None:
         """Like `draw`, replayed from a CUDA graph from the second time on, because about fifty launches take longer
         than their work."""
-        graphs, events = self.memory.graphs, self.clock.events
         key = (history, self.occlusion, self.one_sided, float(self.memory.frame.pixel_error), self.clock.runs)
+        self._run(key, lambda: self.draw(history))
+
+    def _run(self, key: tuple[object, ...], launches: Callable[[], None]) -> None:
+        """Make these launches, on a GPU from a CUDA graph from the second time on with the same key."""
+        if self.clock.device.type != "cuda":
+            launches()
+            return
+        graphs, events = self.memory.graphs, self.clock.events
         seen, captured = key in graphs, graphs.pop(key, None)
         with torch.cuda.device(self.clock.device):
             # no graph for the first time: a frame may be drawn only once, and missing kernels are compiled now
             if not seen:
-                self.draw(history)
+                launches()
             else:
-                captured = captured or self._capture(history)
+                captured = captured or self._capture(launches)
                 graph, events[:] = captured
                 graph.replay()
         graphs[key] = captured
         while len(graphs) > MOST_GRAPHS:
             del graphs[next(iter(graphs))]  # the one drawn least recently
 
-    def _capture(self, history: bool) -> Captured:
+    def _capture(self, launches: Callable[[], None]) -> Captured:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.clock.device)
         mode = "thread_local"  # other threads may work meanwhile
         with torch.cuda.stream(stream), collection_paused(), torch.cuda.graph(graph, None, stream, mode):
-            self.draw(history)
+            launches()
         return graph, tuple(self.clock.events)
 
     def emit(

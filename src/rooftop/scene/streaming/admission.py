@@ -61,7 +61,8 @@ GROUP_FIRST, GROUP_COUNT = wp.constant(layouts.GROUP_FIRST), wp.constant(layouts
 MOST_TRIANGLES, MOST_BITS = wp.constant(layouts.MAX_TRIANGLES), wp.constant(layouts.MOST_REFERENCE_BITS)
 MOST_CLUSTERS = wp.constant(layouts.MOST_CLUSTERS)
 
-# Columns for an arriving page: its number over all meshes, its position, and facts from its mesh's file.
+# Columns for a page that arrives: its number over all meshes, its position, and facts from its mesh's file. A page that
+# leaves has position -1.
 PAGE, PLACE, WORDS, REACH, ATTRIBUTES, ALL_GROUPS = (wp.constant(column) for column in range(6))
 COLUMNS = 6
 
@@ -227,10 +228,12 @@ def names_fit(
 
 @wp.kernel
 def check_pages(words: wp.array(dtype=wp.int32), arriving: wp.array2d(dtype=wp.int64), wrong: wp.array(dtype=wp.int32)):
-    """Set `wrong` for each arriving page; LANES threads share a page."""
+    """Set `wrong` for each invalid page among those that arrive; LANES threads share a page."""
     k = wp.tid() // LANES
     lane = wp.tid() % LANES
     place = arriving[k, PLACE]
+    if arriving[k, PAGE] < wp.int64(0) or place < wp.int64(0):
+        return
     clusters = word_at(words, place + wp.int64(PAGE_CLUSTERS))
     group_word = word_at(words, place + wp.int64(PAGE_GROUPS))
     attributes = wp.int32(arriving[k, ATTRIBUTES])
@@ -272,10 +275,14 @@ def admit_pages(
     page_at: wp.array(dtype=wp.int64),
     refused: wp.array(dtype=wp.int32),
 ):
-    """Set a page's position if the page is valid. Of the invalid pages, store the highest number plus one."""
+    """Set a page's position if the page is valid. Of the invalid pages, store the highest number plus one. A row
+    without a page changes nothing. `wrong` is all 0 again."""
     k = wp.tid()
     page = arriving[k, PAGE]
+    if page < wp.int64(0):
+        return
     if wrong[k] == 0:
         page_at[page] = arriving[k, PLACE]
     else:
+        wrong[k] = 0
         wp.atomic_max(refused, 0, wp.int32(page) + 1)

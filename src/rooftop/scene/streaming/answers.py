@@ -41,7 +41,7 @@ class RequestBuffers:
         tensors: by the names of `Requests`, and `wanted_first`; values: the struct of them that Warp's kernels take.
     """
 
-    def __init__(self, graph: PageGraph, page_at: torch.Tensor) -> None:
+    def __init__(self, graph: PageGraph, page_at: torch.Tensor, refused: torch.Tensor) -> None:
         self.device, self.page_at = page_at.device, page_at
         self._places = wp.from_torch(page_at)
 
@@ -53,13 +53,16 @@ class RequestBuffers:
             "first_group": of(graph.first_group),
             "wanted": of(np.zeros(graph.count)),
             "ages": of(np.full(graph.count, OLDEST)),
-            "refused": of(np.zeros(1)),
+            "refused": refused,
             "answer": of(np.zeros(LIST + 2 * LISTED)),
         }
         self.values: Any = Requests()
         for name, tensor in self.tensors.items():
             setattr(self.values, name, wp.from_torch(tensor))
         self.tensors["wanted_first"] = torch.zeros_like(self.tensors["wanted"])  # used by the host alone
+        on_gpu, words = self.device.type == "cuda", len(self.tensors["answer"])
+        self._here = torch.empty(words, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
+        self._there = torch.cuda.Event() if on_gpu else None
 
     def keep_first(self) -> None:
         """Keep the requests of a frame's first pass, which do not depend on what the frame draws."""
@@ -76,9 +79,17 @@ class RequestBuffers:
         answer[:COUNTERS].copy_(counters)
         launch_warp(collect, (threads,), self.values, self._places, int(aging), threads, device=self.device)
 
+    def send(self) -> None:
+        """Copy the answer to the host as soon as the work queued so far has ended."""
+        self._here.copy_(self.tensors["answer"], non_blocking=True)
+        if self._there is not None:
+            self._there.record(torch.cuda.current_stream(self.device))
+
     def read(self) -> Answer:
-        """The answer; waits for the frame."""
-        words = self.tensors["answer"].cpu().numpy()
+        """The answer sent last; waits for it alone, not for work queued since."""
+        if self._there is not None:
+            self._there.synchronize()
+        words = self._here.numpy()
         count = int(words[MISSING])
         if count <= LISTED:
             pairs = words[LIST : LIST + 2 * count].reshape(-1, 2)
@@ -87,7 +98,7 @@ class RequestBuffers:
             wanted = self.tensors["wanted"].cpu().numpy()
             missing = np.flatnonzero((wanted != 0) & (self.page_at.cpu().numpy() < 0))
             pixels = wanted[missing].view(np.float32)
-        order = np.lexsort((missing, -pixels))
+        order = np.lexsort((missing, -pixels)) if count else slice(0)
         refused = int(words[REFUSED]) - 1 if words[REFUSED] else None
         return Answer(words[:COUNTERS].tolist(), int(words[WANTED]), missing[order], pixels[order], refused)
 

@@ -1,42 +1,78 @@
 """Threads that read pages from files, check them, and upload them into slots.
 
-A thread reads into its own memory, which is pinned for a GPU. Reading through the mapped file would block the first
-thread that touches a page, and an upload from ordinary memory blocks the host. Uploads go on a stream of their own, and
-a page counts as arrived when its upload has ended. `pool.py` tells the kernels later. Until then nothing reads the
-slot, and a wrong page never leaves the thread's memory.
+A thread reads into memory that is pinned for a GPU. Reading through the mapped file would block the first thread that
+touches a page, and an upload from ordinary memory blocks the host. Uploads go on a stream of their own, and a page
+counts as arrived when its upload has ended. `pool.py` tells the kernels later. Until then nothing reads the slot, and a
+wrong page never leaves the host's memory.
+
+The threads are those of `page_reader.cpp`, which never take Python's lock. Until it is compiled, and where it cannot
+be, they are threads of Python.
 """
 
 from __future__ import annotations
 
+import heapq
 import os
-import queue
 import threading
 import weakref
+import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from rooftop.errors import GeometryFileError
 from rooftop.scene import layouts
 from rooftop.scene.geometry import Geometry, identity_of
+from rooftop.scene.streaming import page_reader
 from rooftop.scene.streaming.page_graph import PageGraph
 
+Ints = npt.NDArray[np.int64]
+
 SLOT_WORDS = layouts.PAGE_BYTES // 4
-THREADS = 8  # 128 KB are read from the system's cache in about 0.1 ms, and checked in the same time
-LEAVE = (-1,)  # sorts before every request
+THREADS = 8  # 128 KB are read from the system's cache in about 0.1 ms
+BUFFERS = 64  # pages of the host's memory: some are being read, and others are on their way to the device
+MOST_MERGED = 4  # pages that one system call reads
+
+# What became of a request, as in `page_reader.cpp`.
+READ, UNREADABLE, CUT_OFF, CHANGED, NOT_COPIED = range(5)
+REQUEST_COLUMNS, RESULT_COLUMNS = 6, 4  # page, slot, file, offset, length, checksum; page, bytes, outcome, code
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """A requested page. `size_bytes` bytes of the page are in its slot; if not, `error` has the reason."""
+class Arrivals:
+    """Requested pages whose reading has ended.
 
-    page: int
-    size_bytes: int
-    error: Exception | None
+    Attributes:
+        pages: (n,); size_bytes: (n,) the bytes of each that are in its slot.
+        errors: by page, why it is not in its slot.
+    """
+
+    pages: Ints
+    size_bytes: Ints
+    errors: dict[int, Exception] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+    def chosen(self, which: Any) -> Arrivals:
+        """Those at these indices."""
+        return Arrivals(self.pages[which], self.size_bytes[which], self.errors)
+
+    @classmethod
+    def joined(cls, parts: Iterable[Arrivals]) -> Arrivals:
+        """All of them, in order."""
+        every = [NONE, *parts]
+        pages, sizes = (np.concatenate([getattr(each, name) for each in every]) for name in ("pages", "size_bytes"))
+        return cls(pages, sizes, {page: error for each in every for page, error in each.errors.items()})
+
+
+NONE = Arrivals(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 class Loader:
@@ -49,57 +85,153 @@ class Loader:
 
     def __init__(self, graph: PageGraph, words: Tensor, threads: int = THREADS) -> None:
         self.in_flight = 0
-        self.host_bytes = threads * layouts.PAGE_BYTES
-        self._tasks: queue.PriorityQueue[tuple[Any, ...]] = queue.PriorityQueue()
-        self._done: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
-        files = _opened(graph.meshes)
-        uploads = [_Upload(words) for _ in range(threads)]
-        workers = [
-            threading.Thread(
-                target=_work, args=(self._tasks, self._done, graph, files, upload), name="rooftop-pages", daemon=True
-            )
-            for upload in uploads
-        ]
-        self.close = weakref.finalize(self, _end, self._tasks, workers, files)
-        for worker in workers:
-            worker.start()
+        self.host_bytes = BUFFERS * layouts.PAGE_BYTES
+        self._graph = graph
+        self._files = np.array(_opened(graph.meshes), np.int64)
+        on_gpu = words.device.type == "cuda"
+        staged = torch.empty(BUFFERS, SLOT_WORDS, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
+        self._memory = staged, words, threads
+        self._reader = _reader(*self._memory)
+        self._put_back: list[Arrivals] = []
+        self._held = [self._reader]  # what `close` ends
+        self.close = weakref.finalize(self, _end, self._held, self._files.tolist(), self._memory)
 
-    def load(self, page: int, slot: int, order: tuple[float, ...]) -> None:
-        """Read a page into a slot; pages with the smallest order are read first."""
-        self.in_flight += 1
-        self._tasks.put((*order, page, slot))
+    def load(self, pages: Ints, slots: Ints, urgency: float, orders: npt.NDArray[np.float64]) -> None:
+        """Read pages into slots: of all requests, those with the smallest urgency first; among these, those with the
+        smallest order."""
+        if not len(pages):
+            return
+        if not self.in_flight and isinstance(self._reader, PythonReader) and page_reader.compiled() is not None:
+            self._reader.close()
+            self._held[0] = self._reader = _reader(*self._memory)
+        of = self._graph
+        places = (of.offsets[pages], of.lengths[pages], of.checksums[pages])
+        requests = np.stack([pages, slots, self._files[of.mesh_of[pages]], *places], axis=1)
+        self.in_flight += len(pages)
+        self._reader.load(requests, np.stack([np.full(len(pages), urgency), orders], 1))
 
-    def arrived(self) -> list[Arrival]:
+    def arrived(self) -> Arrivals:
         """The pages that arrived since the last call; does not wait."""
-        found = []
-        while not self._done.empty():
-            found.append(self._done.get())
+        return self._taken(self._reader.arrived()) if self.in_flight else NONE
+
+    def wait(self) -> Arrivals:
+        """Wait for everything that is in flight, and return it. An interrupt loses none."""
+        return self._taken(self._reader.take(self.in_flight - sum(map(len, self._put_back))))
+
+    def put_back(self, arrivals: Arrivals) -> None:
+        """Let the next call return these pages, too."""
+        self._put_back.append(arrivals)
+        self.in_flight += len(arrivals)
+
+    def _taken(self, results: Ints) -> Arrivals:
+        wrong = results[results[:, 2] != READ]
+        errors = {int(row[0]): self._error(*row.tolist()) for row in wrong}
+        found = Arrivals(results[:, 0], results[:, 1], errors)
+        if self._put_back:
+            found = Arrivals.joined([*self._put_back, found])
+            self._put_back.clear()
         self.in_flight -= len(found)
         return found
 
-    def wait(self) -> list[Arrival]:
-        """Wait for everything that is in flight, and return it."""
-        found: list[Arrival] = []
-        try:
-            while self.in_flight:
-                found.append(self._done.get())
-                self.in_flight -= 1
-        except BaseException:  # such as an interrupt, after which the program may continue
-            for each in found:
-                self._done.put(each)
-            self.in_flight += len(found)
-            raise
-        return found
+    def _error(self, page: int, held: int, outcome: int, code: int) -> Exception:
+        mesh, number = self._graph.place(page)
+        geometry = self._graph.meshes[mesh]
+        start, length = int(geometry.page_offsets[number]), int(geometry.page_lengths[number])
+        if outcome == UNREADABLE:
+            what = f"page {number} cannot be read ({os.strerror(code)})"
+            return GeometryFileError(geometry.path, what, start + held)
+        if outcome == CUT_OFF:
+            what = f"page {number} is cut off after {held:,} of {length:,} bytes"
+            return GeometryFileError(geometry.path, what, start + held)
+        if outcome == CHANGED:
+            return GeometryFileError(geometry.path, f"the checksum of page {number} does not match", start)
+        what = f"page {number} of {geometry.path} was not copied to the device"
+        return getattr(self._reader, "errors", {}).pop(page, None) or RuntimeError(f"{what}: CUDA error {code}")
+
+
+def _reader(staged: Tensor, words: Tensor, threads: int) -> Any:
+    module = page_reader.compiled()
+    if module is None:
+        return PythonReader(staged, words, threads)
+    on_gpu = words.device.type == "cuda"
+    with torch.cuda.device(words.device) if on_gpu else nullcontext():  # its context is that of the thread that copies
+        return module.Reader(
+            threads, len(staged), staged.data_ptr(), words.data_ptr(), layouts.PAGE_BYTES, on_gpu, MOST_MERGED
+        )
+
+
+class PythonReader:
+    """Threads of Python, the twin of `Reader` in `page_reader.cpp`.
+
+    Attributes:
+        errors: of pages that were not copied, by page.
+    """
+
+    def __init__(self, staged: Tensor, words: Tensor, threads: int) -> None:
+        self.errors: dict[int, Exception] = {}
+        self._tasks: list[tuple[Any, ...]] = []  # a heap
+        self._done: list[tuple[int, ...]] = []
+        self._changed = threading.Condition()  # of the above
+        self._leaving = False
+        self._workers = [
+            threading.Thread(target=self._work, args=(_Upload(words, memory),), name="rooftop-pages", daemon=True)
+            for memory in staged[:threads]
+        ]
+        for worker in self._workers:
+            worker.start()
+
+    def load(self, requests: Ints, orders: npt.NDArray[np.float64]) -> None:
+        """Read pages: rows of REQUEST_COLUMNS, and (n, 2) the order of each."""
+        with self._changed:
+            for order, request in zip(orders.tolist(), requests.tolist(), strict=True):
+                heapq.heappush(self._tasks, (*order, *request))
+            self._changed.notify_all()
+
+    def arrived(self) -> Ints:
+        """The results that are there: rows of RESULT_COLUMNS."""
+        return self.take(0)
+
+    def take(self, least: int) -> Ints:
+        """The results, once they are as many as `least`."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._done) >= least)
+            found, self._done = self._done, []
+        return np.array(found, np.int64).reshape(-1, RESULT_COLUMNS)
+
+    def close(self) -> None:
+        """End the threads after their present page."""
+        with self._changed:
+            self._leaving = True
+            self._changed.notify_all()
+        for worker in self._workers:
+            if worker is not threading.current_thread():
+                worker.join()
+
+    def _work(self, upload: _Upload) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._tasks or self._leaving)
+                if self._leaving:
+                    return
+                _, _, page, slot, file, start, length, checksum = heapq.heappop(self._tasks)
+            try:
+                held, outcome, code = _read(upload.staged.numpy(), file, start, length, checksum)
+                if outcome == READ:
+                    upload.put(length // 4, slot)
+            except Exception as error:  # a frame must raise any error, or it would wait forever
+                held, outcome, code = 0, NOT_COPIED, 0
+                self.errors[page] = error
+            with self._changed:
+                self._done.append((page, held, outcome, code))
+                self._changed.notify_all()
 
 
 class _Upload:
     """The memory of a thread, and its upload to the device."""
 
-    def __init__(self, words: Tensor) -> None:
-        self.words, self.device = words, words.device
-        on_gpu = self.device.type == "cuda"
-        self.staged = torch.empty(SLOT_WORDS, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
-        self.stream = torch.cuda.Stream(self.device) if on_gpu else None
+    def __init__(self, words: Tensor, staged: Tensor) -> None:
+        self.words, self.device, self.staged = words, words.device, staged
+        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def put(self, count: int, slot: int) -> None:
         """Copy the first words of the memory into a slot; returns when the copy has ended."""
@@ -114,48 +246,18 @@ class _Upload:
         ended.synchronize()
 
 
-def _work(
-    tasks: queue.PriorityQueue[tuple[Any, ...]],
-    done: queue.SimpleQueue[Arrival],
-    graph: PageGraph,
-    files: list[int],
-    upload: _Upload,
-) -> None:
-    while True:
-        task = tasks.get()
-        if task == LEAVE:
-            return
-        page, slot = task[-2:]
-        mesh, number = graph.place(page)
-        size, error = 0, None
-        try:
-            size = _read(graph.meshes[mesh], number, files[mesh], upload.staged.numpy())
-            upload.put(size // 4, slot)
-        except Exception as found:  # a frame must raise any error, or it would wait forever
-            error = found
-        done.put(Arrival(page, size, error))
-
-
-def _read(geometry: Geometry, page: int, file: int, words: np.ndarray[Any, Any]) -> int:
-    """Read a page into memory and check its checksum; returns its bytes.
-
-    Raises:
-        GeometryFileError: the page cannot be read, or was changed.
-    """
-    start, length = int(geometry.page_offsets[page]), int(geometry.page_lengths[page])
+def _read(words: npt.NDArray[np.int32], file: int, start: int, length: int, checksum: int) -> tuple[int, int, int]:
+    """Read a page into memory and check its checksum: its bytes, what became of it, and the system's error."""
     into, held = words.data.cast("B")[:length], 0
     while held < length:
         try:
             count = os.preadv(file, [into[held:]], start + held)
         except OSError as error:
-            what = f"page {page} cannot be read ({error.strerror})"
-            raise GeometryFileError(geometry.path, what, start + held) from error
+            return held, UNREADABLE, error.errno or 0
         if not count:
-            what = f"page {page} is cut off after {held:,} of {length:,} bytes"
-            raise GeometryFileError(geometry.path, what, start + held)
+            return held, CUT_OFF, 0
         held += count
-    geometry.check_sum(page, words[: length // 4])
-    return length
+    return held, READ if zlib.crc32(into) == checksum else CHANGED, 0
 
 
 def _opened(meshes: Iterable[Geometry]) -> list[int]:
@@ -190,12 +292,8 @@ def _open(mesh: Geometry) -> int:
     return file
 
 
-def _end(tasks: queue.PriorityQueue[tuple[Any, ...]], workers: list[threading.Thread], files: list[int]) -> None:
-    """End the threads after their present page, then close the files."""
-    for _ in workers:
-        tasks.put(LEAVE)
-    for worker in workers:
-        if worker.is_alive() and worker is not threading.current_thread():
-            worker.join()
+def _end(held: list[Any], files: list[int], memory: Any) -> None:
+    """End the threads after their present page, then close the files. `memory`: of the threads, alive until now."""
+    held[0].close()
     for file in set(files):
         os.close(file)

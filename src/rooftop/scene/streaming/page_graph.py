@@ -25,6 +25,8 @@ class PageGraph:
         limits: (pages, 4) for each: its words, its clusters by the tree, the attributes of its mesh's pages
             (`Geometry.attributes`), and the groups of its mesh.
         group_page: (groups,) the page of each group.
+        mesh_of: (pages,) the mesh of each page.
+        offsets, lengths, checksums: (pages,) int64, of each page in its file.
     """
 
     def __init__(self, meshes: Sequence[Geometry]) -> None:
@@ -43,11 +45,15 @@ class PageGraph:
                 for m in meshes
             ]
         )
+        self.mesh_of = np.repeat(np.arange(len(self.meshes)), pages)
+        self.offsets = np.concatenate([mesh.page_offsets for mesh in meshes])
+        self.lengths = np.concatenate([mesh.page_lengths for mesh in meshes])
+        self.checksums = np.concatenate([mesh.checksums for mesh in meshes]).astype(np.int64)
         self.group_page = np.concatenate([mesh.group_pages + first for first, mesh in of_meshes])
 
     def place(self, page: int) -> tuple[int, int]:
         """The mesh of a page, and the page's number in the mesh's file."""
-        mesh = int(np.searchsorted(self.first_page, page, side="right")) - 1
+        mesh = int(self.mesh_of[page])
         return mesh, page - int(self.first_page[mesh])
 
     def with_needs(self, chosen: Mask) -> Mask:
@@ -55,9 +61,7 @@ class PageGraph:
         found = chosen.copy()
         new = np.flatnonzero(chosen)
         while len(new):
-            counts = self.needs.starts[new + 1] - self.needs.starts[new]
-            within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-            needed = np.unique(self.needs.pages[np.repeat(self.needs.starts[new], counts) + within])
-            new = needed[~found[needed]]
+            needed, _ = self.needs.of_all(new)
+            new = np.unique(needed[~found[needed]])
             found[new] = True
         return found

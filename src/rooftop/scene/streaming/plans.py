@@ -6,13 +6,15 @@ replacement. Its *age* is the number of frames in which nothing wanted it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from rooftop.scene.streaming.slots import ABSENT, LOST, Slots
+from rooftop.scene.streaming import page_reader
+from rooftop.scene.streaming.slots import ABSENT, LOADING, LOST, NO_PAGES, Slots
 
 Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -35,29 +37,61 @@ class Use:
     ages: npt.NDArray[np.int32]
 
 
-@dataclass
+NO_USE = Use(np.zeros(0, np.float32), np.zeros(0, np.int32))  # where nothing has to be evicted
+
+
+@dataclass(frozen=True)
 class Plan:
-    """Pages to evict, and pages to read with their slots, in order. The slots are taken already."""
+    """What to do. The slots are freed and taken already.
 
-    given_up: list[int] = field(default_factory=list)
-    loads: list[tuple[int, int]] = field(default_factory=list)
-
-
-def plan_some(
-    slots: Slots, pages: Sequence[int], pixels: Sequence[float], most: int, use: Callable[[], Use], urgent: bool
-) -> Plan:
-    """Read the most wanted pages, each with the pages that it needs.
-
-    Args:
-        pages, pixels: the most wanted first.
-        most: maximum number of pages to read.
-        use: returns how pages were used; called only if a slot has to be freed.
-        urgent: whether pages that are wanted now, but less, may be evicted.
+    Attributes:
+        given_up: pages to evict.
+        pages, slots: pages to read, and their slots, in order.
     """
-    plan, victims = Plan(), None
-    for page, wanted in zip(pages, pixels, strict=True):
+
+    given_up: Ints
+    pages: Ints
+    slots: Ints
+
+
+class Planner:
+    """Plans for slots: in C++ if it is compiled, else in Python, with the same results."""
+
+    def __init__(self, slots: Slots) -> None:
+        self.slots = slots
+        self._books: Any = None
+
+    def plan_some(self, pages: Ints, pixels: Floats, most: int, use: Callable[[], Use], urgent: bool) -> Plan:
+        """Read the most wanted pages, each with the pages that it needs.
+
+        Args:
+            pages, pixels: the most wanted first.
+            most: maximum number of pages to read.
+            use: returns how pages were used; called only if a slot has to be freed.
+            urgent: whether pages that are wanted now, but less, may be evicted.
+        """
+        slots, module = self.slots, page_reader.compiled()
+        if module is None:
+            return plan_in_python(slots, pages, pixels, most, use, urgent)
+        if self._books is None:
+            needs = slots.graph.needs
+            self._books = module.Books(
+                *(needs.starts, needs.pages, slots.graph.roots, slots.state, slots.slot_of, slots.dependents),
+                *(slots.page_in, slots.free_slots, slots.free_count),
+            )
+        plan = Plan(*self._books.plan_some(pages, pixels, most, use, urgent, MARGIN))
+        if len(plan.given_up):
+            slots.forget_absent()
+        return plan
+
+
+def plan_in_python(slots: Slots, pages: Ints, pixels: Floats, most: int, use: Callable[[], Use], urgent: bool) -> Plan:
+    """The twin of `plan_some` in `page_reader.cpp`."""
+    given_up, loads, taken, victims = [NO_PAGES], [NO_PAGES], [NO_PAGES], None
+    count = 0
+    for page, wanted in zip(pages.tolist(), pixels.tolist(), strict=True):
         chain = slots.lacking(page)
-        if len(chain) > most - len(plan.loads):
+        if len(chain) > most - count:
             break
         missing = sum(slots.slot_of[each] < 0 for each in chain) - slots.free
         if missing > 0:
@@ -66,9 +100,12 @@ def plan_some(
             found = victims.take(missing, wanted if urgent else 0.0, keep)
             if found is None:
                 break
-            plan.given_up += found
-        plan.loads += [(each, slots.take(each)) for each in chain]
-    return plan
+            given_up.append(found)
+        if chain:
+            loads.append(np.array(chain))
+            taken.append(slots.take(loads[-1]))
+            count += len(chain)
+    return Plan(*(np.concatenate(each) for each in (given_up, loads, taken)))
 
 
 class _Victims:
@@ -86,7 +123,7 @@ class _Victims:
         self.pages = pages[np.lexsort((-pages, use.pixels[pages], -use.ages[pages]))].tolist()
         self.next = 0
 
-    def take(self, count: int, pixels: float, keep: Collection[int]) -> list[int] | None:
+    def take(self, count: int, pixels: float, keep: Collection[int]) -> Ints | None:
         """The next `count` pages to evict; None if fewer may be evicted for a page with these pixels."""
         found: list[int] = []
         at = self.next
@@ -94,15 +131,15 @@ class _Victims:
             page = self.pages[at]
             if self.use.ages[page] == 0 and self.use.pixels[page] * MARGIN >= pixels:
                 break
-            if page not in keep and not self.slots.dependents[page] and self.slots.state[page] != ABSENT:
+            taken = self.slots.state[page] in (ABSENT, LOADING)  # by this plan
+            if page not in keep and not self.slots.dependents[page] and not taken:
                 found.append(page)
             at += 1
         if len(found) < count:
             return None
         self.next = at
-        for page in found:
-            self.slots.give_up(page)
-        return found
+        self.slots.give_up(np.array(found))
+        return np.array(found)
 
 
 def plan_all(slots: Slots, target: Mask, use: Use) -> Plan:
@@ -113,22 +150,23 @@ def plan_all(slots: Slots, target: Mask, use: Use) -> Plan:
     """
     absent, lost = (target & (slots.state == state) for state in (ABSENT, LOST))
     given_up = give_up_beside(slots, target, use, int(absent.sum()) - slots.free)
-    return Plan(given_up, [(page, slots.take(page)) for page in np.flatnonzero(absent | lost).tolist()])
+    pages = np.flatnonzero(absent | lost)
+    return Plan(given_up, pages, slots.take(pages))
 
 
-def give_up_beside(slots: Slots, target: Mask, use: Use, count: int) -> list[int]:
+def give_up_beside(slots: Slots, target: Mask, use: Use, count: int) -> Ints:
     """Evict `count` pages that are not in a target, the oldest first; pages that others need come last."""
-    given_up: list[int] = []
-    while len(given_up) < count:
+    given_up = [NO_PAGES]
+    while count > 0:
         pages = slots.candidates()
         pages = pages[~target[pages]]
         if not len(pages):
             break
-        pages = pages[np.lexsort((-pages, use.pixels[pages], -use.ages[pages]))][: count - len(given_up)]
-        for page in pages.tolist():
-            slots.give_up(page)
-        given_up += pages.tolist()
-    return given_up
+        pages = pages[np.lexsort((-pages, use.pixels[pages], -use.ages[pages]))][:count]
+        slots.give_up(pages)
+        given_up.append(pages)
+        count -= len(pages)
+    return np.concatenate(given_up)
 
 
 def best_that_fit(slots: Slots, pixels: Floats) -> Mask:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from rooftop.errors import GeometryFileError, InputError
-from rooftop.launch.warp_launch import launch_warp
 from rooftop.scene import layouts
 from rooftop.scene.gbuffers import StreamingStats
 from rooftop.scene.geometry import Geometry
-from rooftop.scene.streaming import admission
 from rooftop.scene.streaming.answers import Answer, RequestBuffers
-from rooftop.scene.streaming.loading import SLOT_WORDS, Arrival, Loader
-from rooftop.scene.streaming.page_graph import PageGraph
-from rooftop.scene.streaming.plans import Plan, best_that_fit, give_up_beside, plan_all, plan_some
-from rooftop.scene.streaming.slots import RESIDENT, Slots
+from rooftop.scene.streaming.loading import SLOT_WORDS, Arrivals, Loader
+from rooftop.scene.streaming.page_graph import Ints, PageGraph
+from rooftop.scene.streaming.page_table import PageTable
+from rooftop.scene.streaming.plans import NO_USE, Plan, Planner, best_that_fit, give_up_beside, plan_all
+from rooftop.scene.streaming.slots import ABSENT, NO_PAGES, RESIDENT, Slots
 
 MOST_WORDS = 2**31 - 1  # length limit of a Warp array
 MOST_OF_A_FRAME = 32  # pages for one frame; planning takes the host about 40 microseconds for each
@@ -39,6 +37,7 @@ class Pool:
         words: (slots * SLOT_WORDS + 2,) int32, as `buffers.Resident` has them.
         page_at: (pages,) int64, the start of each, or -1.
         requests: the culls' requests.
+        is_new: whether root pages may be absent.
     """
 
     def __init__(self, meshes: Sequence[Geometry], pool_bytes: int, device: torch.device) -> None:
@@ -47,20 +46,26 @@ class Pool:
         self.slots = Slots(self.graph, count)
         # A read of two words may begin at the last word.
         self.words = torch.empty(count * SLOT_WORDS + 2, dtype=torch.int32, device=device)
-        self.page_at = torch.full((self.graph.count,), -1, dtype=torch.int64, device=device)
-        self._words = self.words[:MOST_WORDS]  # the part that fits a Warp array; kernels also read beyond it
-        self.requests = RequestBuffers(self.graph, self.page_at)
+        # Kernels also read beyond the part that fits a Warp array.
+        self._table = PageTable(self.graph.count, self.words[:MOST_WORDS], self.graph.limits)
+        self.page_at = self._table.page_at
+        self.requests = RequestBuffers(self.graph, self.page_at, self._table.refused)
         self.loader = Loader(self.graph, self.words)
-        self._changed: set[int] = set()  # pages whose position the device does not know yet
+        self.planner = Planner(self.slots)
+        self._changed: list[Ints] = []  # pages whose position the device does not know yet
         self._loaded = self._loaded_bytes = self._evicted = 0  # since the last statistics
-        self.load(self.graph.roots)
+        self.is_new = True
+        self._carry_out(plan_all(self.slots, self.graph.roots, NO_USE), AT_ONCE)
 
     def begin(self) -> None:
-        """Call before a frame: arrived pages become resident. This does not wait.
+        """Call before a frame: arrived pages become resident. This waits for root pages alone.
 
         Raises:
             GeometryFileError: a page could not be read, or is wrong.
         """
+        if self.is_new:
+            self.load(self.graph.roots)
+            return
         self._take(self.loader.arrived())
         self._tell()
 
@@ -68,11 +73,15 @@ class Pool:
         """Begin to load the missing pages as far as there is room. `urgent`: whether a displayed frame lacked them."""
         most = min(MOST_OF_A_FRAME, min(MOST_IN_FLIGHT, self.slots.count) - self.loader.in_flight)
         # enough, because no more pages are requested at once, even if half of them are in flight
-        first = 2 * MOST_IN_FLIGHT
-        pages, pixels = answer.missing[:first].tolist(), answer.pixels[:first].tolist()
-        plan = plan_some(self.slots, pages, pixels, most, self.requests.use, urgent)
-        order = dict(zip(pages, pixels, strict=True))
-        self._carry_out(plan, lambda page: (AT_ONCE if urgent else AHEAD, -order.get(page, np.inf)))
+        first = slice(2 * MOST_IN_FLIGHT)
+        pages, pixels = answer.missing[first], answer.pixels[first]
+        plan = self.planner.plan_some(pages, pixels, most, self.requests.use, urgent)
+        orders = np.full(len(plan.pages), -np.inf)  # a page that is needed by a missing one comes before all
+        among = np.argsort(pages)
+        at = among[np.searchsorted(pages, plan.pages, sorter=among).clip(max=len(pages) - 1)] if len(pages) else among
+        named = pages[at] == plan.pages
+        orders[named] = -pixels[at[named]]
+        self._carry_out(plan, AT_ONCE if urgent else AHEAD, orders)
 
     def target(self, first: bool = False) -> Mask | None:
         """(pages,) the pages that the last frame wanted, or its first pass, with those that they need; None if they do
@@ -95,17 +104,22 @@ class Pool:
         Raises:
             GeometryFileError: a page could not be read, or is wrong.
         """
-        self._take(self.loader.wait())
-        use = self.requests.use()
-        others = give_up_beside(self.slots, target, use, self.slots.count) if alone else []
+        others = NO_PAGES
+        if alone or np.count_nonzero(target & (self.slots.state == ABSENT)) > self.slots.free:
+            self._take(self.loader.wait())  # a page that is being read cannot be evicted
+            use = self.requests.use()
+            others = give_up_beside(self.slots, target, use, self.slots.count) if alone else NO_PAGES
+        else:
+            use = NO_USE
         plan = plan_all(self.slots, target, use)
-        self._carry_out(Plan(others + plan.given_up, plan.loads), lambda page: (AT_ONCE, float(page)))
+        self._carry_out(Plan(np.concatenate([others, plan.given_up]), plan.pages, plan.slots), AT_ONCE)
         self._take(self.loader.wait())
+        self.is_new = False
         self._tell()
 
     def stats(self, answer: Answer, pixel_error: float) -> StreamingStats:
         """Statistics of a frame, and of pages loaded and evicted since the last one."""
-        resident = int((self.slots.state == RESIDENT).sum())
+        resident = int(np.count_nonzero(self.slots.state == RESIDENT))
         stats = StreamingStats(
             wanted=answer.wanted,
             missing=len(answer.missing),
@@ -124,46 +138,47 @@ class Pool:
         """End the threads and close the files."""
         self.loader.close()
 
-    def _carry_out(self, plan: Plan, order: Any) -> None:
-        self._evicted += len(plan.given_up)
-        self._changed.update(plan.given_up)
-        for page, slot in plan.loads:
-            self.loader.load(page, slot, order(page))
+    def _carry_out(self, plan: Plan, urgency: float, orders: npt.NDArray[np.float64] | None = None) -> None:
+        """Read the pages of a plan, in these orders or in those of their files."""
+        if len(plan.given_up):
+            self._evicted += len(plan.given_up)
+            self._changed.append(plan.given_up)
+            if self.words.device.type == "cuda":  # the last frame may still read their slots
+                torch.cuda.current_stream(self.words.device).synchronize()
+        self.loader.load(plan.pages, plan.slots, urgency, plan.pages.astype(np.float64) if orders is None else orders)
 
-    def _take(self, arrivals: Iterable[Arrival]) -> None:
+    def _take(self, arrivals: Arrivals) -> None:
         """Record arrivals.
 
         Raises:
             GeometryFileError: for the first page that could not be read, after all others are recorded.
         """
-        errors = []
-        for arrival in arrivals:
-            if arrival.error is None:
-                self.slots.arrive(arrival.page)
-                self._loaded, self._loaded_bytes = self._loaded + 1, self._loaded_bytes + arrival.size_bytes
-            else:
-                self.slots.lose(arrival.page)
-                errors.append(arrival.error)
-        self._changed.update(self.slots.publish())
-        if errors:
-            raise errors[0]
+        if not len(arrivals):
+            return
+        pages = arrivals.pages
+        if arrivals.errors:
+            lost = np.isin(pages, list(arrivals.errors))
+            self.slots.lose(pages[lost])
+            pages = pages[~lost]
+            arrivals = arrivals.chosen(~lost)
+        self.slots.arrive(pages)
+        self._loaded, self._loaded_bytes = (
+            self._loaded + len(pages),
+            self._loaded_bytes + int(arrivals.size_bytes.sum()),
+        )
+        self._changed.append(self.slots.publish())
+        for error in arrivals.errors.values():
+            raise error
 
     def _tell(self) -> None:
         """Tell the device where pages are. Earlier frames must have ended."""
         if not self._changed:
             return
-        pages, device = np.array(sorted(self._changed), np.int64), self.page_at.device
-        there = self.slots.state[pages] == RESIDENT
-        self.page_at[torch.from_numpy(pages[~there]).to(device)] = -1
-        pages = pages[there]
-        if len(pages):
-            places = self.slots.slot_of[pages].astype(np.int64) * SLOT_WORDS
-            rows = np.concatenate([np.stack([pages, places], 1), self.graph.limits[pages]], axis=1)
-            arriving = torch.from_numpy(rows).to(device)
-            wrong = torch.zeros(len(pages), dtype=torch.int32, device=device)
-            launch_warp(admission.check_pages, (len(pages) * admission.LANES,), self._words, arriving, wrong)
-            admitting = (arriving, wrong, self.page_at, self.requests.tensors["refused"])
-            launch_warp(admission.admit_pages, (len(pages),), *admitting)
+        pages = np.unique(np.concatenate(self._changed))
+        places = np.where(
+            self.slots.state[pages] == RESIDENT, self.slots.slot_of[pages].astype(np.int64) * SLOT_WORDS, -1
+        )
+        self._table.tell(pages, places)
         self._changed.clear()
 
     def refuse(self, page: int) -> None:

@@ -11,6 +11,9 @@ import numpy.typing as npt
 
 from rooftop.scene.streaming.page_graph import PageGraph
 
+Ints = npt.NDArray[np.int64]
+NO_PAGES: Ints = np.zeros(0, np.int64)
+
 ABSENT, LOADING, ARRIVED, RESIDENT, LOST = range(5)
 """States of a page: not held; being read into its slot; read, but not visible to kernels yet; visible to kernels; could
 not be read, but keeps its slot for another attempt, since held pages may need it."""
@@ -24,6 +27,8 @@ class Slots:
         state: (pages,) uint8, as above.
         slot_of: (pages,) int32, -1 where the page is not held.
         dependents: (pages,) int32, the number of held pages that need this one directly.
+        page_in: (slots,) int64, the page in each slot, or -1.
+        free_slots: (slots,) int64, of which the first `free` are free; the last of those is taken first.
     """
 
     def __init__(self, graph: PageGraph, count: int) -> None:
@@ -31,18 +36,19 @@ class Slots:
         self.state = np.zeros(graph.count, np.uint8)
         self.slot_of = np.full(graph.count, -1, np.int32)
         self.dependents = np.zeros(graph.count, np.int32)
-        self._page_in = np.full(count, -1, np.int64)
-        self._free = list(range(count))[::-1]  # the lowest is taken first
-        self._arrived: set[int] = set()
+        self.page_in = np.full(count, -1, np.int64)
+        self.free_slots = np.arange(count)[::-1].copy()  # the lowest is taken first
+        self.free_count = np.array([count], np.int64)  # `page_reader.cpp` changes it, too
+        self._arrived = np.zeros(0, np.int64)
 
     @property
     def free(self) -> int:
         """The number of free slots."""
-        return len(self._free)
+        return int(self.free_count[0])
 
-    def held(self) -> npt.NDArray[np.int64]:
+    def held(self) -> Ints:
         """The pages in slots, in any state."""
-        return self._page_in[self._page_in >= 0]
+        return self.page_in[self.page_in >= 0]
 
     def lacking(self, page: int) -> list[int]:
         """The pages to read for a page: itself and those that it needs, if absent or lost; coarser ones first."""
@@ -60,50 +66,67 @@ class Slots:
             new += needed
         return sorted(found)
 
-    def take(self, page: int) -> int:
-        """Take a free slot for an absent page; all pages that it needs must be held. A lost page keeps its own slot."""
-        needs = self.graph.needs.of(page)
-        assert self.state[page] in (ABSENT, LOST)
-        assert (self.state[needs] != ABSENT).all()
-        if self.state[page] == ABSENT:
-            slot = self._free.pop()
-            self.slot_of[page], self._page_in[slot] = slot, page
-            self.dependents[needs] += 1
-        self.state[page] = LOADING
-        return int(self.slot_of[page])
+    def take(self, pages: Ints) -> Ints:
+        """Take a free slot for each of these absent pages, each after those that it needs; all others that it needs
+        must be held. A lost page keeps its own slot. Returns the slots."""
+        assert np.isin(self.state[pages], (ABSENT, LOST)).all()
+        absent = pages[self.state[pages] == ABSENT]
+        left = self.free - len(absent)
+        assert left >= 0
+        slots = self.free_slots[left : self.free][::-1]
+        self.slot_of[absent], self.page_in[slots] = slots, absent
+        self.free_count[0] = left
+        needed, _ = self.graph.needs.of_all(absent)
+        np.add.at(self.dependents, needed, 1)
+        self.state[pages] = LOADING
+        assert (self.state[needed] != ABSENT).all()
+        return self.slot_of[pages].astype(np.int64)
 
-    def arrive(self, page: int) -> None:
-        """Record that a loading page is in its slot."""
-        assert self.state[page] == LOADING
-        self.state[page] = ARRIVED
-        self._arrived.add(page)
+    def arrive(self, pages: Ints) -> None:
+        """Record that loading pages are in their slots."""
+        assert (self.state[pages] == LOADING).all()
+        self.state[pages] = ARRIVED
+        self._arrived = np.concatenate([self._arrived, pages])
 
-    def publish(self) -> list[int]:
+    def publish(self) -> Ints:
         """Make arrived pages resident if all pages that they need are; return their numbers."""
-        published = []
-        for page in sorted(self._arrived):  # a page comes after the pages that it needs
-            if (self.state[self.graph.needs.of(page)] == RESIDENT).all():
-                self.state[page] = RESIDENT
-                published.append(page)
-        self._arrived.difference_update(published)
-        return published
+        waiting, published = self._arrived, [NO_PAGES]
+        while len(waiting):
+            needed, counts = self.graph.needs.of_all(waiting)
+            absent = np.concatenate([[0], np.cumsum(self.state[needed] != RESIDENT)])
+            ends = np.cumsum(counts)
+            fits = absent[ends] == absent[ends - counts]
+            if not fits.any():
+                break
+            self.state[waiting[fits]] = RESIDENT
+            published.append(waiting[fits])
+            waiting = waiting[~fits]
+        self._arrived = waiting
+        return np.sort(np.concatenate(published))
 
-    def lose(self, page: int) -> None:
-        """Record that a loading page could not be read."""
-        assert self.state[page] == LOADING
-        self.state[page] = LOST
+    def lose(self, pages: Ints) -> None:
+        """Record that loading pages could not be read."""
+        assert (self.state[pages] == LOADING).all()
+        self.state[pages] = LOST
 
-    def give_up(self, page: int) -> None:
-        """Free the slot of a page that no held page needs, and that is not loading."""
-        assert self.state[page] not in (ABSENT, LOADING)
-        assert not self.dependents[page]
-        slot = int(self.slot_of[page])
-        self.state[page], self.slot_of[page], self._page_in[slot] = ABSENT, -1, -1
-        self._arrived.discard(page)
-        self._free.append(slot)
-        self.dependents[self.graph.needs.of(page)] -= 1
+    def give_up(self, pages: Ints) -> None:
+        """Free the slots of pages that no held page needs, and that are not loading."""
+        assert not np.isin(self.state[pages], (ABSENT, LOADING)).any()
+        assert not self.dependents[pages].any()
+        slots, count = self.slot_of[pages], self.free
+        if len(self._arrived):
+            self._arrived = self._arrived[~np.isin(self._arrived, pages)]
+        self.state[pages], self.slot_of[pages], self.page_in[slots] = ABSENT, -1, -1
+        self.free_slots[count : count + len(pages)] = slots
+        self.free_count[0] = count + len(pages)
+        np.subtract.at(self.dependents, self.graph.needs.of_all(pages)[0], 1)
 
-    def candidates(self) -> npt.NDArray[np.int64]:
+    def forget_absent(self) -> None:
+        """Call after `page_reader.cpp` has freed slots: pages that had arrived may be absent now."""
+        if len(self._arrived):
+            self._arrived = self._arrived[self.state[self._arrived] == ARRIVED]
+
+    def candidates(self) -> Ints:
         """Pages that may be evicted now: no held page needs them, and they are neither roots nor loading."""
         pages = self.held()
         fits = (self.state[pages] != LOADING) & (self.dependents[pages] == 0) & ~self.graph.roots[pages]

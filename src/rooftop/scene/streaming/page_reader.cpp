@@ -1,0 +1,562 @@
+// Threads that read pages, and the plan of what to read, without Python (page_reader.py, loading.py, plans.py).
+//
+// Threads of Python that read pages take Python's lock from the thread that draws, several times for each page: a frame
+// that takes a millisecond then waits for many of them. The threads here never take it.
+//
+// A page's way: a request in the queue -> a reader reads it into memory of its own, and checks it -> one more thread
+// copies it to the device, together with all others that are ready -> a result, which the frame's thread takes.
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <queue>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+namespace py = pybind11;
+
+namespace {
+
+template <class T>
+using Array = py::array_t<T, py::array::c_style>;
+
+// ---- checksums: CRC-32 as in zlib ------------------------------------------------------------------------------------
+
+struct Tables {
+  uint32_t of[8][256];
+  Tables() {
+    for (uint32_t byte = 0; byte < 256; ++byte) {
+      uint32_t value = byte;
+      for (int bit = 0; bit < 8; ++bit) value = value >> 1 ^ (value & 1 ? 0xedb88320u : 0);
+      of[0][byte] = value;
+    }
+    for (uint32_t byte = 0; byte < 256; ++byte)
+      for (int row = 1; row < 8; ++row) of[row][byte] = of[row - 1][byte] >> 8 ^ of[0][of[row - 1][byte] & 255];
+  }
+};
+
+uint32_t crc_by_tables(const uint8_t* at, size_t size, uint32_t crc) {
+  static const Tables tables;
+  const auto& of = tables.of;
+  for (; size >= 8; at += 8, size -= 8) {
+    uint32_t low, high;
+    std::memcpy(&low, at, 4);
+    std::memcpy(&high, at + 4, 4);
+    low ^= crc;
+    crc = of[7][low & 255] ^ of[6][low >> 8 & 255] ^ of[5][low >> 16 & 255] ^ of[4][low >> 24] ^ of[3][high & 255] ^
+          of[2][high >> 8 & 255] ^ of[1][high >> 16 & 255] ^ of[0][high >> 24];
+  }
+  for (; size; ++at, --size) crc = crc >> 8 ^ of[0][(crc ^ *at) & 255];
+  return crc;
+}
+
+#if defined(__x86_64__)
+// By products of polynomials (Gopal and others, "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ", Intel,
+// 2009), whose constants these are. `size` is at least 64 and a multiple of 16.
+__attribute__((target("pclmul,sse4.1"))) uint32_t crc_by_products(const uint8_t* at, size_t size, uint32_t crc) {
+  const auto load = [](const uint8_t* from) __attribute__((target("sse4.1"))) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  };
+  const auto fold = [](__m128i value, __m128i by, __m128i next) __attribute__((target("pclmul,sse4.1"))) {
+    return _mm_xor_si128(_mm_xor_si128(_mm_clmulepi64_si128(value, by, 0x11), next), _mm_clmulepi64_si128(value, by, 0x00));
+  };
+  const __m128i by_64 = _mm_set_epi64x(0x01c6e41596, 0x0154442bd4), by_16 = _mm_set_epi64x(0x00ccaa009e, 0x01751997d0);
+  const __m128i polynomial = _mm_set_epi64x(0x01f7011641, 0x01db710641), low = _mm_setr_epi32(~0, 0, ~0, 0);
+  __m128i a = _mm_xor_si128(load(at), _mm_cvtsi32_si128(int(crc))), b = load(at + 16), c = load(at + 32), d = load(at + 48);
+  for (at += 64, size -= 64; size >= 64; at += 64, size -= 64) {
+    a = fold(a, by_64, load(at));
+    b = fold(b, by_64, load(at + 16));
+    c = fold(c, by_64, load(at + 32));
+    d = fold(d, by_64, load(at + 48));
+  }
+  a = fold(fold(fold(a, by_16, b), by_16, c), by_16, d);
+  for (; size >= 16; at += 16, size -= 16) a = fold(a, by_16, load(at));
+  a = _mm_xor_si128(_mm_srli_si128(a, 8), _mm_clmulepi64_si128(a, by_16, 0x10));
+  a = _mm_xor_si128(_mm_srli_si128(a, 4), _mm_clmulepi64_si128(_mm_and_si128(a, low), _mm_set_epi64x(0, 0x0163cd6124), 0x00));
+  b = _mm_clmulepi64_si128(_mm_and_si128(a, low), polynomial, 0x10);
+  b = _mm_clmulepi64_si128(_mm_and_si128(b, low), polynomial, 0x00);
+  return uint32_t(_mm_extract_epi32(_mm_xor_si128(a, b), 1));
+}
+#endif
+
+uint32_t crc_of(const uint8_t* at, size_t size) {
+  uint32_t crc = ~0u;
+#if defined(__x86_64__)
+  static const bool has_products = __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1");
+  if (has_products && size >= 64) {
+    const size_t part = size & ~size_t(15);
+    crc = crc_by_products(at, part, crc);
+    at += part, size -= part;
+  }
+#endif
+  return ~crc_by_tables(at, size, crc);
+}
+
+// ---- the driver: few facts of its interface, so that no CUDA headers are needed --------------------------------------
+
+struct Driver {
+  int (*context)(void**) = nullptr;                                   // cuCtxGetCurrent
+  int (*enter)(void*) = nullptr;                                      // cuCtxSetCurrent
+  int (*make_stream)(void**, unsigned) = nullptr;                     // cuStreamCreate
+  int (*end_stream)(void*) = nullptr;                                 // cuStreamDestroy
+  int (*make_event)(void**, unsigned) = nullptr;                      // cuEventCreate
+  int (*end_event)(void*) = nullptr;                                  // cuEventDestroy
+  int (*record)(void*, void*) = nullptr;                              // cuEventRecord
+  int (*wait)(void*) = nullptr;                                       // cuEventSynchronize
+  int (*copy)(uint64_t, const void*, size_t, void*) = nullptr;        // cuMemcpyHtoDAsync
+
+  Driver() {
+    void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
+    if (!library) throw std::runtime_error("the CUDA driver cannot be loaded");
+    const auto find = [library](const char* name, auto& function) {
+      function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
+      if (!function) throw std::runtime_error(std::string("the CUDA driver has no ") + name);
+    };
+    find("cuCtxGetCurrent", context);
+    find("cuCtxSetCurrent", enter);
+    find("cuStreamCreate", make_stream);
+    find("cuStreamDestroy_v2", end_stream);
+    find("cuEventCreate", make_event);
+    find("cuEventDestroy_v2", end_event);
+    find("cuEventRecord", record);
+    find("cuEventSynchronize", wait);
+    find("cuMemcpyHtoDAsync_v2", copy);
+  }
+};
+
+const Driver& driver() {
+  static const Driver found;
+  return found;
+}
+
+constexpr unsigned NON_BLOCKING_STREAM = 1, SLEEPING_EVENT = 1 | 2;  // without timing; the waiting thread sleeps
+
+void check(int code, const char* what) {
+  if (code) throw std::runtime_error(std::string(what) + ": CUDA error " + std::to_string(code));
+}
+
+// ---- reading ---------------------------------------------------------------------------------------------------------
+
+// Results of a request, as in loading.py.
+enum Outcome : int64_t { READ, UNREADABLE, CUT_OFF, CHANGED, NOT_COPIED };
+
+struct Request {
+  double rank, order;  // the smallest is read first
+  int64_t page, slot, file, offset, length, checksum;
+  bool operator<(const Request& other) const {  // for a queue whose greatest element comes first
+    if (rank != other.rank) return rank > other.rank;
+    if (order != other.order) return order > other.order;
+    return page > other.page;
+  }
+};
+constexpr int REQUEST_COLUMNS = 6, RESULT_COLUMNS = 4, ORDER_COLUMNS = 2;
+
+struct Result {
+  int64_t page, held;  // bytes that were read
+  int64_t outcome, code;
+};
+
+class Reader {
+ public:
+  // staged: memory of `buffers` pages, from which the device copies; slots: the pool's memory.
+  Reader(int threads, int buffers, uintptr_t staged, uintptr_t slots, int64_t page_bytes, bool on_gpu, int most_merged)
+      : staged_(reinterpret_cast<uint8_t*>(staged)), slots_(slots), page_bytes_(page_bytes), on_gpu_(on_gpu), most_merged_(most_merged) {
+    for (int buffer = buffers; buffer--;) free_.push_back(buffer);
+    if (on_gpu) {
+      check(driver().context(&context_), "no context");
+      check(driver().make_stream(&stream_, NON_BLOCKING_STREAM), "no stream");
+      check(driver().make_event(&event_, SLEEPING_EVENT), "no event");
+      threads_.emplace_back([this] { copy_all(); });
+    }
+    for (int k = 0; k < threads; ++k) threads_.emplace_back([this] { read_all(); });
+    for (auto& thread : threads_) pthread_setname_np(thread.native_handle(), "rooftop-pages");
+  }
+  ~Reader() { close(); }
+
+  void load(const Array<int64_t>& requests, const Array<double>& orders) {
+    const auto row = requests.unchecked<2>();
+    const auto order = orders.unchecked<2>();
+    if (row.shape(1) != REQUEST_COLUMNS || order.shape(1) != ORDER_COLUMNS || row.shape(0) != order.shape(0))
+      throw std::invalid_argument("requests of other columns");
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      for (py::ssize_t k = 0; k < row.shape(0); ++k)
+        queue_.push({order(k, 0), order(k, 1), row(k, 0), row(k, 1), row(k, 2), row(k, 3), row(k, 4), row(k, 5)});
+    }
+    row.shape(0) == 1 ? work_.notify_one() : work_.notify_all();
+  }
+
+  // The results that are there, once they are as many as `least`. An interrupt takes none.
+  Array<int64_t> take(size_t least) {
+    std::vector<Result> found;
+    for (bool enough = false; !enough;) {
+      {
+        const py::gil_scoped_release released;
+        std::unique_lock<std::mutex> lock(mutex_);
+        awaited_ = least;
+        enough = arrived_.wait_for(lock, std::chrono::milliseconds(least ? 50 : 0), [&] { return done_.size() >= least; });
+        awaited_ = 0;
+        if (enough) {
+          found.swap(done_);
+          there_.store(false, std::memory_order_release);
+        }
+      }
+      if (!enough && PyErr_CheckSignals()) throw py::error_already_set();
+    }
+    return as_rows(found);
+  }
+
+  // The same for the frame's thread, which waits for nothing.
+  Array<int64_t> arrived() {
+    if (!there_.load(std::memory_order_acquire)) return as_rows({});
+    return take(0);
+  }
+
+  void close() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (leaving_) return;
+      leaving_ = true;
+    }
+    work_.notify_all();
+    checked_there_.notify_all();
+    for (auto& thread : threads_) thread.join();
+    if (on_gpu_) {
+      driver().end_event(event_);
+      driver().end_stream(stream_);
+    }
+  }
+
+ private:
+  struct Read {
+    Request request;
+    int buffer;
+    Result result;
+  };
+
+  static Array<int64_t> as_rows(const std::vector<Result>& found) {
+    static_assert(sizeof(Result) == RESULT_COLUMNS * sizeof(int64_t));
+    const std::vector<py::ssize_t> shape = {py::ssize_t(found.size()), RESULT_COLUMNS};
+    Array<int64_t> results(shape);
+    if (!found.empty()) std::memcpy(results.mutable_data(), found.data(), found.size() * sizeof(Result));
+    return results;
+  }
+
+  uint8_t* memory_of(int buffer) const { return staged_ + buffer * page_bytes_; }
+
+  void read_all() {
+    std::vector<Read> reads;
+    for (;;) {
+      {
+        std::unique_lock<std::mutex> lock(mutex_);
+        work_.wait(lock, [this] { return leaving_ || (!queue_.empty() && !free_.empty()); });
+        if (leaving_) return;
+        take_some(reads);
+      }
+      read(reads);
+      for (auto& each : reads) check_sum(each);
+      if (!on_gpu_)
+        for (auto& each : reads)
+          if (each.result.outcome == READ)
+            std::memcpy(reinterpret_cast<void*>(slots_ + each.request.slot * page_bytes_), memory_of(each.buffer), each.request.length);
+      {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        if (on_gpu_)
+          checked_.insert(checked_.end(), reads.begin(), reads.end());
+        else
+          finish(reads);
+      }
+      on_gpu_ ? checked_there_.notify_one() : work_.notify_all();
+      reads.clear();
+    }
+  }
+
+  // The next request, and those that continue it in its file if there is enough for the other threads, too.
+  void take_some(std::vector<Read>& reads) {
+    const size_t most = queue_.size() > 2 * threads_.size() ? most_merged_ : 1;
+    while (reads.size() < most && !queue_.empty() && !free_.empty()) {
+      const Request next = queue_.top();
+      if (!reads.empty()) {
+        const Request& last = reads.back().request;
+        const int64_t gap = next.offset - last.offset - last.length;
+        if (next.file != last.file || gap < 0 || gap >= int64_t(sizeof gap_)) return;
+      }
+      queue_.pop();
+      reads.push_back({next, free_.back(), {next.page, 0, READ, 0}});
+      free_.pop_back();
+    }
+  }
+
+  void read(std::vector<Read>& reads) {
+    if (reads.size() > 1) {
+      iovec parts[64];
+      int count = 0;
+      int64_t expected = 0;
+      for (size_t k = 0; k < reads.size(); ++k) {
+        const Request& request = reads[k].request;
+        if (k) {
+          const Request& last = reads[k - 1].request;
+          const size_t gap = request.offset - last.offset - last.length;
+          if (gap) parts[count++] = {gap_, gap};
+        }
+        parts[count++] = {memory_of(reads[k].buffer), size_t(request.length)};
+      }
+      for (int k = 0; k < count; ++k) expected += parts[k].iov_len;
+      if (preadv(int(reads[0].request.file), parts, count, reads[0].request.offset) == expected) {
+        for (auto& each : reads) each.result.held = each.request.length;
+        return;
+      }
+    }  // if less came, each page is read again, to find out which one cannot be read
+    for (auto& each : reads) {
+      const Request& request = each.request;
+      int64_t& held = each.result.held;
+      for (held = 0; held < request.length;) {
+        const ssize_t count = pread(int(request.file), memory_of(each.buffer) + held, request.length - held, request.offset + held);
+        if (count < 0 && errno == EINTR) continue;
+        if (count <= 0) {
+          each.result.outcome = count < 0 ? UNREADABLE : CUT_OFF;
+          each.result.code = count < 0 ? errno : 0;
+          break;
+        }
+        held += count;
+      }
+    }
+  }
+
+  void check_sum(Read& each) const {
+    if (each.result.outcome == READ && crc_of(memory_of(each.buffer), each.request.length) != uint32_t(each.request.checksum))
+      each.result.outcome = CHANGED;
+  }
+
+  // Copies all pages that are ready, and waits for them together.
+  void copy_all() {
+    driver().enter(context_);
+    std::vector<Read> reads;
+    for (;;) {
+      {
+        std::unique_lock<std::mutex> lock(mutex_);
+        checked_there_.wait(lock, [this] { return leaving_ || !checked_.empty(); });
+        if (leaving_) return;
+        reads.swap(checked_);
+      }
+      int code = 0;
+      for (auto& each : reads)
+        if (each.result.outcome == READ && !code)
+          code = driver().copy(slots_ + each.request.slot * page_bytes_, memory_of(each.buffer), each.request.length, stream_);
+      if (!code) code = driver().record(event_, stream_);
+      if (!code) code = driver().wait(event_);
+      for (auto& each : reads)
+        if (code && each.result.outcome == READ) each.result.outcome = NOT_COPIED, each.result.code = code;
+      {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        finish(reads);
+      }
+      work_.notify_all();
+      reads.clear();
+    }
+  }
+
+  void finish(const std::vector<Read>& reads) {
+    for (const auto& each : reads) {
+      free_.push_back(each.buffer);
+      done_.push_back(each.result);
+    }
+    there_.store(true, std::memory_order_release);
+    if (awaited_ && done_.size() >= awaited_) arrived_.notify_all();
+  }
+
+  uint8_t* const staged_;
+  const uintptr_t slots_;
+  const int64_t page_bytes_;
+  const bool on_gpu_;
+  const size_t most_merged_;
+  void *context_ = nullptr, *stream_ = nullptr, *event_ = nullptr;
+  char gap_[64];  // between pages of a file; never read
+
+  std::mutex mutex_;  // of all below
+  std::condition_variable work_, checked_there_, arrived_;
+  std::priority_queue<Request> queue_;
+  std::vector<int> free_;      // buffers
+  std::vector<Read> checked_;  // to be copied
+  std::vector<Result> done_;
+  std::atomic<bool> there_{false};  // whether `done_` may have any
+  size_t awaited_ = 0;
+  bool leaving_ = false;
+  std::vector<std::thread> threads_;
+};
+
+// ---- plans -----------------------------------------------------------------------------------------------------------
+
+enum State : uint8_t { ABSENT, LOADING, ARRIVED, RESIDENT, LOST };  // as in slots.py
+
+// The records of slots.py, in the same memory, and the twins of `Slots.lacking`, `take` and `give_up`.
+class Books {
+ public:
+  Books(Array<int64_t> starts, Array<int64_t> needs, Array<bool> roots, Array<uint8_t> state, Array<int32_t> slot_of,
+        Array<int32_t> dependents, Array<int64_t> page_in, Array<int64_t> free, Array<int64_t> free_count)
+      : kept_{starts, needs, roots, state, slot_of, dependents, page_in, free, free_count},
+        starts_(starts.data()), needs_(needs.data()), roots_(roots.data()), state_(state.mutable_data()),
+        slot_of_(slot_of.mutable_data()), dependents_(dependents.mutable_data()), page_in_(page_in.mutable_data()),
+        free_(free.mutable_data()), free_count_(free_count.mutable_data()), count_(page_in.size()), seen_(state.size()) {}
+
+  // The pages to read for a page, in ascending order: itself and those that it needs, if absent or lost.
+  const std::vector<int64_t>& lacking(int64_t page) {
+    found_.clear();
+    walked_.assign(1, page);
+    seen_[page] = 1;
+    for (size_t next = 0; next < walked_.size(); ++next) {
+      const int64_t at = walked_[next];
+      if (state_[at] == RESIDENT) continue;
+      if (state_[at] == ABSENT || state_[at] == LOST) found_.push_back(at);
+      for (int64_t k = starts_[at]; k < starts_[at + 1]; ++k)
+        if (!seen_[needs_[k]]) seen_[needs_[k]] = 1, walked_.push_back(needs_[k]);
+    }
+    for (const int64_t each : walked_) seen_[each] = 0;
+    std::sort(found_.begin(), found_.end());
+    return found_;
+  }
+
+  int64_t take(int64_t page) {
+    if (state_[page] == ABSENT) {
+      const int64_t slot = free_[--*free_count_];
+      slot_of_[page] = int32_t(slot), page_in_[slot] = page;
+      for (int64_t k = starts_[page]; k < starts_[page + 1]; ++k) ++dependents_[needs_[k]];
+    }
+    state_[page] = LOADING;
+    return slot_of_[page];
+  }
+
+  void give_up(int64_t page) {
+    const int64_t slot = slot_of_[page];
+    state_[page] = ABSENT, slot_of_[page] = -1, page_in_[slot] = -1;
+    free_[(*free_count_)++] = slot;
+    for (int64_t k = starts_[page]; k < starts_[page + 1]; ++k) --dependents_[needs_[k]];
+  }
+
+  // The twin of `plans.plan_in_python`: pages that are given up, pages to read, and their slots.
+  py::tuple plan_some(const Array<int64_t>& pages, const Array<float>& pixels, int64_t most, const py::object& use, bool urgent, double margin) {
+    std::vector<int64_t> given_up, loads, slots;
+    std::unique_ptr<Victims> victims;
+    for (py::ssize_t k = 0; k < pages.size(); ++k) {
+      const std::vector<int64_t>& chain = lacking(pages.data()[k]);
+      if (int64_t(chain.size()) > most - int64_t(loads.size())) break;
+      int64_t missing = -*free_count_;
+      for (const int64_t each : chain) missing += slot_of_[each] < 0;
+      if (missing > 0) {
+        if (!victims) victims = std::make_unique<Victims>(*this, use(), 2 * most);
+        if (!victims->take(*this, missing, urgent ? pixels.data()[k] : 0.0f, margin, chain, given_up)) break;
+      }
+      for (const int64_t each : chain) loads.push_back(each), slots.push_back(take(each));
+    }
+    return py::make_tuple(as_array(given_up), as_array(loads), as_array(slots));
+  }
+
+ private:
+  // Pages in the order of eviction, the twin of `plans._Victims`.
+  struct Victims {
+    Array<float> pixels;
+    Array<int32_t> ages;
+    std::vector<int64_t> pages;
+    size_t next = 0;
+
+    Victims(const Books& books, const py::object& use, size_t most)
+        : pixels(use.attr("pixels").cast<Array<float>>()), ages(use.attr("ages").cast<Array<int32_t>>()) {
+      const float* of = pixels.data();
+      const int32_t* age = ages.data();
+      for (int64_t slot = 0; slot < books.count_; ++slot) {
+        const int64_t page = books.page_in_[slot];
+        if (page >= 0 && books.state_[page] != LOADING && !books.dependents_[page] && !books.roots_[page]) pages.push_back(page);
+      }
+      if (pages.size() > most && most) {  // only the first are needed, including all that are equal to the last of them
+        const auto worth = [&](int64_t page) { return double(std::min(of[page], 2147483648.0f)) - double(age[page]) * 4294967296.0; };
+        std::vector<double> worths;
+        for (const int64_t page : pages) worths.push_back(worth(page));
+        std::nth_element(worths.begin(), worths.begin() + (most - 1), worths.end());
+        const double last = worths[most - 1];
+        pages.erase(std::remove_if(pages.begin(), pages.end(), [&](int64_t page) { return worth(page) > last; }), pages.end());
+      }
+      std::sort(pages.begin(), pages.end(), [&](int64_t a, int64_t b) {
+        if (age[a] != age[b]) return age[a] > age[b];
+        return of[a] != of[b] ? of[a] < of[b] : a > b;
+      });
+    }
+
+    bool take(Books& books, int64_t count, float wanted, double margin, const std::vector<int64_t>& chain, std::vector<int64_t>& given_up) {
+      std::vector<int64_t> found;
+      size_t at = next;
+      for (; int64_t(found.size()) < count && at < pages.size(); ++at) {
+        const int64_t page = pages[at];
+        if (ages.data()[page] == 0 && float(pixels.data()[page] * float(margin)) >= wanted) break;
+        const bool taken = books.state_[page] == ABSENT || books.state_[page] == LOADING;  // by this plan
+        if (!books.dependents_[page] && !taken && !books.is_kept(page, chain)) found.push_back(page);
+      }
+      if (int64_t(found.size()) < count) return false;
+      next = at;
+      for (const int64_t page : found) books.give_up(page), given_up.push_back(page);
+      return true;
+    }
+  };
+
+  // Whether the pages of a chain need this one, or are it.
+  bool is_kept(int64_t page, const std::vector<int64_t>& chain) const {
+    for (const int64_t each : chain)
+      if (each == page || std::binary_search(needs_ + starts_[each], needs_ + starts_[each + 1], page)) return true;
+    return false;
+  }
+
+  static Array<int64_t> as_array(const std::vector<int64_t>& values) { return Array<int64_t>(std::vector<py::ssize_t>{py::ssize_t(values.size())}, values.data()); }
+
+  const std::vector<py::array> kept_;
+  const int64_t *const starts_, *const needs_;
+  const bool* const roots_;
+  uint8_t* const state_;
+  int32_t *const slot_of_, *const dependents_;
+  int64_t *const page_in_, *const free_, *const free_count_;
+  const int64_t count_;
+  std::vector<uint8_t> seen_;  // by page; all 0 between calls
+  std::vector<int64_t> walked_, found_;
+};
+
+}  // namespace
+
+PYBIND11_MODULE(ROOFTOP_MODULE, module) {
+  module.def("crc_of", [](const py::bytes& data) {
+    const std::string bytes = data;
+    return crc_of(reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size());
+  });
+  py::class_<Reader>(module, "Reader")
+      .def(py::init<int, int, uintptr_t, uintptr_t, int64_t, bool, int>())
+      .def("load", &Reader::load)
+      .def("arrived", &Reader::arrived)
+      .def("take", &Reader::take)
+      .def("close", &Reader::close, py::call_guard<py::gil_scoped_release>());
+  py::class_<Books>(module, "Books")
+      .def(py::init<Array<int64_t>, Array<int64_t>, Array<bool>, Array<uint8_t>, Array<int32_t>, Array<int32_t>, Array<int64_t>,
+                    Array<int64_t>, Array<int64_t>>(),
+           py::arg().noconvert(), py::arg().noconvert(), py::arg().noconvert(), py::arg().noconvert(), py::arg().noconvert(),
+           py::arg().noconvert(), py::arg().noconvert(), py::arg().noconvert(), py::arg().noconvert())
+      .def("plan_some", &Books::plan_some);
+}
