@@ -78,7 +78,8 @@ class Geometry:
         path: of the file.
         meta: the file's description of itself (docs/scene-format.md).
         materials: each material by its number; None if the file has no materials.
-        nodes: (N, NODE_CHILDREN, CHILD_WORDS) int32, the tree; nodes_offset: its start, in bytes.
+        nodes: (N, NODE_CHILDREN, CHILD_WORDS) int32, the tree; nodes_offset: its start, in bytes; tree_depth: its
+            levels, which `meta` may state wrongly.
         pages: number of pages.
         page_offsets, page_lengths: (pages,) int64, in bytes; page_reach: number of clusters of each by the tree.
         checksums: (pages,) uint32, CRC-32 of each page.
@@ -361,6 +362,10 @@ class Geometry:
         self.page_reach = np.zeros(self.pages, np.int64)
         ends = self.nodes[:, :, layouts.CHILD_FIRST].astype(np.int64) + kind
         np.maximum.at(self.page_reach, at[leaf], ends[leaf])
+        level, self.tree_depth = np.zeros(1, np.int64), 0
+        while len(level):  # children come after their parents, so this ends
+            self.tree_depth += 1
+            level = at[level][inner[level]]
 
 
 def _opened_again(path: Path, content: int) -> Geometry:

@@ -92,8 +92,10 @@ class Renderer:
             self._threads = THREADS_OF_A_MULTIPROCESSOR * multiprocessors
         self.pool_bytes = checked_pool_bytes(pool_bytes)
         self.pool: Pool | None = None
+        self._graph: PageGraph | None = None
         if self.pool_bytes is not None and scene.meshes:
-            slots_of(PageGraph(scene.meshes), self.pool_bytes)
+            self._graph = PageGraph(scene.meshes)
+            slots_of(self._graph, self.pool_bytes)
         self._chains, self._ahead = Chains(self.device), Chains(self.device, pictures=False)  # those of `prefetch`
         self._meshes: Meshes | None = None
         self._surfaces: Uploaded | None = None
@@ -321,7 +323,9 @@ class Renderer:
         if self._meshes is None or self._meshes.count != len(self.scene.meshes):
             self._drop_pool()
             if self.pool_bytes is not None:
-                self.pool = Pool(self.scene.meshes, self.pool_bytes, self.device)
+                if self._graph is None or len(self._graph.meshes) != len(self.scene.meshes):
+                    self._graph = PageGraph(self.scene.meshes)
+                self.pool = Pool(self._graph, self.pool_bytes, self.device)
             self._meshes = Meshes(self.scene.meshes, self.device, self.pool)
         return self._meshes
 

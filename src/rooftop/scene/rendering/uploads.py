@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rooftop.errors import GeometryFileError, InputError
-from rooftop.scene import layouts
 from rooftop.scene.cameras import Camera
 from rooftop.scene.geometry import Geometry
 from rooftop.scene.rendering import buffers
@@ -22,6 +21,7 @@ from rooftop.scene.streaming.pool import Pool
 
 LENS = 8  # numbers of a view
 MOST_WORDS = 2**31 - 1  # an array of Warp has no more elements; `clusters.word_at` also reads beyond them
+STAGED_WORDS = 2**20  # of pinned memory, from which the device copies
 MOST_PAGES = 2**20  # of a mesh: page and cluster take 31 bits of an entry
 
 
@@ -48,7 +48,7 @@ class Meshes:
         self.depth = max(mesh.meta["depth"] for mesh in meshes)
         self.origins = np.array([mesh.meta["origin"] for mesh in meshes])
         self.words, self.page_at = _all_pages(meshes, device) if pool is None else (pool.words, pool.page_at)
-        self.nodes = uploaded(device, np.concatenate(nodes))
+        self.nodes = joined(device, nodes)
         self.mesh = uploaded(device, np.array(tables, dtype=np.int32))
         steps = [[2.0 ** mesh.meta[name] for name in ("grid_exponent", "uv_exponent")] for mesh in meshes]
         self.mesh_steps = uploaded(device, np.array(steps, dtype=np.float32))
@@ -80,13 +80,8 @@ def _check_depth(mesh: Geometry) -> None:
     Raises:
         GeometryFileError: it is deeper.
     """
-    kind = mesh.nodes[:, :, layouts.CHILD_KIND]
-    level, depth = np.zeros(1, dtype=np.int64), 0
-    while len(level):  # children come after their parents, so this ends
-        depth += 1
-        level = mesh.nodes[level, :, layouts.CHILD_AT][kind[level] == layouts.INNER]
-    if depth > mesh.meta["depth"]:
-        what = f"its tree has {depth} levels, and not {mesh.meta['depth']} as it says"
+    if mesh.tree_depth > mesh.meta["depth"]:
+        what = f"its tree has {mesh.tree_depth} levels, and not {mesh.meta['depth']} as it says"
         raise GeometryFileError(mesh.path, what, mesh.nodes_offset)
 
 
@@ -178,3 +173,29 @@ def _views(canvas: Canvas, pictures: Tensor, from_world: Tensor, lens: Tensor) -
 def uploaded(device: torch.device, array: NDArray[Any]) -> Tensor:
     """An array of the host, on the device."""
     return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+
+def joined(device: torch.device, arrays: Sequence[NDArray[np.int32]]) -> Tensor:
+    """Arrays of the host one after another on the device, without a copy of all of them on the host."""
+    there = torch.empty((sum(map(len, arrays)), *arrays[0].shape[1:]), dtype=torch.int32, device=device)
+    if device.type == "cpu":
+        np.concatenate(arrays, out=there.numpy())
+        return there
+    words, at = there.view(-1), 0
+    staged = [torch.empty(STAGED_WORDS, dtype=torch.int32, device="cpu", pin_memory=True) for _ in range(2)]
+    copied = [torch.cuda.Event() for _ in staged]
+    parts = (
+        flat[k : k + STAGED_WORDS]
+        for flat in (a.reshape(-1) for a in arrays)
+        for k in range(0, len(flat), STAGED_WORDS)
+    )
+    for number, part in enumerate(parts):
+        memory, event = staged[number % 2], copied[number % 2]
+        event.synchronize()
+        memory.numpy()[: len(part)] = part
+        words[at : at + len(part)].copy_(memory[: len(part)], non_blocking=True)
+        event.record(torch.cuda.current_stream(device))
+        at += len(part)
+    for event in copied:  # then the memory is free
+        event.synchronize()
+    return there

@@ -62,6 +62,12 @@ class PageGraph:
         new = np.flatnonzero(chosen)
         while len(new):
             needed, _ = self.needs.of_all(new)
-            new = np.unique(needed[~found[needed]])
+            new = distinct(needed[~found[needed]])
             found[new] = True
         return found
+
+
+def distinct(pages: Ints) -> Ints:
+    """These pages in ascending order, each once. `np.unique` imports masked arrays first, which takes 15 ms."""
+    found = np.sort(pages)
+    return found[np.concatenate([[True], found[1:] != found[:-1]])] if len(found) else found

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -11,10 +9,9 @@ import torch
 from rooftop.errors import GeometryFileError, InputError
 from rooftop.scene import layouts
 from rooftop.scene.gbuffers import StreamingStats
-from rooftop.scene.geometry import Geometry
 from rooftop.scene.streaming.answers import Answer, RequestBuffers
 from rooftop.scene.streaming.loading import SLOT_WORDS, Arrivals, Loader
-from rooftop.scene.streaming.page_graph import Ints, PageGraph
+from rooftop.scene.streaming.page_graph import Ints, PageGraph, distinct
 from rooftop.scene.streaming.page_table import PageTable
 from rooftop.scene.streaming.plans import NO_USE, Plan, Planner, best_that_fit, give_up_beside, plan_all
 from rooftop.scene.streaming.slots import ABSENT, NO_PAGES, RESIDENT, Slots
@@ -40,8 +37,8 @@ class Pool:
         is_new: whether root pages may be absent.
     """
 
-    def __init__(self, meshes: Sequence[Geometry], pool_bytes: int, device: torch.device) -> None:
-        self.graph = PageGraph(meshes)
+    def __init__(self, graph: PageGraph, pool_bytes: int, device: torch.device) -> None:
+        self.graph = graph
         count = slots_of(self.graph, pool_bytes)
         self.slots = Slots(self.graph, count)
         # A read of two words may begin at the last word.
@@ -174,7 +171,7 @@ class Pool:
         """Tell the device where pages are. Earlier frames must have ended."""
         if not self._changed:
             return
-        pages = np.unique(np.concatenate(self._changed))
+        pages = distinct(np.concatenate(self._changed))
         places = np.where(
             self.slots.state[pages] == RESIDENT, self.slots.slot_of[pages].astype(np.int64) * SLOT_WORDS, -1
         )

@@ -69,8 +69,9 @@ class Slots:
     def take(self, pages: Ints) -> Ints:
         """Take a free slot for each of these absent pages, each after those that it needs; all others that it needs
         must be held. A lost page keeps its own slot. Returns the slots."""
-        assert np.isin(self.state[pages], (ABSENT, LOST)).all()
-        absent = pages[self.state[pages] == ABSENT]
+        state = self.state[pages]
+        absent = pages[state == ABSENT]
+        assert len(absent) + np.count_nonzero(state == LOST) == len(pages)
         left = self.free - len(absent)
         assert left >= 0
         slots = self.free_slots[left : self.free][::-1]
@@ -111,18 +112,16 @@ class Slots:
 
     def give_up(self, pages: Ints) -> None:
         """Free the slots of pages that no held page needs, and that are not loading."""
-        assert not np.isin(self.state[pages], (ABSENT, LOADING)).any()
-        assert not self.dependents[pages].any()
+        assert not ((self.state[pages] == ABSENT) | (self.state[pages] == LOADING) | self.dependents[pages]).any()
         slots, count = self.slot_of[pages], self.free
-        if len(self._arrived):
-            self._arrived = self._arrived[~np.isin(self._arrived, pages)]
         self.state[pages], self.slot_of[pages], self.page_in[slots] = ABSENT, -1, -1
+        self.forget_absent()
         self.free_slots[count : count + len(pages)] = slots
         self.free_count[0] = count + len(pages)
         np.subtract.at(self.dependents, self.graph.needs.of_all(pages)[0], 1)
 
     def forget_absent(self) -> None:
-        """Call after `page_reader.cpp` has freed slots: pages that had arrived may be absent now."""
+        """Call after slots were freed: pages that had arrived may be absent now."""
         if len(self._arrived):
             self._arrived = self._arrived[self.state[self._arrived] == ARRIVED]
 
