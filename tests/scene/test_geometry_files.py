@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from rooftop import scene
 from rooftop.errors import GeometryFileError, InputError, RooftopError
 from rooftop.scene import DirectionalLight, Geometry, Scene, layouts
-from rooftop.scene.building.encoding import encode, pack
+from rooftop.scene.building.encoding import encode
 from rooftop.scene.building.meshes import Vertices
 from rooftop.scene.building.normals import from_octahedral, octahedral, unit_vectors
 from rooftop.scene.heads import bit_lengths, packed, unpacked
@@ -204,16 +204,28 @@ def test_boxes_are_at_most_a_sixteenth_wider_than_clusters(extent: int) -> None:
     assert found.bit_length() == extent.bit_length()
 
 
-@given(st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 40)), min_size=1, max_size=40))
-def test_packed_values_lie_at_their_bits(entries: list[tuple[int, int]]) -> None:
-    values = np.array([value for value, _ in entries])
-    widths = bit_lengths(values)
-    assert widths.tolist() == [value.bit_length() for value, _ in entries]
-    begin = np.cumsum([0, *(widths + [gap for _, gap in entries])])
-    words = np.zeros(int(begin[-1]) // 32 + 2, np.uint32)
-    pack(words, values, begin[:-1])
-    whole = int.from_bytes(words.astype("<u4").tobytes(), "little")
-    assert whole == sum(value << int(at) for (value, _), at in zip(entries, begin, strict=False))
+@given(st.lists(st.tuples(*[st.integers(-(2**31), 2**31 - 1)] * 5), min_size=3, max_size=40))
+def test_values_lie_at_their_bits(rows: list[tuple[int, ...]]) -> None:
+    """A fan around vertex 0: its columns need up to 32 bits each."""
+    columns = np.array(rows, np.int32)
+    count = len(rows)
+    numbers = np.arange(count, dtype=np.uint32)
+    table = Vertices(
+        grid=columns[:, :3].copy(), place=numbers, normals=None, uv=columns[:, 3:].copy(), colors=None, materials=None,
+        merged=numbers, exponent=0, uv_exponent=0,
+    )  # fmt: skip
+    fan = np.column_stack([np.zeros(count - 2), numbers[1:-1], numbers[2:]]).astype(np.uint8)
+    encoded = encode(table, np.array([count - 2]), np.array([count]), fan, numbers, np.array([0]))
+    above = columns.astype(np.int64) - columns.min(0)
+    widths = bit_lengths(above.max(0))
+    assert widths.tolist() == [int(most).bit_length() for most in above.max(0)]
+    positions, uv = (
+        sum(int(value) << at for value, at in zip(values.ravel(), np.cumsum([0, *bits]).tolist(), strict=False))
+        for values, bits in ((above[:, :3], widths[:3].tolist() * count), (above[:, 3:], widths[3:].tolist() * count))
+    )
+    ends = [32 * -(-int(bits.sum()) * count // 32) for bits in (widths[:3], widths[3:])]
+    whole = int.from_bytes(encoded.streams.astype("<u4").tobytes(), "little")
+    assert whole >> 32 * int(encoded.counts[0]) - sum(ends) == positions | uv << ends[0]
 
 
 def test_normals_are_within_their_steps_and_axes_exact() -> None:

@@ -320,7 +320,7 @@ PARTS: tuple[Part, ...] = (
     Part("Warp", partial(_package, module="warp", package="warp-lang"), needed=False),
     *(
         Part(name, partial(_package, module=name, package=name, extra="scene"), needed=False)
-        for name in ("trimesh", "meshoptimizer")
+        for name in ("trimesh", "meshoptimizer", "numba")
     ),
     Part("NVDEC", partial(library_part, name="libnvcuvid.so.1"), needed=False),
     Part("NVENC", partial(library_part, name="libnvidia-encode.so.1"), needed=False),

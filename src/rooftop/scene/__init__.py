@@ -9,7 +9,7 @@
     camera = scene.Camera.look_at((3, 0, 1), (0, 0, 0))
     frame = scene.Renderer(world).render(camera, outputs=("depth", "normal"))
 
-Names are loaded when they are first used. Needs meshoptimizer, trimesh and Warp: `pip install "rooftop[scene]"`.
+Names are loaded when they are first used. Needs meshoptimizer, Numba, trimesh and Warp: `pip install "rooftop[scene]"`.
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from rooftop.scene.building.compiled import array, loop, output
 from rooftop.scene.building.excerpts import Excerpt
 from rooftop.scene.building.meshes import Vertices
 from rooftop.scene.building.ragged import numbered, starts_of
@@ -39,22 +39,53 @@ class SharedPlaces:
         if places > len(self.owner):
             self.owner, self.several = shared(places, np.int32), shared(places, np.uint8)
 
-    def own(self, at: Numbers, owners: Any) -> None:
-        """Record the owners (T,), or one owner, of triangles with these places (T, 3), in a first pass.
+    def own(self, place: Numbers, corners: Numbers, starts: Ints, counts: Ints, owners: Ints) -> None:
+        """Record the owners of triangles, in a first pass.
 
         Workers write to the same arrays. If a place has several owners, any of them may be stored last; the others then
         see an owner that differs.
-        """
-        self.owner[at] = np.asarray(owners, np.int32)[..., None]
-        self.several[at] = 0
 
-    def mark(self, at: Numbers, owners: Any) -> None:
-        """In a second pass, mark the places of these triangles that have another owner, too."""
-        self.several[at[self.owner[at] != np.asarray(owners, np.int32)[..., None]]] = 1
+        Args:
+            place: (V,) the place of each vertex.
+            corners: (T, 3) vertices of all triangles.
+            starts, counts: (R,) runs of these triangles; owners: (R,) the owner of each run.
+        """
+        _own(place, corners, starts, counts, owners, self.owner, self.several)
+
+    def mark(self, place: Numbers, corners: Numbers, starts: Ints, counts: Ints, owners: Ints) -> None:
+        """In a second pass, mark the places of these triangles that have another owner, too. Arguments: as for
+        `own`."""
+        _mark(place, corners, starts, counts, owners, self.owner, self.several)
 
     def hold(self, places: Numbers) -> None:
         """After both passes: count these places as used by several owners."""
         self.several[places] = 1
+
+
+@loop(
+    array("uint32"), array("uint32", 2), array("int64"), array("int64"), array("int64"),
+    output("int32"), output("uint8"),
+)  # fmt: skip
+def _own(place, corners, starts, counts, owners, owner, several):  # type: ignore[no-untyped-def]
+    for run in range(len(starts)):
+        for row in range(starts[run], starts[run] + counts[run]):
+            for corner in range(3):
+                at = place[corners[row, corner]]
+                owner[at] = owners[run]
+                several[at] = 0
+
+
+@loop(
+    array("uint32"), array("uint32", 2), array("int64"), array("int64"), array("int64"),
+    array("int32"), output("uint8"),
+)  # fmt: skip
+def _mark(place, corners, starts, counts, owners, owner, several):  # type: ignore[no-untyped-def]
+    for run in range(len(starts)):
+        for row in range(starts[run], starts[run] + counts[run]):
+            for corner in range(3):
+                at = place[corners[row, corner]]
+                if owner[at] != owners[run]:
+                    several[at] = 1
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ import numpy.typing as npt
 
 from rooftop.scene import layouts
 from rooftop.scene.building import meshopt
+from rooftop.scene.building.compiled import array, loop, output
 from rooftop.scene.building.encoding import Encoded, encode
 from rooftop.scene.building.meshes import Vertices
-from rooftop.scene.building.ragged import numbered, rows_of, starts_of, taken
+from rooftop.scene.building.ragged import numbered_by_row, rows_of, starts_of, taken
 from rooftop.scene.building.spheres import around_points
 from rooftop.scene.building.sweeps import swept
 
@@ -76,15 +77,8 @@ def localized(corners: Corners, counts: Ints) -> Local:
         corners: (T, 3) of all pieces, one after another, as numbers of the mesh's vertices.
         counts: (P,) number of triangles of each piece.
     """
-    if len(counts) == 1:
-        vertices, local = numbered(corners, int(corners.max(initial=0)) + 1)
-        return Local(vertices.astype(np.int64), np.array([0, len(vertices)]), local)
-    below = int(corners.max(initial=0)) + 1
-    keys = corners + (rows_of(counts) * below)[:, None]
-    ordered, number = numbered(keys, below * len(counts))
-    starts = np.searchsorted(ordered, np.arange(len(counts) + 1) * below)
-    local = number - np.repeat(starts[:-1], counts)[:, None].astype(np.uint32)
-    return Local(ordered - np.repeat(np.arange(len(counts)) * below, np.diff(starts)), starts, local)
+    vertices, starts, local = numbered_by_row(corners, 3 * starts_of(counts), int(corners.max(initial=0)) + 1)
+    return Local(vertices.astype(np.int64), starts, local)
 
 
 def local_points(vertices: Vertices, local: Local) -> npt.NDArray[np.float32]:
@@ -106,21 +100,7 @@ def cut(vertices: Vertices, corners: Corners, counts: Ints, levels: Ints) -> Clu
     """
     local = localized(corners, counts)
     points = local_points(vertices, local)
-    cut_pieces = [
-        _meshlets(local.corners[a:b], points[c:d])
-        for a, b, c, d in zip(*_spans(starts_of(counts)), *_spans(local.starts), strict=True)
-    ]
-    meshlets = np.concatenate([each[0] for each in cut_pieces])
-    pieces = rows_of([len(each[0]) for each in cut_pieces])
-    triangles, members = meshlets["triangles"].astype(np.int64), meshlets["vertices"].astype(np.int64)
-
-    offsets = starts_of([len(each[1]) for each in cut_pieces])[pieces]
-    owned = np.concatenate([each[1] for each in cut_pieces])[taken(offsets + meshlets["vertex"], members)]
-    owned = local.vertices[owned + np.repeat(local.starts[pieces], members)]
-    offsets = starts_of([len(each[2]) for each in cut_pieces])[pieces]
-    flat = np.concatenate([each[2] for each in cut_pieces])[taken(offsets + meshlets["triangle"], 3 * triangles)]
-    own_corners = flat.reshape(-1, 3)
-
+    pieces, triangles, members, owned, own_corners = _meshlets(local, points, starts_of(counts))
     grid = vertices.grid[owned]
     order, in_fans = swept(grid, triangles, members, own_corners)
     starts = starts_of(members)
@@ -136,29 +116,67 @@ def cut(vertices: Vertices, corners: Corners, counts: Ints, levels: Ints) -> Clu
     )
 
 
+def _meshlets(
+    local: Local, points: npt.NDArray[np.float32], starts: Ints
+) -> tuple[Ints, Ints, Ints, Ints, npt.NDArray[np.uint8]]:
+    """The meshlets of all pieces: the piece, the number of triangles and the number of vertices of each; their
+    vertices; their corners (T, 3)."""
+    library = meshopt.library()
+    count = len(local.corners)
+    sizes = np.diff(starts)
+    most = np.maximum(-(-3 * sizes // (layouts.MAX_VERTICES - 2)), -(-sizes // LEAST_TRIANGLES)).tolist()
+    largest = max(most, default=0)
+    found = np.empty((largest, 4), np.uint32)  # as meshopt.MESHLET
+    owned = np.empty(largest * layouts.MAX_VERTICES, np.uint32)
+    flat = np.empty(largest * layouts.MAX_TRIANGLES * 3, np.uint8)
+    triangles, members = np.empty(sum(most), np.int64), np.empty(sum(most), np.int64)
+    all_owned, all_corners = np.empty(3 * count, np.int64), np.empty((count, 3), np.uint8)
+    ends = np.zeros(3, np.int64)
+    pieces = []
+    for a, b, c, d in zip(*_spans(starts), *_spans(local.starts), strict=True):
+        made = library.meshopt_buildMeshletsFlex(
+            meshopt.address(found), meshopt.address(owned), meshopt.address(flat),
+            meshopt.address(local.corners[a:b]), 3 * (b - a), meshopt.address(points[c:d]), d - c, 12,
+            layouts.MAX_VERTICES, LEAST_TRIANGLES, layouts.MAX_TRIANGLES, 0.0,
+            SPLIT_FACTOR if b - a > SPLIT_FROM else 0.0,
+        )  # fmt: skip
+        pieces.append(made)
+        _append(found[:made], owned, flat, local.vertices[c:d], triangles, members, all_owned, all_corners, ends)
+    clusters, vertices, _ = ends.tolist()
+    return rows_of(pieces), triangles[:clusters], members[:clusters], all_owned[:vertices], all_corners
+
+
 def _spans(starts: Ints) -> tuple[Any, Any]:
     return starts[:-1].tolist(), starts[1:].tolist()
 
 
-def _meshlets(
-    corners: Corners, points: npt.NDArray[np.float32]
-) -> tuple[npt.NDArray[np.void], npt.NDArray[np.uint32], npt.NDArray[np.uint8]]:
-    """Meshlets of one piece (as meshopt.MESHLET), their vertices, and their corners."""
-    library = meshopt.library()
-    most = max(-(-corners.size // (layouts.MAX_VERTICES - 2)), -(-len(corners) // LEAST_TRIANGLES))
-    found = np.empty(most, meshopt.MESHLET)
-    owned = np.empty(most * layouts.MAX_VERTICES, np.uint32)
-    flat = np.empty(most * layouts.MAX_TRIANGLES * 3, np.uint8)
-    count = library.meshopt_buildMeshletsFlex(
-        meshopt.address(found), meshopt.address(owned), meshopt.address(flat), meshopt.address(corners), corners.size,
-        meshopt.address(points), len(points), 12, layouts.MAX_VERTICES, LEAST_TRIANGLES, layouts.MAX_TRIANGLES, 0.0,
-        SPLIT_FACTOR if len(corners) > SPLIT_FROM else 0.0,
-    )  # fmt: skip
-    found = found[:count]
-    if not count:
-        return found, owned[:0], flat[:0]
-    last = found[-1]
-    return found, owned[: last["vertex"] + last["vertices"]], flat[: last["triangle"] + 3 * last["triangles"]]
+@loop(
+    array("uint32", 2), array("uint32"), array("uint8"), array("int64"),
+    output("int64"), output("int64"), output("int64"), output("uint8", 2), output("int64"),
+)  # fmt: skip
+def _append(found, owned, flat, vertices, triangles, members, all_owned, all_corners, ends):  # type: ignore[no-untyped-def]
+    """Append the meshlets of a piece to those before it.
+
+    Args:
+        found: (M, 4) as meshopt.MESHLET. owned, flat: vertices and corners of the meshlets, with gaps.
+        vertices: the piece's vertices, as numbers of the mesh.
+        triangles, members, all_owned, all_corners: appended to. ends: numbers of clusters, of their vertices and of
+            their triangles so far.
+    """
+    cluster, vertex, triangle = ends
+    for meshlet in range(len(found)):
+        triangles[cluster], members[cluster] = found[meshlet, 3], found[meshlet, 2]
+        for at in range(found[meshlet, 0], found[meshlet, 0] + found[meshlet, 2]):
+            all_owned[vertex] = vertices[owned[at]]
+            vertex += 1
+        place = np.int64(found[meshlet, 1])
+        for _ in range(found[meshlet, 3]):
+            for corner in range(3):
+                all_corners[triangle, corner] = flat[place + corner]
+            place += 3
+            triangle += 1
+        cluster += 1
+    ends[0], ends[1], ends[2] = cluster, vertex, triangle
 
 
 LEAST_TRIANGLES = 96  # triangles from which on a cluster may end early

@@ -27,7 +27,7 @@ from rooftop.scene.building.grouping import group
 from rooftop.scene.building.meshes import Mesh
 from rooftop.scene.building.orders import ordering
 from rooftop.scene.building.parts import Added
-from rooftop.scene.building.ragged import rows_of, starts_of, taken
+from rooftop.scene.building.ragged import gathered, rows_of, starts_of, taken
 from rooftop.scene.building.simplifying import simplify
 from rooftop.scene.building.spheres import around_spheres
 from rooftop.scene.building.workers import ALONE, Call, Stage, Team, Workers, shared
@@ -265,8 +265,15 @@ class _Levels:
         ends = np.linspace(0, count, -(-count // PIECE_TRIANGLES) + 1).astype(np.int64)
         pieces = [ends[i : i + PIECES + 1] for i in range(0, len(ends) - 1, PIECES)]
 
-        def used(number: int) -> Words:
-            return vertices.place[corners[pieces[number][0] : pieces[number][-1]]]
+        def own(number: int) -> None:
+            self.shared_places.own(vertices.place, corners, *run(number))
+
+        def mark(number: int) -> None:
+            self.shared_places.mark(vertices.place, corners, *run(number))
+
+        def run(number: int) -> tuple[Ints, Ints, Ints]:
+            first = pieces[number][:1]
+            return first, pieces[number][-1:] - first, np.array([number])
 
         def work(number: int) -> _Cut:
             batch = pieces[number]
@@ -281,8 +288,8 @@ class _Levels:
         numbers = range(len(pieces))
         stages: list[Stage] = [
             *ordering(vertices.grid, self.mesh.faces, corners),
-            (lambda number: self.shared_places.own(used(number), number), numbers),
-            (lambda number: self.shared_places.mark(used(number), number), numbers),
+            (own, numbers),
+            (mark, numbers),
             (self.shared_places.hold, [self.held] if len(self.held) else []),
         ]
         done = _Fraction(len(pieces), lambda fraction: self.progress(what, CUTTING * fraction))
@@ -401,23 +408,24 @@ class _Levels:
         return group(places, runs.triangles[a:b], runs.spheres[a:b], runs.sizes[a:b])
 
     def _own(self, step: _Step, batch: tuple[int, int]) -> None:
-        self.shared_places.own(*self._used(step, batch))
+        self.shared_places.own(self.mesh.vertices.place, self.corners, *self._runs(step, batch))
 
     def _mark(self, step: _Step, batch: tuple[int, int]) -> None:
-        self.shared_places.mark(*self._used(step, batch))
+        self.shared_places.mark(self.mesh.vertices.place, self.corners, *self._runs(step, batch))
 
     def _hold(self, _: _Step, places: Words) -> None:
         self.shared_places.hold(places)
 
-    def _used(self, step: _Step, batch: tuple[int, int]) -> tuple[Words, Ints]:
-        """The places of a batch of groups, and the group of each triangle."""
-        groups = np.repeat(np.arange(*batch), step.triangles[slice(*batch)])
-        return self.mesh.vertices.place[self._corners(step, batch)], groups
+    def _runs(self, step: _Step, batch: tuple[int, int]) -> tuple[Ints, Ints, Ints]:
+        """For the clusters of a batch of groups: where the triangles of each start, their number, and its group."""
+        chosen = step.order[step.starts[batch[0]] : step.starts[batch[1]]]
+        groups = np.repeat(np.arange(*batch), step.counts[slice(*batch)])
+        return step.cluster_starts[chosen], step.cluster_triangles[chosen], groups
 
     def _corners(self, step: _Step, batch: tuple[int, int]) -> Words:
         """The corners of a batch of groups."""
-        chosen = step.order[step.starts[batch[0]] : step.starts[batch[1]]]
-        return self.corners[taken(step.cluster_starts[chosen], step.cluster_triangles[chosen])]
+        starts, counts, _ = self._runs(step, batch)
+        return gathered(self.corners, starts, counts)
 
     def _replace(self, step: _Step, batch: tuple[int, int]) -> _Next:
         """Simplify a batch of groups and cut it again."""

@@ -1,9 +1,8 @@
 """The order of a cluster's triangles: along a sweep through the cluster, so that references are few and short.
 
 A corner that is not new is stored as a reference: the distance of its vertex from the newest one. If a front sweeps
-through the
-cluster, that is at most the width of the front: about ten vertices of eighty. All references of a cluster have as many
-bits as its longest one: 4.3 on average, compared with 5.8 in the order in which triangles were collected.
+through the cluster, that is at most the width of the front: about ten vertices of eighty. All references of a cluster
+have as many bits as its longest one: 4.3 on average, compared with 5.8 in the order in which triangles were collected.
 
 A triangle is visited with the last of its vertices along the sweep. Triangles with the same last vertex follow one
 another around that vertex, counterclockwise. So each but the first needs only one reference.
@@ -11,17 +10,22 @@ another around that vertex, counterclockwise. So each but the first needs only o
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
-from rooftop.scene.building.ragged import highest, lowest, rows_of, starts_of, within
+from rooftop.scene import layouts
+from rooftop.scene.building.compiled import array, loop, output
+from rooftop.scene.building.ragged import starts_of
 
 Ints = npt.NDArray[np.int64]
 
 # Sweep directions, as shares of the two longest axes of the box around a cluster. The best direction is used for each
 # cluster.
-WAYS = ((1.0, 0.1), (1.0, 0.5), (1.0, -0.5), (0.1, 1.0))
+WAYS = np.array([(1.0, 0.1), (1.0, 0.5), (1.0, -0.5), (0.1, 1.0)])
 KEY_BITS, VERTEX_BITS, TRIANGLE_BITS = 28, 8, 7
+LAST_PLACE = (1 << TRIANGLE_BITS) - 1
 
 
 def swept(
@@ -35,106 +39,172 @@ def swept(
         corners: (T, 3): indices among the cluster's vertices.
     """
     first, starts = starts_of(members), starts_of(triangles)
-    at, of_triangle = rows_of(members), rows_of(triangles)
-    low = lowest(points, first)
-    extent = highest(points, first) - low
-    axes = np.argsort(-extent, axis=1, kind="stable")
-    rows = np.arange(len(points))
-    along, across = ((points[rows, axes[:, axis][at]] - low[rows_of(members), axes[:, axis][at]]) for axis in range(2))
-    scale = ((1 << KEY_BITS - 2) / np.maximum(extent.max(1), 1))[at]
-    along, across = along * scale, across * scale
-    base = corners.T.astype(np.int32) + first[:-1].astype(np.int32)[of_triangle]  # (3, T)
-    place = within(members)
-    cluster = at << (KEY_BITS + VERTEX_BITS) | place
-
-    best, ranks = np.full(len(triangles), 255, np.uint8), np.zeros(base.shape, np.uint8)
-    rank = np.empty(len(points), np.uint8)
-    for share, other in WAYS:
-        keys = (share * along + other * across).astype(np.int64) + (1 << KEY_BITS - 1)
-        keys = np.sort(cluster | keys << VERTEX_BITS)
-        rank[first[at] + (keys & (1 << VERTEX_BITS) - 1)] = place
-        own = rank[base]
-        width = np.maximum.reduceat(_most(own) - _least(own), starts[:-1])
-        better = width < best
-        best = np.where(better, width, best)
-        ranks = np.where(better[of_triangle], own, ranks)
-    least, most = _least(ranks), _most(ranks)
-    middle = ranks[0] ^ ranks[1] ^ ranks[2] ^ least ^ most
-    keys = of_triangle
-    for corner in (most, middle, least):  # a triangle is visited with its last vertex
-        keys = keys << VERTEX_BITS | corner
-    keys = np.sort(keys << TRIANGLE_BITS | within(triangles))
-    order = starts[of_triangle] + (keys & (1 << TRIANGLE_BITS) - 1)
-    return order, order[_in_fans(ranks[:, order], of_triangle)]
+    vertex_keys = np.empty((len(WAYS), len(points)), np.int64)
+    _sweep(points, first, vertex_keys)
+    vertex_keys.sort(axis=1)
+    ranks = np.empty((len(corners), 3), np.uint8)
+    triangle_keys = np.empty(len(corners), np.int64)
+    _rank(vertex_keys, first, starts, corners, ranks, triangle_keys)
+    triangle_keys.sort()
+    order, in_fans = np.empty(len(corners), np.int64), np.empty(len(corners), np.int64)
+    _fan(triangle_keys, starts, ranks, order, in_fans)
+    return order, in_fans
 
 
-def _in_fans(ranks: npt.NDArray[np.uint8], of_triangle: Ints) -> Ints:
-    """An order (T,) in which triangles with the same last vertex follow one another around it.
+@loop(array("int32", 2), array("int64"), output("int64", 2))
+def _sweep(points, first, keys):  # type: ignore[no-untyped-def]
+    """For each direction, the keys by which the vertices are sorted: cluster, distance along the sweep, vertex.
 
     Args:
-        ranks: (3, T) along the sweep, for triangles in the order of their last vertices.
-        of_triangle: (T,) the cluster of each.
+        points, first: of the clusters' vertices. keys: (WAYS, N), written.
     """
-    count = len(of_triangle)
-    most = _most(ranks)
-    a, b, c = ranks
-    is_b, is_c = b == most, c == most
-    # the other two corners, in their order around the last one
-    before, after = np.where(is_b, c, np.where(is_c, a, b)), np.where(is_b, a, np.where(is_c, b, c))
-    rows = np.arange(count, dtype=np.int32)
-    own = of_triangle.astype(np.int32) << VERTEX_BITS
-    fan = own | most
-    begins = np.flatnonzero(np.concatenate([[True], fan[1:] != fan[:-1]]))
-    sizes = np.diff(begins, append=count)
-    first = np.repeat(begins.astype(np.int32), sizes)
-
-    # A vertex whose triangles are all visited later appears first with the earliest of them. Triangles with such a
-    # vertex come last, the other way around: the first introduces it, and the next continues around it.
-    appears = np.empty(int(own[-1]) + (1 << VERTEX_BITS), np.uint8)
-    corners = np.stack([before, after, most], 1)
-    appears[(own[:, None] | corners).ravel()[::-1]] = np.repeat(
-        most[::-1], 3
-    )  # for equal places the last assignment wins
-    late = (appears[own | before] == most) | (appears[own | after] == most)
-
-    # The predecessor of each triangle.
-    previous = np.full(count, -1, np.int32)
-    left = np.repeat(sizes.astype(np.int32), sizes) - (rows - first)  # triangles of the fan from this one on
-    near = rows
-    for distance in range(1, 1 << TRIANGLE_BITS):
-        near = near[left[near] > distance]
-        if not len(near):
-            break
-        there = near + distance
-        alike = late[near] == late[there]
-        follows = alike & (after[near] == before[there])
-        previous[there[follows]] = near[follows]
-        follows = alike & (after[there] == before[near])
-        previous[near[follows]] = there[follows]
-    closed = np.logical_and.reduceat(previous >= 0, begins)
-    previous[begins[closed]] = -1  # a closed fan around a vertex can begin with any triangle
-    head, place = rows.copy(), np.zeros(count, np.int32)
-    left = np.flatnonzero(previous >= 0)
-    place[left] = 1
-    head[left] = previous[left]
-    for _ in range(TRIANGLE_BITS):
-        if not len(left):
-            break
-        via = head[left]
-        place[left], head[left] = place[left] + place[via], head[via]
-        left = left[head[via] != via]
-    # limited, because duplicate faces would follow each other forever
-    place = np.minimum(place, (1 << TRIANGLE_BITS) - 1)
-    keys = first.astype(np.int64) << 1 | late
-    keys = keys << TRIANGLE_BITS | (head - first)
-    keys = keys << TRIANGLE_BITS | np.where(late, (1 << TRIANGLE_BITS) - 1 - place, place)
-    keys = np.sort(keys << TRIANGLE_BITS | (rows - first))
-    return first + (keys & (1 << TRIANGLE_BITS) - 1)
+    low, extent = np.empty(3, np.int64), np.empty(3, np.int64)
+    for cluster in range(len(first) - 1):
+        begin, end = first[cluster], first[cluster + 1]
+        for axis in range(3):
+            least = most = np.int64(points[begin, axis])
+            for vertex in range(begin + 1, end):
+                least, most = min(least, points[vertex, axis]), max(most, points[vertex, axis])
+            low[axis], extent[axis] = least, most - least
+        longest = 0
+        for axis in range(1, 3):
+            if extent[axis] > extent[longest]:
+                longest = axis
+        second = 1 if longest == 0 else 0
+        for axis in range(second + 1, 3):
+            if axis != longest and extent[axis] > extent[second]:
+                second = axis
+        scale = (1 << KEY_BITS - 2) / max(extent[longest], 1)
+        for vertex in range(begin, end):
+            along = (points[vertex, longest] - low[longest]) * scale
+            across = (points[vertex, second] - low[second]) * scale
+            for way in range(len(WAYS)):
+                key = np.int64(WAYS[way, 0] * along + WAYS[way, 1] * across) + (1 << KEY_BITS - 1)
+                keys[way, vertex] = (cluster << KEY_BITS | key) << VERTEX_BITS | (vertex - begin)
 
 
-def _least(ranks: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    return np.minimum(np.minimum(ranks[0], ranks[1]), ranks[2])
+@loop(array("int64", 2), array("int64"), array("int64"), array("uint8", 2), output("uint8", 2), output("int64"))
+def _rank(vertex_keys, first, starts, corners, ranks, keys):  # type: ignore[no-untyped-def]
+    """The ranks of the triangles' corners along the best sweep, and the keys by which triangles are sorted: the
+    cluster, the ranks from the last vertex to the first, the triangle.
+
+    Args:
+        vertex_keys: (WAYS, N), sorted. first, starts: where the vertices and triangles of each cluster begin.
+        corners: (T, 3). ranks: (T, 3), keys: (T,), written.
+    """
+    rank, best_rank = np.empty(1 << VERTEX_BITS, np.uint8), np.empty(1 << VERTEX_BITS, np.uint8)
+    for cluster in range(len(first) - 1):
+        begin, end = starts[cluster], starts[cluster + 1]
+        best: Any = 1 << VERTEX_BITS
+        for way in range(len(WAYS)):
+            for vertex in range(first[cluster], first[cluster + 1]):
+                rank[vertex_keys[way, vertex] & (1 << VERTEX_BITS) - 1] = vertex - first[cluster]
+            width: Any = 0
+            for triangle in range(begin, end):
+                a, b, c = rank[corners[triangle, 0]], rank[corners[triangle, 1]], rank[corners[triangle, 2]]
+                width = max(width, np.int64(max(a, b, c)) - np.int64(min(a, b, c)))
+            if width < best:
+                best = width
+                rank, best_rank = best_rank, rank
+        for triangle in range(begin, end):
+            a, b, c = (
+                np.int64(best_rank[corners[triangle, 0]]),
+                np.int64(best_rank[corners[triangle, 1]]),
+                np.int64(best_rank[corners[triangle, 2]]),
+            )
+            ranks[triangle, 0], ranks[triangle, 1], ranks[triangle, 2] = a, b, c
+            least, most = min(a, b, c), max(a, b, c)
+            key = (cluster << VERTEX_BITS | most) << VERTEX_BITS | (a + b + c - least - most)
+            keys[triangle] = (key << VERTEX_BITS | least) << TRIANGLE_BITS | (triangle - begin)
 
 
-def _most(ranks: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    return np.maximum(np.maximum(ranks[0], ranks[1]), ranks[2])
+@loop(array("int64"), array("int64"), array("uint8", 2), output("int64"), output("int64"))
+def _fan(keys, starts, ranks, order, in_fans):  # type: ignore[no-untyped-def]
+    """The order of the triangles along the sweep, and one in which triangles with the same last vertex follow one
+    another around it.
+
+    Args:
+        keys: (T,) of `_rank`, sorted. starts: where the triangles of each cluster begin. ranks: (T, 3).
+        order, in_fans: (T,), written.
+    """
+    most, before, after = np.empty((3, layouts.MAX_TRIANGLES), np.int64)
+    late = np.empty(layouts.MAX_TRIANGLES, np.bool_)
+    previous, head, place = np.empty((3, layouts.MAX_TRIANGLES), np.int64)
+    left, via, via_head, via_place = np.empty((4, layouts.MAX_TRIANGLES), np.int64)
+    fan_keys = np.empty(layouts.MAX_TRIANGLES, np.int64)
+    appears = np.empty(1 << VERTEX_BITS, np.int64)
+    for cluster in range(len(starts) - 1):
+        start = starts[cluster]
+        count = starts[cluster + 1] - start
+        appears[:] = -1
+        for row in range(count):
+            triangle = start + (keys[start + row] & LAST_PLACE)
+            order[start + row] = triangle
+            a, b, c = np.int64(ranks[triangle, 0]), np.int64(ranks[triangle, 1]), np.int64(ranks[triangle, 2])
+            last = max(a, b, c)
+            most[row] = last
+            # the other two corners, in their order around the last one
+            if b == last:
+                before[row], after[row] = c, a
+            elif c == last:
+                before[row], after[row] = a, b
+            else:
+                before[row], after[row] = b, c
+            for corner in (a, b, c):
+                if appears[corner] < 0:
+                    appears[corner] = last
+        begin = 0
+        while begin < count:
+            end = begin + 1
+            while end < count and most[end] == most[begin]:
+                end += 1
+            # A vertex whose triangles are all visited later appears first with the earliest of them. Triangles with
+            # such a vertex come last, the other way around: the first introduces it, and the next continues around it.
+            for row in range(begin, end):
+                late[row] = appears[before[row]] == most[row] or appears[after[row]] == most[row]
+                previous[row], head[row], place[row] = -1, row, 0
+            for distance in range(1, end - begin):
+                for near in range(begin, end - distance):
+                    there = near + distance
+                    if late[near] == late[there]:
+                        if after[near] == before[there]:
+                            previous[there] = near
+                        if after[there] == before[near]:
+                            previous[near] = there
+            closed = True
+            for row in range(begin, end):
+                closed = closed and previous[row] >= 0
+            if closed:
+                previous[begin] = -1  # a closed fan around a vertex can begin with any triangle
+            many = 0
+            for row in range(begin, end):
+                if previous[row] >= 0:
+                    place[row], head[row] = 1, previous[row]
+                    left[many] = row
+                    many += 1
+            for _ in range(TRIANGLE_BITS):  # limited, because duplicate faces would follow each other forever
+                for index in range(many):
+                    via[index] = head[left[index]]
+                    via_head[index], via_place[index] = head[via[index]], place[via[index]]
+                for index in range(many):
+                    head[left[index]] = via_head[index]
+                    place[left[index]] += via_place[index]
+                still = 0
+                for index in range(many):
+                    if head[via[index]] != via[index]:
+                        left[still] = left[index]
+                        still += 1
+                many = still
+            for row in range(begin, end):
+                along = min(place[row], LAST_PLACE)
+                key = late[row] << TRIANGLE_BITS | (head[row] - begin)
+                key = key << TRIANGLE_BITS | (LAST_PLACE - along if late[row] else along)
+                key = key << TRIANGLE_BITS | (row - begin)
+                at = row
+                while at > begin and fan_keys[at - 1] > key:
+                    fan_keys[at] = fan_keys[at - 1]
+                    at -= 1
+                fan_keys[at] = key
+            for row in range(begin, end):
+                in_fans[start + row] = order[start + begin + (fan_keys[row] & LAST_PLACE)]
+            begin = end

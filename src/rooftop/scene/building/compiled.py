@@ -1,0 +1,50 @@
+"""Compile loops over triangles, vertices and bits with Numba.
+
+A loop is compiled for one signature when its module is imported, and kept on disk for later processes. Workers are
+forked later, so they never compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rooftop.errors import MissingExtraError
+
+try:
+    import numba
+except ImportError as error:
+    raise MissingExtraError('building a scene needs numba: pip install "rooftop[scene]"') from error
+
+
+def array(dtype: str, dimensions: int = 1) -> Any:
+    """The type of an array in C order that a loop reads; it may be read-only."""
+    return numba.types.Array(getattr(numba.types, dtype), dimensions, "C", readonly=True)
+
+
+def output(dtype: str, dimensions: int = 1) -> Any:
+    """The type of an array in C order that a loop writes."""
+    return numba.types.Array(getattr(numba.types, dtype), dimensions, "C")
+
+
+def loop(*arguments: Any, result: Any = numba.types.void) -> Callable[[Callable[..., Any]], Any]:
+    """Decorator that compiles a loop.
+
+    Products are not fused with sums, so results do not depend on the processor.
+
+    Args:
+        arguments: the types of its arguments.
+        result: the type of its result.
+    """
+
+    def compiled(function: Callable[..., Any]) -> Any:
+        signature = result(*arguments)
+        try:
+            return numba.njit(signature, nogil=True, cache=True)(function)
+        except RuntimeError:  # neither the file's folder nor the user's folder is writable
+            return numba.njit(signature, nogil=True)(function)
+
+    return compiled
+
+
+INT = numba.types.int64
