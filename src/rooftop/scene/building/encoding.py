@@ -209,7 +209,7 @@ def _write(words, begin, starts, first, local, kinds, reference_bits, values, ba
         width = reference_bits[cluster]
         held = np.int64(0)  # bits that are not yet written
         filled = 0  # their number
-        count = 0
+        count = np.int64(0)
         for triangle in range(starts[cluster], starts[cluster + 1]):
             kind = np.int64(kinds[triangle])
             place = triangle - starts[cluster]

@@ -41,11 +41,12 @@ V = TypeVar("V", bound=np.generic)
 
 # triangles of the given mesh that are cut together; clusters do not extend from one piece into another
 PIECE_TRIANGLES = 1 << 14
-PIECES = 4  # of a batch
-BATCH_TRIANGLES = 1 << 16  # maximum number of triangles in a batch of groups
-BATCHES = 64  # at least this many batches, if each has at least
-LEAST_TRIANGLES = 1 << 13  # this many triangles; enough work for 16 workers or more
-RUN_CLUSTERS = 1 << 11  # clusters of a run; groups are found within a run, so no group extends into another run
+MOST_TRIANGLES = 1 << 16  # of a batch
+# A batch has this share of the triangles that are left. So batches become smaller towards the end of a stage, and up to
+# SHARE workers finish at about the same time.
+SHARE = 32
+LEAST_TRIANGLES = 1 << 13  # of a batch; smaller ones take more time in all
+RUN_CLUSTERS = 1 << 10  # clusters of a run; groups are found within a run, so no group extends into another run
 # factor from an error to that of the next level: at least 1 + 2^-10, even after rounding to float32
 GROWTH = 1 + 2**-10 + 2**-20
 TRIES = 3
@@ -263,7 +264,7 @@ class _Levels:
         self.shared_places.begin(self.places)
         count = len(corners)
         ends = np.linspace(0, count, -(-count // PIECE_TRIANGLES) + 1).astype(np.int64)
-        pieces = [ends[i : i + PIECES + 1] for i in range(0, len(ends) - 1, PIECES)]
+        pieces = [ends[a : b + 1] for a, b in _batches(np.diff(ends))]
 
         def own(number: int) -> None:
             self.shared_places.own(vertices.place, corners, *run(number))
@@ -512,11 +513,17 @@ class _Fraction:
 
 
 def _batches(triangles: Ints) -> list[tuple[int, int]]:
-    """Batches of consecutive groups with about equally many triangles: first and end of each batch."""
-    size = min(max(int(triangles.sum()) // BATCHES, LEAST_TRIANGLES), BATCH_TRIANGLES)
-    of = starts_of(triangles)[:-1] // size
-    first = np.flatnonzero(np.concatenate([[True], of[1:] != of[:-1]]))
-    return list(zip(first.tolist(), [*first[1:].tolist(), len(triangles)], strict=True))
+    """Batches of consecutive items with these numbers of triangles: first and end of each batch."""
+    starts = starts_of(triangles)
+    batches = []
+    first, total = 0, int(starts[-1])
+    while first < len(triangles):
+        done = int(starts[first])
+        size = min(max((total - done) // SHARE, LEAST_TRIANGLES), MOST_TRIANGLES)
+        end = max(first + 1, int(np.searchsorted(starts, done + size, "right")) - 1)
+        batches.append((first, end))
+        first = end
+    return batches
 
 
 def _joined(fronts: list[Front], corners: Words) -> Front:
