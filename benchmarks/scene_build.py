@@ -8,6 +8,9 @@ these processes together, in bytes per triangle, including the input arrays (sha
 sampled 20 times a second); the bytes per triangle on disk, by kind; and whether the files are equal. `ratio` is the
 time with one worker over this row's. All rows of a mesh are from one run. The fastest of `--rounds` counts.
 
+`--stages` prints the stages of each fastest build: the seconds in which the calling process computed alone before a
+stage, the stage's seconds, the CPU seconds of the workers, and the share of their time in which they computed.
+
 `--quick` tests the script.
 """
 
@@ -23,6 +26,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +36,7 @@ import numpy as np
 
 from rooftop import scene
 from rooftop.scene import layouts
+from rooftop.scene.building import workers as pool
 
 LOOK_S = 0.05
 KINDS = {"plain": (), "normals and uv": ("normals", "uv")}
@@ -66,8 +73,10 @@ def build_once(triangles: int, kind: str, workers: int, path: Path) -> dict[str,
         options["normals"] = "smooth"
     peak = Peak()
     before = cpu_seconds()
+    stages = Stages()
     report = scene.build(vertices, faces, path, workers=workers, **options)
     return {
+        "stages": stages.table(),
         "triangles": len(faces),
         "seconds": round(report.seconds, 3),
         "cpu_seconds": round(cpu_seconds() - before, 3),
@@ -78,6 +87,81 @@ def build_once(triangles: int, kind: str, workers: int, path: Path) -> dict[str,
         "roots": report.roots,
         "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
     } | parts_of_file(path)
+
+
+class Stages:
+    """Records the stages of a build, and the seconds between them in which only the calling process computes."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, dict[str, Any]] = {}
+        self.ended = time.perf_counter()
+        run, threads, fork = pool._Processes.stage, pool.Workers.threads, pool._Processes.__init__
+
+        def stage(team: Any, call: int, number: int, items: Any, what: str, found: Any) -> None:
+            work = team.calls[call]
+            name = getattr(work, "work", work).__qualname__.replace(".<locals>", "").replace(".<lambda>", "")
+            processes = [worker.process for worker in team.workers.values()]
+            before = sum(map(run_seconds, processes))
+            with self.timed(name, len(items), team.count) as row:
+                run(team, call, number, items, what, found)
+                row["cpu_seconds"] += sum(map(run_seconds, processes)) - before
+
+        def in_threads(workers: Any, work: Any, items: Any) -> Any:
+            with self.timed(f"threads {work.__qualname__.replace('.<locals>', '')}", len(items), workers.count) as row:
+                before = time.process_time()
+                done = threads(workers, work, items)
+                row["cpu_seconds"] += time.process_time() - before
+            return done
+
+        def forked(team: Any, calls: Any, count: int, inherited: Any) -> None:
+            with self.timed("forking", count, count):
+                fork(team, calls, count, inherited)
+
+        pool._Processes.stage = stage  # type: ignore[method-assign]
+        pool.Workers.threads = in_threads  # type: ignore[method-assign,assignment]
+        pool._Processes.__init__ = forked  # type: ignore[method-assign]
+
+    @contextmanager
+    def timed(self, name: str, items: int, workers: int) -> Iterator[dict[str, Any]]:
+        row = self.rows.setdefault(name, dict.fromkeys(("calls", "items", "alone_before", "seconds", "cpu_seconds"), 0))
+        began = time.perf_counter()
+        row["alone_before"] += began - self.ended
+        yield row
+        self.ended = time.perf_counter()
+        row["seconds"] += self.ended - began
+        row["calls"] += 1
+        row["items"] += items
+        row["workers"] = workers
+
+    def table(self) -> list[dict[str, Any]]:
+        """A row for each stage, and one for the time since the last stage."""
+        with self.timed("end", 0, 1):
+            pass
+        rows = []
+        for name, row in self.rows.items():
+            busy = row["cpu_seconds"] / (row["workers"] * row["seconds"]) if row["seconds"] else 0.0
+            rounded = {key: round(value, 3) for key, value in row.items() if key != "workers"}
+            rows.append({"stage": name} | rounded | {"busy": round(busy, 2)})
+        return rows
+
+
+def run_seconds(process: int) -> float:
+    """CPU seconds of a running process; 0 where the system does not tell."""
+    try:
+        return int(Path(f"/proc/{process}/schedstat").read_text().split()[0]) / 1e9
+    except OSError:
+        return 0.0
+
+
+def print_stages(rows: list[dict[str, Any]]) -> None:
+    print(f"{'stage':44s} calls items  alone  seconds  cpu s  busy")
+    for row in rows:
+        print(
+            f"{row['stage'][-44:]:44s} {row['calls']:5d} {row['items']:5d} {row['alone_before']:6.3f} "
+            f"{row['seconds']:8.3f} {row['cpu_seconds']:6.2f} {row['busy']:5.2f}"
+        )
+    alone, working = sum(row["alone_before"] for row in rows), sum(row["seconds"] for row in rows)
+    print(f"{'together':56s} {alone:6.3f} {working:8.3f} {sum(row['cpu_seconds'] for row in rows):6.2f}", flush=True)
 
 
 def cpu_seconds() -> float:
@@ -159,6 +243,7 @@ def main() -> int:
     parser.add_argument("--workers", nargs="+", type=int, default=sorted({1, 2, cores}))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--stages", action="store_true", help="print a table of the stages of each fastest build")
     parser.add_argument("--quick", action="store_true", help="small, to test the script")
     parser.add_argument("--once", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -185,8 +270,11 @@ def main() -> int:
                 row = {"mesh": "hills", "kind": kind, "workers": workers} | row | {"cpu_seconds": least}
                 row |= {"ratio": round(first["seconds"] / row["seconds"], 2)}
                 row |= {"same_file": row.pop("sha256") == first["sha256"]}
-                found["rows"].append(row)
+                stages = row.pop("stages")
+                found["rows"].append(row | ({"stages": stages} if options.stages else {}))
                 print(json.dumps(row), flush=True)
+                if options.stages:
+                    print_stages(stages)
             if options.out is not None:
                 options.out.parent.mkdir(parents=True, exist_ok=True)
                 options.out.write_text(json.dumps(found, indent=1) + "\n")
