@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,9 +19,11 @@ from torch.utils.checkpoint import checkpoint
 
 from rooftop import kernels
 from rooftop.cost import CountingMode
-from rooftop.launch import INTERPRETED, count_launches, cpp_extensions, known_calls, repeated_calls
+from rooftop.kernels.losses import losses
+from rooftop.launch import INTERPRETED, count_launches, cpp_extensions, known_calls, native_calls, repeated_calls
 from rooftop.launch.cpp_extensions import Extension
 from rooftop.launch.lessons import Lesson
+from rooftop.launch.recorded_calls import Backward
 
 pytest.importorskip("triton")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -272,7 +275,7 @@ def test_nothing_is_kept_alive(made: Callable[[], int]) -> None:
 def test_dropped_plans_are_freed() -> None:
     x = torch.randn(3, 8, requires_grad=True)
     several(lambda: kernels.softmax(x).sum().backward())
-    found = [weakref.ref(each) for each in gc.get_objects() if type(each).__name__ == "_Backward"]
+    found = [weakref.ref(each) for each in gc.get_objects() if isinstance(each, Backward)]
     assert found
     known_calls.forget()
     gc.collect()
@@ -294,6 +297,123 @@ def test_plans_are_freed_by_the_last_graph_that_has_them() -> None:
         losses[0].backward()
         handle.remove()
         assert not losses
+
+
+@pytest.fixture
+def unchecked_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU Python checks the targets of each call, so that no call would be made in C++."""
+    monkeypatch.setattr(losses, "check_targets", lambda *_: None)
+
+
+def losses_of(device: str, dtype: torch.dtype) -> dict[str, tuple[Tensor, Callable[[Tensor], Tensor]]]:
+    """Logits, and losses of them."""
+    target, weight = torch.tensor([0, 4, -100, 2], device=device), torch.rand(5, device=device)
+    images = torch.tensor([[0, 4], [-100, 2]], device=device)
+    flat, maps = torch.randn(4, 5, device=device, dtype=dtype), torch.randn(2, 5, 2, device=device, dtype=dtype)
+    return {
+        "mean": (flat, lambda x: kernels.cross_entropy(x, target)),
+        "sum": (flat, lambda x: kernels.cross_entropy(x, target, weight, reduction="sum", label_smoothing=0.1)),
+        "separable": (flat, lambda x: kernels.cross_entropy(x, target, fused=False, z_loss=0.1)),
+        "each": (maps, lambda x: kernels.cross_entropy(x, images, reduction="none")),
+        "maps": (maps, lambda x: kernels.cross_entropy(x, images)),
+    }
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_losses_in_training(device: str, dtype: torch.dtype, unchecked_targets: None, made: Callable[[], int]) -> None:
+    skip_without_kernels(device)
+    for name, (logits, loss_of) in losses_of(device, dtype).items():
+        x = logits.clone().requires_grad_()
+
+        def both(slope: float, x: Tensor = x, loss_of: Callable[[Tensor], Tensor] = loss_of) -> list[Tensor]:
+            loss = loss_of(x)
+            first = torch.autograd.grad(loss, x, torch.full_like(loss, slope), retain_graph=True)[0]
+            x.grad = None
+            loss.backward(torch.full_like(loss, slope))
+            assert x.grad is not None
+            return [loss.detach(), first, x.grad]
+
+        with repeated_calls.in_python():
+            expected = both(2.0), both(1.0)
+        assert made() == 0
+        for _ in range(5):
+            assert same([expected[0], both(2.0)]), name
+            assert same([expected[1], both(1.0)]), name
+        several(lambda: both(2.0), 3)
+        if name not in ("maps", "each"):  # which copy the logits
+            assert made() >= 15, (name, dtype, repeated_calls.reasons)
+
+
+@needs_kernels
+def test_a_second_derivative_of_a_loss_needs_the_logits_unchanged(
+    unchecked_targets: None, made: Callable[[], int]
+) -> None:
+    target = torch.tensor([0, 4, -100, 2])
+    leaf = torch.randn(4, 5, requires_grad=True)
+
+    def loss_of(x: Tensor) -> Tensor:
+        return kernels.cross_entropy(x, target)
+
+    several(lambda: loss_of(leaf).backward())
+    assert made() >= 4, repeated_calls.reasons
+
+    def second(loss: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(loss, leaf, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), leaf)[0]
+
+    found = second(loss_of(leaf))
+    assert made() == 1
+    torch.testing.assert_close(found, second(torch.nn.functional.cross_entropy(leaf, target)))
+    x = leaf * 1
+    loss = loss_of(x)
+    assert made() == 1
+    torch.testing.assert_close(second(loss), found)
+    logits = leaf * 1
+    changed, freed = loss_of(logits), loss_of(leaf * 1)
+    logits.mul_(2)
+    assert made() == 2
+    for loss in (changed, freed):
+        with pytest.raises(NotImplementedError, match="freed or changed"):
+            torch.autograd.grad(loss, leaf, create_graph=True)
+    (slope,) = torch.autograd.grad(changed, leaf)  # needs no logits
+    with repeated_calls.in_python():
+        assert torch.equal(slope, torch.autograd.grad(loss_of(leaf), leaf)[0])
+
+
+@needs_kernels
+def test_a_gradient_from_forward_is_not_changed_while_a_graph_is_retained(
+    unchecked_targets: None, made: Callable[[], int]
+) -> None:
+    x, target = torch.randn(4, 5, requires_grad=True), torch.tensor([0, 4, 1, 2])
+    several(lambda: kernels.cross_entropy(x, target).backward(torch.tensor(2.0)))
+    several(lambda: torch.autograd.grad(kernels.cross_entropy(x, target), x, torch.tensor(2.0), retain_graph=True))
+    assert made() >= 8, repeated_calls.reasons
+    loss = kernels.cross_entropy(x, target)
+    grads = [torch.autograd.grad(loss, x, torch.tensor(2.0), retain_graph=True)[0] for _ in range(3)]
+    assert same(grads)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        several(lambda: torch.autograd.grad(loss, x, torch.tensor(2.0)), 2)
+    batch = torch.autograd.grad(kernels.cross_entropy(x, target), x, torch.arange(3.0), is_grads_batched=True)[0]
+    torch.testing.assert_close(batch[2], grads[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("width", [6, 8])
+def test_the_gradient_of_an_embedding(device: str, width: int, made: Callable[[], int]) -> None:
+    skip_without_kernels(device)
+    tokens = torch.tensor([[0, 4, 4], [1, 0, 3]], device=device)
+    table = torch.randn(5, width, device=device, requires_grad=True)
+
+    def both() -> list[Tensor]:
+        rows = kernels.embedding(tokens, table, 1)
+        return [rows.detach(), *torch.autograd.grad(rows, table, torch.full_like(rows, 0.5))]
+
+    with repeated_calls.in_python():
+        expected = both()
+    assert same([expected, *several(both)])
+    # on a CPU, Python checks the tokens of rows that a kernel copies
+    assert made() >= (0 if device == "cpu" and width == 8 else 5), repeated_calls.reasons
 
 
 # ---- who must see calls -------------------------------------------------------------------------------------------
@@ -464,7 +584,7 @@ def test_a_compiler_that_is_no_program_is_reported(tmp_path: Path, monkeypatch: 
     nonsense.write_bytes(b"\0\1")
     nonsense.chmod(0o755)
     source.write_text("")
-    monkeypatch.setattr(cpp_extensions, "compiler", lambda: str(nonsense))
+    monkeypatch.setattr(cpp_extensions, "compiler", lambda: (str(nonsense),))
     extension = Extension("part", source)
     with pytest.raises(RuntimeError, match=r"was not compiled: error: .*nonsense"):
         extension.build()
@@ -473,6 +593,44 @@ def test_a_compiler_that_is_no_program_is_reported(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("ROOFTOP_CACHE", str(nonsense))  # a file
     with pytest.raises(RuntimeError, match=r"was not compiled: .*nonsense"):
         Extension("part", source).build()
+
+
+def test_waiting_without_a_compiler_warns_once_and_calls_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROOFTOP_COMPILED_CALLS", "wait")
+    monkeypatch.setattr(cpp_extensions, "compiler", lambda: None)
+    monkeypatch.setattr(native_calls, "_extension", Extension("no_such_part", Path(__file__)))
+    monkeypatch.setattr(native_calls, "_asked", False)
+    monkeypatch.setattr(known_calls, "after_known", [native_calls.ask])
+    with pytest.warns(UserWarning, match=r"=wait: Python makes all calls, because .* needs a C\+\+ compiler") as warned:
+        known_calls.became_known()
+        known_calls.became_known()
+    assert len(warned) == 1
+
+
+@needs_compiler
+def test_a_compiler_with_a_prefix_and_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROOFTOP_CACHE", str(tmp_path / "cache"))
+    prefix, found = tmp_path / "a prefix", cpp_extensions.compiler()
+    assert found is not None
+    prefix.write_text(f'#!/bin/sh\necho "$@" > "{tmp_path}/said"\nexec "$@"\n')
+    prefix.chmod(0o755)
+    monkeypatch.setenv("CXX", f"'{prefix}' {found[0]} -O1")
+    command = cpp_extensions.compiler.__wrapped__()
+    assert command == (str(prefix), found[0], "-O1")
+    monkeypatch.setattr(cpp_extensions, "compiler", lambda: command)
+    extension = Extension("part", _tiny(tmp_path))
+    assert extension.state()[1].endswith(f"by '{prefix}' {found[0]} -O1")
+    assert extension.build().__name__ == "part"
+    assert f"{found[0]} -O1 -shared" in (tmp_path / "said").read_text()
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["no-such-compiler -O2", "'open"])
+def test_another_compiler_is_used_if_there_is_none_of_that_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    expected = cpp_extensions.compiler.__wrapped__()
+    monkeypatch.setenv("CXX", name)
+    assert cpp_extensions.compiler.__wrapped__() == expected
 
 
 @needs_compiler

@@ -11,6 +11,7 @@ import importlib.machinery
 import importlib.util
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -49,10 +50,17 @@ finally:
 
 
 @cache
-def compiler() -> str | None:
-    """The path of the C++ compiler: $CXX, g++, c++ or clang++; None if there is none."""
-    names = [os.environ.get("CXX", ""), "g++", "c++", "clang++"]
-    return next((found for name in names if name and (found := shutil.which(name))), None)
+def compiler() -> tuple[str, ...] | None:
+    """The command of the C++ compiler: $CXX, which may have options or a prefix as in `ccache g++`; else g++, c++ or
+    clang++. None: none of them is a program."""
+    for command in (os.environ.get("CXX", ""), "g++", "c++", "clang++"):
+        try:
+            words = shlex.split(command)
+        except ValueError:  # an open quotation mark
+            continue
+        if words and (found := shutil.which(words[0])):
+            return found, *words[1:]
+    return None
 
 
 class Extension:
@@ -89,9 +97,10 @@ class Extension:
             lines = self.failed.read_text(errors="replace").splitlines()
             first = next((line.strip() for line in lines if "error" in line), "the compiler failed")
             return False, f"{first}: see {self.failed}, and delete it to try again"
-        if compiler() is None:
+        command = compiler()
+        if command is None:
             return False, "no C++ compiler"
-        return True, f"to be compiled when it is first needed, by {compiler()}"
+        return True, f"to be compiled when it is first needed, by {shlex.join(command)}"
 
     def build(self) -> Any:
         """Compile it unless it is stored; return the module.
@@ -162,7 +171,7 @@ class Extension:
         standard = "c++20" if [int(n) for n in torch.__version__.split(".")[:2]] >= [2, 12] else "c++17"
         libraries = [f"-L{root / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10", "-ldl"]
         return [
-            str(compiler()), "-shared", "-fPIC", "-O2", f"-std={standard}", f"-DROOFTOP_MODULE={self.name}",
+            *(compiler() or ()), "-shared", "-fPIC", "-O2", f"-std={standard}", f"-DROOFTOP_MODULE={self.name}",
             *(f"-I{each}" for each in include), str(self.source), "-o", str(made), *libraries,
         ]  # fmt: skip
 

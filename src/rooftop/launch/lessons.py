@@ -1,7 +1,7 @@
 """What one call of a public function does, from its tensors to its results: allocations, launches of Triton kernels,
 and PyTorch's own operators, in order.
 
-`repeated_calls.py` makes plans of lessons, for the next calls with the same facts.
+`call_plans.py` makes plans of lessons, for the next calls with the same facts.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ class Operator(NamedTuple):
     Attributes:
         run: from its arguments to its results.
         settings: from its arguments to what else its decisions depend on; None: on nothing.
+        changes: indices of the arguments that it changes.
     """
 
     run: Callable[..., Any]
     settings: Callable[[Sequence[Any]], Any] | None
+    changes: tuple[int, ...] = ()
 
 
 operators: dict[Any, Operator] = {}
@@ -74,8 +76,9 @@ class Record(NamedTuple):
         arguments: of the operator.
         results: those that have gradients.
         kept: tensors that backward needs.
-        gradients: from (kept, wanted of each argument, slopes) to gradients of the arguments; trailing ones may be
-            missing.
+        weak: tensors that backward uses if they still live unchanged.
+        gradients: from (kept, weak, wanted of each argument, slopes) to gradients of the arguments; trailing ones may
+            be missing.
         zeros: whether a missing slope counts as zeros.
         once: whether the gradients have no derivative.
     """
@@ -84,7 +87,8 @@ class Record(NamedTuple):
     arguments: Sequence[Any]
     results: list[Tensor]
     kept: tuple[Tensor, ...]
-    gradients: Callable[[Sequence[Tensor], list[Any], Sequence[Tensor | None]], Sequence[Any]]
+    weak: tuple[Tensor | None, ...]
+    gradients: Callable[[Sequence[Tensor], Sequence[Tensor | None], list[Any], Sequence[Tensor | None]], Sequence[Any]]
     zeros: bool
     once: bool
 
@@ -93,17 +97,21 @@ class Lesson(Observer):
     """Observes a call.
 
     Attributes:
-        given: its tensors, each with memory of its own.
+        given: its tensors; all that are not empty have memory of their own.
+        owned: indices of those that operators may change.
         records: what autograd records.
     """
 
-    def __init__(self, given: list[Tensor]) -> None:
+    def __init__(self, given: list[Tensor], owned: frozenset[int] = frozenset()) -> None:
         super().__init__(given)
-        self.given = given
+        self.given, self.owned = given, owned
         self.records: list[Record] = []
         self.fresh: set[int] = set()  # sources that operators of PyTorch allocated
-        if len(self.source_of) < len(given) or any(each.numel() == 0 for each in given):
-            self.refuse("its tensors share memory, or have none")
+        self.source_of = {self.key(each): i for i, each in enumerate(given) if each.numel()}
+        if len(self.source_of) < sum(each.numel() > 0 for each in given):
+            self.refuse("its tensors share memory")
+        elif not self.source_of:
+            self.refuse("its tensors have no memory")
 
     key: Callable[[Tensor], int] = staticmethod(lambda tensor: tensor.untyped_storage().data_ptr())
 
@@ -118,6 +126,8 @@ class Lesson(Observer):
         if operator is None or kwargs or (operator.settings is not None and operator.settings(args) is not None):
             self.refuse(f"the decisions of {func._opname} depend on more than facts")
             return func(*args, **(kwargs or {}))
+        if any(self.source(args[i]) not in self.owned for i in operator.changes):
+            self.refuse(f"{func._opname} changes a tensor of the caller")
         with self:
             return operator.run(*args)
 
@@ -192,9 +202,9 @@ class Lesson(Observer):
 
 
 @contextmanager
-def lesson_of(given: list[Tensor]) -> Iterator[Lesson | None]:
+def lesson_of(given: list[Tensor], owned: frozenset[int] = frozenset()) -> Iterator[Lesson | None]:
     """Observe what this thread does in the block with these tensors; None if another thread is observed."""
-    with observing(Lesson(given)) as lesson:
+    with observing(Lesson(given, owned)) as lesson:
         if lesson is None:
             yield None
             return

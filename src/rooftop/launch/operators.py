@@ -20,6 +20,7 @@ host longer than launching the kernel. The dispatcher takes longer than that, to
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cache, partial, wraps
 from operator import itemgetter
@@ -76,8 +77,8 @@ class Signature(Protocol[Result_co]):
         formula(): like `in_pytorch`, for transforms of `torch.func` and forward-mode differentiation. Results without a
             gradient may be None. If an operator has a formula but no `gradients`, backward runs the formula again and
             differentiates it with autograd. Such an operator is differentiable any number of times.
-        keep(made): the values that backward needs, as a tuple of tensors and other values, but no lists of tensors.
-            Without this method, all arguments are kept.
+        keep(made): the values that backward needs, as a tuple of tensors and other values, but no lists of tensors. A
+            `WeakTensor` is a tensor that backward does not keep. Without this method, all arguments are kept.
         gradients(kept, wanted, *slopes): a static method that computes the gradients of the arguments, in order, from
             `slopes`, the gradients of the results. With several results, some slopes may be None. The returned tuple
             may omit trailing gradients that are None. `wanted` says which arguments need a gradient. For an operator
@@ -104,7 +105,8 @@ def declare(
         name: name of the operator.
         signature: a `typing.NamedTuple` class with the methods of `Signature`. Its annotations and the return
             annotation of `run` give the schema.
-        mutates: arguments that `run` changes. Such an operator has no derivative.
+        mutates: arguments that `run` changes. Such an operator has no derivative, and Python makes its decisions,
+            except within a call that is made in C++ (repeated_calls.py) and in which nobody else has the argument.
         slopes: the number of leading results that have gradients; None: all. A list of tensors is one result.
         derivative: `no_second_derivative(...)`, which raises, for a backward operator without a derivative.
         known: whether all decisions of `run` depend on shapes, strides, dtypes, alignment, device and other values
@@ -121,12 +123,13 @@ def declare(
         return (new(arguments) if len(arguments) == fields else made(*arguments)).run()
 
     raw = run
-    if known and known != "itself":
+    if known and known != "itself" and not mutates:
         run = remembering(run, None if known is True else known)
     _library.impl(name, run, "CompositeExplicitAutograd")
     overload = getattr(torch.ops.rooftop, name).default
-    if known and not mutates:
-        lessons.operators[overload] = lessons.Operator(raw, known if callable(known) else None)
+    if known:
+        changes = tuple(made._fields.index(each) for each in mutates)
+        lessons.operators[overload] = lessons.Operator(raw, known if callable(known) else None, changes)
     if hasattr(made, "fake"):
         torch.library.register_fake(overload, _by_method(made, "fake"))
     if hasattr(made, "cost"):
@@ -251,16 +254,28 @@ def _differentiate(
     def teach(
         lesson: lessons.Lesson, inputs: Any, output: Any, tensors: Any, kind: Any, together: Any, others: Any
     ) -> None:
-        def again(tensors: Sequence[Tensor], wanted: list[Any], given: Sequence[Tensor | None]) -> Sequence[Any]:
-            kept = tuple.__new__(kind, together((*tensors, *others)))
+        weak = tuple(each() for each in others if type(each) is WeakTensor)
+        values = tuple(None if type(each) is WeakTensor else each for each in others)
+        weak_places = [i for i, each in enumerate(others) if type(each) is WeakTensor]
+
+        def again(
+            tensors: Sequence[Tensor],
+            weak: Sequence[Tensor | None],
+            wanted: list[Any],
+            given: Sequence[Tensor | None],
+        ) -> Sequence[Any]:
+            rest: list[Any] = list(values)
+            for place, each in zip(weak_places, weak, strict=True):
+                rest[place] = WeakTensor(each)
+            kept = tuple.__new__(kind, together((*tensors, *rest)))
             return gradients(kept, wanted, list(given)) if gives_list else gradients(kept, wanted, *given)
 
-        if not _are_values(others):
+        if not _are_values(values):
             lesson.refuse("backward needs objects of this call")
         results = [output] if alone else list(output)[:slopes]
         node = f"GeneratedBackwardFor_rooftop_{name}_defaultBackward"
         once = hasattr(signature, "once") and signature.once()
-        lesson.records.append(lessons.Record(node, inputs, results, tensors, again, alone, once))
+        lesson.records.append(lessons.Record(node, inputs, results, tensors, weak, again, alone, once))
 
     def backward(ctx: Any, wanted: Sequence[Any], *given: Any) -> tuple[Any, ...]:
         if not alone and {*map(type, given[0] if gives_list else given)} == _NONE:
@@ -284,6 +299,23 @@ def _differentiate(
     if lists:
         return recording_lists(overload._opname, forward, backward, gives_list)
     return recording(overload._opname, forward, backward)
+
+
+class WeakTensor:
+    """A tensor that backward uses if it still lives unchanged. Backward does not keep its memory.
+
+    Args:
+        tensor: the tensor; None: it is gone.
+    """
+
+    def __init__(self, tensor: Tensor | None) -> None:
+        self._reference = None if tensor is None else weakref.ref(tensor)
+        self._version = 0 if tensor is None else tensor._version
+
+    def __call__(self) -> Tensor | None:
+        """The tensor; None if it is gone or was changed."""
+        tensor = None if self._reference is None else self._reference()
+        return tensor if tensor is not None and tensor._version == self._version else None
 
 
 def _keep_nothing(inputs: Kept, output: Any) -> Kept:

@@ -32,6 +32,7 @@
 #include <torch/csrc/Size.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/grad_mode.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
@@ -286,8 +287,7 @@ struct Recording;  // how autograd records a call
 struct Plan {
   std::vector<Memory> memory;
   std::vector<Launch> launches;
-  std::vector<View> results;  // sources are indices of memory
-  std::vector<View> views;   // of the given tensors, which are all that is made
+  std::vector<View> results;  // of the given tensors and, after them, memory
   char kind = 't';           // 't': a tensor, '(': a tuple, '[': a list
   at::Device device = at::kCPU;
   std::shared_ptr<Recording> recording;
@@ -410,8 +410,11 @@ bool run(const Plan& plan, const Tensors& tensors, Made& made) {
       else launch(each, sources, stream);
   }
   for (size_t i = 0; i < made.memory.size(); ++i) made.memory[i] = sources[tensors.size() + i];
+  const int count = int(tensors.size());
   for (const View& each : plan.results)
-    made.results.push_back(each.source < 0 ? Tensor() : part_of(made.memory[each.source], each));
+    made.results.push_back(each.source < 0       ? Tensor()
+                           : each.source < count ? view_of(tensors[each.source], each)
+                                                 : part_of(sources[each.source], each));
   ++calls_made;
   return true;
 }
@@ -437,21 +440,24 @@ Pointer pointer_to(Made* node) {
 }
 
 struct Kept {
-  int source;  // index among the call's tensors, or, from `tensors` on, its memory
+  int source;  // index among the call's tensors, or, from `tensors` on, its memory; -1: an empty tensor
   bool output; // whether it is a result that autograd watches
   std::vector<int64_t> sizes;  // as the operator sees it
+  at::ScalarType dtype;
 };
 
 struct Recording {
   std::string name;
   std::vector<Kept> kept;
+  std::vector<int> weak;                         // tensors of the call that backward uses if they still live unchanged
   std::vector<int> edges;                        // tensors of the call, in the order of the operator's tensor arguments
   std::vector<std::vector<int64_t>> edge_sizes;  // of these
   std::vector<std::vector<int64_t>> slope_sizes; // of the operator's results with gradients, in order
+  std::vector<at::ScalarType> slope_dtypes;      // likewise
   std::vector<int> slopes;                       // for each result of the call that autograd watches, which of these
   std::vector<int> watched;                      // those results, as indices of `Plan::results`
   bool zeros;                                    // whether an undefined gradient counts as zeros
-  py::object backward;  // (facts, kept, wanted, slopes) to gradients of the operator's tensors; teaches this recording
+  py::object backward;  // (facts, kept, weak, wanted, slopes) to gradients of the operator's tensors; teaches this recording
   Known known;          // plans of backward; a result for each edge
 };
 
@@ -462,9 +468,26 @@ void delete_recording(Recording* recording) {
   delete recording;
 }
 
+// A tensor that the node does not keep; undefined if it is gone or was changed.
+struct WeakTensor {
+  c10::weak_intrusive_ptr<at::TensorImpl, c10::UndefinedTensorImpl> pointer;
+  uint32_t version;
+
+  explicit WeakTensor(const Tensor& tensor) : pointer(tensor.getIntrusivePtr()), version(version_of(tensor)) {}
+
+  static uint32_t version_of(const Tensor& tensor) { return tensor.is_inference() ? 0 : tensor._version(); }
+
+  Tensor now() const {
+    auto found = pointer.lock();
+    const Tensor tensor = found ? Tensor(std::move(found)) : Tensor();
+    return tensor.defined() && version_of(tensor) == version ? tensor : Tensor();
+  }
+};
+
 struct Recorded : torch::autograd::Node {
   std::shared_ptr<Recording> how;
   std::vector<SavedVariable> saved;
+  std::vector<std::optional<WeakTensor>> weak;
   bool released = false;
 
   std::string name() const override { return how->name; }
@@ -495,6 +518,7 @@ struct Recorded : torch::autograd::Node {
       Tensor slope = given[i];
       const int place = how->slopes[i];
       if (!slope.defined() && how->zeros) slope = input_metadata(i).zeros_like();
+      if (slope.defined() && slope.scalar_type() != how->slope_dtypes[place]) slope = slope.to(how->slope_dtypes[place]);
       if (slope.defined() && slope.sizes() != at::IntArrayRef(how->slope_sizes[place]))
         slope = slope.reshape(how->slope_sizes[place]);
       any = any || slope.defined();
@@ -523,16 +547,12 @@ struct Recorded : torch::autograd::Node {
         }
       }
     for (size_t i = 0; i < how->edges.size(); ++i) put(facts, char(task_should_compute_output(i)));
+    put(facts, char(torch::autograd::get_current_graph_task_keep_graph()));  // else backward may change what it keeps
     if (plain) {
       auto found = how->known.find(facts);
       Made made;
       const std::shared_ptr<Plan> plan = found == how->known.end() ? nullptr : found->second;  // others may drop it
-      if (plan && run(*plan, sources, made)) {
-        variable_list results;
-        for (const View& view : plan->views) results.push_back(view.source < 0 ? Tensor() : view_of(sources[view.source], view));
-        results.insert(results.end(), made.results.begin(), made.results.end());
-        return shaped(results);
-      }
+      if (plan && run(*plan, sources, made)) return shaped(made.results);
     }
     return by_python(plain ? facts : Facts(), kept, slopes);
   }
@@ -549,8 +569,11 @@ struct Recorded : torch::autograd::Node {
     for (size_t i = 0; i < how->edges.size(); ++i)
       PyList_SET_ITEM(wanted.ptr(), i, py::bool_(task_should_compute_output(i)).release().ptr());
     py::bytes key(facts);
-    py::object first = wrapped(kept), second = wrapped(slopes);
-    PyObject* answer = PyObject_CallFunctionObjArgs(how->backward.ptr(), key.ptr(), first.ptr(), wanted.ptr(), second.ptr(), nullptr);
+    Tensors seen;
+    for (const auto& each : weak) seen.push_back(each ? each->now() : Tensor());
+    py::object first = wrapped(kept), second = wrapped(seen), third = wrapped(slopes);
+    PyObject* answer = PyObject_CallFunctionObjArgs(how->backward.ptr(), key.ptr(), first.ptr(), second.ptr(), wanted.ptr(),
+                                                    third.ptr(), nullptr);
     py::object found = py::reinterpret_steal<py::object>(checked(answer));
     py::sequence each(found);
     variable_list results(how->edges.size());
@@ -580,15 +603,19 @@ void record(const std::shared_ptr<Recording>& how, const Plan& plan, const Tenso
   for (int place : how->watched) torch::autograd::set_history(made.results[place], pointer);
   const int count = int(tensors.size());
   for (const Kept& each : how->kept) {
+    if (each.source < 0) {
+      node->saved.emplace_back(at::empty(each.sizes, at::TensorOptions().dtype(each.dtype).device(plan.device)), false);
+      continue;
+    }
     if (each.source < count) {
       node->saved.emplace_back(tensors[each.source], false);
       continue;
     }
-    const int place = each.source - count;
-    const auto result = std::find_if(plan.results.begin(), plan.results.end(), [&](const View& v) { return v.source == place; });
+    const auto result = std::find_if(plan.results.begin(), plan.results.end(), [&](const View& v) { return v.source == each.source; });
     const bool is_result = result != plan.results.end();
-    node->saved.emplace_back(is_result ? made.results[result - plan.results.begin()] : made.memory[place], each.output);
+    node->saved.emplace_back(is_result ? made.results[result - plan.results.begin()] : made.memory[each.source - count], each.output);
   }
+  for (int place : how->weak) node->weak.push_back(place < 0 ? std::nullopt : std::make_optional(WeakTensor(tensors[place])));
 }
 
 // ---- the callable ---------------------------------------------------------------------------------------------------
@@ -796,25 +823,22 @@ Launch launch_of(const py::dict& given) {
 std::shared_ptr<Plan> plan_of(const py::dict& given) {
   auto plan = std::make_shared<Plan>();
   plan->device = reinterpret_cast<THPDevice*>(given["device"].cast<py::object>().ptr())->device;
-  if (given.contains("views")) {
-    for (auto each : given["views"].cast<std::vector<std::tuple<int, std::vector<int64_t>, std::vector<int64_t>, int64_t>>>())
-      plan->views.push_back({std::get<0>(each), std::get<1>(each), std::get<2>(each), std::get<3>(each)});
-    return plan;
-  }
   for (auto each : given["memory"].cast<std::vector<std::tuple<std::vector<int64_t>, std::vector<int64_t>, py::object, int64_t>>>())
     plan->memory.push_back({std::get<0>(each), std::get<1>(each), dtype_of(std::get<2>(each)), std::get<3>(each)});
   for (auto each : given["launches"].cast<std::vector<py::dict>>()) plan->launches.push_back(launch_of(each));
-  for (auto each : given["results"].cast<std::vector<std::tuple<int, std::vector<int64_t>, std::vector<int64_t>>>>())
-    plan->results.push_back({std::get<0>(each), std::get<1>(each), std::get<2>(each), 0});
+  for (auto each : given["results"].cast<std::vector<std::tuple<int, std::vector<int64_t>, std::vector<int64_t>, int64_t>>>())
+    plan->results.push_back({std::get<0>(each), std::get<1>(each), std::get<2>(each), std::get<3>(each)});
   plan->kind = given["kind"].cast<std::string>()[0];
   if (py::object how = given["recording"]; !how.is_none()) {
     std::shared_ptr<Recording> made(new Recording(), delete_recording);
     made->name = how["name"].cast<std::string>();
-    for (auto each : how["kept"].cast<std::vector<std::tuple<int, bool, std::vector<int64_t>>>>())
-      made->kept.push_back({std::get<0>(each), std::get<1>(each), std::get<2>(each)});
+    for (auto each : how["kept"].cast<std::vector<std::tuple<int, bool, std::vector<int64_t>, py::object>>>())
+      made->kept.push_back({std::get<0>(each), std::get<1>(each), std::get<2>(each), dtype_of(std::get<3>(each))});
+    made->weak = how["weak"].cast<std::vector<int>>();
     made->edges = how["edges"].cast<std::vector<int>>();
     made->edge_sizes = how["edge_sizes"].cast<std::vector<std::vector<int64_t>>>();
     made->slope_sizes = how["slope_sizes"].cast<std::vector<std::vector<int64_t>>>();
+    for (py::handle each : how["slope_dtypes"]) made->slope_dtypes.push_back(dtype_of(each));
     made->slopes = how["slopes"].cast<std::vector<int>>();
     made->watched = how["watched"].cast<std::vector<int>>();
     made->zeros = how["zeros"].cast<bool>();

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 import os
-import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -46,7 +45,7 @@ from rooftop.kernels.operands.checks import check_shape, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.references import by_reference, without_kernels
 from rooftop.launch.fast_path import transformed
-from rooftop.launch.operators import declare, keeps_for_backward, without_autocast
+from rooftop.launch.operators import WeakTensor, declare, keeps_for_backward, without_autocast
 from rooftop.launch.repeated_calls import repeated
 from rooftop.launch.symbolic import recorded_whole
 
@@ -216,8 +215,7 @@ class KeptGradient(NamedTuple):
     weight: Tensor | None
     numbers: tuple[int, float, float]  # the other terms
     mean: bool
-    logits: weakref.ref[Tensor]
-    version: int
+    logits: WeakTensor
 
 
 class CrossEntropyWithGradient(NamedTuple):
@@ -259,7 +257,7 @@ class CrossEntropyWithGradient(NamedTuple):
     def keep(self, made: tuple[Tensor, Tensor]) -> KeptGradient:
         x, target, weight, *_, mean = self
         there = x if by_reference(x) else None
-        return KeptGradient(made[1], target, there, weight, self[3:6], mean, weakref.ref(x), x._version)
+        return KeptGradient(made[1], target, there, weight, self[3:6], mean, WeakTensor(x))
 
     @staticmethod
     def gradients(kept: KeptGradient, wanted: Sequence[bool], dloss: Tensor) -> tuple[Tensor]:
@@ -267,7 +265,7 @@ class CrossEntropyWithGradient(NamedTuple):
             return (scaled(kept.gradient, dloss),)
         # create_graph: the gradient from forward carries no graph back to the logits.
         x = kept.logits() if kept.x is None else kept.x
-        if x is None or x._version != kept.version:
+        if x is None:
             raise NotImplementedError(
                 "cross_entropy: the fused kernel has no second derivative once the logits (N, V) are freed or "
                 "changed: keep them in a variable, or use fused=False"
@@ -327,7 +325,7 @@ _cross_entropy_with_gradient = declare(
     "cross_entropy_with_gradient", CrossEntropyWithGradient, slopes=1, known=_checked
 )
 _scale = declare("scale_gradient", ScaleGradient, known=True)
-_scale_in_place = declare("scale_gradient_", ScaleGradientInPlace, mutates=("gradient",))
+_scale_in_place = declare("scale_gradient_", ScaleGradientInPlace, mutates=("gradient",), known=True)
 
 
 def row_flops(terms: Terms) -> int:

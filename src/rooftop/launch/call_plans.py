@@ -1,0 +1,174 @@
+"""Plans of calls that were observed: what the compiled part allocates, launches and returns.
+
+`repeated_calls.py` observes calls; `recorded_calls.py` adds how autograd records them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rooftop.launch import known_calls, native_calls
+from rooftop.launch.driver_launches import for_driver
+from rooftop.launch.known_calls import Memory, Step, Zeros
+from rooftop.launch.lessons import Called, Lesson, Part
+
+
+class Unplanned(Exception):
+    """Calls like this are made in Python; the message says why."""
+
+
+class Result(NamedTuple):
+    """A result of a plan.
+
+    Attributes:
+        source: a given tensor, or, after these, memory that the plan allocates; -1: the result is None.
+        offset: elements from the source's beginning.
+    """
+
+    source: int
+    shape: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+    offset: int = 0
+
+
+def plan_of(lesson: Lesson, places: Places, results: Sequence[Result], kind: str, recording: Any = None) -> Any:
+    """The plan of a call.
+
+    Args:
+        lesson: what was observed.
+        places: where its results are.
+        results: the results, in order.
+        kind: "t" for a tensor, "[" for a list, "(" for a tuple.
+        recording: how autograd records the call; None: it does not.
+
+    Raises:
+        Unplanned: Python has to make such calls.
+    """
+    memory = [
+        (each.shape, each.strides, each.dtype, -1)
+        if isinstance(each, Memory)
+        else ((), (), torch.int32, each.size if isinstance(each, Zeros) else -2)
+        for each in places.memory
+    ]
+    description = {
+        "device": lesson.device,
+        "memory": memory,
+        "launches": [_launch_of(step) for step in lesson.launched],
+        "results": [tuple(each) for each in results],
+        "kind": kind,
+        "recording": recording,
+    }
+    try:
+        return native_calls.module.Plan(description)
+    except ValueError:  # the driver does not say what a kernel takes, or it takes something else
+        launches = [_launch_of(step, by_driver=False) for step in lesson.launched]
+        return native_calls.module.Plan({**description, "launches": launches})
+
+
+class Places:
+    """The memory of each result of a call.
+
+    Attributes:
+        memory: what is allocated, with the shapes of the results of the call.
+        shapes: shape and strides of each result in allocated memory, by its index in `memory`.
+    """
+
+    def __init__(self, lesson: Lesson) -> None:
+        if lesson.why:
+            raise Unplanned(lesson.why)
+        self.lesson = lesson
+        self.memory = lesson.memory()
+        self.shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+
+    def of(self, tensor: Tensor) -> int | None:
+        """The index in `memory` of the memory that a tensor fills; None if it has other memory."""
+        source, count = self.lesson.source(tensor), len(self.lesson.given)
+        if source is None or source < count:
+            return None
+        made = self.lesson.sources[source]
+        alike = (made.shape, made.stride()) == (tensor.shape, tensor.stride())
+        whole = alike or (made.numel() == tensor.numel() and _is_dense(made) and _is_dense(tensor))
+        return source - count if whole and made.data_ptr() == tensor.data_ptr() and made.dtype == tensor.dtype else None
+
+    def of_result(self, result: Tensor | None) -> Result:
+        """The same for a result, which may be given twice; memory that Rooftop allocates then gets its shape."""
+        if result is None:
+            return Result(-1)
+        place = self.of(result)
+        unseen = place is not None and not self.lesson.is_used(place + len(self.lesson.given))
+        if place is None or unseen or type(result) is not Tensor or isinstance(self.memory[place], Zeros):
+            raise Unplanned("a result is not what was observed to be computed")
+        shape = tuple(result.shape), result.stride()
+        if self.shapes.setdefault(place, shape) != shape:
+            raise Unplanned("two results of other shapes share memory")
+        if isinstance(self.memory[place], Memory):
+            self.memory[place] = Memory(*self.shapes[place], result.dtype, None)
+        return Result(len(self.lesson.given) + place, *shape)
+
+    def of_gradient(self, gradient: Tensor | None) -> Result:
+        """The same for a gradient, which may also be a view of a given tensor, such as an expanded slope."""
+        source = None if gradient is None else self.lesson.source(gradient)
+        if gradient is None or source is None or source >= len(self.lesson.given):
+            return self.of_result(gradient)
+        if type(gradient) is not Tensor or gradient.dtype != self.lesson.given[source].dtype:
+            raise Unplanned("a gradient is neither computed nor a view")
+        offset = int(gradient.storage_offset() - self.lesson.given[source].storage_offset())
+        return Result(source, tuple(gradient.shape), gradient.stride(), offset)
+
+    def of_argument(self, tensor: Tensor) -> int:
+        """The given tensor of which an operator's argument is a view with the same elements in the same order."""
+        source = self.lesson.source(tensor)
+        if source is None or source >= len(self.lesson.given):
+            raise Unplanned("an operator that autograd records takes a tensor that the call computed")
+        whole = self.lesson.given[source]
+        if not is_view(whole, tensor):
+            raise Unplanned("an operator that autograd records takes a part of a tensor")
+        return source
+
+
+def is_view(whole: Tensor, part: Tensor) -> bool:
+    """Whether `part` is `whole.view(part.shape)`."""
+    if whole.numel() != part.numel() or whole.data_ptr() != part.data_ptr() or whole.dtype != part.dtype:
+        return False
+    try:
+        return whole.detach().view(part.shape).stride() == part.stride()
+    except RuntimeError:
+        return False
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory without gaps, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted((d, n) for n, d in zip(tensor.shape, tensor.stride(), strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+# ---- launches --------------------------------------------------------------------------------------------------------
+
+
+def _launch_of(step: Step | Called, by_driver: bool = True) -> dict[str, Any]:
+    """A launch for the driver, or for Python where the driver cannot make it alone; or a call of PyTorch's operator."""
+    if isinstance(step, Called):
+        schema = step.func._schema
+        return {
+            "python": None,
+            "operator": (schema.name, schema.overload_name),
+            "arguments": {name: _argument(each) for name, each in step.arguments.items()},
+            "made": step.made,
+        }
+    described = for_driver(step) if by_driver and step.compiled is not None else None
+    return described or {"python": partial(known_calls.launch_steps, (step,))}
+
+
+def _argument(value: Any) -> Any:
+    if isinstance(value, Part):
+        return native_calls.module.Part(*value)
+    return [_argument(each) for each in value] if isinstance(value, list) else value

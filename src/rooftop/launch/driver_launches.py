@@ -1,0 +1,105 @@
+"""A launch of a Triton kernel as the CUDA driver takes it: bytes of its parameters, and where pointers belong in them.
+
+`call_plans.py` makes plans of such launches, and `repeated_calls.cpp` gives them to the driver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import Any
+
+import torch
+
+from rooftop.launch.known_calls import Step
+
+_FORMATS = {
+    "i1": "?", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q", "u64": "Q",
+    "fp32": "f", "fp64": "d",
+}  # fmt: skip
+
+
+def for_driver(step: Step) -> dict[str, Any] | None:
+    """The launch; None if Triton has to make it."""
+    assert step.compiled is not None
+    compiled: Any = step.compiled.whole
+    about = compiled.metadata
+    scratch = about.global_scratch_size or about.profile_scratch_size
+    if about.num_ctas != 1 or about.launch_cooperative_grid or scratch:
+        return None
+    pointers = {each.place: each for each in step.pointers}
+    maps = iter(getattr(about, "tensordesc_meta", None) or ())
+    packed, patches, replaced = _Parameters(), [], []
+    values = [*step.given, *step.compiled.constants]
+    for i, (name, value) in enumerate(zip(step.kernel.arg_names, values, strict=True)):
+        kind = compiled.src.signature[name]
+        if kind == "constexpr":
+            continue
+        if kind.startswith("tensordesc"):
+            made = _tensor_map(step, i, next(maps, None))
+            if made is None:
+                return None
+            replaced.append((len(packed.offsets), pointers[i].source, pointers[i].offset))
+            packed.add(made, 64)
+            for size in value.shape:
+                packed.add(struct.pack("i", size))
+            for stride in value.strides:
+                packed.add(struct.pack("q", stride))
+        elif kind.startswith("*"):
+            if i in pointers:
+                patches.append((len(packed.offsets), pointers[i].source, pointers[i].offset))
+            elif value:
+                return None
+            packed.add(bytes(8))
+        elif kind in _FORMATS:
+            packed.add(struct.pack(_FORMATS[kind], value))
+        else:
+            return None
+    for _ in range(2):  # Triton's scratch memory, of which the kernel has none
+        packed.add(bytes(8))
+    return {
+        "python": None,
+        "function": compiled.function,
+        "grid": (*step.grid, 1, 1)[:3],
+        "threads": 32 * about.num_warps,
+        "shared": about.shared,
+        "early": bool(about.launch_pdl),
+        "parameters": packed.values,
+        "offsets": packed.offsets,
+        "sizes": packed.sizes,
+        "patches": patches,
+        "maps": replaced,
+    }
+
+
+class _Parameters:
+    """The values of a kernel's parameters, each aligned by its size."""
+
+    def __init__(self) -> None:
+        self.values, self.offsets, self.sizes = b"", list[int](), list[int]()
+
+    def add(self, value: bytes, alignment: int | None = None) -> None:
+        self.values += bytes(-len(self.values) % (alignment or len(value)))
+        self.offsets.append(len(self.values))
+        self.sizes.append(len(value))
+        self.values += value
+
+
+TENSOR_MAP_BYTES = 128  # of the driver's CUtensorMap
+
+
+def _tensor_map(step: Step, place: int, about: Any) -> bytes | None:
+    """A tensor descriptor as the driver encodes it, for any aligned address; the compiled part replaces the address."""
+    from triton.backends.nvidia import driver
+
+    if about is None:
+        return None  # the kernel takes a pointer instead
+    device = torch.device("cuda", torch._C._cuda_getDevice())
+    pointer = next(each for each in step.pointers if each.place == place)
+    dtype, shape, strides = pointer.view
+    size = 1 + sum((n - 1) * d for n, d in zip(shape, strides, strict=True))
+    memory = torch.empty(size, dtype=dtype, device=device).as_strided(shape, strides)
+    made = driver.make_tensordesc_arg(step.given[place].of(memory), about)[0]
+    if type(made).__name__ != "PyCUtensorMap":
+        return None
+    return ctypes.string_at(id(made) + type(made).__basicsize__ - TENSOR_MAP_BYTES, TENSOR_MAP_BYTES)

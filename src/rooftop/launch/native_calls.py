@@ -1,0 +1,143 @@
+"""The compiled part of known calls (repeated_calls.cpp): loading it, compiling it, and observing calls for it.
+
+It is compiled in the background when a GPU first runs a known operator, and stored in Rooftop's cache.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from rooftop.launch import counters, known_calls, triton_launch
+from rooftop.launch.compiled_kernels import is_watched
+from rooftop.launch.cpp_extensions import Extension
+from rooftop.launch.lessons import Lesson, lesson_of
+
+module: Any = None
+"""The compiled part; None until it is there."""
+starting = Lock()
+after_start: list[Callable[[], None]] = []
+"""Called with the lock when the compiled part is there."""
+reasons: dict[str, str] = {}
+"""Why calls of a function are made in Python: the reason for the last one that was observed, by its name."""
+_extension = Extension("repeated_calls", Path(__file__).with_name("repeated_calls.cpp"))
+_asked = False
+
+# ---- the compiled part ----------------------------------------------------------------------------------------------
+
+
+def ask() -> None:
+    """Load the compiled part if it is stored, else have it compiled in the background. Further calls do nothing."""
+    global _asked
+    how = os.environ.get("ROOFTOP_COMPILED_CALLS", "1")
+    if _asked or how == "0":
+        return
+    _asked = True
+    if how != "wait":
+        _extension.load_when_built(_start)
+        return
+    try:
+        build()
+    except RuntimeError as error:  # an operator's call must not fail for this
+        warnings.warn(f"ROOFTOP_COMPILED_CALLS=wait: Python makes all calls, because {error}", stacklevel=2)
+
+
+def build() -> None:
+    """Compile the C++ part now, unless it is stored, and load it.
+
+    Raises:
+        RuntimeError: there is no C++ compiler, or it failed.
+    """
+    _start(_extension.build())
+
+
+def state() -> tuple[bool, str]:
+    """For `rooftop doctor`: whether known calls run without Python, or will, and why (not)."""
+    if os.environ.get("ROOFTOP_COMPILED_CALLS") == "0":
+        return False, "left out by ROOFTOP_COMPILED_CALLS=0"
+    return _extension.state()
+
+
+def calls_made() -> int:
+    """How many calls of this process were made without Python, those of backward included."""
+    return 0 if module is None else int(module.calls_made())
+
+
+if not triton_launch.INTERPRETED:
+    known_calls.after_known.append(ask)
+
+
+def _start(loaded: Any) -> None:
+    global module
+    with starting:
+        if module is not None:
+            return
+        with_cuda = hasattr(torch._C, "_cuda_getDevice")
+        loaded.start(
+            {
+                "parameter": torch.nn.Parameter,
+                "counts": triton_launch._counters,
+                "is_watched": is_watched,
+                "profiles": torch._C._autograd._profiler_enabled,
+                "forward_mode": forward_ad,
+                "counters": counters.counters_now,
+                "device": torch._C._cuda_getDevice if with_cuda else None,
+                "stream": torch._C._cuda_getCurrentRawStream if with_cuda else None,
+                "captures": torch._C._cuda_isCurrentStreamCapturing if with_cuda else None,
+            }
+        )
+        with ThreadPoolExecutor(1) as thread:  # a new thread has no modes, unlike perhaps this one
+            thread.submit(loaded.note_keys, False).result()
+            thread.submit(torch.inference_mode()(partial(loaded.note_keys, True))).result()
+        module = loaded
+        for each in after_start:
+            each()
+
+
+# ---- observing calls ------------------------------------------------------------------------------------------------
+
+
+def is_due(seen: Counter[bytes], facts: bytes, at: int) -> bool:
+    """Whether this call is to be observed: once only, because what cannot be planned stays so."""
+    if len(seen) >= known_calls.MOST_KNOWN:
+        seen.clear()
+    seen[facts] += 1
+    return seen[facts] == at
+
+
+@contextmanager
+def teaching(given: list[Tensor], owned: frozenset[int] = frozenset()) -> Iterator[Lesson | None]:
+    """Observe what this thread does, in Python; None if another thread is observed. `owned`: which of the tensors the
+    call may change."""
+    with lesson_of(given, owned) as lesson:
+        if lesson is None:
+            yield None
+            return
+        module.set_teaching(True)
+        try:
+            yield lesson
+        finally:
+            module.set_teaching(False)
+
+
+def tensors_in(values: Sequence[Any]) -> list[Tensor]:
+    """All tensors, also those in lists and tuples, in the order of the compiled part."""
+    found: list[Tensor] = []
+    for each in values:
+        if isinstance(each, Tensor):
+            found.append(each)
+        elif isinstance(each, list | tuple):
+            found += tensors_in(each)
+    return found
