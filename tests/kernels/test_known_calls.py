@@ -109,6 +109,9 @@ def of_reductions(make: Inputs) -> Call:
     x = make.tensor(make.one((3, 8), (2, 3, 5), (90, 8)), make.one(*DTYPES))
     dim, keepdim = make.one(None, 0, -1, (0, 1)), make.one(True, False)
     function = make.one(kernels.sum, kernels.mean, kernels.amax, kernels.amin)
+    if make.one(True, False, False):
+        place, along = make.one(kernels.argmax, kernels.argmin), make.one(0, -1)
+        return Call(lambda x: place(x, along, keepdim), (x,))
     return Call(lambda x: function(x, () if dim is None else dim, keepdim), (x,))
 
 
@@ -145,8 +148,43 @@ def of_losses(make: Inputs) -> Call:
 def of_matmuls(make: Inputs) -> Call:
     dtype, (rows, depth, columns) = make.one(*DTYPES[:3]), make.one((3, 16, 8), (20, 32, 24), (2, 5, 7))
     x, weight = make.tensor((rows, depth), dtype), make.tensor((columns, depth), dtype)
+    if make.one(True, False, False):
+        return Call(kernels.matmul, (x, weight.detach().t()))
     bias, activation = make.one(None, make.tensor((columns,), dtype)), make.one("none", "gelu", "relu", "sigmoid")
     return Call(lambda x, weight: kernels.linear_act(x, weight, bias, activation), (x, weight))
+
+
+def of_convolutions(make: Inputs) -> Call:
+    dtype, (channels, kernel, stride) = make.one(*DTYPES[:3]), make.one((16, 1, 1), (16, 3, 1), (16, 1, 2), (3, 3, 2))
+    x = make.tensor((2, channels, 6, 6), dtype)
+    if make.one(True, True, False):
+        x = x.detach().contiguous(memory_format=torch.channels_last).requires_grad_(x.requires_grad)
+    weight = make.numbers(16, channels, kernel, kernel).to(dtype, memory_format=torch.channels_last).requires_grad_()
+    bias, activation = make.one(None, make.tensor((16,), dtype)), make.one(None, "relu", "relu", "gelu")
+    size = (6 + 2 * (kernel // 2) - kernel) // stride + 1
+    residual = make.one(None, make.numbers(2, 16, size, size).to(dtype))
+    options = {"stride": stride, "padding": kernel // 2, "activation": activation}
+    return Call(lambda x, weight: kernels.conv_act(x, weight, bias, residual, **options), (x, weight))
+
+
+def of_pages(make: Inputs) -> Call:
+    dtype = make.one(*DTYPES[:3])
+    query, keys, values = (make.numbers(*shape).to(dtype) for shape in ((2, 4, 8), (5, 2, 4, 8), (5, 2, 4, 8)))
+    pages, lengths = torch.tensor([[4, 0], [2, 3]]), torch.tensor([make.one(0, 3), 8])
+    tables, window = (pages.to(make.device), lengths.to(make.device)), make.one(None, 3)
+    return Call(lambda q: kernels.paged_attention(q, keys, values, *tables, window=window), (query,))
+
+
+def of_sites(make: Inputs) -> Call:
+    x = make.tensor((make.one(4, 6), 8), make.one(*DTYPES))
+    count = x.shape[0]
+    if make.one(True, False):
+        table = torch.stack([torch.arange(count) - 1, torch.arange(count), torch.arange(count) + 1], 1)
+        table[-1, 2] = -1
+        pool, neighbours = make.one(kernels.sparse_max_pool, kernels.sparse_avg_pool), table.int().to(make.device)
+        return Call(lambda x: pool(x, neighbours), (x,))
+    whole, batch = make.one(kernels.sparse_global_max_pool, kernels.sparse_global_avg_pool), make.indices(3, count)
+    return Call(lambda x: whole(x, batch.int(), 3), (x,))
 
 
 def of_attentions(make: Inputs) -> Call:
@@ -159,6 +197,9 @@ def of_attentions(make: Inputs) -> Call:
 CALLS = {
     "matmuls": of_matmuls,
     "attentions": of_attentions,
+    "convolutions": of_convolutions,
+    "pages": of_pages,
+    "sites": of_sites,
     "elementwise": of_elementwise,
     "norms": of_norms,
     "softmaxes": of_softmaxes,
@@ -219,8 +260,8 @@ def test_sequences_of_calls_in_cpp(family: str, device: str, monkeypatch: pytest
     before = repeated_calls.calls_made()
     for _ in range(4):
         assert [both_directions(call) for call in calls] == expected
-    if family == "losses" and device == "cpu":
-        assert repeated_calls.calls_made() == before  # each call checks the targets' values
+    if family in ("losses", "sites") and device == "cpu":
+        assert repeated_calls.calls_made() == before  # each call checks the values of targets and tables
         return
     assert repeated_calls.calls_made() >= before + 8, repeated_calls.reasons
 

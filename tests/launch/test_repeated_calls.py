@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -603,7 +602,7 @@ def test_waiting_without_a_compiler_warns_once_and_calls_go_on(monkeypatch: pyte
     monkeypatch.setattr(known_calls, "after_known", [native_calls.ask])
     with pytest.warns(UserWarning, match=r"=wait: Python makes all calls, because .* needs a C\+\+ compiler") as warned:
         known_calls.became_known()
-        known_calls.became_known()
+    known_calls.became_known()
     assert len(warned) == 1
 
 

@@ -60,7 +60,7 @@ def facts_of(arguments: Sequence[Any]) -> tuple[Any, ...] | None:
             facts += (kind, each)
         elif kind is float:
             facts += (kind, each or repr(each))  # distinguishes 0.0 and -0.0, which are equal
-        elif kind is list and _LISTS.issuperset(map(type, each)):
+        elif kind in (list, tuple) and _LISTS.issuperset(map(type, each)):
             facts += (kind, *each, None)
         else:
             return None

@@ -223,7 +223,8 @@ bool put_modes(Facts& facts) {
   const auto& context = at::globalContext();
   if (context.deterministicAlgorithms()) return false;  // may fill new memory
   put(facts, context.float32MatmulPrecision());
-  put(facts, char(context.userEnabledFlashSDP() | context.userEnabledMemEfficientSDP() << 1 | context.userEnabledCuDNNSDP() << 2));
+  put(facts, char(context.userEnabledFlashSDP() | context.userEnabledMemEfficientSDP() << 1 | context.userEnabledCuDNNSDP() << 2 |
+                  context.userEnabledCuDNN() << 3));
   const char* check = std::getenv("ROOFTOP_CHECK");
   put(facts, check ? *check : '\0');
   if (is_true(python.profiles)) return false;

@@ -25,7 +25,9 @@ from rooftop.kernels.operands.checks import check_same_dtype, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, INDICES, accumulator_dtype
 from rooftop.kernels.operands.launch_data import Constants, power_of_two
 from rooftop.kernels.operands.references import without_kernels
+from rooftop.launch.known_calls import depends
 from rooftop.launch.operators import declare, no_tangents
+from rooftop.launch.repeated_calls import repeated
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
 
@@ -213,12 +215,13 @@ class PagedAttention(NamedTuple):
         return Cost(read, distinct_bytes([made]), {precision_of(query.dtype): pairs * (4 * width + 5)})
 
 
-_paged_attention = declare("paged_attention", PagedAttention)
+_paged_attention = declare("paged_attention", PagedAttention, known=True)
 
 
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@repeated
 @recorded_whole
 def paged_attention(
     query: Tensor,
@@ -305,6 +308,7 @@ def _check(tensors: dict[str, Tensor]) -> None:
 def _checked_values(keys: Tensor, pages: Tensor, lengths: Tensor) -> tuple[list[list[int]], list[int]]:
     """Pages and lengths as numbers, after checks of the lengths and of the pages that they reach."""
     count, page, room = keys.shape[0], keys.shape[2], pages.shape[1] * keys.shape[2]
+    depends("pages and lengths are checked at each call")
     numbers: list[int] = lengths.tolist()
     if numbers and (min(numbers) < 0 or max(numbers) > room):
         raise ValueError(

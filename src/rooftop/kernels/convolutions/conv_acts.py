@@ -40,6 +40,7 @@ from rooftop.launch.operators import (
     no_tangents,
     without_autocast,
 )
+from rooftop.launch.repeated_calls import repeated
 from rooftop.launch.symbolic import recorded_whole
 
 Pair = int | Sequence[int]
@@ -160,7 +161,12 @@ class ConvAct(NamedTuple):
         return Cost(read, distinct_bytes(made), flops)
 
 
-_conv_act = declare("conv_act", ConvAct, slopes=1)
+def _without_cudnn(arguments: Sequence[Any]) -> str | None:
+    """The setting on which the plan depends."""
+    return None if torch.backends.cudnn.enabled else "without cuDNN"
+
+
+_conv_act = declare("conv_act", ConvAct, slopes=1, known=_without_cudnn)
 
 
 def _in_format(y: Tensor, before: Tensor, x: Tensor, weight: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
@@ -203,6 +209,7 @@ def _activated(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor 
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@repeated
 @recorded_whole
 def conv_act(
     input: Tensor,

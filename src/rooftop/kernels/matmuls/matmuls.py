@@ -369,6 +369,7 @@ def _is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return found
 
 
+@repeated
 @recorded_whole
 def matmul(input: Tensor, other: Tensor) -> Tensor:
     """input @ other, with the shapes, broadcasting and results of `torch.matmul`.

@@ -230,6 +230,7 @@ def amin(input: Tensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
     return _reduce(x, "amin", dims, bool(keepdim), result)
 
 
+@repeated
 @recorded_whole
 def argmax(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
     """The index of the maximum along a dimension, or with None in the flattened tensor, as `torch.argmax`.
@@ -249,6 +250,7 @@ def argmax(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tens
     return _reduce(x, "argmax", dims, bool(keepdim), result)
 
 
+@repeated
 @recorded_whole
 def argmin(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
     """The index of the minimum, as `torch.argmin`; see `argmax`."""

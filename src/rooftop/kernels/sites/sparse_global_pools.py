@@ -23,7 +23,9 @@ from rooftop.kernels.operands.dtypes import INDICES, accumulator_dtype
 from rooftop.kernels.operands.references import by_reference
 from rooftop.kernels.sites import pool_launches
 from rooftop.kernels.sites.sparse_pools import check_features
+from rooftop.launch.known_calls import depends
 from rooftop.launch.operators import declare, no_second_derivative, no_tangents
+from rooftop.launch.repeated_calls import repeated
 from rooftop.launch.symbolic import recorded_whole
 
 INSTEAD = "torch.amax or torch.mean of each batch element"
@@ -41,6 +43,7 @@ def sparse_global_pool_reference(
     """
     element = _elements(batch, batch_size)
     counts = _counts(element, batch_size)
+    depends("the reference reads how many sites each batch element has")
     lengths = counts.tolist()
     ordered = features.index_select(0, element.sort(stable=True).indices)
     *parts, _ = ordered.split([*lengths, len(batch) - sum(lengths)])  # the last part has the rows that are not sites
@@ -166,11 +169,12 @@ class SparseGlobalPoolBackward(NamedTuple):
         return Cost(read, distinct_bytes([made]), {precision_of(self.dy.dtype): flops} if flops else {})
 
 
-_sparse_global_pool = declare("sparse_global_pool", SparseGlobalPool, slopes=1)
+_sparse_global_pool = declare("sparse_global_pool", SparseGlobalPool, slopes=1, known=True)
 _sparse_global_pool_backward = declare(
     "sparse_global_pool_backward",
     SparseGlobalPoolBackward,
     derivative=no_second_derivative("pooling over batch elements", INSTEAD),
+    known=True,
 )
 
 
@@ -182,6 +186,7 @@ def _of_rows(values: Tensor, element: Tensor) -> Tensor:
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@repeated
 @recorded_whole
 def sparse_global_max_pool(features: Tensor, batch: Tensor, batch_size: int) -> Tensor:
     """The maximum of each batch element's sites, channel by channel.
@@ -205,6 +210,7 @@ def sparse_global_max_pool(features: Tensor, batch: Tensor, batch_size: int) -> 
     return _pooled(features, batch, batch_size, average=False)
 
 
+@repeated
 @recorded_whole
 def sparse_global_avg_pool(features: Tensor, batch: Tensor, batch_size: int) -> Tensor:
     """The mean of each batch element's sites.

@@ -29,6 +29,7 @@ from rooftop.kernels.operands.references import by_reference
 from rooftop.kernels.sites import pool_launches
 from rooftop.kernels.sites.neighbour_tables import check_neighbours, check_reverse
 from rooftop.launch.operators import declare, no_second_derivative, no_tangents
+from rooftop.launch.repeated_calls import repeated
 from rooftop.launch.symbolic import recorded_whole
 
 MAX_ROWS = (1 << 31) - 1  # rows are numbered by int32
@@ -196,15 +197,19 @@ class SparsePoolBackward(NamedTuple):
         return Cost(read, distinct_bytes([made]), {precision_of(dy.dtype): 2 * dy.numel()} if dy.numel() else {})
 
 
-_sparse_pool = declare("sparse_pool", SparsePool, slopes=1)
+_sparse_pool = declare("sparse_pool", SparsePool, slopes=1, known=True)
 _sparse_pool_backward = declare(
-    "sparse_pool_backward", SparsePoolBackward, derivative=no_second_derivative("pooling over sites", INSTEAD)
+    "sparse_pool_backward",
+    SparsePoolBackward,
+    derivative=no_second_derivative("pooling over sites", INSTEAD),
+    known=True,
 )
 
 
 # ---- public ----------------------------------------------------------------------------------------------------
 
 
+@repeated
 @recorded_whole
 def sparse_max_pool(features: Tensor, neighbours: Tensor, reverse: Tensor | None = None) -> Tensor:
     """The maximum of each result's neighbours, channel by channel.
@@ -229,6 +234,7 @@ def sparse_max_pool(features: Tensor, neighbours: Tensor, reverse: Tensor | None
     return _pooled(features, neighbours, reverse, average=False)
 
 
+@repeated
 @recorded_whole
 def sparse_avg_pool(features: Tensor, neighbours: Tensor, reverse: Tensor | None = None) -> Tensor:
     """The mean of each result's neighbours: their sum divided by their number, not by the size of the window.
