@@ -17,6 +17,8 @@ from rooftop.launch.driver_launches import for_driver
 from rooftop.launch.known_calls import Memory, Step, Zeros
 from rooftop.launch.lessons import Called, Lesson, Part
 
+ALLOCATED, NOT_ALLOCATED = -1, -2  # by the plan; by an operator of PyTorch, or not at all because nothing uses it
+
 
 class Unplanned(Exception):
     """Calls like this are made in Python; the message says why."""
@@ -49,12 +51,15 @@ def plan_of(lesson: Lesson, places: Places, results: Sequence[Result], kind: str
     Raises:
         Unplanned: Python has to make such calls.
     """
-    memory = [
-        (each.shape, each.strides, each.dtype, -1)
-        if isinstance(each, Memory)
-        else ((), (), torch.int32, each.size if isinstance(each, Zeros) else -2)
-        for each in places.memory
-    ]
+    count = len(lesson.given)
+    kept = [] if recording is None else [source for source, *_ in recording["kept"]]
+    needed = {*kept, *(each.source for each in results)} | lesson.read
+    memory: list[tuple[Any, ...]] = []
+    for source, each in enumerate(places.memory, count):
+        if isinstance(each, Memory) and (source in needed or lesson.is_used(source)):
+            memory.append((each.shape, each.strides, each.dtype, ALLOCATED))
+        else:
+            memory.append(((), (), torch.int32, each.size if isinstance(each, Zeros) else NOT_ALLOCATED))
     description = {
         "device": lesson.device,
         "memory": memory,

@@ -99,6 +99,7 @@ class Lesson(Observer):
     Attributes:
         given: its tensors; all that are not empty have memory of their own.
         owned: indices of those that operators may change.
+        read: the sources that operators of PyTorch take.
         records: what autograd records.
     """
 
@@ -106,6 +107,7 @@ class Lesson(Observer):
         super().__init__(given)
         self.given, self.owned = given, owned
         self.records: list[Record] = []
+        self.read: set[int] = set()
         self.fresh: set[int] = set()  # sources that operators of PyTorch allocated
         self.source_of = {self.key(each): i for i, each in enumerate(given) if each.numel()}
         if len(self.source_of) < sum(each.numel() > 0 for each in given):
@@ -171,6 +173,7 @@ class Lesson(Observer):
         if source is None or value.layout != torch.strided or value.dtype != self.sources[source].dtype:
             self.refuse("an operator of PyTorch takes other memory")
             return None
+        self.read.add(source)
         offset = (value.data_ptr() - self.sources[source].data_ptr()) // value.itemsize
         return Part(source, tuple(value.shape), value.stride(), offset)
 
@@ -192,7 +195,7 @@ class Lesson(Observer):
 
     def is_used(self, source: int) -> bool:
         """Whether a launch has a pointer to it, or an operator of PyTorch made or changed it. A result without either
-        was computed by what nobody observed."""
+        was computed by what nobody observed, and other memory without either has no values."""
         for step in self.launched:
             if isinstance(step, Called) and source in step.made:
                 return True

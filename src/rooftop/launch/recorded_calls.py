@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rooftop.launch import native_calls
 from rooftop.launch.call_plans import Places, Result, Unplanned, is_view, plan_of
-from rooftop.launch.lessons import Called, Lesson, Part, Record
+from rooftop.launch.lessons import Lesson, Record
 
 BACKWARD_LESSON_AT = 1
 """The backward with the same facts that is observed."""
@@ -110,13 +109,15 @@ def recording_of(
     for each, result in zip(found, results, strict=True):
         if each is None:
             continue
-        mine = _operator_result(record, lesson, of_operator, each, result.source - count)
+        filled = result.source - count
+        mine = of_operator.index(filled) if filled in of_operator else None
         if each.requires_grad != (mine is not None):
             raise Unplanned("a result with a gradient is none of the operator's, or is detached")
-        if mine in slopes:
-            raise Unplanned("two results are the same one of the operator's")
-        if mine is not None:
-            slopes.append(mine)
+        if mine is None:
+            continue
+        if not is_view(record.results[mine], each):
+            raise Unplanned("a result is not a view of the operator's whole result")
+        slopes.append(mine)
     sources = [each.source for each in results]
     kept, owned = [], set()
     for i, each in enumerate(record.kept):
@@ -147,31 +148,8 @@ def recording_of(
         "edges": edges,
         "edge_sizes": [tuple(lesson.given[place].shape) for place in edges],
         "slope_sizes": [tuple(each.shape) for each in record.results],
-        "slope_dtypes": [each.dtype for each in record.results],
         "slopes": slopes,
         "watched": watched,
         "zeros": record.zeros,
         "backward": backward,
     }, backward
-
-
-def _operator_result(
-    record: Record, lesson: Lesson, of_operator: list[int | None], result: Tensor, place: int
-) -> int | None:
-    """Which of the operator's results a result is: a view of the whole, or the whole in another dtype. None: it is none
-    of them."""
-    if place in of_operator:
-        mine = of_operator.index(place)
-        if not is_view(record.results[mine], result):
-            raise Unplanned("a result is not a view of the operator's whole result")
-        return mine
-    source = len(lesson.given) + place
-    for step in lesson.launched:
-        if isinstance(step, Called) and step.func is torch.ops.aten._to_copy.default and step.made == (source,):
-            part, whole = step.arguments["self"], lesson.sources[source]
-            if not {*step.arguments} <= {"self", "dtype"} or not isinstance(part, Part) or not is_view(whole, result):
-                continue
-            for mine, each in enumerate(record.results):
-                if lesson.source(each) == part.source and (tuple(each.shape), each.stride(), 0) == part[1:]:
-                    return mine
-    return None

@@ -237,7 +237,7 @@ bool put_modes(Facts& facts) {
 struct Memory {
   std::vector<int64_t> sizes, strides;
   at::ScalarType dtype;
-  int64_t zeros = -1;  // or so many of the stream's zeroed counters; -2: an operator of PyTorch allocates it
+  int64_t zeros = -1;  // or so many of the stream's zeroed counters; -2: an operator of PyTorch allocates it, if anything does
 };
 
 struct Patch {
@@ -454,7 +454,6 @@ struct Recording {
   std::vector<int> edges;                        // tensors of the call, in the order of the operator's tensor arguments
   std::vector<std::vector<int64_t>> edge_sizes;  // of these
   std::vector<std::vector<int64_t>> slope_sizes; // of the operator's results with gradients, in order
-  std::vector<at::ScalarType> slope_dtypes;      // likewise
   std::vector<int> slopes;                       // for each result of the call that autograd watches, which of these
   std::vector<int> watched;                      // those results, as indices of `Plan::results`
   bool zeros;                                    // whether an undefined gradient counts as zeros
@@ -519,7 +518,6 @@ struct Recorded : torch::autograd::Node {
       Tensor slope = given[i];
       const int place = how->slopes[i];
       if (!slope.defined() && how->zeros) slope = input_metadata(i).zeros_like();
-      if (slope.defined() && slope.scalar_type() != how->slope_dtypes[place]) slope = slope.to(how->slope_dtypes[place]);
       if (slope.defined() && slope.sizes() != at::IntArrayRef(how->slope_sizes[place]))
         slope = slope.reshape(how->slope_sizes[place]);
       any = any || slope.defined();
@@ -839,7 +837,6 @@ std::shared_ptr<Plan> plan_of(const py::dict& given) {
     made->edges = how["edges"].cast<std::vector<int>>();
     made->edge_sizes = how["edge_sizes"].cast<std::vector<std::vector<int64_t>>>();
     made->slope_sizes = how["slope_sizes"].cast<std::vector<std::vector<int64_t>>>();
-    for (py::handle each : how["slope_dtypes"]) made->slope_dtypes.push_back(dtype_of(each));
     made->slopes = how["slopes"].cast<std::vector<int>>();
     made->watched = how["watched"].cast<std::vector<int>>();
     made->zeros = how["zeros"].cast<bool>();

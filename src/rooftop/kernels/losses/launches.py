@@ -49,10 +49,10 @@ def inverse_of_targets(target: Tensor, classes: int, terms: Terms) -> Tensor:
 
 
 def total_of(losses: Tensor, inverse: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The sum of losses (N,) times `inverse`: a tensor () of the dtype of `inverse`."""
+    """The sum of losses (N,) times `inverse`: a tensor () of `dtype`, float32 rounded to it."""
     if losses.numel() > tables.TOTAL_ROWS:
         total = losses.sum(dtype=torch.float64)
-        return (total if inverse is None else total * inverse).to(dtype)
+        return (total if inverse is None else total * inverse).to(torch.float32).to(dtype)
     require_triton()
     from rooftop.kernels.losses.triton_kernels import total_of_losses
 

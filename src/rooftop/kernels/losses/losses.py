@@ -97,13 +97,13 @@ def losses_of_rows(
     return launches.losses_of_rows(x, target, terms, inverse, dx)
 
 
-def total_of(losses: Tensor, inverse: Tensor | None, x: Tensor) -> Tensor:
+def total_of(losses: Tensor, inverse: Tensor | None, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The reduced loss of logits x, a scalar: the sum of losses (N,) times `inverse`, the reciprocal of the mean's
-    divisor."""
-    dtype = accumulator_dtype(x.dtype)
+    divisor. None: in the dtype of accumulators; else rounded from that to `dtype`."""
+    wide = accumulator_dtype(x.dtype)
     if by_reference(x):
-        return (losses.sum() if inverse is None else losses.sum() * inverse).to(dtype)
-    return launches.total_of(losses, inverse, dtype)
+        return (losses.sum() if inverse is None else losses.sum() * inverse).to(wide).to(dtype or wide)
+    return launches.total_of(losses, inverse, dtype or wide)
 
 
 # ---- operators -------------------------------------------------------------------------------------------------
@@ -112,7 +112,8 @@ Kept = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, int, float, float]
 
 
 class CrossEntropy(NamedTuple):
-    """(loss () or (N,), statistics (2, N), inverse) of logits x (N, V): `inverse` () for a mean, else empty."""
+    """(loss () or (N,), statistics (2, N), inverse) of logits x (N, V): `inverse` () for a mean, else empty. The loss
+    has the dtype of accumulators, or is rounded to `dtype`."""
 
     x: Tensor
     target: Tensor
@@ -121,6 +122,7 @@ class CrossEntropy(NamedTuple):
     label_smoothing: float
     z_loss: float
     reduction: str
+    dtype: torch.dtype | None = None
 
     @property
     def terms(self) -> Terms:
@@ -132,15 +134,16 @@ class CrossEntropy(NamedTuple):
         losses, statistics = losses_of_rows(x, target, terms, None, None)
         assert statistics is not None
         inverse = inverse_of_targets(target, x.shape[1], terms, inverse_dtype(x)) if self.reduction == "mean" else None
-        loss = losses if self.reduction == "none" else total_of(losses, inverse, x)
+        wide = statistics.dtype
+        loss = losses.to(wide) if self.reduction == "none" else total_of(losses, inverse, x, self.dtype)
         inverse = losses.new_empty(0) if inverse is None else inverse
-        return loss.to(statistics.dtype), statistics, inverse.to(statistics.dtype)
+        return loss.to(self.dtype or wide), statistics, inverse.to(wide)
 
     def fake(self) -> tuple[Tensor, Tensor, Tensor]:
         rows, dtype = self.x.shape[0], accumulator_dtype(self.x.dtype)
         sizes = ((rows,) if self.reduction == "none" else (), (2, rows), () if self.reduction == "mean" else (0,))
         loss, statistics, inverse = (self.x.new_empty(size, dtype=dtype) for size in sizes)
-        return loss, statistics, inverse
+        return loss.to(self.dtype or dtype), statistics, inverse
 
     @without_autocast
     def in_pytorch(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -149,10 +152,11 @@ class CrossEntropy(NamedTuple):
         losses, statistics = cross_entropy_reference(self.x, self.target, self.terms)
         inverse = inverse_by_formula(self.target, self.x, self.terms) if mean else losses.new_empty(0)
         loss = losses if self.reduction == "none" else losses.sum() * (inverse if mean else 1.0)
-        return loss.to(dtype), statistics.to(dtype), inverse.to(dtype)
+        return loss.to(dtype).to(self.dtype or dtype), statistics.to(dtype), inverse.to(dtype)
 
     def formula(self) -> tuple[Tensor, None, None]:
-        return loss_formula(self.x, self.target, self.terms, self.reduction), None, None
+        loss = loss_formula(self.x, self.target, self.terms, self.reduction)
+        return loss.to(self.dtype or loss.dtype), None, None
 
     def keep(self, made: tuple[Tensor, Tensor, Tensor]) -> Kept:
         return (*self[:3], *made[1:], *self[3:6])
@@ -193,7 +197,8 @@ class CrossEntropyBackward(NamedTuple):
         return self.x.new_empty(self.x.shape)
 
     def formula(self) -> Tensor:
-        factor = self.dloss * self.inverse if self.inverse.numel() else self.dloss
+        dloss = self.dloss.to(accumulator_dtype(self.x.dtype))
+        factor = dloss * self.inverse if self.inverse.numel() else dloss
         return cross_entropy_gradient_reference(factor, self.x, self.target, self.terms)
 
     def cost(self, made: Tensor) -> Cost:
@@ -219,7 +224,7 @@ class KeptGradient(NamedTuple):
 
 
 class CrossEntropyWithGradient(NamedTuple):
-    """(loss (), its gradient (N, V)), for a mean or a sum."""
+    """(loss (), its gradient (N, V)), for a mean or a sum; the loss as in `CrossEntropy`."""
 
     x: Tensor
     target: Tensor
@@ -228,6 +233,7 @@ class CrossEntropyWithGradient(NamedTuple):
     label_smoothing: float
     z_loss: float
     mean: bool
+    dtype: torch.dtype | None = None
 
     @property
     def terms(self) -> Terms:
@@ -239,23 +245,26 @@ class CrossEntropyWithGradient(NamedTuple):
         inverse = inverse_of_targets(target, x.shape[1], terms, inverse_dtype(x)) if self.mean else None
         gradient = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         losses, _ = losses_of_rows(x, target, terms, inverse, gradient)
-        return total_of(losses, inverse, x), gradient
+        return total_of(losses, inverse, x, self.dtype), gradient
 
     def fake(self) -> tuple[Tensor, Tensor]:
-        return self.x.new_empty((), dtype=accumulator_dtype(self.x.dtype)), self.x.new_empty(self.x.shape)
+        dtype = self.dtype or accumulator_dtype(self.x.dtype)
+        return self.x.new_empty((), dtype=dtype), self.x.new_empty(self.x.shape)
 
     @without_autocast
     def in_pytorch(self) -> tuple[Tensor, Tensor]:
         losses, _ = cross_entropy_reference(self.x, self.target, self.terms)
         factor = inverse_by_formula(self.target, self.x, self.terms) if self.mean else losses.new_ones(())
         gradient = cross_entropy_gradient_reference(factor, self.x, self.target, self.terms)
-        return (losses.sum() * factor).to(accumulator_dtype(self.x.dtype)), gradient
+        wide = accumulator_dtype(self.x.dtype)
+        return (losses.sum() * factor).to(wide).to(self.dtype or wide), gradient
 
     def formula(self) -> tuple[Tensor, None]:
-        return loss_formula(self.x, self.target, self.terms, "mean" if self.mean else "sum"), None
+        loss = loss_formula(self.x, self.target, self.terms, "mean" if self.mean else "sum")
+        return loss.to(self.dtype or loss.dtype), None
 
     def keep(self, made: tuple[Tensor, Tensor]) -> KeptGradient:
-        x, target, weight, *_, mean = self
+        x, target, weight, *_, mean, _ = self
         there = x if by_reference(x) else None
         return KeptGradient(made[1], target, there, weight, self[3:6], mean, WeakTensor(x))
 
@@ -270,7 +279,7 @@ class CrossEntropyWithGradient(NamedTuple):
                 "cross_entropy: the fused kernel has no second derivative once the logits (N, V) are freed or "
                 "changed: keep them in a variable, or use fused=False"
             )
-        terms = Terms(kept.weight, *kept.numbers)
+        terms, dloss = Terms(kept.weight, *kept.numbers), dloss.to(accumulator_dtype(x.dtype))
         return (reduced_gradient_formula(dloss, x, kept.target, terms, kept.mean),)
 
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
@@ -417,9 +426,10 @@ def cross_entropy(
     numbers = (ignore_index, float(label_smoothing), float(z_loss))
     indices = target.reshape(-1)
     weight = weight.detach() if weight is not None else None
+    rounded = None if dtype == accumulator_dtype(x.dtype) else dtype
     if fused and keeps_for_backward(input):
-        return _cross_entropy_with_gradient(x, indices, weight, *numbers, reduction == "mean")[0].to(dtype)
-    loss = _cross_entropy(x, indices, weight, *numbers, reduction)[0].to(dtype)
+        return _cross_entropy_with_gradient(x, indices, weight, *numbers, reduction == "mean", rounded)[0]
+    loss = _cross_entropy(x, indices, weight, *numbers, reduction, rounded)[0]
     return loss.reshape(target.shape) if reduction == "none" else loss
 
 

@@ -281,17 +281,17 @@ def total_of_losses(losses, inverse, out, rows, HAS_INVERSE: tl.constexpr, BLOCK
     total = tl.sum(sums, axis=0)
     if HAS_INVERSE:
         total *= tl.load(inverse)
-    tl.store(out, total.to(out.dtype.element_ty))
+    tl.store(out, total.to(tl.float32).to(out.dtype.element_ty))
 
 
 @triton.jit
 def scale_unless_one(
-    gradient, factor, result,  # (N,), () float32, (N,) or the same memory
+    gradient, factor, result,  # (N,), (), (N,) or the same memory
     elements,
     IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """gradient * factor; in place, a factor of 1 costs no more than reading it."""
-    scale = tl.load(factor)
+    scale = tl.load(factor).to(tl.float32)
     if IN_PLACE:
         if scale != 1.0:
             _scale_blocks(gradient, scale, result, elements, BLOCK)
