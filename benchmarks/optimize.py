@@ -1,17 +1,24 @@
 """`rooftop.optimize` compared with eager PyTorch and torch.compile, on models that are not ours.
 
-    python benchmarks/optimize.py [--only resnet50 gpt2:1 ...] [--mode inference|training|both] [--budget 60]
-        [--out benchmarks/results/h100/optimize.json]
+    python benchmarks/optimize.py [--only resnet50 gpt2:1 bert:training level3 ...] [--mode inference|training|both]
+        [--budget 60] [--total 480] [--out benchmarks/results/h100/optimize.json]
 
-Each row is a public model at one batch, in bfloat16, with random weights and without dropout; texts have 512 tokens. A
-row runs in its own process, with an empty cache of compiled code and a time limit from its turn on; each GPU of the
-machine takes the next row. The search comes first, so its seconds are those of a first start. Then the eager model,
-`torch.compile` (default, and reduce-overhead for inference at batch 1) and the module of `rooftop.optimize` are called
-in turns, as users call them. `without` is the time of the kept rules that neither compile nor capture graphs.
+Each row is a public model at one batch, with random weights and without dropout: twelve architectures in bfloat16
+(texts of 512 tokens), and twelve networks of KernelBench's level 3 (`level3.py`) in float32, as there. A training step
+is forward, backward and AdamW. The search comes first, so its seconds are those of a first start. Then the eager model,
+`torch.compile` (default; reduce-overhead for inference at batch 1; max-autotune for three rows with `--autotune`) and
+the module of `rooftop.optimize` are called in turns, as users call them. `without` is the time of the kept rules that
+neither compile nor capture graphs.
 
-Rows are written as they come. A way that raises is an entry of the row's `errors`, and a row that fails as a whole or
-runs out of time keeps what it had. Exits with 1 if the optimized module of a row is slower than the faster of eager and
-torch.compile's default by more than the spread of the timings, or if a row has errors.
+Compiling needs processors and no GPU. So `AT_ONCE` rows run for each GPU, each in its own process, with its own
+processors and an empty cache of compiled code. A row has the GPU alone while it times, proves and captures. It passes
+the GPU on while it compiles; the search's clock stands still while it waits to have the GPU back.
+
+Rows are written as they come, after each stage. A way that raises is an entry of the row's `errors`, and a row that
+fails as a whole or runs out of time keeps what it had. A second run with the same `--out` measures only rows that are
+missing or not done. With `--plans FOLDER`, a row saves its plan there, or applies the one it finds there instead of
+searching. Exits with 1 if the optimized module of a row is slower than the faster of eager and torch.compile's default
+by more than the spread of the timings, or if a row has errors.
 """
 
 from __future__ import annotations
@@ -25,6 +32,7 @@ import json
 import math
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,26 +40,35 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+import level3
 import torch
 from torch import Tensor, nn
 
 import rooftop
 from rooftop.hardware import compare
+from rooftop.optimization import searching
+from rooftop.optimization.deadlines import Deadline
+from rooftop.optimization.optimized import Change
 
 SECONDS = 0.5
 BUDGET_S = 60.0
 LIMIT_S = 400.0
+LEAST_S = 40.0
+"""A row is not started if less time is left: building a model and the first verdicts take as long."""
 CLOSE = 0.3
 """A prediction is close if it is off by at most this share of the measured gain, or of `SMALL` of the step."""
 SMALL = 0.02
-AT_ONCE = 2
-"""Processes for each GPU: one builds its model while the other has its turn."""
+AT_ONCE = 3
+"""Rows for each GPU: a search compiles for about half of its time. A processor's share is five of 16 cores."""
+LEARNING_RATE = 1e-6
 POLL_S = 0.2
 Row = dict[str, Any]
 Built = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -64,14 +81,17 @@ class Case:
     Attributes:
         name, package: the model's, and where it comes from.
         build: from the batch to the model and a call's arguments.
-        batches: small and large, for inference. training: batch of a training step.
+        batches: for inference: small and large, or one.
+        training: batch of a training step; None: no training.
+        dtype: on a GPU.
     """
 
     name: str
     package: str
     build: Callable[[int], Built]
-    batches: tuple[int, int]
-    training: int
+    batches: tuple[int, ...]
+    training: int | None = None
+    dtype: torch.dtype = torch.bfloat16
 
 
 def images(package: str, name: str, size: int = 224, **options: float) -> Callable[[int], Built]:
@@ -92,6 +112,10 @@ def texts(kind: str, tokens: int = 512, **config: Any) -> Callable[[int], Built]
         return model, (), {"input_ids": given, "use_cache": False} if kind != "Bert" else {"input_ids": given}
 
     return build
+
+
+def of_level3(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> Callable[[int], Built]:
+    return lambda batch: (make(), (torch.rand(batch, *shape[1:]),), {})
 
 
 GPT2 = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -134,10 +158,19 @@ CASES = {
         Case("regnet_y_8gf", "torchvision", images("torchvision", "regnet_y_8gf"), (1, 128), 64),
         Case("mixer_b16_224", "timm", images("timm", "mixer_b16_224"), (1, 128), 64),
         Case("tiny_gpt2", "transformers", texts("GPT2", 8, **GPT2, **TINY), (1, 2), 2),
+        *(
+            Case(name, "torch", of_level3(make, shape), (shape[0],), None, torch.float32)
+            for name, (_, make, shape) in level3.NETWORKS.items()
+        ),
     )
 }
-TELLING = (("resnet50", 1), ("resnet50", 128), ("gpt2", 1), ("bert", 32), ("llama_300m", 1), ("swin_t", 128))
+TELLING = (
+    *("resnet50:128", "gpt2:1", "bert:32", "llama_300m:1", "swin_t:128", "llama_300m:training", "mini_gpt_block"),
+    *("resnet50:1", "vit_base_patch16_224:128", "resnet50:training", "efficientnet_b0:128", "unet_softmax"),
+    *("convnext_tiny:128", "swin_t:1", "gpt2:training", "efficientnet_b0:1", "mobilenet_v1", "mamba2"),
+)
 """The rows that come first: a run that is cut off has them."""
+AUTOTUNED = ("resnet50:128", "vit_base_patch16_224:128", "llama_300m:16")
 QUICK = "tiny_gpt2"
 
 
@@ -152,25 +185,33 @@ class Job:
     def __str__(self) -> str:
         return f"{self.name} batch {self.batch} {self.mode}"
 
+    @property
+    def key(self) -> str:
+        """As `--only` names it: "gpt2:1", "gpt2:training"."""
+        return f"{self.name}:{self.batch if self.mode == 'inference' else self.mode}"
+
+    def named(self, name: str) -> bool:
+        """Whether a name of `--only` or `TELLING` means this row."""
+        return name in (self.name, self.key) or (name == "level3" and self.name in level3.NETWORKS)
+
 
 def jobs(only: Sequence[str], batch: str, mode: str) -> list[Job]:
     """The chosen rows, the most telling ones first.
 
     Args:
-        only: names of models, or "model:batch"; none: all.
+        only: names of models, "model:batch", "model:training" or "level3"; none: all.
     """
-    found = [Job(name, size, "inference") for name, size in TELLING]
-    for case in CASES.values():
-        if case.name != QUICK:
-            found += [Job(case.name, size, "inference") for size in case.batches]
-    found += [Job(case.name, case.training, "training") for case in CASES.values() if case.name != QUICK]
+    cases = [case for case in CASES.values() if case.name != QUICK]
+    every = [Job(case.name, size, "inference") for case in cases for size in case.batches]
+    every += [Job(case.name, case.training, "training") for case in cases if case.training is not None]
+    found = [job for name in TELLING for job in every if job.named(name)] + every
 
     def wanted(job: Job) -> bool:
         if mode not in ("both", job.mode):
             return False
-        if job.mode == "inference" and batch != "both" and job.batch != CASES[job.name].batches[batch == "large"]:
+        if job.mode == "inference" and batch != "both" and (job.batch == 1) is not (batch == "small"):
             return False
-        return not only or job.name in only or f"{job.name}:{job.batch}" in only
+        return not only or any(map(job.named, only))
 
     return [job for job in dict.fromkeys(found) if wanted(job)]
 
@@ -178,66 +219,171 @@ def jobs(only: Sequence[str], batch: str, mode: str) -> list[Job]:
 # ---- one row, in its own process -----------------------------------------------------------------------------------
 
 
+class Turn:
+    """A GPU for one process at a time, by a lock on a file.
+
+    Attributes:
+        waited_s: seconds of waiting to have it back.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w")
+        self.waited_s = 0.0
+
+    def __enter__(self) -> Turn:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()  # which unlocks it
+
+    def take(self) -> None:
+        """Wait for the GPU."""
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def pass_on(self) -> None:
+        """Let other processes have the GPU, with the memory that nothing here uses."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def take_back(self) -> None:
+        """Wait for the GPU; the clock stands still."""
+        began = time.perf_counter()
+        self.take()
+        self.waited_s += time.perf_counter() - began
+
+    def perf_counter(self) -> float:
+        """Seconds, without those of waiting."""
+        return time.perf_counter() - self.waited_s
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """A block that needs no GPU, or little of it: compiling."""
+        self.pass_on()
+        try:
+            yield
+        finally:
+            self.take_back()
+
+
+@contextmanager
+def search_in(turn: Turn) -> Iterator[None]:
+    """Let a search pass the GPU on during first calls, and count no seconds of waiting."""
+
+    class Away(Deadline):
+        def __enter__(self) -> Deadline:
+            turn.pass_on()
+            return super().__enter__()
+
+        def __exit__(
+            self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+        ) -> None:
+            super().__exit__(kind, error, tb)
+            turn.take_back()
+
+    before: Any = searching.Deadline, searching.time
+    turn.waited_s = 0.0
+    searching.Deadline, searching.time = Away, turn  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        searching.Deadline, searching.time = before  # type: ignore[misc]
+
+
 def measured(
-    job: Job, device: torch.device, budget_s: float, note: Callable[[Row], None], turn: Callable[[], object]
+    job: Job,
+    device: torch.device,
+    turn: Turn,
+    note: Callable[[Row], None],
+    budget_s: float = BUDGET_S,
+    plan: Path | None = None,
+    autotune: bool = False,
 ) -> Row:
     """One row: ms of each way, what the search kept, and how long it took.
 
     Args:
         note: called with the row after each stage.
-        turn: returns when the device is free for this row.
+        plan: applied instead of a search if it exists, else written.
+        autotune: also measure max-autotune.
     """
-    train = job.mode == "training"
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    train, case = job.mode == "training", CASES[job.name]
+    dtype = case.dtype if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
     row: Row = {"model": job.name, "batch": job.batch, "mode": job.mode, "ms": {}, "errors": {}, "seconds": {}}
-    model, args, kwargs = CASES[job.name].build(job.batch)
-    turn()
+    model, args, kwargs = case.build(job.batch)
+    turn.take()
     row["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    row["cores"] = len(os.sched_getaffinity(0))
     note(row)
     model = model.to(device, dtype).train(train)
     given = [moved(each, device, dtype) for each in args]
     named = {name: moved(each, device, dtype) for name, each in kwargs.items()}
-    ways: dict[str, Callable[[], Any]] = {"eager": step(model, given, named, train)}
+    optimizer = adamw(model) if train else None
+    ways: dict[str, Callable[[], Any]] = {"eager": step(model, given, named, optimizer)}
+
+    def said(what: str, fraction: float = 0.0) -> None:
+        print(f"{turn.perf_counter() - began:6.1f} s {what}", file=sys.stderr, flush=True)
 
     def found() -> Callable[[], Any]:
-        began = time.perf_counter()
         loss = loss_of if train else None
-        result = rooftop.optimize(model, *given, train=train, loss=loss, budget_s=budget_s, **named)
-        row["seconds"]["optimize"] = time.perf_counter() - began
+        known = {"plan": plan} if plan is not None and plan.exists() else {}
+        with search_in(turn):
+            started = turn.perf_counter()
+            result = rooftop.optimize(
+                model,
+                *given,
+                train=train,
+                loss=loss,
+                optimizer=optimizer,
+                budget_s=budget_s,
+                progress=said,
+                **known,
+                **named,
+            )
+            row["seconds"]["plan" if known else "optimize"] = turn.perf_counter() - started
         row["search"] = {"before": result.before_ms, "after": result.after_ms, "without": result.without_ms}
         row["kept"], row["changes"] = result.kept, result.to_dict()["changes"]
         row["checked"], row["unchecked"] = result.checked, result.unchecked
         row["predictions"] = predictions(row["changes"], result.before_ms)
+        print(result, file=sys.stderr, flush=True)
+        if plan is not None and not known:
+            plan.parent.mkdir(parents=True, exist_ok=True)
+            result.save(plan)
+        run = step(result.module, given, named, result.optimizer)
 
-        def run() -> Any:
-            output = step(result.module, given, named, train)()
+        def proven() -> Any:
+            output = run()
             assert not result.module.unproven, result.module.unproven
             return output
 
-        return run
+        return proven
 
-    def compiled(mode: str) -> Callable[[], Callable[[], Any]]:
-        def make() -> Callable[[], Any]:
-            began = time.perf_counter()
-            other = copy.deepcopy(model)  # transformers marks a compiled model: it would be no longer the proven one
-            faster = torch.compile(other, mode=None if mode == "default" else mode)
-            run = step(faster, given, named, train, mode == "reduce-overhead")
+    def compiled(mode: str) -> Callable[[], Any]:
+        started = turn.perf_counter()
+        other = copy.deepcopy(model)  # transformers marks a compiled model: it would be no longer the proven one
+        faster = torch.compile(other, mode=None if mode == "default" else mode)
+        run = step(faster, given, named, adamw(other) if train else None, mode == "reduce-overhead")
+        with turn.away() if mode != "max-autotune" else nullcontext():  # which times kernels while it compiles
             for _ in range(3):  # compiling, warming up, capturing
                 run()
-            row["seconds"][f"compile {mode}"] = time.perf_counter() - began  # with what the search has cached
-            return run
+        row["seconds"][f"compile {mode}"] = turn.perf_counter() - started  # with what the search has cached
+        return run
 
-        return make
-
-    makers = {"optimize": found, "compile default": compiled("default")}
+    makers: dict[str, Callable[[], Callable[[], Any]]] = {"optimize": found}
+    makers["compile default"] = partial(compiled, "default")
     if not train and device.type == "cuda" and job.batch == 1:  # graphs gain nothing for a large one
-        makers["compile reduce-overhead"] = compiled("reduce-overhead")
+        makers["compile reduce-overhead"] = partial(compiled, "reduce-overhead")
+    if autotune and job.key in AUTOTUNED:
+        makers["compile max-autotune"] = partial(compiled, "max-autotune")
+    began = turn.perf_counter()
     for name, make in makers.items():
+        said(name)
         try:
             ways[name] = make()
         except Exception as error:
-            row["errors"][name] = said(error)
+            traceback.print_exc()
+            row["errors"][name] = in_short(error)
         note(row)
         for _ in range(2):
             ways["eager"]()
@@ -245,6 +391,8 @@ def measured(
         row["ms"] = {way: timing.median_ms for way, timing in times.items()}
         row["spread"] = {way: timing.spread for way, timing in times.items()}
         note(row)
+    row["done"] = True
+    said("done")
     return row
 
 
@@ -269,10 +417,18 @@ def moved(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
     return value.to(device, dtype) if value.is_floating_point() else value.to(device)
 
 
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+
+
 def step(
-    model: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], train: bool, marks: bool = False
+    model: Callable[..., Any],
+    args: list[Any],
+    kwargs: dict[str, Any],
+    optimizer: torch.optim.Optimizer | None,
+    marks: bool = False,
 ) -> Callable[[], Any]:
-    """A call as users make it: without gradients, or forward and backward from the sum of the first output."""
+    """A call as users make it: without gradients; with an optimizer, a step of training."""
 
     def infer() -> Any:
         with torch.no_grad():
@@ -281,9 +437,12 @@ def step(
             return model(*args, **kwargs)
 
     def training() -> None:
+        assert optimizer is not None
+        optimizer.zero_grad()
         loss_of(model(*args, **kwargs)).backward()
+        optimizer.step()
 
-    return training if train else infer
+    return infer if optimizer is None else training
 
 
 def loss_of(output: Any) -> Tensor:
@@ -291,7 +450,7 @@ def loss_of(output: Any) -> Tensor:
     return first.float().square().mean()
 
 
-def said(error: BaseException) -> str:
+def in_short(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip()[:500]}"
 
 
@@ -306,55 +465,66 @@ def run_row(job: Job, options: argparse.Namespace) -> int:
         partial.write_text(json.dumps(row))
         partial.replace(options.into)
 
-    with options.turns.open("w") as turns:  # locked until the row is done
-
-        def turn() -> None:
-            fcntl.flock(turns, fcntl.LOCK_EX)
-
-        try:
-            note(measured(job, torch.device("cpu" if options.quick else "cuda"), options.budget, note, turn))
-        except BaseException as error:
-            traceback.print_exc()
-            note({**row, "errors": {**row["errors"], "row": said(error)}})
+    device = torch.device("cpu" if options.quick else "cuda")
+    plan = options.plans / f"{job.key.replace(':', '-')}.json" if options.plans is not None else None
+    try:
+        with Turn(options.turns) as turn:
+            note(measured(job, device, turn, note, options.budget, plan, options.autotune))
+    except BaseException as error:
+        traceback.print_exc()
+        note({**row, "errors": {**row["errors"], "row": in_short(error)}})
     return 0
 
 
 # ---- all rows ------------------------------------------------------------------------------------------------------
 
 
-def row_of(job: Job, gpu: int | None, turns: Path, options: argparse.Namespace) -> Row:
-    """A row measured in another process.
+@dataclass(frozen=True)
+class Place:
+    """Where a row runs: on a GPU (None: on the CPU), with some processors.
 
-    Args:
-        gpu: the GPU that the process sees; None: none.
-        turns: a file that the processes of a GPU lock in turns.
+    Attributes:
+        turns: the file that the processes of a GPU lock in turns.
     """
+
+    gpu: int | None
+    cores: tuple[int, ...]
+    turns: Path
+
+
+def places(gpus: Sequence[int | None], folder: Path) -> list[Place]:
+    """`AT_ONCE` places for each GPU, which share the processors."""
+    cores, count = sorted(os.sched_getaffinity(0)), len(gpus) * (AT_ONCE if gpus[0] is not None else 1)
+    share = max(1, len(cores) // count)
+    shares = [tuple(cores[i * share : (i + 1) * share]) or tuple(cores) for i in range(count)]
+    return [Place(gpus[i % len(gpus)], own, folder / f"turns{i % len(gpus)}") for i, own in enumerate(shares)]
+
+
+def row_of(job: Job, place: Place, left_s: float, options: argparse.Namespace) -> Row:
+    """A row measured in another process, which is stopped after its time limit, or `left_s`."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         into = Path(folder) / "row.json"
-        words = [sys.executable, str(Path(__file__).resolve()), "--row", job.name, str(job.batch), job.mode]
-        words += [
-            "--into",
-            str(into),
-            "--turns",
-            str(turns),
-            "--budget",
-            str(options.budget),
-            *(["--quick"] if options.quick else []),
-        ]
+        pinned = ["taskset", "-c", ",".join(map(str, place.cores))] if shutil.which("taskset") else []
+        words = [*pinned, sys.executable, str(Path(__file__).resolve()), "--row", job.name, str(job.batch), job.mode]
+        words += ["--into", str(into), "--turns", str(place.turns), "--budget", str(options.budget)]
+        words += ["--quick"] if options.quick else []
+        words += ["--autotune"] if options.autotune else []
+        words += ["--plans", str(options.plans)] if options.plans is not None else []
         surroundings = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
-        if gpu is not None:
+        surroundings["TORCHINDUCTOR_COMPILE_THREADS"] = str(len(place.cores))
+        if place.gpu is not None:
             seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-            surroundings["CUDA_VISIBLE_DEVICES"] = seen.split(",")[gpu] if seen else str(gpu)
+            surroundings["CUDA_VISIBLE_DEVICES"] = seen.split(",")[place.gpu] if seen else str(place.gpu)
         log_path, why = Path(folder) / "log.txt", ""
         with log_path.open("w") as log_file:  # a group of its own, with the compiler's helpers
             process = subprocess.Popen(
                 words, env=surroundings, stdout=log_file, stderr=log_file, start_new_session=True
             )
             try:
-                status = ended(process, into, options.limit)
-                why = f"not done after {options.limit:.0f} s" if status is None else f"exit status {status}"
-                why = why if status != 0 else ""
+                status = ended(process, into, options.limit, left_s)
+                why = f"not done after {time.perf_counter() - began:.0f} s"
+                why = why if status is None else f"exit status {status}" if status else ""
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -372,13 +542,16 @@ def row_of(job: Job, gpu: int | None, turns: Path, options: argparse.Namespace) 
     return row
 
 
-def ended(process: subprocess.Popen[bytes], into: Path, limit_s: float) -> int | None:
-    """The exit status of a row's process; None if it takes more than `limit_s` to start, or from its turn on."""
-    began, has_turn = time.perf_counter(), False
+def ended(process: subprocess.Popen[bytes], into: Path, limit_s: float, left_s: float) -> int | None:
+    """The exit status of a row's process; None if it takes more than `limit_s` to start or from its first turn on, or
+    more than `left_s` in all."""
+    began = start = time.perf_counter()
+    has_turn = False
     while process.poll() is None:
         if into.exists() and not has_turn:
-            began, has_turn = time.perf_counter(), True
-        if time.perf_counter() - began > (limit_s if has_turn else 2 * limit_s):
+            start, has_turn = time.perf_counter(), True
+        now = time.perf_counter()
+        if now - start > (limit_s if has_turn else 2 * limit_s) or now - began > left_s:
             return None
         time.sleep(POLL_S)
     return process.returncode
@@ -403,27 +576,31 @@ def in_words(row: Row) -> str:
     figures = ", ".join(f"{name} {ms:.3g}" for name, ms in row["ms"].items())
     words = [f"{row['model']} batch {row['batch']} {row['mode']}: {figures or 'no times'} ms"]
     if "kept" in row:
-        words.append(f"kept {', '.join(row['kept']) or 'nothing'} in {row['seconds']['optimize']:.0f} s")
+        seconds = row["seconds"].get("optimize") or row["seconds"]["plan"]
+        words.append(f"kept {', '.join(row['kept']) or 'nothing'} in {seconds:.0f} s")
     if row.get("search", {}).get("without") is not None:
         words.append(f"{row['search']['without']:.3g} ms without compiler and graphs")
     words += [f"{way} failed: {error}" for way, error in row["errors"].items()]
-    return "; ".join(words) + (" SLOWER" if slower(row) else "")
+    lines = ["; ".join(words) + (" SLOWER" if slower(row) else "")]
+    return "\n    ".join([*lines, *(str(Change(**change)) for change in row.get("changes", []))])
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
     """Geometric means of the gain over each other way, for small and large batches, and the share of predictions that
     are close."""
     found: dict[str, Any] = {}
+    others = [row for row in rows if row["model"] not in level3.NETWORKS]
     for what, chosen in (
-        ("small batch", [row for row in rows if row["mode"] == "inference" and row["batch"] == 1]),
-        ("large batch", [row for row in rows if row["mode"] == "inference" and row["batch"] > 1]),
-        ("training", [row for row in rows if row["mode"] == "training"]),
+        ("small batch", [row for row in others if row["mode"] == "inference" and row["batch"] == 1]),
+        ("large batch", [row for row in others if row["mode"] == "inference" and row["batch"] > 1]),
+        ("training", [row for row in others if row["mode"] == "training"]),
+        ("level 3", [row for row in rows if row["model"] in level3.NETWORKS]),
     ):
-        for way in ("eager", "compile default", "compile reduce-overhead", "best"):
+        for way in ("eager", "compile default", "compile reduce-overhead", "compile max-autotune", "best"):
             gains = []
             for row in chosen:
-                others = {name: ms for name, ms in row["ms"].items() if name != "optimize"}
-                rival = min(others.values()) if way == "best" and others else others.get(way)
+                rivals = {name: ms for name, ms in row["ms"].items() if name != "optimize"}
+                rival = min(rivals.values()) if way == "best" and rivals else rivals.get(way)
                 if rival is not None and "optimize" in row["ms"]:
                     gains.append(rival / row["ms"]["optimize"])
             if gains:
@@ -437,15 +614,19 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
 def main() -> int:
     """Measure, write the rows, and return whether something is slower."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="MODEL[:BATCH]", default=[], help="only these models or rows")
+    parser.add_argument(
+        "--only", nargs="+", metavar="ROW", default=[], help="MODEL, MODEL:BATCH, MODEL:training, level3"
+    )
     parser.add_argument("--batch", choices=("small", "large", "both"), default="both", help="of inference")
     parser.add_argument("--mode", choices=("inference", "training", "both"), default="both")
     parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="SECONDS", help="of each search")
     parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="of each row")
-    parser.add_argument("--total", type=float, default=math.inf, metavar="SECONDS", help="start no row after this")
+    parser.add_argument("--total", type=float, default=math.inf, metavar="SECONDS", help="stop all rows after this")
+    parser.add_argument("--autotune", action="store_true", help=f"also max-autotune, for {', '.join(AUTOTUNED)}")
     parser.add_argument("--quick", action="store_true", help="a tiny model on the CPU, to try the script")
-    parser.add_argument("--out", type=Path, help="where the results go, as JSON")
-    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="where the standard error of each row goes")
+    parser.add_argument("--out", type=Path, help="where the results go, as JSON; rows that are done there are left out")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="where the log of each row goes")
+    parser.add_argument("--plans", type=Path, metavar="FOLDER", help="where plans are saved, or found and applied")
     parser.add_argument("--row", nargs=3, metavar=("MODEL", "BATCH", "MODE"), help=argparse.SUPPRESS)
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--turns", type=Path, help=argparse.SUPPRESS)
@@ -453,38 +634,42 @@ def main() -> int:
     if options.row is not None:
         return run_row(Job(options.row[0], int(options.row[1]), options.row[2]), options)
     if options.quick:
-        chosen = [Job(QUICK, CASES[QUICK].batches[0], "inference"), Job(QUICK, CASES[QUICK].training, "training")]
+        chosen = [Job(QUICK, CASES[QUICK].batches[0], "inference"), Job(QUICK, 2, "training")]
     else:
         chosen = jobs(options.only, options.batch, options.mode)
+    rows: list[Row] = []
+    if options.out is not None and options.out.exists():
+        rows = [row for row in json.loads(options.out.read_text())["results"] if row.get("done")]
+    done = {Job(row["model"], row["batch"], row["mode"]) for row in rows}
     waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
     for job in chosen:
         if importlib.util.find_spec(CASES[job.name].package) is None:
             print(f"{job}: left out, {CASES[job.name].package} is not installed", flush=True)
-        else:
+        elif job not in done:
             waiting.put(job)
     gpus: list[int | None] = [None] if options.quick else list(range(torch.cuda.device_count()))
     if not gpus:
         parser.error("there is no GPU: --quick tries the script on the CPU")
-    rows: list[Row] = []
     began, lock = time.perf_counter(), threading.Lock()
 
-    def work(gpu: int | None, turns: Path) -> None:
-        while time.perf_counter() - began < options.total:
+    def work(place: Place) -> None:
+        while (left_s := options.total - (time.perf_counter() - began)) > LEAST_S:
             try:
                 job = waiting.get_nowait()
             except queue.Empty:
                 return
-            row = row_of(job, gpu, turns, options)
+            row = row_of(job, place, left_s, options)
             with lock:
                 rows.append(row)
                 print(in_words(row), flush=True)
                 if options.out is not None:
                     text = json.dumps({"torch": torch.__version__, "results": rows, "summary": summary(rows)}, indent=1)
-                    options.out.write_text(text + "\n")
+                    partial_file = options.out.with_suffix(".partial")
+                    partial_file.write_text(text + "\n")
+                    partial_file.replace(options.out)
 
     with tempfile.TemporaryDirectory() as folder:
-        places = [(gpu, Path(folder) / f"turns{gpu}") for gpu in gpus]
-        workers = [threading.Thread(target=work, args=place) for place in places for _ in range(AT_ONCE)]
+        workers = [threading.Thread(target=work, args=[place]) for place in places(gpus, Path(folder))]
         for worker in workers:
             worker.start()
         for worker in workers:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +24,9 @@ def optimize(script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatc
     return module
 
 
-def test_a_row_has_each_way_and_what_the_search_found(optimize: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_has_each_way_and_what_the_search_found(
+    optimize: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setattr("torch.compile", lambda model, **_: model)  # it takes 15 s, and is tried elsewhere
     noted: list[dict[str, Any]] = []
@@ -30,17 +35,46 @@ def test_a_row_has_each_way_and_what_the_search_found(optimize: ModuleType, monk
         noted.append(json.loads(json.dumps(known)))
 
     job = optimize.Job(optimize.QUICK, 1, "inference")
-    row = optimize.measured(job, torch.device("cpu"), 3, note, lambda: None)
+    plan = tmp_path / "plans" / "plan.json"
+    with optimize.Turn(tmp_path / "turns") as turn:
+        row = optimize.measured(job, torch.device("cpu"), turn, note, 3.0, plan)
     assert not row["errors"]
+    assert row["done"]
     assert row["ms"].keys() == row["spread"].keys() == {"eager", "compile default", "optimize"}
     first = next(known for known in noted if "kept" in known)
     assert first["kept"] == row["kept"]
     assert "compile default" not in first["ms"], "rows are written as they come"
     assert {change["rule"] for change in row["changes"]} >= {"fold-norms", "cuda-graphs"}
     assert row["search"]["before"] > 0
+    assert json.loads(plan.read_text())["rules"] == row["kept"]
+    with optimize.Turn(tmp_path / "turns") as turn:
+        row = optimize.measured(job, torch.device("cpu"), turn, note, 3.0, plan)
+    assert not row["errors"]
+    assert row["seconds"].keys() == {"plan", "compile default"}, "the plan is applied, without a search"
 
 
-def test_a_way_that_raises_is_an_error_of_its_row(optimize: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_gives_its_turn_away_while_it_compiles_and_its_clock_stands_still(
+    optimize: ModuleType, tmp_path: Path
+) -> None:
+    path = tmp_path / "turns"
+    with optimize.Turn(path) as turn, optimize.Turn(path) as other, path.open() as third:
+        turn.take()
+        with optimize.search_in(turn):
+            clock = optimize.searching.time
+            began, real = clock.perf_counter(), time.perf_counter()
+            with optimize.searching.Deadline(60.0):
+                other.take()  # would block if the turn had not been passed on
+                threading.Timer(0.3, other.pass_on).start()
+            assert time.perf_counter() - real >= 0.3
+            assert clock.perf_counter() - began < 0.2
+        assert optimize.searching.time is time
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(third, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_way_that_raises_is_an_error_of_its_row(
+    optimize: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     pytest.importorskip("transformers")
 
     def broken(model: Any, **_: Any) -> Any:
@@ -48,7 +82,8 @@ def test_a_way_that_raises_is_an_error_of_its_row(optimize: ModuleType, monkeypa
 
     monkeypatch.setattr("torch.compile", broken)
     job = optimize.Job(optimize.QUICK, 2, "training")
-    row = optimize.measured(job, torch.device("cpu"), 3, lambda known: None, lambda: None)
+    with optimize.Turn(tmp_path / "turns") as turn:
+        row = optimize.measured(job, torch.device("cpu"), turn, lambda known: None, 3.0)
     assert row["errors"] == {"compile default": "ValueError: no compiler"}
     assert row["ms"].keys() == {"eager", "optimize"}
 
@@ -57,8 +92,11 @@ def test_a_way_that_raises_is_an_error_of_its_row(optimize: ModuleType, monkeypa
 def test_a_row_that_fails_or_takes_too_long_is_a_row(
     optimize: ModuleType, name: str, limit: float, said: str, tmp_path: Path
 ) -> None:
-    options = argparse.Namespace(budget=3.0, quick=True, limit=limit, logs=tmp_path / "logs")
-    row = optimize.row_of(optimize.Job(name, 1, "inference"), None, tmp_path / "turns", options)
+    options = argparse.Namespace(
+        budget=3.0, quick=True, limit=limit, logs=tmp_path / "logs", plans=None, autotune=False
+    )
+    (place,) = optimize.places([None], tmp_path)
+    row = optimize.row_of(optimize.Job(name, 1, "inference"), place, 300.0, options)
     assert said in row["errors"]["row"]
     assert (row["model"], row["ms"]) == (name, {})
     assert len(list((tmp_path / "logs").iterdir())) == 1
@@ -66,22 +104,63 @@ def test_a_row_that_fails_or_takes_too_long_is_a_row(
 
 def test_the_most_telling_rows_come_first(optimize: ModuleType) -> None:
     found = optimize.jobs([], "both", "both")
-    assert [(job.name, job.batch) for job in found[:6]] == list(optimize.TELLING)
-    assert len(set(found)) == len(found) == 3 * (len(optimize.CASES) - 1)
+    assert [name for name, job in zip(optimize.TELLING, found, strict=False) if not job.named(name)] == []
+    assert len(set(found)) == len(found) == 3 * 12 + 12
     assert [str(job) for job in optimize.jobs(["gpt2:1"], "both", "both")] == ["gpt2 batch 1 inference"]
+    assert [str(job) for job in optimize.jobs(["gpt2:training"], "both", "both")] == ["gpt2 batch 8 training"]
     assert {job.batch for job in optimize.jobs([], "small", "inference")} == {1}
     assert {job.mode for job in optimize.jobs(["bert"], "both", "training")} == {"training"}
+    assert {job.name for job in optimize.jobs(["level3"], "both", "both")} == set(optimize.level3.NETWORKS)
+    assert all(optimize.jobs([name], "both", "both") for name in optimize.AUTOTUNED)
+
+
+def test_places_share_the_processors(optimize: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(32)))
+    found = optimize.places([0, 1], tmp_path)
+    assert len(found) == 2 * optimize.AT_ONCE
+    cores = [core for place in found for core in place.cores]
+    assert len(set(cores)) == len(cores) <= 32
+    assert {place.gpu: place.turns.name for place in found} == {0: "turns0", 1: "turns1"}
+
+
+@pytest.mark.parametrize("name", ["googlenet", "shufflenet", "unet_softmax", "net_vlad", "mini_gpt_block", "mamba2"])
+def test_networks_of_level_3(optimize: ModuleType, name: str) -> None:
+    """Two samples, in images as small as the pools allow."""
+    torch.manual_seed(0)
+    _, make, (_, *shape) = optimize.level3.NETWORKS[name]
+    shape = [min(size, 64) for size in shape] if len(shape) == 3 else shape
+    model = optimize.level3.StateSpace(2) if name == "mamba2" else make()
+    with torch.no_grad():
+        found = model.eval()(torch.rand(2, *shape))
+    assert found.isfinite().all()
+    assert found.std() > 0
+
+
+def test_the_state_space_is_the_recurrence(optimize: ModuleType) -> None:
+    torch.manual_seed(0)
+    model = optimize.level3.StateSpace(2, tokens=12, heads=3, width=4, state=5, chunk=4).double()
+    x = torch.randn(2, 12, 3, 4, dtype=torch.float64)
+    state, expected = torch.zeros(2, 3, 4, 5, dtype=torch.float64), []
+    for t in range(12):
+        update = torch.einsum("bhn,bhp->bhpn", model.B[:, t], x[:, t])
+        state = model.A[:, t].exp()[..., None, None] * state + update
+        expected.append(torch.einsum("bhn,bhpn->bhp", model.C[:, t], state))
+    torch.testing.assert_close(model(x), torch.stack(expected, 1))
 
 
 @pytest.mark.parametrize(("faster_ms", "errors"), [(0.5, {}), (1.3, {}), (0.5, {"row": "ValueError"})])
 def test_rows_are_written_and_errors_and_slower_ones_are_failures(
     optimize: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, faster_ms: float, errors: dict[str, str]
 ) -> None:
-    def row_of(job: Any, gpu: int | None, turns: Path, options: argparse.Namespace) -> dict[str, Any]:
-        assert (gpu, options.budget) == (None, 3.0)
+    measured = []
+
+    def row_of(job: Any, place: Any, left_s: float, options: argparse.Namespace) -> dict[str, Any]:
+        assert (place.gpu, options.budget) == (None, 3.0)
+        measured.append(job)
         ms = {"eager": 2.0, "compile default": 1.0, "optimize": 0.5 if job.mode == "training" else faster_ms}
         close = [{"rule": "compile", "predicted_ms": 1.0, "measured_ms": 1.2, "close": True}]
         named = {"model": job.name, "batch": job.batch, "mode": job.mode, "errors": errors, "predictions": close}
+        named["done"] = not errors
         return {**named, "ms": ms, "spread": dict.fromkeys(ms, 0.05)}
 
     pytest.importorskip("transformers")
@@ -95,6 +174,10 @@ def test_rows_are_written_and_errors_and_slower_ones_are_failures(
     assert written["summary"]["training, over compile default"] == pytest.approx(2.0)
     assert written["summary"]["small batch, over best"] == pytest.approx(1 / faster_ms)
     assert written["summary"]["predictions within 30%"] == 1.0
+    assert len(measured) == 2
+    optimize.main()
+    assert len(measured) == (4 if errors else 2), "rows that are done are not measured again"
+    assert len(json.loads(out.read_text())["results"]) == 2
 
 
 @pytest.mark.parametrize(("ms", "slow"), [(1.0, False), (1.04, False), (1.3, True)])
