@@ -303,7 +303,7 @@ class Gate:
         if truth is None or not got.is_floating_point() or self.exact_only:
             why = f": {self.exact_only}" if self.exact_only else ""
             raise RefusedError(f"{what}: {name} differs by up to {_difference(got, eager):.3g}{why}")
-        return _as_accurate(name, got, eager, truth, what, self._usual_error(name))
+        return as_accurate(name, got, eager, truth, what, self._usual_error(name))
 
     def _usual_error(self, name: str) -> float:
         """The original's largest error on the given inputs, since results of constant inputs may be exact by luck."""
@@ -313,8 +313,12 @@ class Gate:
         return _difference(first.eager.values[name], first.truth.values[name], finite=True)
 
 
-def _as_accurate(name: str, got: Tensor, eager: Tensor, truth: Tensor, what: str, usual: float) -> float:
-    """The error as a multiple of the allowed error. `usual` is the original's error on the given inputs.
+def as_accurate(name: str, got: Tensor, eager: Tensor, truth: Tensor, what: str, usual: float) -> float:
+    """The error as a multiple of the allowed error.
+
+    Args:
+        got, eager: results of the change and of the original. truth: in float64.
+        usual: an error of the original that is allowed even if it is smaller here.
 
     Raises:
         RefusedError: it is above 1, or NaN and infinities are in other places.

@@ -1,42 +1,86 @@
-"""Whether a changed optimizer makes the same steps."""
+"""Whether a changed optimizer makes the same steps.
+
+Both make some steps from the same state with the same gradients, and are compared with the original in float64. Kernels
+may hold settings in float32 (float64 for parameters in float64), as PyTorch's fused steps on GPUs do. 1 - 0.999 in
+float32 is off by 1e-5, so a correct step can be off by much more than the original, which computes such numbers in
+Python. So the error that one rounding of a setting causes in a step is allowed, too.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rooftop.optimization.gate import RefusedError, as_accurate
 from rooftop.optimization.outcomes import SEED
 from rooftop.optimization.timing import same_state
-from rooftop.testing import assert_as_accurate
 
 STEPS = 3
+ROUNDED = torch.finfo(torch.float32).eps / 2
+"""The largest relative error of a number in float32."""
+
+OF_FLOAT64 = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
 
 
-def parameters_after(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None = None) -> list[Tensor]:
+@dataclass(frozen=True)
+class Rounded:
+    """A setting that is off by one rounding in one step.
+
+    Attributes:
+        name: of the setting in `param_groups`. place: in a tuple such as betas, else None.
+        step: in which it is off.
+    """
+
+    name: str
+    place: int | None
+    step: int
+
+    def of(self, value: Any) -> Any:
+        """The setting in that step."""
+        if self.place is None:
+            return value * (1 + ROUNDED)
+        return tuple(each * (1 + ROUNDED) if i == self.place else each for i, each in enumerate(value))
+
+
+def parameters_after(
+    optimizer: torch.optim.Optimizer, dtype: torch.dtype | None = None, rounded: Rounded | None = None
+) -> list[Tensor]:
     """Copies of its parameters after some steps with random gradients; the optimizer and its parameters do not change.
 
     Args:
-        dtype: dtype of the copies; None: unchanged.
+        dtype: dtype of the copies; None: unchanged. The gradients have the same values in each.
+        rounded: a setting that is off.
     """
     own: dict[int, Tensor] = {}
+    dtypes: list[torch.dtype] = []
     same = same_state(optimizer)
     same.param_groups = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             own[id(parameter)] = parameter.detach().clone().to(dtype or parameter.dtype)
+            dtypes.append(parameter.dtype)
         same.param_groups.append({**group, "params": [own[id(parameter)] for parameter in group["params"]]})
     same.state = defaultdict(dict)
     for parameter, state in optimizer.state.items():
         same.state[own[id(parameter)]] = {name: _copied(name, value, dtype) for name, value in state.items()}
-    generator = torch.Generator().manual_seed(SEED)
-    for _ in range(STEPS):
-        for parameter in own.values():
-            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
+    generators = {p.device: torch.Generator(p.device).manual_seed(SEED) for p in own.values()}
+    for step in range(STEPS):
+        for parameter, given in zip(own.values(), dtypes, strict=True):
+            drawn = torch.randn(parameter.shape, generator=generators[parameter.device], device=parameter.device)
+            parameter.grad = drawn.to(given).to(parameter.dtype)
+        before = [dict(group) for group in same.param_groups]
+        if rounded is not None and rounded.step == step:
+            for group in same.param_groups:
+                group[rounded.name] = rounded.of(group[rounded.name])
         same.step()
+        for group, settings in zip(same.param_groups, before, strict=True):
+            group.update(settings)
     return list(own.values())
 
 
@@ -47,12 +91,44 @@ def _copied(name: str, value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def check_steps(changed: torch.optim.Optimizer, original: torch.optim.Optimizer) -> None:
-    """Assert that a changed optimizer is as accurate as the original.
+    """Check that a changed optimizer is as accurate as the original, up to a rounding of each setting in each step.
 
     Raises:
-        AssertionError: it is not.
+        RefusedError: it is not.
     """
     exact = parameters_after(original, torch.float64)
-    pairs = zip(parameters_after(changed), parameters_after(original), exact, strict=True)
-    for i, (got, plain, truth) in enumerate(pairs):
-        assert_as_accurate(got, plain, truth, what=f"parameter {i} after {STEPS} steps")
+    got, plain = parameters_after(changed), parameters_after(original)
+    try:
+        _compare(got, plain, exact, [0.0] * len(exact))
+    except RefusedError:
+        sizes = zip(_by_rounding(original, exact), plain, strict=True)
+        _compare(got, plain, exact, [size * (OF_FLOAT64 if p.dtype == torch.float64 else 1.0) for size, p in sizes])
+
+
+def _compare(got: list[Tensor], plain: list[Tensor], exact: list[Tensor], usual: list[float]) -> None:
+    for i, each in enumerate(zip(got, plain, exact, usual, strict=True)):
+        as_accurate(f"parameter {i}", *each[:3], f"after {STEPS} steps", each[3])
+
+
+def _by_rounding(optimizer: torch.optim.Optimizer, exact: list[Tensor]) -> list[float]:
+    """For each parameter, the error by roundings of the settings: the sum over all settings and steps."""
+    found = [0.0] * len(exact)
+    for rounded in _roundings(optimizer):
+        others = parameters_after(optimizer, torch.float64, rounded)
+        for i, (other, truth) in enumerate(zip(others, exact, strict=True)):
+            found[i] += float((other - truth).abs().nan_to_num(0.0).max()) if truth.numel() else 0.0
+    return found
+
+
+def _roundings(optimizer: torch.optim.Optimizer) -> Iterator[Rounded]:
+    """Each setting that is a number, in each step."""
+    names: dict[tuple[str, int | None], None] = {}
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            if isinstance(value, float):
+                names[name, None] = None
+            elif isinstance(value, tuple):
+                names |= {(name, i): None for i, each in enumerate(value) if isinstance(each, float)}
+    for name, place in names:
+        for step in range(STEPS):
+            yield Rounded(name, place, step)
