@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from rooftop.optimization.forecasts import OperatorClock, fusable_of, quick_ceilings
 from rooftop.optimization.timing import ahead
 from rooftop.rewrites import Compile, CompileBlocks, CudaGraphs, Times
-from rooftop.rewrites.candidates import Call, Fusable
+from rooftop.rewrites.candidates import Call, Compiled, Fusable
 from rooftop.rewrites.timed_alone import alone_ms
 
 CPU = torch.device("cpu")
@@ -70,6 +71,36 @@ def test_the_compiler_gains_what_it_fuses_and_launches_less() -> None:
     assert 2.0 < Compile().predicted_ms(bound_by_host) <= 6.0
     assert 0 < CompileBlocks().predicted_ms(bound_by_host) < Compile().predicted_ms(bound_by_host)
     assert Compile().predicted_ms(times(None, None, fusable)) == pytest.approx(2.0, abs=0.1)
+
+
+def test_the_host_launches_each_compiled_kernel() -> None:
+    fusable = Fusable(operators=200, kernels=30, now_ms=1.0, after_ms=0.5, launches=270, channels_last=False)
+    bound_by_host = replace(times(2.0, 4.0, fusable), launch_ms=0.007)
+    assert Compile().predicted_ms(bound_by_host) == pytest.approx(4.0 - 0.1 - 100 * 4 * 0.007)
+    assert Compile("reduce-overhead").predicted_ms(bound_by_host) == pytest.approx(4.0 - 1.5)
+    slow_host = replace(bound_by_host, launch_ms=0.02)
+    assert Compile().predicted_ms(slow_host) < 0, "eager is faster"
+    graphs = replace(slow_host, wall_ms=2.0, host_ms=0.0)
+    assert Compile().predicted_ms(graphs) == pytest.approx(0.5), "graphs are replayed, so the host launches nothing"
+
+
+def test_what_compiled_code_has_shown_predicts_the_rest() -> None:
+    fusable = Fusable(operators=200, kernels=30, now_ms=1.0, after_ms=0.5, launches=270, channels_last=False)
+    blocks = Compiled(wall_ms=3.2, device_ms=1.05, host_ms=3.2, whole=False)
+    known = replace(times(2.0, 4.0, fusable), launch_ms=0.007, compiled=blocks)
+    assert CompileBlocks().predicted_ms(known) == pytest.approx(0.8)
+    assert Compile().predicted_ms(known) == pytest.approx(0.8)
+    assert Compile("reduce-overhead").predicted_ms(known) == pytest.approx(4.0 - 1.0)
+    whole = replace(known, compiled=replace(blocks, whole=True))
+    assert Compile("reduce-overhead").predicted_ms(whole) == pytest.approx(4.0 - 1.05)
+    on_cpu = replace(times(None, None, fusable), compiled=Compiled(5.0, None, None, whole=True))
+    assert Compile().predicted_ms(on_cpu) == pytest.approx(3.0)
+
+
+def test_compiling_takes_less_time_for_a_gpu() -> None:
+    on_gpu = Times(1.0, (Call(torch.ops.aten.relu.default, (), torch.device("cuda"), 100, 1.0),))
+    on_cpu = Times(1.0, (Call(torch.ops.aten.relu.default, (), CPU, 100, 1.0),))
+    assert 5 < CompileBlocks().seconds(on_gpu) < Compile().seconds(on_gpu) < Compile().seconds(on_cpu)
 
 
 class FakeEvent:

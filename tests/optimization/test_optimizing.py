@@ -562,3 +562,65 @@ def test_a_gain_close_to_the_least_one_needs_a_prediction(predicted_ms: float, k
             return "a little"
 
     assert rooftop.optimize(sleepy(), torch.randn(2, 6), rules=[Little("little")]).kept == kept
+
+
+class Compiles(Faster):
+    """As the compiler: of its kind and with its name, but only the sleep changes.
+
+    Args:
+        with_others, alone: the sleep together with other rules, and without any.
+    """
+
+    kind = "compile"
+
+    def __init__(self, with_others: float, alone: float) -> None:
+        super().__init__("compile")
+        self.with_others, self.alone = with_others, alone
+        self.tried: list[frozenset[str]] = []
+
+    def seconds(self, times: Times) -> float:
+        return 1e-3  # after those that apply at once
+
+    def apply(self, candidate: Candidate) -> str:
+        others = frozenset(candidate.changes)
+        self.tried.append(others)
+        candidate.model.asleep_s = self.with_others if others else self.alone
+        return "the whole model"
+
+
+def shorter(name: str, asleep_s: float) -> Rule:
+    class Shorter(Faster):
+        def apply(self, candidate: Candidate) -> str:
+            candidate.model.asleep_s = asleep_s
+            return "the sleep"
+
+    return Shorter(name)
+
+
+def test_the_whole_model_is_also_compiled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = [rule for rule in RULES if rule.name not in ("compile", "fold-norms")]
+    monkeypatch.setattr("rooftop.optimization.optimizing.RULES", own)  # so that the names are free
+    rule = Compiles(with_others=0.006, alone=0.002)
+    found = rooftop.optimize(sleepy(), torch.randn(2, 6), rules=[shorter("fold-norms", 0.0057), rule])
+    assert rule.tried[:2] == [{"fold-norms"}, frozenset()]
+    assert found.kept == ["compile"], found.changes
+    assert {change.rule: change.reason for change in found.changes}["compile"] == "instead of fold-norms"
+    rule = Compiles(with_others=0.009, alone=0.002)
+    rooftop.optimize(sleepy(), torch.randn(2, 6), rules=[shorter("fold-norms", 0.0057), rule])
+    assert frozenset() not in rule.tried, "much slower with the others: compiling once more would take long"
+
+
+def test_rules_are_tried_if_half_of_their_time_is_left() -> None:
+    class Slow(Faster):
+        def __init__(self, needed_s: float) -> None:
+            super().__init__("slow")
+            self.needed_s = needed_s
+
+        def seconds(self, times: Times) -> float:
+            return self.needed_s
+
+    (change,) = rooftop.optimize(sleepy(), torch.randn(2, 6), rules=[Slow(30.0)], budget_s=20).changes
+    assert change.verdict == "kept", change
+    (change,) = rooftop.optimize(sleepy(), torch.randn(2, 6), rules=[Slow(60.0)], budget_s=20).changes
+    assert change.verdict == "not tried"
+    assert "of the budget were left, but about 60 s are needed" in change.reason

@@ -25,11 +25,13 @@ from rooftop.rewrites.timed_alone import AHEAD_MS, CYCLES_A_MS, alone_ms
 SIZES = (1 << 18, 1 << 22, 1 << 26)
 """Bytes of the copies by which the memory rate is measured: in caches, and beyond those of most CPUs."""
 EVENT_PAIRS = 20
+LAUNCH_ROUNDS, LAUNCHES = 5, 200
+"""A device queues about 1000 launches before the host has to wait."""
 
 
 def quick_ceilings(device: torch.device) -> Ceilings:
-    """The memory rates of a device and the time of its shortest kernel, measured in a moment. Arithmetic has no limit
-    in it."""
+    """The memory rates of a device, the time of its shortest kernel and of a launch, measured in a moment. Arithmetic
+    has no limit in it."""
     points = []
     for size in SIZES:
         source = torch.ones(size // 8, device=device)
@@ -37,6 +39,7 @@ def quick_ceilings(device: torch.device) -> Ceilings:
         rate = size / (alone_ms(lambda t=target, s=source: t.copy_(s), device) / 1e3)  # type: ignore[misc]
         points.append(MemoryPoint(size, rate, rate, rate, rate))
     small = torch.ones(8, device=device)
+    kernel_ms = alone_ms(lambda: small.add_(1), device)
     return Ceilings(
         device="",
         device_id="",
@@ -47,14 +50,27 @@ def quick_ceilings(device: torch.device) -> Ceilings:
         memory=tuple(points),
         levels=(),
         flops=dict.fromkeys(PRECISIONS, math.inf),
-        kernel_floor_ms=alone_ms(lambda: small.add_(1), device),
-        launch_eager_ms=0.0,
+        kernel_floor_ms=kernel_ms,
+        launch_eager_ms=_host_ms(lambda: small.add_(1), device) if device.type == "cuda" else 0.0,
         launch_graph_ms=0.0,
         transfers={},
         links={},
         spread={},
         disturbed=(),
     )
+
+
+def _host_ms(run: Callable[[], object], device: torch.device) -> float:
+    """The time in which the host launches a call, the best of some rounds; the device does not stop it."""
+    found = math.inf
+    for _ in range(LAUNCH_ROUNDS):
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        for _ in range(LAUNCHES):
+            run()
+        found = min(found, (time.perf_counter() - began) * 1e3 / LAUNCHES)
+    torch.cuda.synchronize(device)
+    return found
 
 
 def fusable_of(run: Callable[[], object], device: torch.device, ceilings: Ceilings) -> Fusable:

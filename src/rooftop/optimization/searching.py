@@ -26,7 +26,7 @@ from rooftop.optimization.optimizer_gate import check_steps
 from rooftop.optimization.outcomes import Step, copied
 from rooftop.optimization.timing import ahead, compare_steps, same_state, step_of, times_of, untouched
 from rooftop.rewrites import RULES, Candidate, Rule, Times
-from rooftop.rewrites.candidates import Memory
+from rooftop.rewrites.candidates import Compiled, Memory
 from rooftop.rewrites.graph_rules import Replays
 
 Progress = Callable[[str, float], None]
@@ -41,7 +41,15 @@ NOT_TRIED = "{seconds:.0f} s of the budget were left, but about {needed:.0f} s a
 BUDGET_OVER = "the budget was used up: give a larger one"
 STOPPED = "its first call was stopped after {seconds:.0f} s, because the budget was used up: give a larger one"
 HOPELESS = 0.2
-"""If the compiler instead of our kernels costs this share of a step, it is not tried with them: that takes long."""
+"""If the compiler with some of the kept rules costs this share of a step, it is not tried with others: that takes
+long."""
+WHOLE, BLOCKS = "compile", "compile-blocks"
+"""The rules that compile the whole model, as users would, and repeated blocks."""
+LEAST_PACE, MOST_PACE = 0.25, 4.0
+"""Bounds of measured compile times relative to the estimates."""
+WORTH_A_TRY = 0.5
+"""A rule is tried if this share of the time that it needs is left: the estimate may be wrong, and a deadline stops
+it."""
 LEAST_SAVED = 0.1
 """Share of a step's memory that a rule must save to be kept for it."""
 HOW_IT_RUNS = ("compile", "graphs")
@@ -115,6 +123,8 @@ class Search:
         self._gates: dict[tuple[str, ...], Gate] = {}
         self._profiles: dict[frozenset[str], Times] = {}  # by the kept rules
         self._peak = self._peak_bytes(self.plain)
+        self._pace = 1.0  # compile time relative to the estimate
+        self._compiled: dict[frozenset[str], Compiled] = {}  # by the rules beside the compiler
 
     def run(self, rules: Sequence[Rule], all_at_once: bool = False) -> None:
         """Try rules. The rule with the largest predicted gain comes first.
@@ -234,19 +244,24 @@ class Search:
         return change
 
     def _replaced(self, rule: Rule) -> list[list[Rule]]:
-        """The kept rules that a rule replaces. The compiler cannot look into our kernels, so it is first tried instead
-        of them."""
+        """The kept rules that a rule replaces, and others if it does not pay so. The compiler cannot look into our
+        kernels, so it is first tried instead of them. At last the whole model is compiled without any other rule."""
         same = [kept for kept in self.kept if kept.kind and kept.kind == rule.kind]
-        opaque = [kept for kept in self.kept if kept.opaque] if rule.kind == "compile" else []
-        return [same + opaque, same] if opaque else [same]
+        if rule.kind != "compile":
+            return [same]
+        opaque = [kept for kept in self.kept if kept.opaque]
+        found = [same + opaque, same] if opaque else [same]
+        if rule.name == WHOLE and len(found[0]) < len(self.kept):
+            found.append(list(self.kept))  # what a user would try first must not be faster
+        return found
 
     def _tried_instead(self, rule: Rule, replaced: Sequence[Rule], predicted_ms: float) -> Change:
         change = Change(rule.name, "not tried", predicted_ms=predicted_ms)
         steps = STEPS + (0 if self._gates else PROOF_STEPS)
-        left, needed = self.ends - time.perf_counter(), rule.seconds(self._times) + steps * self._step_s
+        left, needed = self.ends - time.perf_counter(), self._pace * rule.seconds(self._times) + steps * self._step_s
         if left <= 0:
             return replace(change, reason=BUDGET_OVER)
-        if left < needed:
+        if left < WORTH_A_TRY * needed:
             return replace(change, reason=NOT_TRIED.format(seconds=left, needed=needed))
         others = [kept for kept in self.kept if kept not in replaced]
         rules = [*others, rule]
@@ -260,11 +275,16 @@ class Search:
                 return replace(change, verdict="no gain", reason="there is nothing to change")
             with deadline:
                 self._first_call(candidate)
-            change = replace(change, where=where, first_call_s=time.perf_counter() - began)
+            first_s = time.perf_counter() - began
+            if (estimate := rule.seconds(self._times)) > 0:
+                self._pace = min(MOST_PACE, max(LEAST_PACE, first_s / estimate))
+            change = replace(change, where=where, first_call_s=first_s)
             change = replace(change, bytes=self._more_memory(candidate, held))
             least = self._least_share(change.predicted_ms)
             gain, share, sure = self._gain(candidate, least)
             change = replace(change, measured_ms=gain)
+            if rule.kind == "compile":
+                self._note_compiled(rule, others, candidate, self._times.wall_ms - gain)
             if rule.saves_memory:
                 saved, all_ = -(change.bytes or 0), self._peak
                 if saved < LEAST_SAVED * all_:
@@ -304,12 +324,21 @@ class Search:
 
     def _predicted(self, rule: Rule, others: Sequence[Rule]) -> float:
         """The predicted gain over the best candidate of a rule together with others."""
-        names = {each.name for each in others}
+        names = frozenset(each.name for each in others)
         known = max((each for each in self._profiles if each <= names), key=len)
         times = self._profiles[known]
         if any(each.kind == "graphs" and each.name not in known for each in others) and times.device_ms is not None:
             times = replace(times, wall_ms=times.device_ms, host_ms=0.0)
+        times = replace(times, compiled=self._compiled.get(names))
         return self._times.wall_ms - times.wall_ms + float(rule.predicted_ms(times))
+
+    def _note_compiled(self, rule: Rule, others: Sequence[Rule], candidate: Candidate, wall_ms: float) -> None:
+        """Measure a compiled step, from which other rules that compile are predicted."""
+        with untouched(self.original, candidate):
+            run = step_of(candidate, self.step, copied(self.given))
+            device_ms, host_ms = ahead(run, candidate.device, max(wall_ms, 1e-6))
+        names = frozenset(each.name for each in others)
+        self._compiled[names] = Compiled(wall_ms, device_ms, host_ms, whole=rule.name != BLOCKS)
 
     def _profile(self, gain_ms: float) -> None:
         """Take the times of the new best candidate, from which further gains are predicted."""

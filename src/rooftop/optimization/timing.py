@@ -100,7 +100,7 @@ def times_of(
             optimizer_ms = (time.perf_counter() - began) * 1e3
     with untouched(original, candidate):
         fusable = fusable_of(step_of(replace(candidate, optimizer=None), step, given), candidate.device, ceilings)
-    return Times(wall_ms, watched.calls(), optimizer_ms, device_ms, host_ms, fusable)
+    return Times(wall_ms, watched.calls(), optimizer_ms, device_ms, host_ms, fusable, ceilings.launch_eager_ms)
 
 
 def ahead(run: Callable[[], object], device: torch.device, wall_ms: float) -> tuple[float | None, float | None]:

@@ -57,6 +57,22 @@ class Fusable:
 
 
 @dataclass(frozen=True)
+class Compiled:
+    """A step of compiled code that was measured.
+
+    Attributes:
+        wall_ms: of the step.
+        device_ms, host_ms: as in `Times`.
+        whole: whether the whole model was compiled, or its repeated blocks.
+    """
+
+    wall_ms: float
+    device_ms: float | None
+    host_ms: float | None
+    whole: bool
+
+
+@dataclass(frozen=True)
 class Memory:
     """Memory of a GPU at the peak of a step, with everything else in this process, and all of it, in bytes."""
 
@@ -75,6 +91,8 @@ class Times:
         device_ms: of the step's work on a GPU, if the host is far ahead. host_ms: the time in which the host launches a
             step. None on a CPU.
         fusable: what a compiler could fuse; None if that is not known.
+        launch_ms: the time in which the host launches a small operator on a GPU; 0 on a CPU.
+        compiled: the same step with compiled code, if that was measured before.
         memory: of a GPU; None on a CPU.
     """
 
@@ -84,6 +102,8 @@ class Times:
     device_ms: float | None = None
     host_ms: float | None = None
     fusable: Fusable | None = None
+    launch_ms: float = 0.0
+    compiled: Compiled | None = None
     memory: Memory | None = None
 
     def of(self, *names: str) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rooftop.rewrites.candidates import Call, Candidate, Rule, Times, only_on_gpu
+from rooftop.rewrites.candidates import Call, Candidate, Compiled, Rule, Times, only_on_gpu
 from rooftop.rewrites.format_rules import gain_channels_last
 from rooftop.rewrites.structures import CONSTANTS, mapped
 
@@ -19,15 +19,15 @@ BLOCKS_SHARE = 0.95
 """Gain of compiling blocks relative to that of the whole model."""
 CPU_CALL_MS = 0.004
 """Time of a call of a small operator on a CPU, which a compiler saves."""
-START_MS, LAUNCH_SHARE = 0.1, 0.35
-"""Time in which the host checks a compiled call on a GPU, and its time for a compiled kernel relative to an operator of
-PyTorch."""
+START_MS, LAUNCHES_A_KERNEL = 0.1, 4.0
+"""Time in which the host checks a compiled call on a GPU, and its time for a kernel of compiled code, relative to a
+launch of a small operator in eager PyTorch. Four models on an H200 (`benchmarks/results/h200/compiled.json`): 26 to 36
+us for a kernel, 7 us for a launch."""
 MOST_VERSIONS = 64
 """Versions of a block for its shapes and settings; PyTorch gives up after 8."""
-START_S, SECONDS_A_CALL = 5.0, 0.12
-"""Measured compile time of models with 60 to 600 operator calls, on two cores of a server: a constant, and a time for
-each call.
-"""
+START_S, SECONDS_A_CALL = 5.0, {"cpu": 0.12, "cuda": 0.04}
+"""Compile time: a constant, and a time for each call of an operator. Measured for the CPU on two cores of a server,
+with 60 to 600 calls; for GPUs on the hosts of an H100 and an H200, where models took 11 to 44 s."""
 
 
 class Compile(Rule):
@@ -47,7 +47,7 @@ class Compile(Rule):
         return gain_compiled(times, replayed=self.mode == "reduce-overhead")
 
     def seconds(self, times: Times) -> float:
-        return START_S + SECONDS_A_CALL * sum(call.count for call in times.calls)
+        return START_S + sum(call.count * SECONDS_A_CALL[call.device.type] for call in times.calls)
 
     def apply(self, candidate: Candidate) -> str:
         options: dict[str, Any] = {"dynamic": False, "mode": None if self.mode == "default" else self.mode}
@@ -76,10 +76,11 @@ class CompileBlocks(Rule):
     kind = "compile"
 
     def predicted_ms(self, times: Times) -> float:
-        return BLOCKS_SHARE * gain_compiled(times)
+        return gain_compiled(times, whole=False)
 
     def seconds(self, times: Times) -> float:
-        return START_S + SECONDS_A_CALL * len(times.calls)  # those of equal blocks are compiled once
+        # equal blocks are compiled once
+        return START_S + sum(SECONDS_A_CALL[call.device.type] for call in times.calls)
 
     def apply(self, candidate: Candidate) -> str:
         blocks = repeated_blocks(candidate.model)
@@ -161,27 +162,42 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def gain_compiled(times: Times, replayed: bool = False) -> float:
-    """The predicted gain in ms of compiling a whole step.
+def gain_compiled(times: Times, replayed: bool = False, whole: bool = True) -> float:
+    """The predicted gain in ms of compiling a step.
 
     The compiler joins operators into fewer kernels, and lays out convolutions channels last. Products, convolutions and
-    attention stay as they are. On a GPU the host launches each kernel that is left.
+    attention stay as they are. On a GPU the host launches each kernel that is left. If compiled code of this step was
+    measured before, that tells more.
 
     Args:
         replayed: the kernels are replayed from CUDA graphs, so the host launches nothing.
+        whole: the whole model, not only its repeated blocks.
     """
+    if times.compiled is not None:
+        return _gain_as_measured(times, times.compiled, replayed, whole)
     found = times.fusable
     if found is None:
         return 0.0
+    share = 1.0 if whole else BLOCKS_SHARE
     saved_ms = found.now_ms - found.after_ms
     if found.channels_last:
         saved_ms += max(0.0, gain_channels_last([call for call in times.calls if _is_channels_first(call)]))
     if times.device_ms is None or times.host_ms is None:
-        return saved_ms + CPU_CALL_MS * (found.operators - found.kernels)
-    left = (found.launches - found.operators + found.kernels) / max(1, found.launches)
-    host_ms = 0.0 if replayed else START_MS + LAUNCH_SHARE * left * times.host_ms
+        return share * (saved_ms + CPU_CALL_MS * (found.operators - found.kernels))
+    kernels = found.launches - found.operators + found.kernels
+    launches = not replayed and times.host_ms > 0  # else graphs are replayed
+    host_ms = START_MS + LAUNCHES_A_KERNEL * times.launch_ms * kernels if launches else 0.0
     now_ms = max(times.device_ms, times.host_ms)
-    return times.wall_ms * (1 - max(times.device_ms - saved_ms, host_ms) / now_ms)
+    return share * times.wall_ms * (1 - max(times.device_ms - saved_ms, host_ms) / now_ms)
+
+
+def _gain_as_measured(times: Times, compiled: Compiled, replayed: bool, whole: bool) -> float:
+    """The gain of compiling as well as in a step that was measured. A whole model gains more than its blocks."""
+    share = BLOCKS_SHARE ** (compiled.whole - whole)
+    if times.device_ms is None or compiled.device_ms is None or compiled.host_ms is None:
+        return share * (times.wall_ms - compiled.wall_ms)
+    device_ms = times.device_ms - share * (times.device_ms - compiled.device_ms)
+    return times.wall_ms - (device_ms if replayed else max(device_ms, compiled.host_ms))
 
 
 def _is_channels_first(call: Call) -> bool:
