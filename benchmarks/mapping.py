@@ -55,12 +55,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from rooftop.cluster import map_items
 from rooftop.cluster.arrow import load_arrow
-from rooftop.cluster.decoders import keep_memory
 from rooftop.cluster.items import Decoding, Item, list_items
 from rooftop.cluster.model_targets import model_target
 from rooftop.cluster.targets import Call, PipelinedCall, Target, callable_target
 from rooftop.cluster.working import Job
 from rooftop.hardware import ceilings_of, measure_ceilings
+from rooftop.hardware.page_faults import keep_memory
 from rooftop.inference import Engine
 from rooftop.models import model_entry
 from rooftop.models.images import MEAN, STD

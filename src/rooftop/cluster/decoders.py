@@ -15,7 +15,6 @@ failure. If the worker ends, its decoding processes end within a second.
 
 from __future__ import annotations
 
-import ctypes
 import io
 import mmap
 import multiprocessing
@@ -41,6 +40,7 @@ from rooftop.cluster.items import Item
 from rooftop.cluster.tables import Failure
 from rooftop.cluster.working import Decoded, decoded
 from rooftop.errors import MissingExtraError, ModelRunError
+from rooftop.hardware.page_faults import keep_memory
 
 HALF_BYTES = 256 << 20  # of memory shared with a process for one task; only what is written takes memory
 TASK_S = 0.02  # of work in a task: much longer than sending it, 0.1 ms
@@ -53,8 +53,6 @@ DEATHS = 3  # that an item may cause
 PARENT_S = 0.5  # between two looks at whether the worker is there
 ALIGNMENT = 64
 NICE = 5  # lower priority than the worker, which shares its cores and must not wait when results or the GPU are ready
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-KEPT_BYTES, KEPT_PIECE = 256 << 20, 32 << 20  # a process keeps so much free memory; the largest piece that malloc keeps
 MOST_FILES = 65536  # that a worker may have open when it forks
 
 
@@ -324,18 +322,6 @@ def _work(connection: Connection, arena: mmap.mmap, decode: Callable[[Item], Any
             _Writer(file, halves[half]).dump([_whole(decode, item) for item in items])
             connection.send_bytes(file.getbuffer())
     os._exit(0)
-
-
-def keep_memory() -> None:
-    """Let this process keep the memory that it frees.
-
-    By default glibc gives it back to the system after each photograph, and the next one faults each page in again: 470
-    faults and 0.8 ms of the 2.1 ms that a photograph of 500 x 375 pixels took.
-    """
-    with suppress(AttributeError, OSError):  # another C library
-        library = ctypes.CDLL(None)
-        library.mallopt(M_MMAP_THRESHOLD, KEPT_PIECE)
-        library.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def _whole(decode: Callable[[Item], Any], item: Item) -> Decoded:

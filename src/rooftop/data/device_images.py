@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rooftop.data.headspace import loader_rate
 from rooftop.data.image_folders import ImageFolder
-from rooftop.data.image_transforms import Drawn, ImageTransform
+from rooftop.data.image_transforms import Drawn, ImageTransform, box
 from rooftop.data.loader import Loader
 from rooftop.data.pieces import Damaged, Made, damage_in_words
 from rooftop.data.pixels import Pixels
@@ -151,8 +151,7 @@ class DeviceImages:
         height, width = pixels.shape[1:]
         size = self.transform.size
         if drawn.crop is not None:
-            left, top, right, bottom = drawn.crop
-            (x0, x1), (y0, y1) = _span(left, right, width), _span(top, bottom, height)
+            x0, y0, x1, y1 = box(drawn.crop, width, height)
             image = _resized(pixels[:, y0:y1, x0:x1], size, size)
         else:
             side, short = self.transform.shorter_side, min(height, width)
@@ -165,12 +164,6 @@ class DeviceImages:
             right, down = drawn.shift
             image = F.pad(image, (right, -right, down, -down))  # black comes in
         return image.permute(1, 2, 0).contiguous()
-
-
-def _span(start: float, end: float, length: int) -> tuple[int, int]:
-    """The pixels from one fraction of a length to another, at least one."""
-    first = min(round(start * length), length - 1)
-    return first, max(first + 1, round(end * length))
 
 
 def _resized(pixels: Tensor, height: int, width: int) -> Tensor:

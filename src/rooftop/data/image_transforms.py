@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
@@ -31,6 +32,10 @@ ERASED_PARTS, ERASED_ASPECTS = (0.02, 1 / 3), (0.3, 3.3)
 TRIES = 10  # attempts to draw a shape that fits
 MARGIN = 256 / 224  # shorter side in validation / side of the central square, as for ImageNet
 JUDGED_REDUCTION = 2.0  # validation images are decoded at least at twice their final size
+VECTORIZED = torch.backends.cpu.get_cpu_capability().startswith("AVX")
+"""Whether PyTorch resizes bytes with vector instructions: 0.17 ms for a crop of 350 x 290 pixels, Pillow 0.52 ms.
+Without them PyTorch takes 1.3 ms.
+"""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class _Augment:
     rand_augment: int = 0
     magnitude: float = 9.0
     erase: float = 0.0
+    detail: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,8 @@ class ImageTransform:
         augment: changes in training; an object or a mapping with some of: crop (least area of a random crop, as a
             fraction of the image; 1: off), flip (probability), shift (largest, as a fraction of the side), jitter
             (strength of colour jitter), hue (largest change, as a fraction of the circle), rand_augment (number of
-            operations), magnitude (0 to 10), erase (probability). None: no changes.
+            operations), magnitude (0 to 10), erase (probability), detail (least number of decoded pixels for each
+            pixel of a random crop, along a side). None: no changes.
         train: whether images are augmented. Validation uses the central square. If training uses crops, the shorter
             side is first resized to 256/224 of `size`, as for ImageNet.
         mean, std: of the red, green and blue values in 0..1.
@@ -146,28 +153,26 @@ class ImageTransform:
         """The factor by which an image may be reduced before it is resized."""
         if drawn.crop is not None:
             left, top, right, bottom = drawn.crop
-            return min((right - left) * width, (bottom - top) * height) / self.size
+            return min((right - left) * width, (bottom - top) * height) / self.size / self.augment.detail
         gap = 1.0 if self.train else JUDGED_REDUCTION
         return min(width, height) / self.shorter_side / gap
 
     def apply(self, image: Image.Image, drawn: Drawn) -> Tensor | Pixels:
         """Apply drawn changes to an RGB image; returns (3, size, size) float32, or `Pixels`."""
-        size = (self.size, self.size)
-        if drawn.crop is not None:
-            left, top, right, bottom = drawn.crop
-            box = (left * image.width, top * image.height, right * image.width, bottom * image.height)
-            image = image.resize(size, Image.Resampling.BILINEAR, box, reducing_gap=2.0)
-        else:
-            image = self._central(image)
+        image = self._central(image) if drawn.crop is None else image.crop(box(drawn.crop, image.width, image.height))
         if drawn.flip:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        if drawn.crop is not None:
+            pixels = resized(image, self.size)
+            if not (self.normalize or drawn.jitter or drawn.operations) and drawn.shift == (0, 0):
+                return _as_pixels(pixels, drawn)
+            image = Image.fromarray(pixels)
         if drawn.shift != (0, 0):
             right, down = drawn.shift
             image = image.crop((-right, -down, self.size - right, self.size - down))  # black comes in
         image = apply_operations(jittered(image, drawn.jitter), drawn.operations)
         if not self.normalize:
-            pixels = np.array(image)  # (H, W, 3), a copy that may be written
-            return Pixels(torch.from_numpy(pixels), torch.tensor(drawn.erased or (0, 0, 0, 0), dtype=torch.int16))
+            return _as_pixels(np.array(image), drawn)  # a copy, which may be written
         values = normalized(image, self.mean, self.std)
         if drawn.erased is not None:
             top, left, bottom, right = drawn.erased
@@ -188,6 +193,35 @@ class ImageTransform:
         return image.crop((left, top, left + self.size, top + self.size))
 
 
+def box(crop: tuple[float, float, float, float], width: int, height: int) -> tuple[int, int, int, int]:
+    """Left, top, right and bottom of a crop in whole pixels, at least one pixel each way; from fractions."""
+    left, top, right, bottom = crop
+    (x0, x1), (y0, y1) = _span(left, right, width), _span(top, bottom, height)
+    return x0, y0, x1, y1
+
+
+def _span(start: float, end: float, length: int) -> tuple[int, int]:
+    first = min(round(start * length), length - 1)
+    return first, max(first + 1, round(end * length))
+
+
+def resized(image: Image.Image, size: int) -> Any:
+    """Resize an RGB image bilinearly with antialiasing: (size, size, 3) uint8, a NumPy array.
+
+    PyTorch and Pillow differ by at most one level.
+    """
+    if not VECTORIZED:
+        return np.array(image.resize((size, size), Image.Resampling.BILINEAR))
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]  # (1, 3, H, W), channels last
+    # One thread computes it, whatever torch.set_num_threads says.
+    values = F.interpolate(pixels, (size, size), mode="bilinear", antialias=True)
+    return values[0].permute(1, 2, 0).numpy()  # no copy
+
+
+def _as_pixels(values: Any, drawn: Drawn) -> Pixels:
+    return Pixels(torch.from_numpy(values), torch.tensor(drawn.erased or (0, 0, 0, 0), dtype=torch.int16))
+
+
 def _augment_of(given: Any) -> _Augment:
     if given is None:
         return _Augment()
@@ -203,6 +237,8 @@ def _augment_of(given: Any) -> _Augment:
         found = _Augment(**{name: getattr(given, name) for name in known if hasattr(given, name)})
     if not (0 < found.crop <= 1 and all(0 <= value <= 1 for value in (found.flip, found.shift, found.erase))):
         raise InputError(f"{found}: expected crop, flip, shift and erase from 0 to 1, and crop above 0")
+    if not 0 < found.detail <= 1:
+        raise InputError(f"{found}: expected detail above 0, up to 1")
     if not (0 <= found.jitter <= 1 and 0 <= found.hue <= 0.5):
         raise InputError(f"{found}: expected jitter from 0 to 1, and hue from 0 to 0.5")
     if found.rand_augment < 0 or not 0 <= found.magnitude <= 10:

@@ -37,6 +37,7 @@ from torch import multiprocessing as torch_multiprocessing
 from rooftop.data.pieces import Job, Made, joined
 from rooftop.data.ways import batches_in_flight
 from rooftop.errors import LoadingError
+from rooftop.hardware.page_faults import keep_memory
 
 ALIGNMENT = 64  # tensors in a slot begin at multiples of this many bytes
 MOST_IN_FLIGHT = 256  # this many tasks fit into a pipe, so that neither end waits for the other
@@ -224,6 +225,7 @@ def _work(connection: Connection, job: Job, parent: int) -> None:
     signal.set_wakeup_fd(-1)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     torch.set_num_threads(1)
+    keep_memory()
     slots: dict[int, Tensor] = {}
     with suppress(EOFError, OSError):
         connection.send(("ready", b"", 0))

@@ -8,6 +8,8 @@ of two states, and an analysis, which uses memory, can move it to the other stat
 
 from __future__ import annotations
 
+import ctypes
+from contextlib import suppress
 from dataclasses import dataclass
 
 try:
@@ -15,7 +17,7 @@ try:
 except ImportError:  # not on Windows
     resource = None  # type: ignore[assignment]
 
-__all__ = ["KEEP_MEMORY", "NO_FAULTS", "PageFaults", "page_faults"]
+__all__ = ["KEEP_MEMORY", "NO_FAULTS", "PageFaults", "keep_memory", "page_faults"]
 
 MANY = 500  # pages of a step: 2 MB, which take a few tenths of a millisecond
 
@@ -56,9 +58,25 @@ class PageFaults:
 NO_FAULTS = PageFaults()
 
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+KEPT_BYTES, KEPT_PIECE = 256 << 20, 32 << 20  # a process keeps so much free memory; the largest piece that malloc keeps
+
+
 def page_faults() -> PageFaults:
     """Page faults since the process started. All counts are 0 if the system does not count page faults."""
     if resource is None:
         return NO_FAULTS
     used = resource.getrusage(resource.RUSAGE_SELF)
     return PageFaults(used.ru_minflt, 1e3 * used.ru_stime)
+
+
+def keep_memory() -> None:
+    """Let this process keep the memory that it frees, for programs that decode photographs.
+
+    glibc gives it back to the system after each photograph, and the next one faults each page in again: 470 faults and
+    0.8 ms of the 2.1 ms that a photograph of 500 x 375 pixels took.
+    """
+    with suppress(AttributeError, OSError):  # another C library
+        library = ctypes.CDLL(None)
+        library.mallopt(M_MMAP_THRESHOLD, KEPT_PIECE)
+        library.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)

