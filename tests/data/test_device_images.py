@@ -19,11 +19,19 @@ from PIL import Image
 from torch import Tensor
 
 from rooftop.data import ImageFolder, ImageTransform, Loader, Pixels, device_images
-from rooftop.data.device_images import DeviceImages, Encoded, EncodedImages, encoded_batch, faster_decoding
+from rooftop.data.device_crops import changed_by_torch
+from rooftop.data.device_images import (
+    DeviceImages,
+    Encoded,
+    EncodedBatch,
+    EncodedImages,
+    encoded_batch,
+    faster_decoding,
+)  # fmt: skip
 from rooftop.data.image_transforms import Drawn
 from rooftop.data.pieces import Made
 from rooftop.errors import InputError
-from rooftop.media.images import ImageDecoder
+from rooftop.media.images import ImageDecoder, ImageFile
 from rooftop.testing import no_waiting_for_gpu
 
 AUGMENT = {"crop": 0.3, "flip": 0.5, "shift": 0.2, "erase": 0.5}
@@ -103,11 +111,10 @@ def test_the_device_makes_the_changes_of_the_cpu(folder: Path, how: str) -> None
 def test_a_comparison_sees_a_wrong_change() -> None:
     """Each change, left out, is far more than the bound above."""
     transform = ImageTransform(24, AUGMENT, train=True, normalize=False)
-    device = on_device(transform)
     pixels = torch.from_numpy(np.array(photograph(60, 50)).transpose(2, 0, 1).copy())
-    plain = device._changed(pixels, Drawn()).float()
+    plain = changed_by_torch(pixels, Drawn(), transform).float()
     for drawn in (Drawn(flip=True), Drawn(shift=(4, -3)), Drawn(crop=(0.0, 0.0, 0.5, 0.6))):
-        changed = device._changed(pixels, drawn).float()
+        changed = changed_by_torch(pixels, drawn, transform).float()
         assert (changed - plain).abs().mean() > 6
         image = transform.apply(photograph(60, 50), drawn)
         assert isinstance(image, Pixels)
@@ -118,7 +125,8 @@ def test_the_central_square_is_that_of_the_cpu() -> None:
     transform = ImageTransform(32, {"crop": 0.3}, normalize=False)
     for width, height in ((60, 50), (33, 70), (36, 36)):
         image = photograph(width, height)
-        found = on_device(transform)._changed(torch.from_numpy(np.array(image).transpose(2, 0, 1).copy()), Drawn())
+        pixels = torch.from_numpy(np.array(image).transpose(2, 0, 1).copy())
+        found = changed_by_torch(pixels, Drawn(), transform)
         expected = transform(image)
         assert isinstance(expected, Pixels)
         assert (found.float() - expected.values.float()).abs().mean() < 2
@@ -150,8 +158,9 @@ def test_a_batch_of_which_nothing_can_be_read_has_no_value(folder: Path) -> None
     transform = ImageTransform(16, normalize=False)
     files = EncodedImages(ImageFolder(folder, transform))
     places = np.arange(2)
-    content = [Encoded(Path(files.paths[number]).read_bytes(), Drawn(), files.paths[number]) for number in range(2)]
-    made = Made((content, torch.zeros(2, dtype=torch.int64)), places, places)
+    halves = [ImageFile(path, Path(path).read_bytes(), (50, 60), 1, "JPEG without its end") for path in files.paths[:2]]
+    content = [Encoded(each, Drawn()) for each in halves]
+    made = Made((EncodedBatch.of(content), torch.zeros(2, dtype=torch.int64)), places, places)
     found = on_device(transform)(made, CPU, True)
     assert found.value is None
     assert len(found.damaged) == 2

@@ -167,6 +167,16 @@ def require_triton() -> None:
         raise MissingExtraError('this kernel needs Triton: pip install "rooftop[triton]"') from error
 
 
+@cache
+def has_triton() -> bool:
+    """Whether Triton can be imported."""
+    try:
+        require_triton()
+    except MissingExtraError:
+        return False
+    return True
+
+
 def processors(tensor: Tensor) -> int:
     """Multiprocessors of the tensor's device; a few for interpreted kernels."""
     return int(_properties(tensor.device).multi_processor_count) if tensor.is_cuda else 2

@@ -124,7 +124,7 @@ def read_images(
 
 
 def pillow_image(
-    path_or_bytes: ImagePath | bytes,
+    path_or_bytes: ImagePath | bytes | memoryview,
     reduction: Callable[[int, int], float] | None = None,
     name: str | None = None,
 ) -> Image.Image:
@@ -148,17 +148,6 @@ def pillow_image(
         return _upright_rgb(image)
 
 
-def upright_size(content: bytes, name: str | None = None) -> tuple[int, int]:
-    """Width and height of a photograph after its EXIF rotation, from its header.
-
-    Raises:
-        InputError: as in `pillow_image`.
-    """
-    with _opened(content, name) as image:
-        turned = image.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8)
-        return (image.height, image.width) if turned else (image.width, image.height)
-
-
 def normalized(image: Image.Image, mean: Sequence[float] = MEAN, std: Sequence[float] = STD) -> Tensor:
     """(3, H, W) float32 from an RGB image: (value / 255 - mean) / std.
 
@@ -174,14 +163,45 @@ def normalized(image: Image.Image, mean: Sequence[float] = MEAN, std: Sequence[f
     return torch.from_numpy(values)
 
 
-class _Content(NamedTuple):
-    """The content of a file, and its name."""
+@dataclass(frozen=True)
+class ImageFile:
+    """A file that has the header of an image.
 
-    content: bytes
+    Attributes:
+        name: as errors show it.
+        content: all of it.
+        shape: (H, W) as stored.
+        orientation: EXIF's number for the stored orientation.
+        against: why NVJPEG must not decode it, or None.
+    """
+
     name: str
+    content: bytes | memoryview
+    shape: tuple[int, int]
+    orientation: int
+    against: str | None
+
+    @classmethod
+    def of(cls, path_or_bytes: ImagePath | bytes, name: str | None = None) -> ImageFile:
+        """Read a file and its header.
+
+        Raises:
+            InputError: as in `pillow_image`.
+        """
+        name = name or _name_of(path_or_bytes)
+        with _errors_of(name):
+            content = path_or_bytes if isinstance(path_or_bytes, bytes) else Path(path_or_bytes).read_bytes()
+        with _opened(content, name) as image:
+            against = nvjpeg.reason_against(image, content)
+            return cls(name, content, (image.height, image.width), image.getexif().get(ORIENTATION, 1), against)
+
+    @property
+    def upright_size(self) -> tuple[int, int]:
+        """Width and height after the EXIF rotation."""
+        return self.shape if self.orientation in (5, 6, 7, 8) else self.shape[::-1]  # type: ignore[return-value]
 
 
-Source = ImagePath | bytes | _Content
+Source = ImagePath | bytes | ImageFile
 
 
 class ImageDecoder:
@@ -239,9 +259,9 @@ class ImageDecoder:
             raise found
         return self._handed_over(found)
 
-    def decode_each(self, files: Sequence[tuple[bytes, str]]) -> list[Tensor | InputError]:
-        """Decode several files, each given as content and name: the pixels of each, or why it cannot be read."""
-        found = self._decoded([_Content(*each) for each in files])
+    def decode_each(self, files: Sequence[ImageFile]) -> list[Tensor | InputError]:
+        """Decode several files: the pixels of each, or why it cannot be read."""
+        found = self._decoded(files)
         return [self._handed_over(each) if isinstance(each, Tensor) else each for each in found]
 
     def read(self, paths: Sequence[ImagePath]) -> Iterator[NamedImage]:
@@ -277,30 +297,32 @@ class ImageDecoder:
         return found
 
     def _on_cpu(self, source: Source) -> Tensor:
-        if isinstance(source, _Content):
+        if isinstance(source, ImageFile):
             return _tensor(pillow_image(source.content, name=source.name), self.layout)
         return _tensor(pillow_image(source), self.layout)
 
     def _by_either(
-        self, group: Sequence[Source], decode: Callable[[Sequence[bytes]], list[Tensor]]
+        self, group: Sequence[Source], decode: Callable[[Sequence[bytes | memoryview]], list[Tensor]]
     ) -> list[Tensor | InputError]:
         """Decode JPEGs with `decode`, which returns (3, H, W) for each or refuses them all. Pillow decodes the other
         files."""
-        files = [_or_error(_File.of, each) for each in group]
-        jpegs = [file for file in files if isinstance(file, _File) and file.against is None]
+        files = [each if isinstance(each, ImageFile) else _or_error(ImageFile.of, each) for each in group]
+        jpegs = [file for file in files if isinstance(file, ImageFile) and file.against is None]
         with self._lock:  # one batch at a time: `decode` must not allocate memory that earlier work still reads
             decoded = dict(zip(map(id, jpegs), self._by_nvjpeg(jpegs, decode), strict=True))
         found: list[Tensor | InputError] = []
         for file in files:
             pixels = decoded.get(id(file))
-            if isinstance(file, _File) and pixels is None:
+            if isinstance(file, ImageFile) and pixels is None:
                 self.by_pillow[file.against or "JPEG that NVJPEG refuses"] += 1
                 found.append(_or_error(self._moved, file))
             else:
                 found.append(file if isinstance(file, InputError) else pixels)  # type: ignore[arg-type]
         return found
 
-    def _by_nvjpeg(self, files: list[_File], decode: Callable[[Sequence[bytes]], list[Tensor]]) -> list[Tensor | None]:
+    def _by_nvjpeg(
+        self, files: list[ImageFile], decode: Callable[[Sequence[bytes | memoryview]], list[Tensor]]
+    ) -> list[Tensor | None]:
         """Images upright and in the requested layout; None for files that `decode` refuses, or whose size differs from
         Pillow's."""
         if not files:
@@ -321,7 +343,7 @@ class ImageDecoder:
             self._stream.synchronize()  # before the memory of rotated images is free
         return found
 
-    def _moved(self, file: _File) -> Tensor:
+    def _moved(self, file: ImageFile) -> Tensor:
         with _opened(file.content, file.name) as image:
             upright = _upright_rgb(image)
         return _tensor(upright, self.layout).to(self.device)
@@ -334,41 +356,15 @@ class ImageDecoder:
         return pixels
 
 
-@dataclass(frozen=True)
-class _File:
-    """A file that has the header of an image.
-
-    Attributes:
-        name: as errors show it.
-        content: all of it.
-        shape: (H, W) as stored.
-        orientation: EXIF's number for the stored orientation.
-        against: why NVJPEG must not decode it, or None.
-    """
-
-    name: str
-    content: bytes
-    shape: tuple[int, int]
-    orientation: int
-    against: str | None
-
-    @classmethod
-    def of(cls, source: Source) -> _File:
-        given, name = source if isinstance(source, _Content) else (source, _name_of(source))
-        with _errors_of(name):
-            content = given if isinstance(given, bytes) else Path(given).read_bytes()
-        with _opened(content, name) as image:
-            against = nvjpeg.reason_against(image, content)
-            return cls(name, content, (image.height, image.width), image.getexif().get(ORIENTATION, 1), against)
-
-
 @contextmanager
-def _opened(path_or_bytes: ImagePath | bytes, name: str | None = None) -> Iterator[Image.Image]:
+def _opened(path_or_bytes: ImagePath | bytes | memoryview, name: str | None = None) -> Iterator[Image.Image]:
     """The file's header as Pillow's image; errors in the block name the file."""
     name = name or _name_of(path_or_bytes)
     with (
         _errors_of(name),
-        Image.open(io.BytesIO(path_or_bytes) if isinstance(path_or_bytes, bytes) else path_or_bytes) as image,
+        Image.open(
+            path_or_bytes if isinstance(path_or_bytes, (str, os.PathLike)) else io.BytesIO(path_or_bytes)
+        ) as image,
     ):
         if image.width * image.height > MAX_PIXELS:
             raise InputError(
@@ -377,8 +373,8 @@ def _opened(path_or_bytes: ImagePath | bytes, name: str | None = None) -> Iterat
         yield image
 
 
-def _name_of(path_or_bytes: ImagePath | bytes) -> str:
-    if isinstance(path_or_bytes, bytes):
+def _name_of(path_or_bytes: ImagePath | bytes | memoryview) -> str:
+    if isinstance(path_or_bytes, (bytes, memoryview)):
         return f"image of {len(path_or_bytes):,} bytes"
     return str(os.fspath(path_or_bytes))
 

@@ -50,7 +50,7 @@ def missing(device: torch.device) -> str | None:
     return None if apart <= 4 else f"NVJPEG gives wrong colours, {apart} of 255 levels away"
 
 
-def decode(contents: Sequence[bytes], device: torch.device) -> list[Tensor]:
+def decode(contents: Sequence[bytes | memoryview], device: torch.device) -> list[Tensor]:
     """(3, H, W) uint8 RGB for each file, not rotated. Later work on the current stream may use them.
 
     torchvision writes from its own stream into memory of the current one, without waiting for it: the current stream
@@ -61,7 +61,9 @@ def decode(contents: Sequence[bytes], device: torch.device) -> list[Tensor]:
         RuntimeError: NVJPEG refuses one of the files, or torchvision was built without it.
     """
     torchvision_io: Any = import_module("torchvision.io")
-    inputs = [torch.frombuffer(bytearray(content), dtype=torch.uint8) for content in contents]
+    inputs = [  # a copy of what may not be written: PyTorch would warn
+        torch.frombuffer(bytearray(each) if isinstance(each, bytes) else each, dtype=torch.uint8) for each in contents
+    ]
     found: list[Tensor] = torchvision_io.decode_jpeg(inputs, mode="RGB", device=device)
     return found
 

@@ -1,0 +1,131 @@
+"""Crops, resizes, flips and shifts photographs that are on a device.
+
+On a GPU two kernels do this for many photographs at once. PyTorch's operators, one photograph after another, are the
+definition, and the way without Triton.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rooftop.data.image_transforms import Drawn, ImageTransform, box
+from rooftop.launch.triton_launch import INTERPRETED, has_triton, launch
+
+ROWS = 8  # of a crop, for one program
+WARPS = 4
+
+
+class Placed(NamedTuple):
+    """A crop of a photograph, and its place in the result.
+
+    Attributes:
+        box: left, top, right, bottom of the crop, in pixels.
+        resized: height and width of the whole crop after resizing.
+        corner: top and left of the result within it.
+    """
+
+    box: tuple[int, int, int, int]
+    resized: tuple[int, int]
+    corner: tuple[int, int]
+
+
+def changed(photographs: Sequence[Tensor], drawn: Sequence[Drawn], transform: ImageTransform) -> Tensor:
+    """Return (N, size, size, 3) uint8, cropped, resized, flipped and shifted.
+
+    Args:
+        photographs: (3, H, W) uint8 each, contiguous, on one device.
+        drawn: the changes of each; RandAugment and colour jitter are not made.
+        transform: gives the size, and how photographs without a drawn crop are cut.
+    """
+    device = photographs[0].device
+    if (device.type == "cuda" or INTERPRETED) and has_triton():
+        return _by_kernels(photographs, drawn, transform)
+    return torch.stack([changed_by_torch(*each, transform) for each in zip(photographs, drawn, strict=True)])
+
+
+def changed_by_torch(pixels: Tensor, drawn: Drawn, transform: ImageTransform) -> Tensor:
+    """(3, H, W) uint8, cropped, resized, flipped and shifted: (size, size, 3) uint8."""
+    size = transform.size
+    (left, top, right, bottom), resized, (y, x) = _placed(pixels.shape[1], pixels.shape[2], drawn, transform)
+    image = _resized(pixels[:, top:bottom, left:right], *resized)[:, y : y + size, x : x + size]
+    if drawn.flip:
+        image = image.flip(2)
+    if drawn.shift != (0, 0):
+        across, down = drawn.shift
+        image = F.pad(image, (across, -across, down, -down))  # black comes in
+    return image.permute(1, 2, 0).contiguous()
+
+
+def _placed(height: int, width: int, drawn: Drawn, transform: ImageTransform) -> Placed:
+    size = transform.size
+    if drawn.crop is not None:
+        return Placed(box(drawn.crop, width, height), (size, size), (0, 0))
+    side, short = transform.shorter_side, min(height, width)
+    resized = (side * height // short, side * width // short)
+    corner = (round((resized[0] - size) / 2), round((resized[1] - size) / 2))
+    return Placed((0, 0, width, height), resized, corner)
+
+
+def _resized(pixels: Tensor, height: int, width: int) -> Tensor:
+    if pixels.shape[1:] == (height, width):
+        return pixels
+    values = F.interpolate(pixels[None].float(), (height, width), mode="bilinear", antialias=True)[0]
+    return values.round_().clamp_(0, 255).byte()
+
+
+def _by_kernels(photographs: Sequence[Tensor], drawn: Sequence[Drawn], transform: ImageTransform) -> Tensor:
+    from rooftop.data import crop_kernels
+
+    device, size = photographs[0].device, transform.size
+    starts, crops, scales, rows = [], [], [], 0
+    start = 0
+    for pixels, each in zip(photographs, drawn, strict=True):
+        height, width = pixels.shape[1:]
+        (left, top, right, bottom), resized, corner = _placed(height, width, each, transform)
+        scale = ((bottom - top) / resized[0], (right - left) / resized[1])
+        taps = [2 * math.ceil(max(value, 1.0)) + 1 for value in scale]
+        across, down = each.shift
+        crops.append(
+            (
+                top,
+                left,
+                bottom - top,
+                right - left,
+                width,
+                height * width,
+                rows,
+                *corner,
+                *taps,
+                each.flip,
+                down,
+                across,
+            )
+        )
+        starts.append(start)
+        scales.append(scale)
+        start += pixels.numel()
+        rows += bottom - top
+    tables = [np.array(starts), np.array(crops, dtype=np.int32), np.array(scales, dtype=np.float32)]
+    on_device = [moved(torch.from_numpy(table), device) for table in tables]
+    pixels = torch.cat([each.reshape(-1) for each in photographs])
+    between = torch.empty((rows, 3, size), dtype=torch.float32, device=device)
+    out = torch.zeros((len(photographs), size, size, 3), dtype=torch.uint8, device=device)
+    highest = max(crop[2] for crop in crops)
+    constants = {"ROWS": ROWS, "COLUMNS": 1 << (size - 1).bit_length(), "num_warps": WARPS}
+    grid = (-(-highest // ROWS), len(photographs))
+    launch(crop_kernels.resize_rows, grid, device, pixels, *on_device, between, size, **constants)
+    grid = (-(-size // ROWS), len(photographs))
+    launch(crop_kernels.resize_columns, grid, device, between, *on_device[1:], out, size, **constants)
+    return out
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy to the device without waiting for it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
