@@ -3,6 +3,7 @@ recipe, compiled.
 
     python benchmarks/image_training.py [--model resnet50 swin_t] [--out benchmarks/results/h100/image_training.json]
     python benchmarks/image_training.py --photographs FOLDER      a folder for each class, instead of generated ones
+    python benchmarks/image_training.py --ways "cpu, threads" "gpu, processes" --sides     rooftop's ways to load, alone
 
 Photographs are generated as in `benchmarks/mapping.py`: JPEG, 500 x 375, quality 90, crops of real ones if scikit-image
 or scikit-learn is installed. Both sides have a random crop to 224 x 224, a flip, bfloat16 autocast, channels last, the
@@ -15,6 +16,13 @@ for each core and pinned memory, Pillow, torchvision's transforms, and a compile
     busy        the resident step's time over the time with the loader: the share of time in which the GPU is busy
     waiting     for ours, the share of the time in which the loop waited for data
 
+Then one step of ours, compiled once, is fed in each way to load (`--ways`): JPEGs decoded by the CPU or by the GPU,
+samples made by threads or by processes, or as both are chosen by measuring. Each way is a row, with
+
+    item        what an image costs: ms of a core to read, decode and change it, while a process for each core does
+                nothing else; ms of these in the kernel, page faults, `all_ms` by the clock; `hand_over_ms` of the one
+                thread that joins and copies batches, or `gpu_ms` if it also lets the GPU decode
+
 Without torchvision only ours runs, and the results say so. `--quick` tests the script on a CPU.
 """
 
@@ -22,12 +30,16 @@ from __future__ import annotations
 
 import argparse
 import gc
+import multiprocessing
+import os
+import resource
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +49,22 @@ from mapping import CORES, crop, sources
 from programs import Results
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.utils.data import default_collate
 
 from models import imported
+from rooftop.data import Part as PartOfSamples
+from rooftop.data.device_images import EncodedImages
+from rooftop.data.handing_over import Copies
+from rooftop.data.pieces import Made, collated, joined
+from rooftop.errors import InputError
 from rooftop.hardware import ceilings_of, measure_ceilings
+from rooftop.hardware.page_faults import keep_memory
+from rooftop.media.nvjpeg import NoImageDecoderError
+from rooftop.parallel import World
 from rooftop.train.fitting import fit
-from rooftop.train.fitting.feeding import Part
+from rooftop.train.fitting.feeding import Feed, Part
+from rooftop.train.fitting.lengths import Lengths
+from rooftop.train.fitting.loop import INTERVAL
 from rooftop.train.fitting.records import EvaluationRecord, Facts, Fitted, StepRecord
 from rooftop.train.fitting.stepping import Stepper
 from rooftop.train.recipes import Recipe
@@ -49,7 +72,19 @@ from rooftop.train.tasks import Task, find_task
 
 CLASSES = 10
 MODELS = ("resnet50", "swin_t")
+SIDES = ("rooftop", "torchvision")
 RESIDENT_STEPS, ROUNDS = 20, 3
+ITEM_S = 1.5  # that all processes work for the costs of an image
+
+WAYS: dict[str, dict[str, dict[str, Any]]] = {
+    "auto": {"augment": {"decode": "auto"}, "loading": {"how": "auto"}},
+    "cpu, threads": {"augment": {"decode": "cpu"}, "loading": {"how": "threads"}},
+    "cpu, processes": {"augment": {"decode": "cpu"}, "loading": {"how": "processes"}},
+    "cpu, processes, half detail": {"augment": {"decode": "cpu", "detail": 0.5}, "loading": {"how": "processes"}},
+    "gpu, threads": {"augment": {"decode": "gpu"}, "loading": {"how": "threads"}},
+    "gpu, processes": {"augment": {"decode": "gpu"}, "loading": {"how": "processes"}},
+}
+"""Ways to load, as values of a recipe."""
 
 
 class Recorder:
@@ -82,9 +117,14 @@ def main() -> int:
     parser.add_argument(
         "--count", type=int, default=6000, help="number of photographs to generate (default %(default)s)"
     )
+    parser.add_argument("--repeat", type=int, default=1, help="names of each photograph: longer epochs")
+    parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS), metavar="WAY", help="; ".join(WAYS))
+    parser.add_argument("--sides", nargs="*", choices=SIDES, default=SIDES, help="of the comparison")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--size", type=int, default=224, help="side of an image in pixels")
-    parser.add_argument("--decode", choices=("cpu", "gpu"), default="cpu", help="what decodes rooftop's photographs")
+    parser.add_argument(
+        "--decode", choices=("cpu", "gpu", "auto"), default="auto", help="what decodes rooftop's photographs"
+    )
     parser.add_argument("--steps", type=int, default=80, help="with the loader, after the warm-up")
     parser.add_argument("--warm-up", type=int, default=30)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/image_training.json"))
@@ -98,22 +138,23 @@ def main() -> int:
     ceilings = ceilings_of("h200") if options.quick else measure_ceilings("cuda")
     results = Results(options.out, ceilings)
     with tempfile.TemporaryDirectory() as folder:
-        photographs = options.photographs or made(Path(folder), options.count)
+        photographs = options.photographs or made(Path(folder), options.count, options.repeat)
         for name in options.model:
             compared(name, photographs, options, results)
     return 0
 
 
-def made(folder: Path, count: int) -> Path:
-    """Generate a folder with photographs for each class."""
+def made(folder: Path, count: int, repeat: int) -> Path:
+    """Generate a folder with photographs for each class; each of them has `repeat` names."""
     pictures = sources()
 
     def make(number: int) -> None:
         kind = folder / f"class{number % CLASSES}"
         kind.mkdir(exist_ok=True)
-        crop(pictures[number % len(pictures)], np.random.default_rng(number)).save(
-            kind / f"{number:06}.jpg", quality=90
-        )
+        path = kind / f"{number:06}.jpg"
+        crop(pictures[number % len(pictures)], np.random.default_rng(number)).save(path, quality=90)
+        for again in range(1, repeat):
+            os.link(path, kind / f"{number:06}_{again}.jpg")
 
     with ThreadPoolExecutor(CORES) as pool:
         for _ in pool.map(make, range(count)):
@@ -125,17 +166,25 @@ def compared(name: str, photographs: Path, options: argparse.Namespace, results:
     """Add a row for each side."""
     device = torch.device("cpu" if options.quick else "cuda")
     torchvision = imported("torchvision")
-    rows: dict[str, dict[str, Any]] = {"rooftop": ours(name, photographs, options, device)}
-    forget(device)
-    if isinstance(torchvision, str):
-        rows["torchvision"] = {"absent": torchvision}
-    else:
-        rows["torchvision"] = theirs(torchvision, name, photographs, options, device)
+    same = {"model": name, "batch": options.batch, "cores": CORES}
+    if "rooftop" in options.sides:
+        results.add({**same, "side": "rooftop", **busy(ours(name, photographs, options, device), options)})
         forget(device)
-    for side, row in rows.items():
-        if "loaded" in row:
-            row["busy"] = row["resident_ms"] / (1e3 * options.batch / row["loaded"])
-        results.add({"model": name, "side": side, "batch": options.batch, "cores": CORES, **row})
+    if "torchvision" in options.sides and isinstance(torchvision, str):
+        results.add({**same, "side": "torchvision", "absent": torchvision})
+    elif "torchvision" in options.sides:
+        row = theirs(torchvision, name, photographs, options, device)
+        results.add({**same, "side": "torchvision", **busy(row, options)})
+        forget(device)
+    if options.ways:
+        for row in by_ways(name, photographs, options, device):
+            results.add({**same, "side": "rooftop", **(busy(row, options) if "loaded" in row else row)})
+        forget(device)
+
+
+def busy(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """The row with the share of time in which the GPU computes steps."""
+    return {**row, "busy": row["resident_ms"] / (1e3 * options.batch / row["loaded"])}
 
 
 def forget(device: torch.device) -> None:
@@ -148,7 +197,14 @@ def forget(device: torch.device) -> None:
 # ---- ours --------------------------------------------------------------------------------------------------------
 
 
-def recipe_of(name: str, photographs: Path, options: argparse.Namespace, device: torch.device) -> tuple[Task, Recipe]:
+def recipe_of(
+    name: str,
+    photographs: Path,
+    options: argparse.Namespace,
+    device: torch.device,
+    way: Mapping[str, Any] | None = None,
+) -> tuple[Task, Recipe]:
+    """The task and its recipe; a choice of what decodes is made by measuring, as by the command."""
     build, defaults = find_task(name, str(photographs), device.type)
     values = {
         "run": {
@@ -161,8 +217,15 @@ def recipe_of(name: str, photographs: Path, options: argparse.Namespace, device:
         "evaluation": {"every": 1e6},
         "augment": {"size": options.size, "decode": options.decode},
     }
-    recipe = Recipe.of(defaults).updated(values)
-    return build(str(photographs), recipe), recipe
+    recipe = Recipe.of(defaults).updated(values).updated(way or {})
+    task = build(str(photographs), recipe)
+    if recipe.augment.decode == "auto":
+        assert task.decoding is not None
+        choice = task.decoding(device)
+        print("decoding:", choice, file=sys.stderr)
+        recipe = recipe.updated({"augment": {"decode": choice.device}})
+        task = build(str(photographs), recipe)
+    return task, recipe
 
 
 def ours(name: str, photographs: Path, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
@@ -173,25 +236,28 @@ def ours(name: str, photographs: Path, options: argparse.Namespace, device: torc
     fit(task, recipe, device=device.type, observers=[recorder], interval=5)
     seconds = time.perf_counter() - began
     timed = [record for record in recorder.records if record.step > options.warm_up]
-    step = resident_ours(name, photographs, options, device)
+    step = resident_ours(stepper_of(name, photographs, options, device), options, device)
     return {
         "loaded": options.batch / statistics.mean(options.batch / record.samples_per_s for record in timed),
         "waiting": statistics.mean(record.waiting for record in timed),
         "loading": recorder.loading,
+        "decode": recipe.augment.decode,
         "run_s": seconds,
         **resident(step, options, device),
     }
 
 
-def resident_ours(
-    name: str, photographs: Path, options: argparse.Namespace, device: torch.device
-) -> Callable[[], Tensor]:
-    """The loop's step on a resident batch."""
-    task, recipe = recipe_of(name, photographs, options, device)
+def stepper_of(name: str, photographs: Path, options: argparse.Namespace, device: torch.device) -> Stepper:
+    """The loop's step."""
+    task, recipe = recipe_of(name, photographs, options, device, WAYS["cpu, threads"])
     task.model.to(device, memory_format=torch.channels_last)
     if recipe.run.compile:
         task.model.compile()
-    stepper = Stepper(task, recipe, 10_000, device, None, 0)
+    return Stepper(task, recipe, 10_000, device, None, 0)
+
+
+def resident_ours(stepper: Stepper, options: argparse.Namespace, device: torch.device) -> Callable[[], Tensor]:
+    """The loop's step on a resident batch."""
     images, labels = batch_of(options, device)
     places = torch.arange(options.batch)
     numbers = iter(range(1, 10_000))
@@ -203,6 +269,142 @@ def batch_of(options: argparse.Namespace, device: torch.device) -> tuple[Tensor,
         memory_format=torch.channels_last
     )
     return images, torch.randint(CLASSES, (options.batch,), device=device)
+
+
+# ---- ways to load ------------------------------------------------------------------------------------------------
+
+
+def by_ways(
+    name: str, photographs: Path, options: argparse.Namespace, device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """A row for each way to load: one step, compiled once, with batches of that way."""
+    stepper = stepper_of(name, photographs, options, device)
+    alone = resident(resident_ours(stepper, options, device), options, device)
+    for way in options.ways:
+        try:
+            task, recipe = recipe_of(name, photographs, options, device, WAYS[way])
+            yield {
+                "way": way,
+                **fed(stepper, task, recipe, options, device),
+                **alone,
+                "item": item(task, options, device),
+            }
+        except (InputError, NoImageDecoderError) as error:
+            yield {"way": way, "absent": str(error)}
+
+
+def fed(
+    stepper: Stepper, task: Task, recipe: Recipe, options: argparse.Namespace, device: torch.device
+) -> dict[str, Any]:
+    """Images a second with the loader, after the warm-up."""
+    feed = Feed(task, recipe, Lengths.of(recipe, len(task.train), 1), World(0, 1, device))
+    try:
+        for number in range(1, options.warm_up + 1):
+            last = stepper.step(number, feed.parts(number))
+        last.cpu()
+        began, waited = time.perf_counter(), feed.loader.waited_s
+        for number in range(options.warm_up + 1, options.warm_up + options.steps + 1):
+            last = stepper.step(number, feed.parts(number))
+            if number % INTERVAL == 0:
+                last.cpu()
+        last.cpu()
+        seconds = time.perf_counter() - began
+        return {
+            "loaded": options.batch * options.steps / seconds,
+            "waiting": (feed.loader.waited_s - waited) / seconds,
+            "loading": feed.loader.description,
+            "decode": recipe.augment.decode,
+        }
+    finally:
+        feed.close()
+
+
+def item(task: Task, options: argparse.Namespace, device: torch.device) -> dict[str, float]:
+    """What an image costs, by part."""
+    assert isinstance(task.train, PartOfSamples)
+    data = task.train.samples
+    seconds = 0.2 if options.quick else ITEM_S
+    processes = 2 if options.quick else CORES
+    context = multiprocessing.get_context("fork")
+    begin, found = context.Barrier(processes), context.SimpleQueue()
+    began = [context.Process(target=work, args=(data, number, seconds, begin, found)) for number in range(processes)]
+    for each in began:
+        each.start()
+    costs = [found.get() for _ in began]
+    for each in began:
+        each.join()
+    means = {part: sum(each[part] for each in costs) / processes for part in costs[0]}
+    return {**means, **handed_over(task, data, options, device)}
+
+
+def work(data: Any, number: int, seconds: float, begin: Any, found: Any) -> None:
+    """Make samples in a process of its own, part by part."""
+    torch.set_num_threads(1)
+    keep_memory()
+    times, count = {"read": 0.0, "decode": 0.0, "change": 0.0}, 0
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    files = isinstance(data, EncodedImages)
+    begin.wait(60)
+    began = time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        index, generator = (number * 977 + count) % len(data), np.random.default_rng(count)
+        marks = [time.thread_time()]
+        if files:
+            data.draw(index, generator)
+            marks += [time.thread_time()] * 3
+        else:
+            content = data.content(index)
+            marks.append(time.thread_time())
+            decoded = data.decoded(index, content, generator)
+            marks.append(time.thread_time())
+            data.changed(index, decoded, generator)
+            marks.append(time.thread_time())
+        for part, (start, end) in zip(times, pairwise(marks), strict=True):
+            times[part] += end - start
+        count += 1
+    wall = time.perf_counter() - began
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    found.put(
+        {
+            **{f"{part}_ms": 1e3 * value / count for part, value in times.items()},
+            "kernel_ms": 1e3 * (after.ru_stime - before.ru_stime) / count,
+            "faults": (after.ru_minflt - before.ru_minflt) / count,
+            "all_ms": 1e3 * wall / count,
+        }
+    )
+
+
+def handed_over(task: Task, data: Any, options: argparse.Namespace, device: torch.device) -> dict[str, float]:
+    """ms of an image in the one thread that joins and copies batches, and, with files, lets the GPU decode."""
+    collate = task.collate_train or default_collate
+    size = min(options.batch, len(data))
+    samples = [data.draw(number, np.random.default_rng(number)) for number in range(size)]
+    pieces = 1 if task.collate_train else CORES
+    bounds = [size * piece // pieces for piece in range(pieces + 1)]
+    made = [
+        Made(collated(samples[start:end], collate), np.arange(start, end), np.arange(start, end))
+        for start, end in pairwise(bounds)
+        if end > start
+    ]
+    copies = Copies(device)
+
+    def once() -> None:
+        whole = joined(made, copies.pins, copy=not task.collate_train)
+        if task.arrive is not None:
+            with copies.stream():
+                whole = task.arrive(whole, device, False)
+        copies.begin(whole.value)
+
+    for _ in range(2):
+        once()
+    seconds, count = 0.0, 0
+    while seconds < (0.1 if options.quick else 1.0):
+        began = time.perf_counter()
+        once()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds, count = seconds + time.perf_counter() - began, count + 1
+    return {("gpu_ms" if task.arrive else "hand_over_ms"): 1e3 * seconds / count / size}
 
 
 # ---- torchvision's -----------------------------------------------------------------------------------------------

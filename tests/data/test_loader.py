@@ -231,6 +231,36 @@ def test_epochs_follow_each_other_in_a_plain_loop() -> None:
     assert first != second
 
 
+@pytest.mark.parametrize(("how", "workers"), WAYS)
+def test_several_epochs_at_once_are_those_one_by_one(how: str, workers: int) -> None:
+    """From any start, and the first batches of an epoch are begun during the previous one."""
+    options: dict[str, Any] = {"how": how, "workers": workers, "shuffle": True, "drop_last": True, "ahead": 3}
+    one, together = Loader(Drawn(11), 4, **options), Loader(Drawn(11), 4, **options)
+    expected = [batch for epoch in (3, 4, 5) for batch in one.batches(epoch)][1:]
+    found = list(together.batches(3, 1, epochs=3))
+    assert len(found) == len(expected) == 5
+    for first, second in zip(expected, found, strict=True):
+        assert torch.equal(first.indices, second.indices)
+        assert torch.equal(first.value["values"], second.value["values"])
+
+
+def test_the_next_epoch_is_begun_before_the_end() -> None:
+    begun = []
+
+    class Watched(Failing):
+        def __getitem__(self, index: int) -> int:
+            begun.append(index)
+            return index
+
+    batches = Loader(Watched(KeyError(), count=4), 2, how="threads", workers=1, ahead=4).batches(0, epochs=2)
+    next(batches)
+    deadline = time.monotonic() + 10
+    while len(begun) < 8 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert begun == [0, 1, 2, 3, 0, 1, 2, 3]
+    batches.close()
+
+
 def test_the_draws_of_an_epoch_do_not_depend_on_those_before() -> None:
     loader = Loader(Drawn(6), 6, shuffle=True, how="here")
     assert listed(loader.batches(7)) == listed(Loader(Drawn(6), 6, shuffle=True, how="here").batches(7))
@@ -487,6 +517,8 @@ def test_parts_keep_draws_and_names() -> None:
 def test_wrong_arguments(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         Loader(TensorDataset(torch.arange(4)), **{"batch": 2, **arguments})
+    with pytest.raises(InputError, match="epochs is 0: expected 1 or more"):
+        Loader(TensorDataset(torch.arange(4)), 2).batches(0, epochs=0)
     with pytest.raises(InputError, match="batch 3 of epoch 0: an epoch has 2"):
         Loader(TensorDataset(torch.arange(4)), 2).batches(0, 3)
 

@@ -40,6 +40,7 @@ STAGES = {
 }
 """The stages in order, with their descriptions."""
 OF_WORKERS = ("disk", "decode", "augment", "sample")
+ENDLESS = 1 << 40  # epochs
 KEPT = 64  # samples whose content is kept in memory
 
 
@@ -209,15 +210,14 @@ def _rate(work: Callable[[int], object], indices: Sequence[int], workers: int, s
 def loader_rate(loader: Loader, seconds: float) -> tuple[float, Any]:
     """Samples per second of a loader, once the way is chosen and the workers are busy; also returns a batch."""
     count, began, value = 0, 0.0, None
-    for epoch in itertools.count():
-        for batch in loader.batches(epoch):
-            value = batch.value if value is None else value
-            if began:
-                count += len(batch.indices)
-                if (took := time.perf_counter() - began) >= seconds:
-                    return count / took, value
-            elif loader.chosen:
-                began = time.perf_counter()
+    for batch in loader.batches(0, epochs=ENDLESS):
+        value = batch.value if value is None else value
+        if began:
+            count += len(batch.indices)
+            if (took := time.perf_counter() - began) >= seconds:
+                return count / took, value
+        elif loader.chosen:
+            began = time.perf_counter()
     raise AssertionError  # epochs without end
 
 

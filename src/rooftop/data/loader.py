@@ -140,28 +140,35 @@ class Loader:
         epoch, self.epoch = self.epoch, self.epoch + 1
         return self.batches(epoch)
 
-    def batches(self, epoch: int, start: int = 0) -> Iterator[LoadedBatch]:
-        """The batches of an epoch, from number `start` on.
+    def batches(self, epoch: int, start: int = 0, epochs: int = 1) -> Iterator[LoadedBatch]:
+        """The batches of one or more epochs, from number `start` of the first one on. The first batches of an epoch are
+        made while the last ones of the previous epoch are used.
 
         Raises:
             InputError: immediately, if start is not from 0 to `len(self)`; at its place, for a damaged sample that is
-                not skipped; at the end, if all samples were damaged.
+                not skipped; at the end of an epoch, if all its samples were damaged.
             LoadingError: a process of the loader was killed.
             Exception: any other error of the data set.
         """
         if not 0 <= start <= len(self) or epoch < 0:
             raise InputError(f"batch {start} of epoch {epoch}: an epoch has {len(self)} batches, and is counted from 0")
-        return self._batches(epoch, start)
+        if epochs < 1:
+            raise InputError(f"epochs is {epochs}: expected 1 or more")
+        return self._batches(epoch, start, epochs * len(self))
 
-    def _batches(self, epoch: int, start: int) -> Iterator[LoadedBatch]:
+    def _batches(self, epoch: int, start: int, end: int) -> Iterator[LoadedBatch]:
+        """The batches from `start` to before `end`, which both count from the beginning of `epoch`."""
         number, found, skipped = start, 0, len(self.skipped)
-        while number < len(self):
+        while number < end:
             way = self._choice.trial
             try:
-                for batch in self._some(way, epoch, number):
+                for batch in self._some(way, epoch, number, end):
                     number += 1
                     found += len(batch.indices)
                     yield batch
+                    if number % len(self) == 0:
+                        self._check_readable(found, skipped)
+                        found, skipped = 0, len(self.skipped)
             except GeneratorExit:
                 raise
             except Exception as error:
@@ -169,15 +176,17 @@ class Loader:
                     raise
                 # the chosen way differs from this one
                 self._choice.failed(str(way), f"{type(error).__name__}: {error}")
+
+    def _check_readable(self, found: int, skipped: int) -> None:
         if not found and len(self.skipped) > skipped:
             raise InputError(f"none of {len(self.skipped) - skipped} samples can be read: {self.skipped[-1].reason}")
 
-    def _some(self, trial: str | None, epoch: int, start: int) -> Iterator[LoadedBatch]:
+    def _some(self, trial: str | None, epoch: int, start: int, end: int) -> Iterator[LoadedBatch]:
         """The first batches of a trial, or all batches."""
         name = trial or self._choice.chosen
         assert name is not None
         way = self._way(name)
-        count = len(self) - start
+        count = end - start
         if trial is not None:
             count = min(count, TRIAL_HERE if name == "here" else min(way.in_flight, MOST_TRIAL))
         delivered = 0
@@ -196,7 +205,8 @@ class Loader:
         begun = 0
         for done in range(len(numbers)):
             while begun < min(len(numbers), done + way.in_flight):
-                way.begin(epoch, numbers[begun])
+                later, number = divmod(numbers[begun], len(self))
+                way.begin(epoch + later, number)
                 begun += 1
             if trial == "here":
                 began = time.monotonic()

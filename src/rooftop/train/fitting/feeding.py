@@ -76,6 +76,8 @@ class Feed:
         self.loader = loader_of(task.train, lengths.batch // lengths.parts, task, recipe, world, training=True)
         self._batches: Iterator[Any] = iter(())
         self._next = 0  # the step whose batches the loader yields next
+        # Whether an epoch of the loader ends with a step; otherwise batches that are left over must be left out.
+        self._joined_epochs = len(self.loader) == lengths.per_epoch * lengths.parts
 
     def parts(self, step: int) -> Iterator[Part]:
         """Yield the parts of a step. Take all parts of one step before the parts of another.
@@ -83,7 +85,7 @@ class Feed:
         Raises:
             InputError: none of the samples of a part can be read, and damaged samples are skipped.
         """
-        if step != self._next or self.lengths.epoch_of(step)[1] == 0:
+        if step != self._next or (self.lengths.epoch_of(step)[1] == 0 and not self._joined_epochs):
             self._go_to(step)
         self._next = 0  # until all parts are taken
         size = self.lengths.batch // self.lengths.parts
@@ -108,7 +110,8 @@ class Feed:
     def _go_to(self, step: int) -> None:
         self._end_reading()
         epoch, number = self.lengths.epoch_of(step)
-        self._batches = iter(self.loader.batches(epoch, number * self.lengths.parts))
+        epochs = self.lengths.epoch_of(self.lengths.steps)[0] - epoch + 1 if self._joined_epochs else 1
+        self._batches = iter(self.loader.batches(epoch, number * self.lengths.parts, max(1, epochs)))
         self._next = 0
 
     def close(self) -> None:
