@@ -17,6 +17,14 @@ vocabulary), or the run fails.
     first_s            until the end of the third step, with all compilation; less with warm caches
     peak_gib           of tensors
 
+`--trials` adds replayed steps of ours with one thing changed:
+
+    chunk N      the loss of the vocabulary with N rows of logits at a time: the gradient of its weight, in float32, is
+                 read and written once for each chunk
+    split        gradients of weights as sums of 2 to 4 products over parts of the tokens, where the tiles of one
+                 product would leave multiprocessors idle
+    flash        FlashAttention-2 instead of cuDNN's attention
+
 `--quick` tests the script on a CPU, with a tiny model.
 """
 
@@ -27,7 +35,8 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +47,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
 from rooftop.hardware import Ceilings, measure_ceilings
+from rooftop.kernels.losses import linear_losses
+from rooftop.kernels.matmuls import matmuls
 from rooftop.models import GptConfig, gpt_config
 from rooftop.parallel import Layout
 from rooftop.train import GptTrainer, GptTraining, StepRoof, Tokens, step_roof
@@ -46,6 +57,9 @@ ROUNDS, STEPS = 5, 20
 LEARNING_RATE, CLIP, DECAY = 6e-4, 1.0, 0.1
 PADDED = 50304
 QUICK = GptConfig(vocabulary=97, layers=2, width=32, heads=2, kv_heads=2, hidden=128, positions=32)
+
+TILE = (128, 256)  # of a matrix product of cuBLAS on Hopper
+MOST_PARTS, BUSY = 4, 0.9  # parts of the tokens; share of multiprocessors that work in the mean, which is enough
 
 Step = Callable[[], Tensor]
 """A step of a training; its loss, () on the device."""
@@ -143,12 +157,73 @@ def trainer_of(config: GptConfig, batch: int, device: torch.device, *, replayed:
     return GptTrainer(training, Tokens([text.numpy()], "random tokens"), layout, layout.process_groups(), device)
 
 
+# ---- trials ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def chunked(rows: int) -> Iterator[None]:
+    """The loss computes so many rows of logits at a time."""
+    usual = linear_losses.LEAST_CHUNK_ROWS, linear_losses.MOST_CHUNK_ROWS
+    linear_losses.LEAST_CHUNK_ROWS = linear_losses.MOST_CHUNK_ROWS = rows
+    try:
+        yield
+    finally:
+        linear_losses.LEAST_CHUNK_ROWS, linear_losses.MOST_CHUNK_ROWS = usual
+
+
+def parts_for(rows: int, columns: int, processors: int) -> int:
+    """The fewest parts of a sum whose tiles keep multiprocessors busy; else those that keep most of them busy."""
+    tiles = math.ceil(rows / TILE[0]) * math.ceil(columns / TILE[1])
+    shares = {n: n * tiles / processors / math.ceil(n * tiles / processors) for n in range(1, MOST_PARTS + 1)}
+    return next((n for n, share in shares.items() if share >= BUSY), max(shares, key=shares.__getitem__))
+
+
+@contextmanager
+def split_gradients() -> Iterator[None]:
+    """Gradients of weights are sums over parts of the tokens, if one product has too few tiles."""
+    usual = matmuls._products
+
+    def products(dz: Tensor, x: Tensor | None, weight: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        processors = torch.cuda.get_device_properties(dz.device).multi_processor_count if dz.is_cuda else 132
+        parts = 1 if x is None else parts_for(dz.shape[1], x.shape[1], processors)
+        if x is None or parts == 1 or len(dz) % parts:
+            return usual(dz, x, weight)
+        left, right = (each.unflatten(0, (parts, -1)) for each in (dz, x))
+        dweight = torch.bmm(left.mT, right).sum(0)  # (N, K)
+        return usual(dz, None, weight)[0], dweight
+
+    matmuls._products = products
+    try:
+        yield
+    finally:
+        matmuls._products = usual
+
+
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    """Attention by FlashAttention-2."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+TRIALS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    **{f"chunk {rows}": lambda rows=rows: chunked(rows) for rows in (4096, 8192, 16384)},
+    "split": split_gradients,
+    "flash": without_cudnn,
+}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--micro-batch", type=int, nargs="+", default=[32])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--autotune", action="store_true", help="also compiled with max-autotune, which takes minutes")
+    parser.add_argument("--trials", nargs="+", choices=TRIALS, default=[], help="steps of ours with one change")
+    parser.add_argument("--no-peers", action="store_true", help="ours alone; each replayed step holds 10 GiB")
     parser.add_argument("--quick", action="store_true", help="test the script on a CPU")
     options = parser.parse_args()
     device = torch.device("cpu" if options.quick else "cuda")
@@ -162,10 +237,12 @@ def main() -> int:
         peers: dict[str, str | None] = (
             {"PyTorch": None} if options.quick else {"PyTorch": None, "PyTorch, compiled": "default"}
         )
-        if options.autotune:
+        if options.no_peers:
+            peers = {}
+        elif options.autotune:
             peers["PyTorch, compiled, max-autotune"] = "max-autotune-no-cudagraphs"
         count = 1 if options.quick else STEPS
-        wrong |= not compared(config, batch, device, ceilings, results, peers, options.rounds, count)
+        wrong |= not compared(config, batch, device, ceilings, results, peers, options.trials, options.rounds, count)
     return int(wrong)
 
 
@@ -176,6 +253,7 @@ def compared(
     ceilings: Ceilings,
     results: Results,
     peers: Mapping[str, str | None],
+    trials: Sequence[str],
     rounds: int,
     count: int,
 ) -> bool:
@@ -183,11 +261,15 @@ def compared(
 
     Args:
         peers: how each peer is compiled (see `plain`).
+        trials: names of `TRIALS`.
     """
     trainers = {"rooftop": trainer_of(config, batch, device, replayed=False)}
     if device.type == "cuda":
         trainers["rooftop, replayed"] = trainer_of(config, batch, device, replayed=True)
     roof = step_roof(trainers["rooftop"], ceilings)
+    changes = {f"rooftop, {name}": TRIALS[name]() for name in trials}
+    for name in changes:
+        trainers[name] = trainer_of(config, batch, device, replayed=device.type == "cuda")
     made: dict[str, Callable[[], Step]] = {
         name: lambda trainer=trainer: lambda: trainer.advance()[0] for name, trainer in trainers.items()
     } | {name: lambda mode=mode: plain(config, batch, device, mode) for name, mode in peers.items()}
@@ -196,11 +278,12 @@ def compared(
         gc.collect()
         before = memory(device, reset=True)
         began = time.perf_counter()
-        steps[name] = make()
-        losses[name] = steps[name]().item()
-        for _ in range(3):  # a graph is captured in the fourth
-            last = steps[name]()
-        last.item()
+        with changes.get(name, nullcontext()):
+            steps[name] = make()
+            losses[name] = steps[name]().item()
+            for _ in range(3):  # a graph is captured in the fourth
+                last = steps[name]()
+            last.item()
         first[name], peaks[name] = time.perf_counter() - began, memory(device) - before
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
