@@ -26,6 +26,7 @@ CHUNKS_OF_A_WORKER = 2
 CONNECT_S = 10.0
 RECONNECT_S = 120.0
 LOOK_S = 1.0  # between two queries of the number of workers
+ANSWER_S = 2.0  # for the answer; without it, a query after the scheduler has gone takes CONNECT_S
 ALONE_S = 10.0  # seconds without a worker before this is reported
 
 
@@ -101,9 +102,9 @@ class DaskWorkers:
 
     def _count(self) -> int:
         now = time.monotonic()
-        if now - self._looked > LOOK_S:
+        if self._client.status == "running" and now - self._looked > LOOK_S:
             with suppress(OSError, RuntimeError, ValueError):  # `take` reports the error
-                self._workers = len(self._client.nthreads())
+                self._workers = len(self._client.nthreads(callback_timeout=ANSWER_S))
             self._looked = now
             if self._workers:
                 self._alone_since = None
