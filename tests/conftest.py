@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,7 +44,7 @@ import torch
 from rooftop.analysis import profiling, repeating
 from rooftop.hardware import Ceilings, cpu_probes, measure_ceilings, pulse
 from rooftop.kernels.operands import launch_data
-from rooftop.launch import INTERPRETED, cuda, known_calls, nvrtc
+from rooftop.launch import INTERPRETED, cuda, known_calls, nvrtc, repeated_calls
 
 # A first call imports and compiles. The same tree gives the same result; `--hypothesis-profile=random` looks further.
 hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
@@ -124,7 +125,7 @@ def seed(number: int) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Use a separate cache for this run, because the ceilings of a machine that is busy with tests are not for its
-    user.
+    user. Compiled code stays for the next run: its file names are made of sources and versions.
 
     Use one thread for each worker and for each process that tests start, because more threads would wait for each
     other's cores.
@@ -137,6 +138,8 @@ def pytest_configure(config: pytest.Config) -> None:
         cache = tempfile.TemporaryDirectory(prefix="rooftop-tests-", ignore_cleanup_errors=True)
         os.environ["ROOFTOP_CACHE"] = cache.name
         config.add_cleanup(cache.cleanup)
+        for kind in ("extensions", "kernels"):
+            Path(cache.name, kind).symlink_to(kept_builds(kind))
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("RES_OPTIONS", "attempts:0")
@@ -144,6 +147,21 @@ def pytest_configure(config: pytest.Config) -> None:
         # The checks of an operator that depend on its kernels.
         torch.library.opcheck = functools.partial(torch.library.opcheck, test_utils=("test_schema", "test_faketensor"))
         runpy.run_path(str(Path(__file__).with_name("quick_interpreter.py")))["quicken"]()
+
+
+KEPT = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "rooftop-tests")
+KEPT_DAYS = 7
+
+
+def kept_builds(kind: str) -> Path:
+    """A folder for compiled code of this kind, without what no run has used for a week."""
+    folder = KEPT / kind
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in folder.iterdir():
+        with suppress(OSError):  # another run deletes it
+            if time.time() - each.stat().st_mtime > KEPT_DAYS * 86_400:
+                shutil.rmtree(each) if each.is_dir() else each.unlink()
+    return folder
 
 
 def use_a_gpu_each() -> None:
@@ -443,6 +461,7 @@ def built_once(folder: Path, make: Callable[[Path], None]) -> Path:
             unfinished.mkdir()
             make(unfinished)
             unfinished.rename(folder)
+        os.utime(folder)  # see `kept_builds`
     return folder
 
 
@@ -450,6 +469,13 @@ def built_once(folder: Path, make: Callable[[Path], None]) -> Path:
 def made_once(shared_builds: Path) -> Callable[[str, Callable[[Path], None]], Path]:
     """`made_once(name, make)`: the folder of that name, filled by `make(folder)` in one of the workers."""
     return lambda name, make: built_once(shared_builds / name, make)
+
+
+@pytest.fixture(scope="session")
+def compiled_calls(made_once: Callable[[str, Callable[[Path], None]], Path]) -> None:
+    """The C++ part that makes repeated calls, compiled by the first worker that needs it."""
+    made_once("compiled_calls", lambda _: repeated_calls.build())
+    repeated_calls.build()
 
 
 @pytest.fixture(scope="session")
@@ -588,7 +614,7 @@ def compile_at_once(source: str, names: Sequence[str]) -> None:
         nvrtc._save(binary, nvrtc._folder() / f"{nvrtc._key(source, name, options)}.kernel")
 
 
-def compiled_for_cpu(source: str, names: Sequence[str], builds: Path, headers: Path) -> dict[str, KernelOnCpu]:
+def compiled_for_cpu(source: str, names: Sequence[str], headers: Path) -> dict[str, KernelOnCpu]:
     """Kernels of one source, by name; each compiler is started once for all of them, by one worker."""
 
     def make(folder: Path) -> None:
@@ -604,35 +630,39 @@ def compiled_for_cpu(source: str, names: Sequence[str], builds: Path, headers: P
         command = [*GXX, "-shared", f"-I{headers}", str(folder / "kernels.cpp"), "-o", str(folder / "kernels.so")]
         subprocess.run(command, check=True)
 
-    key = hashlib.sha256("\n".join((*names, source)).encode()).hexdigest()
-    library = built_once(builds / key, make) / "kernels.so"
+    key = hashlib.sha256("\n".join((headers.name, *names, source)).encode()).hexdigest()
+    library = built_once(headers.parent / key, make) / "kernels.so"
     reals = {name: COMPILE(source, name, arch="sm_90") for name in names}
     return {name: KernelOnCpu(real, library, f"run_{i}") for i, (name, real) in enumerate(reals.items())}
 
 
 @pytest.fixture(scope="session")
-def cuda_headers(shared_builds: Path) -> Path:
-    """A folder with the shim under the names of CUDA's headers, compiled once for all kernels."""
+def cuda_headers() -> Path:
+    """A folder with the shim under the names of CUDA's headers, compiled once for all kernels. Its name stands for
+    the shim, the compiler and this file."""
     pytest.importorskip("cuda.core")
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
+    version = subprocess.run(["g++", "--version"], check=True, capture_output=True, text=True).stdout
+    parts = (version, SHIM.read_text(), Path(__file__).read_text())
+    name = hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def make(folder: Path) -> None:
         (folder / "cuda_fp16.h").write_text(SHIM.read_text())
         (folder / "cuda_bf16.h").write_text("")
         subprocess.run([*GXX, "-x", "c++-header", str(folder / "cuda_fp16.h")], check=True)
 
-    return built_once(shared_builds / "headers", make)
+    return built_once(kept_builds("cuda_on_cpu") / name, make)
 
 
 @pytest.fixture
-def compile_for_cpu(cuda_headers: Path, shared_builds: Path) -> Callable[[str, Sequence[str]], None]:
+def compile_for_cpu(cuda_headers: Path) -> Callable[[str, Sequence[str]], None]:
     """Compile kernels (source, names) for `cuda_on_cpu` together, which is faster than one by one at launch."""
 
     def compile_all(source: str, names: Sequence[str]) -> None:
         new = [name for name in names if (source, name) not in _compiled]
         if new:
-            found = compiled_for_cpu(source, new, shared_builds, cuda_headers)
+            found = compiled_for_cpu(source, new, cuda_headers)
             _compiled.update({(source, name): kernel for name, kernel in found.items()})
 
     return compile_all

@@ -248,10 +248,12 @@ def test_any_sequence_of_calls_gives_the_bits_of_single_calls(family: str, seed:
 @pytest.mark.skipif(cpp_extensions.compiler() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("family", CALLS)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_sequences_of_calls_in_cpp(family: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_of_calls_in_cpp(
+    family: str, device: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     if device == "cpu" and not INTERPRETED:
         pytest.skip("without kernels nothing is planned")
-    repeated_calls.build()
+    request.getfixturevalue("compiled_calls")
     monkeypatch.setattr(repeated_calls, "LESSON_AT", 1)
     make = Inputs(7, device)
     calls = [CALLS[family](make) for _ in range(8)]

@@ -31,11 +31,11 @@ needs_kernels = pytest.mark.skipif(not INTERPRETED, reason="without kernels noth
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
+def compiled(request: pytest.FixtureRequest) -> None:
     if INTERPRETED or torch.cuda.is_available():
         if cpp_extensions.compiler() is None:
             pytest.skip("no C++ compiler")
-        repeated_calls.build()
+        request.getfixturevalue("compiled_calls")
 
 
 @pytest.fixture
