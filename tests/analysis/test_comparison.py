@@ -108,6 +108,38 @@ def test_the_verb(before: Report, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert plain["figures"][0]["name"] == "wall_ms"
 
 
+@pytest.mark.parametrize(
+    ("factor", "spread", "limit", "status"),
+    [
+        (1.2, 0.0, "5%", 1),
+        (1.2, 0.0, "19.9 %", 1),
+        (1.2, 0.0, "20.1", 0),
+        (1.2, 0.0, "0", 1),
+        (1.0, 0.0, "0%", 0),
+        (0.5, 0.0, "0%", 0),  # faster
+        (1.2, 0.3, "5%", 0),  # within the noise
+    ],
+)
+def test_a_slowdown_fails_a_job(
+    factor: float,
+    spread: float,
+    limit: str,
+    status: int,
+    before: Report,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    one, other = tmp_path / "one.json", tmp_path / "other.json"
+    quiet = replace(before, summary=replace(before.summary, wall_spread=spread))
+    quiet.to_json(one)
+    replace(quiet, summary=replace(quiet.summary, wall_ms=factor * quiet.summary.wall_ms)).to_json(other)
+    assert main(["compare", str(one), str(other), "--fail-above", limit, "--json"]) == status
+    said = capsys.readouterr()
+    assert json.loads(said.out)["speedup"] == pytest.approx(1 / factor)  # also if it fails
+    error = f"rooftop: error: the step takes 20.0% longer than before: more than --fail-above {limit.rstrip(' %')}%\n"
+    assert said.err == (error if status else "")
+
+
 def test_what_is_no_report_is_refused(before: Report, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"
     before.to_json(good)
@@ -117,6 +149,8 @@ def test_what_is_no_report_is_refused(before: Report, tmp_path: Path, capsys: py
         [str(good), "missing.json"],
         [str(good)],
         [str(good), str(good), "--rows", "0"],
+        [str(good), str(good), "--fail-above", "-5%"],
+        [str(good), str(good), "--fail-above", "much"],
     ):
         assert main(["compare", *words]) == 2
         error = capsys.readouterr().err

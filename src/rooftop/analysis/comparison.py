@@ -65,6 +65,11 @@ class Comparison:
         """Whether the wall time changed by more than the noise."""
         return abs(self.speedup - 1) > self.noise
 
+    @property
+    def slowdown(self) -> float:
+        """The relative increase of the wall time: 0.1 if the step takes 10% longer, negative if it is faster."""
+        return 1 / self.speedup - 1
+
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "significant": self.significant}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import click
 from rich.console import Console
 from rich.table import Table
 
@@ -30,11 +31,24 @@ TITLES = {
 }
 
 
-def run(before_path: Path, after_path: Path, rows: int, json_path: Path | None) -> None:
-    """Do what `rooftop.cli.commands.compare:command` says."""
+def run(
+    before_path: Path, after_path: Path, rows: int, fail_above: float | None = None, json_path: Path | None = None
+) -> None:
+    """Do what `rooftop.cli.commands.compare:command` says.
+
+    Raises:
+        click.ClickException: the step takes longer by more than `fail_above` and more than the noise.
+    """
     comparison = compare_reports(_report(before_path), _report(after_path))
-    if write_json(json_path, comparison.to_dict()):
-        return
+    if not write_json(json_path, comparison.to_dict()):
+        _show(comparison, rows)
+    if fail_above is not None and comparison.significant and comparison.slowdown > fail_above:
+        raise click.ClickException(
+            f"the step takes {comparison.slowdown:.1%} longer than before: more than --fail-above {100 * fail_above:g}%"
+        )
+
+
+def _show(comparison: Comparison, rows: int) -> None:
     console = Console()
     console.print(_verdict(comparison))
     for difference in comparison.differences:

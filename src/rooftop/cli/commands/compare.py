@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -14,9 +16,22 @@ Example:
   rooftop analyze resnet50 --no-html --json before.json
   rooftop analyze resnet50 --no-html --channels-last --json after.json
   rooftop compare before.json after.json
+  rooftop compare before.json after.json --fail-above 5%   for a CI job
 """
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+class PercentType(click.ParamType[float]):
+    """Parse a percentage, with or without its sign; return the fraction."""
+
+    name = "percent"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found = re.fullmatch(r"(\d+(?:\.\d+)?) ?%?", str(value))
+        if found is None:
+            self.fail(f"{value!r} is not a percentage: expected a number such as 5%", param, ctx)
+        return float(found[1]) / 100
 
 
 @click.command(epilog=EXAMPLES)
@@ -28,6 +43,12 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     default=10,
     show_default=True,
     help="Number of operators, and of modules, listed.",
+)
+@click.option(
+    "--fail-above",
+    type=PercentType(),
+    metavar="PERCENT",
+    help="Exit with status 1 if the step takes longer by more than this, and by more than the noise.",
 )
 @json_option("the differences")
 @done_by("rooftop.cli.compare:run")
