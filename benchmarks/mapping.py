@@ -59,7 +59,7 @@ from rooftop.cluster.items import Decoding, Item, list_items
 from rooftop.cluster.model_targets import model_target
 from rooftop.cluster.targets import Call, PipelinedCall, Target, callable_target
 from rooftop.cluster.working import Job
-from rooftop.hardware import ceilings_of, measure_ceilings
+from rooftop.hardware.device import versions
 from rooftop.hardware.page_faults import keep_memory
 from rooftop.inference import Engine
 from rooftop.models import model_entry
@@ -128,8 +128,8 @@ def main() -> int:
     if not options.quick and not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU; --quick tests the script on a CPU")
     device = "cpu" if options.quick else "cuda"
-    ceilings = ceilings_of("h200") if options.quick else measure_ceilings("cuda")
-    found: dict[str, Any] = {"device": ceilings.device, "versions": dict(ceilings.versions), "cores": CORES}
+    name = "CPU" if options.quick else torch.cuda.get_device_name()
+    found: dict[str, Any] = {"device": name, "versions": versions(), "cores": CORES}
     found["torch"], found["rows"] = torch.__version__, []
     failed = False
     with tempfile.TemporaryDirectory() as folder:

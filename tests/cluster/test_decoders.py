@@ -32,12 +32,12 @@ def item(number: int) -> Item:
 
 
 @contextmanager
-def decoding(decode: Callable[[Item], Any], count: int, most_items: int = 8) -> Iterator[Decoders]:
+def decoding(decode: Callable[[Item], Any], count: int, least_ahead: int = 8) -> Iterator[Decoders]:
     """Two processes, which decode `count` items; these come in pieces of five."""
     pieces: queue.SimpleQueue[list[Item]] = queue.SimpleQueue()
     for first in range(0, count, 5):
         pieces.put([item(number) for number in range(first, min(count, first + 5))])
-    made = Decoders(2, decode, most_items)
+    made = Decoders(2, decode, least_ahead)
     made.begin(lambda: None if pieces.empty() else pieces.get())
     try:
         yield made
@@ -86,7 +86,7 @@ def test_no_more_is_decoded_ahead_than_fits(tmp_path: Path, monkeypatch: pytest.
         (tmp_path / item.input).touch()
         return torch.zeros(1000, dtype=torch.uint8)
 
-    with decoding(marked, 200, most_items=100) as made:
+    with decoding(marked, 200, least_ahead=100) as made:
         made.take(10)
         until = time.monotonic() + 60
         while len(list(tmp_path.iterdir())) <= 10 and time.monotonic() < until:

@@ -1,6 +1,6 @@
 """Processes that decode items for a worker on a GPU, without Python's lock between them.
 
-    decoders = Decoders(16, decode, most_items=256)
+    decoders = Decoders(16, decode, least_ahead=128)
     decoders.begin(more)          # more() returns the next items, if there are any yet
     decoders.notify()             # there may be more now
     decoders.take(64)             # the next items, in order
@@ -48,6 +48,7 @@ TASK_BYTES = 48 << 20  # of the tensors of a task, approximately
 TASK_ITEMS = 16
 CLIPS_OF_A_TASK = 8  # of one video, which a process reads without seeking
 TASKS_OF_A_PROCESS = 2
+AHEAD = 2  # times the items of all tasks are decoded ahead: more would be new memory, whose pages are not there yet
 MOST_BYTES = 2 << 30  # decoded ahead by all processes of a worker, approximately
 DEATHS = 3  # that an item may cause
 PARENT_S = 0.5  # between two looks at whether the worker is there
@@ -83,7 +84,7 @@ class Decoders:
     Args:
         count: number of processes.
         decode: decodes an item for the target.
-        most_items: decoded ahead.
+        least_ahead: number of items that are decoded ahead at least.
         in_runs: whether items that follow each other in one file should go to one process, as clips of a video.
         alone: whether an item must not wait for others of its task, because each has a time limit.
     """
@@ -92,13 +93,13 @@ class Decoders:
         self,
         count: int,
         decode: Callable[[Item], Any],
-        most_items: int,
+        least_ahead: int,
         in_runs: bool = False,
         alone: bool = False,
     ) -> None:
         self.count, self._decode, self._in_runs = count, decode, in_runs
         self._most_of_a_task = 1 if alone else CLIPS_OF_A_TASK if in_runs else TASK_ITEMS
-        self._most = max(most_items, TASKS_OF_A_PROCESS * count * self._most_of_a_task)
+        self._least_ahead, self._pinned = least_ahead, False
         self._more: Callable[[], Sequence[Item] | None] = lambda: None
         self._waiting: deque[_Waiting] = deque()
         self._found: dict[int, tuple[Decoded, int]] = {}  # by number: the value, and its bytes
@@ -125,9 +126,13 @@ class Decoders:
         """Their process ids."""
         return [each.process.pid for each in self._processes]
 
-    def begin(self, more: Callable[[], Sequence[Item] | None]) -> None:
-        """Decode the items of `more`, from now on."""
-        self._more = more
+    def begin(self, more: Callable[[], Sequence[Item] | None], pinned: bool = False) -> None:
+        """Decode the items of `more`, from now on.
+
+        Args:
+            pinned: whether their tensors are in pinned memory; only if this process uses a GPU.
+        """
+        self._more, self._pinned = more, pinned
         self._thread = threading.Thread(target=self._run, daemon=True, name="rooftop-decoded")
         self._thread.start()
 
@@ -195,7 +200,8 @@ class Decoders:
         while self._waiting:
             with self._changed:
                 ahead = len(self._found) + self._flying
-                full = ahead >= self._most or self._bytes + self._flying * self._size >= MOST_BYTES
+                most = max(self._least_ahead, AHEAD * TASKS_OF_A_PROCESS * self.count * self._usual())
+                full = ahead >= most or self._bytes + self._flying * self._size >= MOST_BYTES
                 self._paused = full and (self._flying > 0 or self._first in self._found)
                 if self._paused:  # if not, the next item to be taken must be given
                     return
@@ -210,14 +216,23 @@ class Decoders:
             return known[0]
         return min(free, key=lambda each: len(each.tasks), default=None)
 
-    def _task(self) -> list[_Waiting]:
-        """The next items: some milliseconds of work, but a fair share if there are few. One item if it is not known how
-        long it takes, or if a process ended at it."""
-        most = self._most_of_a_task if self._seconds else 1
-        if self._seconds and not self._in_runs:
-            most = min(most, int(TASK_S / self._seconds), -(-len(self._waiting) // self.count))
+    def _usual(self) -> int:
+        """Number of items in a task if many wait: some milliseconds of work. One if it is not known how long an item
+        takes."""
+        if not self._seconds:
+            return 1
+        most = self._most_of_a_task
+        if not self._in_runs:
+            most = min(most, int(TASK_S / self._seconds))
         if self._size:
             most = min(most, int(TASK_BYTES / self._size))
+        return max(1, most)
+
+    def _task(self) -> list[_Waiting]:
+        """The next items: a fair share if there are few, and a single one if a process ended at it."""
+        most = self._usual()
+        if not self._in_runs:
+            most = min(most, -(-len(self._waiting) // self.count))
         task = [self._waiting.popleft()]
         while (
             self._waiting
@@ -246,7 +261,7 @@ class Decoders:
             return
         half, task = process.tasks.popleft()
         arena = np.frombuffer(process.arena, np.uint8, HALF_BYTES, half * HALF_BYTES)
-        reader = _Reader(io.BytesIO(content), arena)
+        reader = _Reader(io.BytesIO(content), arena, self._pinned)
         found: list[Decoded] = reader.load()
         self._idle_deaths = 0
         seconds, size = sum(each.seconds for each in found) / len(task), reader.copied // len(task)
@@ -361,13 +376,13 @@ class _Writer(pickle.Pickler):
 class _Reader(pickle.Unpickler):
     """Reads values; copies their tensors from the arena."""
 
-    def __init__(self, file: io.BytesIO, arena: Any) -> None:
+    def __init__(self, file: io.BytesIO, arena: Any, pinned: bool) -> None:
         super().__init__(file)
-        self._arena, self.copied = arena, 0
+        self._arena, self._pinned, self.copied = arena, pinned, 0
 
     def persistent_load(self, place: Any) -> Tensor:
         first, size, dtype, shape = place
-        own = torch.empty(size, dtype=torch.uint8)
+        own = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
         np.copyto(own.numpy(), self._arena[first : first + size])
         self.copied += size
         return own.view(dtype).reshape(shape)

@@ -341,7 +341,7 @@ def _work(connection: Connection, status: Any, division: Division, number: int, 
     to_decode: queue.SimpleQueue[list[Item]] = queue.SimpleQueue()
     more = _taken_from(to_decode)
     if decoders is not None:
-        decoders.begin(more)
+        decoders.begin(more, pinned=shop.pins)
     notify = (lambda: None) if decoders is None else decoders.notify
     connection.send(("ready", starting.seconds))
     threading.Thread(target=_receive, args=(connection, chunks, to_decode, notify), daemon=True).start()

@@ -5,8 +5,8 @@
     begun = call.begin(photographs)                     # copied, normalized, computed; the host does not wait
     rows = call.finish(begun)                           # waits
 
-A batch of uint8 pixels goes to the device by one copy from pinned memory, on a stream of its own, and is normalized
-there. The results come back in pinned memory. On the CPU the same code runs without streams.
+The uint8 pixels of a batch go to the device from pinned memory, on a stream of their own, and are normalized there.
+The results come back in pinned memory. On the CPU the same code runs without streams.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from rooftop.data.handing_over import Copies
 from rooftop.errors import ModelRunError
+from rooftop.models.detr.detection import best_first
 from rooftop.models.detr.detection import class_names as coco_names
-from rooftop.models.detr.detection import objects_of
-from rooftop.models.detr.losses import Detections, to_detections
+from rooftop.models.detr.losses import batch_of_detections
 from rooftop.models.detr.network import Detr
 from rooftop.models.images import IMAGENET, Preprocessing, normalization, normalized_by, not_finite
 from rooftop.models.vision.classification import class_names as imagenet_names
@@ -89,6 +89,7 @@ class PhotographCall:
 
     Attributes:
         device_s: seconds that the device has worked on finished batches.
+        pins: whether pixels in pinned memory are sent without another copy.
     """
 
     def __init__(self, network: nn.Module, answer: Answer, device: str, batch: int) -> None:
@@ -97,6 +98,7 @@ class PhotographCall:
         self._on_gpu = self._device.type == "cuda"
         self._filled_to = batch if self._on_gpu else 0
         self._copies = Copies(self._device)
+        self.pins = self._copies.pins
         preprocessing = answer.preprocessing
         self._constants = normalization(preprocessing.mean, preprocessing.std, self._device)
         self._dtype = next(network.parameters()).dtype
@@ -149,23 +151,26 @@ class PhotographCall:
             begun.ended.synchronize()
 
     def _sent(self, photographs: list[Shown]) -> list[Tensor]:
-        """The pixels on the device: (B, H, W, 3) if all have one shape, else (1, H, W, 3) of each; by one copy.
+        """The pixels on the device: (B, H, W, 3) if all have one shape, else (1, H, W, 3) of each."""
+        pixels = [each.pixels for each in photographs]
+        if self.pins and not all(each.is_pinned() for each in pixels):
+            pixels = self._pinned(pixels)
+        there: list[Tensor] = self._copies.hand_over(self._copies.begin(pixels))
+        return [torch.stack(there)] if len({each.shape for each in there}) == 1 else [each[None] for each in there]
+
+    @staticmethod
+    def _pinned(pixels: list[Tensor]) -> list[Tensor]:
+        """The pixels in one piece of pinned memory.
 
         NumPy copies. torch's operators would wake a team of threads, whose cores decode.
         """
-        shapes = [tuple(each.pixels.shape) for each in photographs]
-        ends = np.cumsum([each.pixels.numel() for each in photographs]).tolist()
-        whole = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=self._copies.pins)
-        place = whole.numpy()
-        for each, end in zip(photographs, ends, strict=True):
-            place[end - each.pixels.numel() : end] = each.pixels.contiguous().numpy().reshape(-1)
-        there: Tensor = self._copies.hand_over(self._copies.begin(whole))
-        if len(set(shapes)) == 1:
-            return [there.view(len(shapes), *shapes[0])]
-        return [
-            there[end - each.pixels.numel() : end].view(1, *shape)
-            for each, end, shape in zip(photographs, ends, shapes, strict=True)
-        ]
+        ends = np.cumsum([each.numel() for each in pixels]).tolist()
+        whole = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True)
+        place, parts = whole.numpy(), []
+        for each, end in zip(pixels, ends, strict=True):
+            place[end - each.numel() : end] = each.contiguous().numpy().reshape(-1)
+            parts.append(whole[end - each.numel() : end].view(each.shape))
+        return parts
 
     def _to_host(self, result: Tensor) -> Tensor:
         if not self._on_gpu:
@@ -223,14 +228,17 @@ class Objects:
     preprocessing: Preprocessing = IMAGENET
 
     def compute(self, network: nn.Module, images: list[Tensor], sizes: list[tuple[int, int]]) -> Computed:
-        """Whether the predictions are finite, (B,); scores and labels, (B, queries); boxes, (B, queries, 4)."""
+        """Of each photograph: whether its predictions are finite; the number of scores that reach the threshold;
+        scores and labels (B, queries), best first; boxes (B, queries, 4)."""
         assert isinstance(network, Detr)
-        predictions = network([image for each in images for image in each])
+        predictions = network(images[0] if len(images) == 1 else [image for each in images for image in each])
         logits, boxes = predictions.logits, predictions.boxes
         finite = logits.isfinite().flatten(1).all(1) & boxes.isfinite().flatten(1).all(1)
-        found = to_detections(predictions, [(height, width) for width, height in sizes])
-        parts = (torch.stack(each) for each in zip(*found, strict=True))
-        return Computed((finite, *parts), logits.shape[-1] - 1)
+        found = batch_of_detections(predictions, [(height, width) for width, height in sizes])
+        edges = torch.tensor(sizes, dtype=found.boxes.dtype).repeat(1, 2).unsqueeze(1)  # (B, 1, 4)
+        scores, labels, boxes = best_first(found, edges.to(found.boxes.device, non_blocking=True))
+        counts = (scores >= self.threshold).sum(1)
+        return Computed((finite, counts, scores, labels, boxes), logits.shape[-1] - 1)
 
     def rows(self, photographs: list[Shown], results: Sequence[Tensor], classes: int) -> list[dict[str, Any]]:
         """The size of a photograph, and lists of its objects, best score first."""
@@ -239,16 +247,16 @@ class Objects:
             raise not_finite(CALLED)
         names = coco_names(None, classes)
         rows = []
-        for photograph, *part in zip(photographs, *parts, strict=True):
-            objects = objects_of(Detections(*part), photograph.size, self.threshold, names)
+        for photograph, count, *part in zip(photographs, *(each.tolist() for each in parts), strict=True):
+            scores, labels, boxes = (each[:count] for each in part)
             rows.append(
                 {
                     "width": photograph.size[0],
                     "height": photograph.size[1],
-                    "labels": [each.label for each in objects],
-                    "names": [each.name for each in objects],
-                    "scores": [each.score for each in objects],
-                    "boxes": [list(each.box) for each in objects],
+                    "labels": labels,
+                    "names": [names[label] or None for label in labels] if names else [None] * count,
+                    "scores": scores,
+                    "boxes": boxes,
                 }
             )
         return rows

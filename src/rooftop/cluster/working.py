@@ -230,6 +230,7 @@ class Workshop:
         self.decode = decode or job.decoder()
         self.call = job.target.load(device)
         self._pipelined = self.call if isinstance(self.call, PipelinedCall) else None
+        self.pins = bool(getattr(self.call, "pins", False))  # whether the call copies from pinned memory
         self.pool = ThreadPoolExecutor(job.threads, "rooftop-decode")  # its threads start when they are needed
 
     def ahead(self, more: Callable[[], Sequence[Item] | None]) -> AheadByThreads:

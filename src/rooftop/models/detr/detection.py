@@ -219,15 +219,30 @@ def objects_of(
         detections: on the CPU.
         names: by label, or None.
     """
-    order = detections.scores.argsort(descending=True, stable=True)
-    order = order[detections.scores[order] >= threshold]
     edges = torch.tensor((*size, *size), dtype=detections.boxes.dtype)
-    boxes = detections.boxes[order].clamp(min=0).minimum(edges)
+    scores, labels, boxes = best_first(detections, edges)
+    count = int((scores >= threshold).sum())
     return tuple(
         FoundObject(label, (names[label] or None) if names else None, score, (left, top, right, bottom))
         for label, score, (left, top, right, bottom) in zip(
-            detections.labels[order].tolist(), detections.scores[order].tolist(), boxes.tolist(), strict=True
+            labels[:count].tolist(), scores[:count].tolist(), boxes[:count].tolist(), strict=True
         )
+    )
+
+
+def best_first(detections: Detections, edges: Tensor) -> Detections:
+    """Detections by falling score, with their boxes cut at the edges of the photograph.
+
+    Args:
+        detections: (..., Q), boxes (..., Q, 4).
+        edges: width, height, width and height of each photograph, (..., 1, 4), or (4,).
+    """
+    order = detections.scores.argsort(dim=-1, descending=True, stable=True)
+    boxes = detections.boxes.clamp(min=0).minimum(edges)
+    return Detections(
+        detections.scores.gather(-1, order),
+        detections.labels.gather(-1, order),
+        boxes.gather(-2, order.unsqueeze(-1).expand_as(boxes)),
     )
 
 

@@ -253,6 +253,15 @@ def to_detections(
     Raises:
         ValueError: the numbers of sizes and images differ, or a size is not positive.
     """
+    found = [Detections(*each) for each in zip(*batch_of_detections(predictions, sizes), strict=True)]
+    if threshold <= 0:
+        return found
+    return [Detections(*(part[each.scores >= threshold] for part in each)) for each in found]
+
+
+@torch.no_grad()
+def batch_of_detections(predictions: Predictions, sizes: Sequence[tuple[int, int]] | Tensor) -> Detections:
+    """As `to_detections`, for all images together: scores and labels (B, Q), boxes (B, Q, 4)."""
     logits, boxes = _wide(predictions.logits), _wide(predictions.boxes)
     pixels = torch.as_tensor(sizes)
     if pixels.shape != (len(logits), 2):
@@ -261,10 +270,7 @@ def to_detections(
         raise ValueError(f"heights and widths must be positive, got {pixels.tolist()}")
     scale = pixels.to(boxes, non_blocking=True).flip(1).repeat(1, 2)  # (B, 4): width, height, width, height
     scores, labels = logits.softmax(-1)[..., :-1].max(-1)
-    found = [Detections(*each) for each in zip(scores, labels, corners(boxes) * scale[:, None], strict=True)]
-    if threshold <= 0:
-        return found
-    return [Detections(*(part[each.scores >= threshold] for part in each)) for each in found]
+    return Detections(scores, labels, corners(boxes) * scale[:, None])
 
 
 def _wide(x: Tensor) -> Tensor:
