@@ -21,7 +21,7 @@ from rooftop.cost import CountingMode
 from rooftop.inference import Engine
 from rooftop.models.detr.network import Detr
 from rooftop.models.vision.resnet import BasicBlock, ResNet
-from rooftop.rewrites.graphs import Graph, Graphs, UncapturedError, _waits
+from rooftop.rewrites.graphs import Graph, Graphs, UncapturedError, waits
 from rooftop.rewrites.structures import signature
 from rooftop.testing import assert_as_accurate
 
@@ -474,12 +474,12 @@ def test_waits_are_told_by_their_lines_and_only_those_of_this_thread(monkeypatch
         warnings.warn("Synchronization debug mode is a prototype feature", UserWarning, stacklevel=1)
         warnings.warn("the model's own", UserWarning, stacklevel=1)
 
-    assert _waits(call) == []
+    assert waits(call) == []
     line = wait.__code__.co_firstlineno + 1
-    assert _waits(wait) == [f"{__file__}:{line}"]
+    assert waits(wait) == [f"{__file__}:{line}"]
     assert shown == ["the model's own"]
     with pytest.raises(ZeroDivisionError):
-        _waits(lambda: 1 / 0)
+        waits(lambda: 1 / 0)
     assert modes == ["warn", 0] * 3
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -96,6 +97,31 @@ def test_a_training_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.optimizer is not None
     found.optimizer.step()
     assert not found.module.unproven
+
+
+def test_a_training_step_is_replayed() -> None:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(16) for layer in (nn.Linear(256, 256), nn.LayerNorm(256), nn.ReLU())]
+    model, x = nn.Sequential(*layers).cuda().train(), torch.randn(4, 256, device="cuda")
+    other = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    found = rooftop.optimize(
+        model, x, train=True, loss=lambda y: y.square().mean(), optimizer=optimizer, rules=["cuda-graphs"]
+    )
+    assert found.kept == ["cuda-graphs"], found.changes
+    plain = torch.optim.AdamW(other.parameters(), lr=1e-3)
+    for _ in range(5):
+        given = torch.randn(4, 256, device="cuda")
+        for module, steps in ((found.module, optimizer), (other, plain)):
+            steps.zero_grad()
+            module(given).square().mean().backward()
+            steps.step()
+    assert not found.module.unproven
+    for one, same in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, same, rtol=1e-4, atol=1e-5)
+    model[0].weight.data = model[0].weight.data.clone()
+    with pytest.warns(RuntimeWarning, match="its weights are in other memory"):
+        found.module(x)
 
 
 def on_a_stream_that_waits_for_nothing(call: Callable[..., Any]) -> Callable[..., Any]:

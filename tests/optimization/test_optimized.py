@@ -291,3 +291,14 @@ def test_layouts_of_inputs_are_told_apart(proven: Proven) -> None:
     found = proven(model, X)
     with torch.no_grad(), pytest.warns(RuntimeWarning, match="not proven for"):
         found.module(X.to_sparse())
+
+
+def test_weights_in_other_memory_are_not_what_graphs_read() -> None:
+    model, module, calls = made(train=True)
+    module._own.candidate.placed = True
+    assert ran(module, calls) == "faster"
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    assert ran(module, calls) == "faster", "an optimizer's step, in the same memory"
+    model[0].weight.data = torch.ones(3, 6)
+    assert "its weights are in other memory" in ran(module, calls)

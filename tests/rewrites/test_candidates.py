@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import torch
 from torch import nn
 
 from rooftop.rewrites.candidates import Candidate
+from rooftop.rewrites.structures import mapped, signature
 
 
 class Doubles(nn.Module):
@@ -30,3 +34,19 @@ def test_a_call_runs_the_model_until_a_rule_replaces_it() -> None:
     assert not candidate.runs_model
     candidate.prepare(lambda x: x + x)
     assert not candidate.runs_model
+
+
+def test_tensors_of_a_structure_are_freed_at_once() -> None:
+    gc.collect()
+    gc.disable()  # a cycle would keep them
+    try:
+        given = {"x": [torch.ones(3)]}
+        alive = weakref.ref(given["x"][0])
+        copies = mapped(given, lambda tensor: tensor.view(3))
+        seen = weakref.ref(copies["x"][0])
+        signature(given, lambda tensor: tensor.shape)
+        del given, copies
+        assert alive() is None
+        assert seen() is None
+    finally:
+        gc.enable()

@@ -369,6 +369,8 @@ class _State:
                 return "because the model was moved or cast: optimize it again"
             if self.candidate.frozen:
                 return "because its weights were changed: optimize it again"
+            if self.candidate.placed:
+                return "because its weights are in other memory: optimize it again"
             self.addresses = self._addresses()
         if self.candidate.frozen and self._versions() != self.versions:
             return "because its weights were changed: optimize it again"

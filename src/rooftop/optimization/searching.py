@@ -28,6 +28,7 @@ from rooftop.optimization.timing import ahead, compare_steps, same_state, step_o
 from rooftop.rewrites import RULES, Candidate, Rule, Times
 from rooftop.rewrites.candidates import Compiled, Memory
 from rooftop.rewrites.graph_rules import Replays
+from rooftop.rewrites.training_graphs import TrainingReplays
 
 Progress = Callable[[str, float], None]
 MOST_ROUNDS = 12
@@ -372,7 +373,7 @@ class Search:
         """
         if candidate.device.type != "cuda":
             return None
-        graphs = candidate.call.bytes() if isinstance(candidate.call, Replays) else 0
+        graphs = candidate.call.bytes() if isinstance(candidate.call, Replays | TrainingReplays) else 0
         return _allocated(candidate.device) - held + graphs + self._peak_bytes(candidate) - self._peak
 
     def _plain(self) -> Candidate:

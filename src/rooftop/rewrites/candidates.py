@@ -142,6 +142,7 @@ class Candidate:
         training: whether the step is forward and backward, in training mode.
         device: the device of the calls.
         frozen: a rule keeps values that were computed from parameters or buffers.
+        placed: a rule reads parameters and buffers at the addresses that they have now.
         changes: the changes of each rule, in words, by its name.
         prepared: the last call of `prepare`.
     """
@@ -152,6 +153,7 @@ class Candidate:
     training: bool
     device: torch.device
     frozen: bool = False
+    placed: bool = False
     changes: dict[str, str] = field(default_factory=dict)
     prepared: Callable[..., Any] | None = None
 

@@ -12,15 +12,18 @@ from torch import Tensor
 from rooftop.rewrites.candidates import Candidate, Rule, Times, only_on_gpu
 from rooftop.rewrites.graphs import Graph, Graphs
 from rooftop.rewrites.structures import mapped, signature
+from rooftop.rewrites.training_graphs import TrainingReplays
 
 MOST_GRAPHS = 8
 
 
 class CudaGraphs(Rule):
-    """Replay each call from a CUDA graph; each signature of the inputs has its own graph."""
+    """Replay each call from a CUDA graph; each signature of the inputs has its own graph. In training there are two,
+    for forward and backward; the optimizer's step is not in them."""
 
     name = "cuda-graphs"
     exact = True
+    trains = True
     kind = "graphs"
 
     def refusal(self, candidate: Candidate) -> str | None:
@@ -29,9 +32,15 @@ class CudaGraphs(Rule):
         return only_on_gpu(candidate)
 
     def predicted_ms(self, times: Times) -> float:
-        return 0.0 if times.device_ms is None else max(0.0, times.wall_ms - times.device_ms)
+        if times.device_ms is None:
+            return 0.0
+        return max(0.0, times.wall_ms - max(times.device_ms, times.optimizer_ms))
 
     def apply(self, candidate: Candidate) -> str:
+        if candidate.training:
+            candidate.call = TrainingReplays(candidate.call, candidate.model, candidate.device)
+            candidate.placed = True
+            return "forward and backward"
         buffers = [buffer for buffer in candidate.model.buffers() if not buffer.is_inference()]
         candidate.call = Replays(candidate.call, candidate.device, lambda: tuple(b._version for b in buffers))
         candidate.frozen = True  # a graph reads parameters at the addresses that they had during capture

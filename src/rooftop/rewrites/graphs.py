@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rooftop.hardware.graphs import captured_into, in_a_line
 
-_capturing = threading.Lock()  # one capture at a time in a process
+capturing = threading.Lock()  # one capture at a time in a process
 
 
 @dataclass(frozen=True)
@@ -177,14 +177,14 @@ def capture(
     stream.wait_stream(current)
     try:
         # This stream context also resets the stream if a failed capture does not.
-        with _capturing, torch.cuda.stream(stream):
+        with capturing, torch.cuda.stream(stream):
             with torch.no_grad():
                 before = state()
                 outputs = call()
                 if state() != before:
                     raise UncapturedError("the model changes its buffers in each call", outputs)
-                if waits := _waits(call):
-                    raise UncapturedError(f"the host waits for the GPU at {waits[0]}", outputs)
+                if found := waits(call):
+                    raise UncapturedError(f"the host waits for the GPU at {found[0]}", outputs)
             graph = torch.cuda.CUDAGraph()
             try:
                 with torch.inference_mode(), captured_into(graph, stream, pool):
@@ -194,7 +194,7 @@ def capture(
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                _free_generator(stream.device)
+                free_generator(stream.device)
                 raise UncapturedError(in_a_line(error), outputs) from error
     finally:
         current.wait_stream(stream)
@@ -202,7 +202,7 @@ def capture(
     return Graph(inputs, captured, graph.replay, graph.pool(), held + grown)
 
 
-def _waits(call: Callable[[], Any]) -> list[str]:
+def waits(call: Callable[[], Any]) -> list[str]:
     """The lines of Python at which the host waits for the GPU, as far as torch detects them; it does not detect an
     explicit synchronization."""
     here, found = threading.get_ident(), []
@@ -234,7 +234,7 @@ def _waits(call: Callable[[], Any]) -> list[str]:
     return found
 
 
-def _free_generator(device: torch.device) -> None:
+def free_generator(device: torch.device) -> None:
     """Replace the random generator of the device by a copy of its state, if a failed capture has left it unusable."""
     generator = torch.cuda.default_generators[device.index]
     try:

@@ -23,30 +23,32 @@ def mapped(structure: Any, function: Callable[[Any], Tensor], strict: bool = Fal
     Raises:
         TypeError: an object may hide tensors, and `strict` is set.
     """
-    done: dict[int, Tensor] = {}
+    return _mapped(structure, function, strict, of_type, {})
 
-    def of(part: Any) -> Any:
-        if isinstance(part, of_type):
-            if id(part) not in done:
-                done[id(part)] = function(part)
-            return done[id(part)]
-        if isinstance(part, tuple) and hasattr(part, "_fields"):
-            return type(part)(*map(of, part))
-        if type(part) in (tuple, list):
-            return type(part)(map(of, part))
-        if isinstance(part, dict):
-            same = copy.copy(part)  # keeps the type and the order of the original
-            for key, value in part.items():
-                same[key] = of(value)
-            return same
-        if dataclasses.is_dataclass(part) and not isinstance(part, type):
-            values = {field.name: of(getattr(part, field.name)) for field in dataclasses.fields(part) if field.init}
-            return dataclasses.replace(part, **values)
-        if strict and type(part) not in CONSTANTS:
-            raise TypeError(_unknown(part))
-        return part
 
-    return of(structure)
+def _mapped(part: Any, function: Callable[[Any], Tensor], strict: bool, of_type: type, done: dict[int, Tensor]) -> Any:
+    """A function inside `mapped` would refer to itself, and keep tensors until the next garbage collection."""
+    if isinstance(part, of_type):
+        if id(part) not in done:
+            done[id(part)] = function(part)
+        return done[id(part)]
+    rest = function, strict, of_type, done
+    if isinstance(part, tuple) and hasattr(part, "_fields"):
+        return type(part)(*(_mapped(each, *rest) for each in part))
+    if type(part) in (tuple, list):
+        return type(part)(_mapped(each, *rest) for each in part)
+    if isinstance(part, dict):
+        same = copy.copy(part)  # keeps the type and the order of the original
+        for key, value in part.items():
+            same[key] = _mapped(value, *rest)
+        return same
+    if dataclasses.is_dataclass(part) and not isinstance(part, type):
+        fields = dataclasses.fields(part)
+        values = {field.name: _mapped(getattr(part, field.name), *rest) for field in fields if field.init}
+        return dataclasses.replace(part, **values)
+    if strict and type(part) not in CONSTANTS:
+        raise TypeError(_unknown(part))
+    return part
 
 
 def signature(structure: Any, kind: Callable[[Tensor], Hashable]) -> tuple[Hashable, list[Tensor]]:
@@ -59,25 +61,25 @@ def signature(structure: Any, kind: Callable[[Tensor], Hashable]) -> tuple[Hasha
         TypeError: an object that may hide tensors, or may change between calls.
     """
     tensors: list[Tensor] = []
-    place: dict[int, int] = {}
+    return _signature(structure, kind, tensors, {}), tensors
 
-    def of(part: Any) -> Hashable:
-        if isinstance(part, Tensor):
-            if id(part) not in place:
-                place[id(part)] = len(tensors)
-                tensors.append(part)
-            return Tensor, place[id(part)], kind(part)
-        if isinstance(part, tuple | list) and (type(part) in (tuple, list) or hasattr(part, "_fields")):
-            return type(part), *map(of, part)
-        if isinstance(part, dict):
-            return type(part), *((key, of(value)) for key, value in part.items())
-        if dataclasses.is_dataclass(part) and not isinstance(part, type):
-            return type(part), *(of(getattr(part, field.name)) for field in dataclasses.fields(part))
-        if type(part) not in CONSTANTS:
-            raise TypeError(_unknown(part))
-        return type(part), repr(part)  # 1 is not True, 0.0 not -0.0, nan is nan
 
-    return of(structure), tensors
+def _signature(part: Any, kind: Callable[[Tensor], Hashable], tensors: list[Tensor], place: dict[int, int]) -> Hashable:
+    if isinstance(part, Tensor):
+        if id(part) not in place:
+            place[id(part)] = len(tensors)
+            tensors.append(part)
+        return Tensor, place[id(part)], kind(part)
+    rest = kind, tensors, place
+    if isinstance(part, tuple | list) and (type(part) in (tuple, list) or hasattr(part, "_fields")):
+        return type(part), *(_signature(each, *rest) for each in part)
+    if isinstance(part, dict):
+        return type(part), *((key, _signature(value, *rest)) for key, value in part.items())
+    if dataclasses.is_dataclass(part) and not isinstance(part, type):
+        return type(part), *(_signature(getattr(part, field.name), *rest) for field in dataclasses.fields(part))
+    if type(part) not in CONSTANTS:
+        raise TypeError(_unknown(part))
+    return type(part), repr(part)  # 1 is not True, 0.0 not -0.0, nan is nan
 
 
 def _unknown(part: Any) -> str:

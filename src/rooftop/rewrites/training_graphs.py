@@ -1,0 +1,256 @@
+"""Training from CUDA graphs: one for a model's forward, one for its backward.
+
+A call replays the forward inside a function of autograd, whose backward replays the other graph. So the loss, hooks of
+parameters and the optimizer stay the user's. Both graphs share memory: the backward reads what the forward has left
+there. While a backward is still to come, another call runs without graphs. Results and gradients are copies, because
+autograd may keep a gradient and add the next one to it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rooftop.hardware.graphs import captured_into, in_a_line
+from rooftop.rewrites.graphs import UncapturedError, capturing, free_generator, waits
+from rooftop.rewrites.structures import mapped, signature
+
+MOST_PAIRS = 4
+Gradients = list[Tensor | None]
+Forward = Callable[[], list[Tensor]]
+Backward = Callable[[list[Tensor]], Gradients]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Two graphs, and the memory that they read and write.
+
+    Attributes:
+        outputs: written by the forward. gradients: written by the backward; None for unused inputs.
+        forward, backward: replay them.
+        bytes: how much the memory pool grew.
+    """
+
+    outputs: list[Tensor]
+    gradients: Gradients
+    forward: Callable[[], None]
+    backward: Callable[[], None]
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """The graphs for one signature.
+
+    Attributes:
+        inputs: where calls copy their tensors. slopes: where backwards copy the gradients of outputs; None for outputs
+            without a gradient.
+        result: the structure of the result, with the outputs in it.
+    """
+
+    inputs: list[Tensor]
+    slopes: Gradients
+    result: Any
+    recorded: Recorded
+
+
+class _Turn:
+    """A replayed forward whose memory a backward needs; `done` after the backward."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.done = number, False
+
+
+class TrainingReplays:
+    """A model whose calls in training are replays.
+
+    Args:
+        run: runs the model.
+        model: its parameters get gradients. Their addresses must not change.
+        device: a GPU.
+        record: captures both graphs; tests pass another one.
+
+    A call raises the errors of `run`, and `UncapturedError` if it cannot be captured.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        model: nn.Module,
+        device: torch.device,
+        record: Callable[[Forward, Backward], Recorded] | None = None,
+    ) -> None:
+        self.run, self.model, self.device = run, model, device
+        self.turns = 0
+        self._record = record or _Capture(device)
+        self._pairs: OrderedDict[Hashable, _Pair] = OrderedDict()
+        self._last: weakref.ref[_Turn] | None = None
+        self._lock = Lock()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            key, given = signature((args, kwargs), lambda t: (tuple(t.shape), t.stride(), t.dtype, t.requires_grad))
+            last = self._last() if self._last is not None else None
+            if last is not None and not last.done:
+                return self.run(*args, **kwargs)
+            pair = self._pairs.get(key)
+            if pair is None:
+                pair = self._pairs[key] = self._recorded(given, args, kwargs)
+                while len(self._pairs) > MOST_PAIRS:
+                    if self.device.type == "cuda":
+                        torch.cuda.synchronize(self.device)  # its memory must not be reused while it runs
+                    self._pairs.popitem(last=False)
+            self._pairs.move_to_end(key)
+            self.turns += 1
+            turn = _Turn(self.turns)
+            self._last = weakref.ref(turn)
+            results = _Replay.apply(self, pair, turn, *given, *self._parameters())
+            result_of = dict(zip(map(id, pair.recorded.outputs), results, strict=True))
+            return mapped(pair.result, lambda output: result_of[id(output)])
+
+    def bytes(self) -> int:
+        """Memory of all graphs."""
+        return sum(pair.recorded.bytes for pair in self._pairs.values())
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def _recorded(self, given: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Pair:
+        places = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in given]
+        place_of = {id(tensor): place for tensor, place in zip(given, places, strict=True)}
+        own_args, own_kwargs = mapped((args, kwargs), lambda tensor: place_of[id(tensor)])
+        wanted = [each for each in (*places, *self._parameters()) if each.requires_grad]
+        found: list[Any] = []
+        slopes: Gradients = []
+
+        def forward() -> list[Tensor]:
+            outputs: list[Tensor] = []
+
+            def note(output: Tensor) -> Tensor:
+                outputs.append(output)
+                return output
+
+            found[:] = [mapped(self.run(*own_args, **own_kwargs), note, strict=True)]
+            if not slopes:  # the first run
+                slopes.extend(torch.zeros_like(t) if t.requires_grad else None for t in outputs)
+            return outputs
+
+        def backward(outputs: list[Tensor]) -> Gradients:
+            pairs = [(t, slope) for t, slope in zip(outputs, slopes, strict=True) if slope is not None]
+            if not pairs or not wanted:
+                raise UncapturedError("no result has a gradient", found[0])
+            lost, starts = zip(*pairs, strict=True)
+            return list(torch.autograd.grad(lost, wanted, starts, allow_unused=True))
+
+        with torch.enable_grad(), _unchanged(self.model, self.device):
+            recorded = self._record(forward, backward)
+        # in the order of the inputs of `_Replay`
+        gradients = iter(recorded.gradients)
+        every = [next(gradients) if each.requires_grad else None for each in (*places, *self._parameters())]
+        outputs = [output.detach() for output in recorded.outputs]
+        detached = dict(zip(map(id, recorded.outputs), outputs, strict=True))
+        result = mapped(found[0], lambda output: detached[id(output)])
+        return _Pair(
+            places, slopes, result, Recorded(outputs, every, recorded.forward, recorded.backward, recorded.bytes)
+        )
+
+
+class _Replay(torch.autograd.Function):
+    """The replays in autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, owner: TrainingReplays, pair: _Pair, turn: _Turn, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.owner, ctx.pair, ctx.turn = owner, pair, turn
+        for place, tensor in zip(pair.inputs, tensors, strict=False):  # parameters follow
+            place.detach().copy_(tensor, non_blocking=True)
+        pair.recorded.forward()
+        outputs = tuple(output.clone() for output in pair.recorded.outputs)
+        ctx.mark_non_differentiable(
+            *(output for output, slope in zip(outputs, pair.slopes, strict=True) if slope is None)
+        )
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+        pair: _Pair = ctx.pair
+        if ctx.turn.done or ctx.turn.number != ctx.owner.turns:
+            raise RuntimeError(
+                "rooftop.optimize: the CUDA graphs of training run one backward for each call, before the next call: "
+                "leave the rule cuda-graphs out to run more"
+            )
+        for place, slope in zip(pair.slopes, slopes, strict=True):
+            if place is not None:
+                place.copy_(slope)
+        pair.recorded.backward()
+        ctx.turn.done = True
+        found = [gradient for gradient in pair.recorded.gradients if gradient is not None]
+        copies = [torch.empty_like(gradient) for gradient in found]
+        torch._foreach_copy_(copies, found)  # few launches for all
+        following = iter(copies)
+        gradients = (None if gradient is None else next(following) for gradient in pair.recorded.gradients)
+        return None, None, None, *gradients
+
+
+class _Capture:
+    """Captures both graphs on one stream, into one pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, forward: Forward, backward: Backward) -> Recorded:
+        """Run forward and backward twice, then capture them. The first run does lazy initialization, the second one
+        detects waits of the host.
+
+        Raises:
+            UncapturedError: the host waits, or the capture failed.
+            Exception: any error of a run.
+        """
+        device, stream = self.device, self._stream
+        current = torch.cuda.current_stream(device)
+        stream.wait_stream(current)
+        try:
+            with capturing, torch.cuda.device(device), torch.cuda.stream(stream):
+                outputs = forward()
+                backward(outputs)
+                if found := waits(lambda: backward(forward())):
+                    raise UncapturedError(f"the host waits for the GPU at {found[0]}", outputs)
+                first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+                reserved = torch.cuda.memory_reserved(device)
+                try:
+                    with captured_into(first, stream, self._pool):
+                        captured = forward()
+                    with captured_into(second, stream, self._pool):
+                        gradients = backward(captured)
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:
+                    free_generator(device)
+                    raise UncapturedError(in_a_line(error), outputs) from error
+                grown = torch.cuda.memory_reserved(device) - reserved
+        finally:
+            current.wait_stream(stream)
+        return Recorded(captured, gradients, first.replay, second.replay, grown)
+
+
+@contextmanager
+def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restores buffers and the random state of the process: runs before a capture must leave no traces."""
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, values in before:
+                    buffer.copy_(values)

@@ -1,0 +1,188 @@
+"""Forward and backward from graphs: results, gradients and their memory, by graphs that run the code again on the
+CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rooftop.rewrites.graphs import UncapturedError
+from rooftop.rewrites.training_graphs import Backward, Forward, Recorded, TrainingReplays
+
+CPU = torch.device("cpu")
+
+
+def run_again(forward: Forward, backward: Backward) -> Recorded:
+    """As a capture: replays write into the same memory."""
+    current: list[list[Tensor]] = []
+    backward(forward())
+    outputs = forward()
+    current[:] = [outputs]
+    gradients = backward(outputs)
+
+    def replay_forward() -> None:
+        with torch.enable_grad():
+            current[:] = [forward()]
+        for place, value in zip(outputs, current[0], strict=True):
+            place.data.copy_(value.detach())
+
+    def replay_backward() -> None:
+        for place, value in zip(gradients, backward(current[0]), strict=True):
+            if place is not None and value is not None:
+                place.copy_(value)
+
+    return Recorded(outputs, gradients, replay_forward, replay_backward)
+
+
+class Model(nn.Module):
+    """A norm with statistics, an unused parameter, a frozen one, and a result without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3))
+        self.unused, self.frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3), requires_grad=False)
+        self.calls = 0
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, Any]:
+        self.calls += 1
+        y = self.layers(x) * self.frozen * scale
+        return {"y": y, "best": y.argmax(1), "scale": scale}
+
+
+def pair() -> tuple[Model, Model, TrainingReplays]:
+    torch.manual_seed(0)
+    plain = Model().train()
+    torch.manual_seed(0)
+    model = Model().train()
+    return plain, model, TrainingReplays(model, model, CPU, run_again)
+
+
+def test_training_is_the_same_over_many_steps() -> None:
+    plain, model, replayed = pair()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (plain, model)]
+    for step in range(4):
+        x, losses = torch.randn(5, 6), []
+        for call, optimizer in zip((plain, replayed), optimizers, strict=True):
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            given = x.clone().requires_grad_()
+            found = call(given, scale=2.0)
+            assert found["scale"] == 2.0
+            assert not found["best"].requires_grad
+            loss = found["y"].square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append((loss.detach(), given.grad, found["best"]))
+        for one, other in zip(*losses, strict=True):
+            assert torch.equal(one, other)
+    for (name, one), other in zip(plain.state_dict().items(), model.state_dict().values(), strict=True):
+        assert torch.equal(one, other), name
+    assert model.unused.grad is None
+    assert model.frozen.grad is None
+
+
+def test_gradients_add_up_and_belong_to_the_caller() -> None:
+    plain, model, replayed = pair()
+    weight = model.layers[3].weight
+    for seed in range(3):
+        for call in (plain, replayed):
+            torch.manual_seed(seed)
+            call(torch.randn(5, 6))["y"].sum().backward()
+        assert torch.equal(weight.grad, plain.layers[3].weight.grad), "without zero_grad"
+    kept = weight.grad
+    weight.grad, before = None, kept.clone()
+    replayed(torch.randn(5, 6))["y"].sum().backward()
+    assert torch.equal(kept, before)
+
+
+def test_results_belong_to_the_caller() -> None:
+    _, _, replayed = pair()
+    first = replayed(torch.randn(5, 6))["y"]
+    first.sum().backward()
+    before = first.detach().clone()
+    replayed(torch.randn(5, 6))
+    assert torch.equal(first, before)
+
+
+def test_a_second_call_before_the_backward_runs_without_graphs() -> None:
+    plain, model, replayed = pair()
+    x, other = torch.randn(5, 6), torch.randn(5, 6)
+    for call in (plain, replayed):
+        torch.manual_seed(3)
+        (call(x)["y"].sum() + call(other)["y"].square().sum()).backward()
+    for one, same in zip(plain.parameters(), model.parameters(), strict=True):
+        assert (one.grad is None) == (same.grad is None)
+        assert one.grad is None or torch.equal(one.grad, same.grad)
+    assert replayed.turns == 1
+    replayed(x)["y"].sum().backward()
+    assert replayed.turns == 2, "the first call's backward has run"
+    replayed(x)
+    replayed(x)
+    assert replayed.turns == 4, "nothing holds the result, so no backward will come"
+
+
+def test_another_backward_raises() -> None:
+    """It would read memory that the first backward, or the next call, has used again."""
+    _, _, replayed = pair()
+    loss = replayed(torch.randn(5, 6))["y"].sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="one backward for each call, before the next call"):
+        loss.backward()
+    loss = replayed(torch.randn(5, 6))["y"].sum()
+    loss.backward(retain_graph=True)
+    replayed(torch.randn(5, 6))
+    with pytest.raises(RuntimeError, match="leave the rule cuda-graphs out"):
+        loss.backward()
+
+
+def test_a_capture_leaves_no_traces() -> None:
+    plain, model, replayed = pair()
+    torch.manual_seed(5)
+    expected, after = plain(x := torch.randn(5, 6))["y"], torch.rand(1)
+    torch.manual_seed(5)
+    x = torch.randn(5, 6)
+    assert torch.equal(replayed(x)["y"], expected), "the same masks"
+    assert torch.equal(torch.rand(1), after)
+    assert torch.equal(model.layers[1].running_mean, plain.layers[1].running_mean)
+    assert model.layers[1].num_batches_tracked == 1
+
+
+def test_each_signature_has_its_graphs() -> None:
+    _, model, replayed = pair()
+    for rows in (5, 4, 5):
+        replayed(torch.randn(rows, 6))["y"].sum().backward()
+    assert len(replayed._pairs) == 2
+    before = model.calls
+    for rows in range(2, 10):
+        replayed(torch.randn(rows, 6))["y"].sum().backward()
+    assert len(replayed._pairs) == 4, "the least recently used ones are dropped"
+    assert model.calls > before
+
+
+def test_what_has_no_gradient_is_not_captured() -> None:
+    model = nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(UncapturedError, match="no result has a gradient"):
+        TrainingReplays(model, model, CPU, run_again)(torch.ones(1, 2))
+
+
+@pytest.mark.gpu
+def test_training_on_a_gpu_is_the_same_over_many_steps() -> None:
+    device = torch.device("cuda")
+    plain, model, _ = pair()
+    plain, model = plain.to(device), model.to(device)
+    replayed = TrainingReplays(model, model, device)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (plain, model)]
+    for step in range(5):
+        x = torch.randn(5, 6, device=device)
+        for call, optimizer in zip((plain, replayed), optimizers, strict=True):
+            torch.manual_seed(step)
+            if step != 2:
+                optimizer.zero_grad()
+            call(x)["y"].square().mean().backward()
+            optimizer.step()
+    for (name, one), other in zip(plain.state_dict().items(), model.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=name)
+    assert replayed.turns == 5
