@@ -10,6 +10,7 @@ from rooftop.rewrites.compiler_rules import Compile, CompileBlocks
 from rooftop.rewrites.convolution_rules import FoldNorms, FuseConvolutions, Pools
 from rooftop.rewrites.format_rules import Autocast, ChannelsLast, TensorFloat32
 from rooftop.rewrites.graph_rules import CudaGraphs
+from rooftop.rewrites.liger_rules import Liger
 from rooftop.rewrites.memory_rules import Checkpointing
 from rooftop.rewrites.module_rules import Constants, Kernels
 from rooftop.rewrites.optimizer_rules import FusedOptimizer
@@ -19,6 +20,7 @@ RULES: tuple[Rule, ...] = (
     FuseConvolutions(),
     Pools(),
     Kernels(),
+    Liger(),
     Constants(),
     AttentionBackend("cudnn"),
     AttentionBackend("flash"),
@@ -50,6 +52,7 @@ __all__ = [
     "FuseConvolutions",
     "FusedOptimizer",
     "Kernels",
+    "Liger",
     "Pools",
     "Rule",
     "TensorFloat32",

@@ -6,13 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from rooftop.rewrites.candidates import Call, Candidate, Rule, Times, only_on_gpu
-from rooftop.rewrites.structures import mapped
-from rooftop.rewrites.timed_alone import alone_ms
+from rooftop.rewrites.timed_alone import alone_ms, filled, repeated
 
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -49,7 +47,7 @@ class AttentionBackend(Rule):
     def predicted_ms(self, times: Times) -> float:
         """The forward calls are timed alone with both back ends; the backward gains the same share."""
         forward = [call for call in times.calls if _is_forward(call)]
-        now_ms = sum(call.count * alone_ms(_repeated(call), call.device) for call in forward)
+        now_ms = sum(call.count * alone_ms(repeated(call), call.device) for call in forward)
         after_ms = sum(call.count * alone_ms(_by(self.backend, call), call.device) for call in forward)
         share = 1 - after_ms / now_ms if now_ms > 0 else 0.0
         return times.gain_ms(share * times.of("scaled_dot_product"))
@@ -76,22 +74,9 @@ def _is_forward(call: Call) -> bool:
     return "scaled_dot_product" in name and "backward" not in name
 
 
-def _filled(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the same shape, strides and dtype, with values; also of an expanded one."""
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    memory = torch.ones(max(1, span), dtype=tensor.dtype, device=device)
-    return memory.as_strided(tensor.shape, tensor.stride())
-
-
-def _repeated(call: Call) -> Callable[[], object]:
-    """The call on other values."""
-    given = mapped(call.arguments, lambda tensor: _filled(tensor, call.device))
-    return lambda: call.operator(*given)
-
-
 def _by(backend: str, call: Call) -> Callable[[], object]:
     """The attention of a call, computed by a back end."""
-    given = mapped(call.arguments, lambda tensor: _filled(tensor, call.device))
+    given = filled(call)
     named = {each.name: value for each, value in zip(call.operator._schema.arguments, given, strict=False)}
     bias = named.get("attn_bias", named.get("attn_mask"))
     causal = bool(named.get("is_causal", False))

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import Tensor
+
+from rooftop.rewrites.candidates import Call
+from rooftop.rewrites.structures import mapped
 
 REPEATS = 3
 CYCLES_A_MS = 2_000_000
@@ -33,3 +38,21 @@ def _once(run: Callable[[], object], device: torch.device) -> float:
         end.record()
         end.synchronize()
         return start.elapsed_time(end)
+
+
+def filled(call: Call) -> tuple[Any, ...]:
+    """Arguments of a call with other values."""
+    return mapped(call.arguments, lambda tensor: _filled(tensor, call.device))  # type: ignore[no-any-return]
+
+
+def repeated(call: Call) -> Callable[[], object]:
+    """The call on other values."""
+    given = filled(call)
+    return lambda: call.operator(*given)
+
+
+def _filled(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the same shape, strides and dtype, with values; also of an expanded one."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = torch.ones(max(1, span), dtype=tensor.dtype, device=device)
+    return memory.as_strided(tensor.shape, tensor.stride())

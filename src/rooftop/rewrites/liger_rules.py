@@ -1,0 +1,121 @@
+"""The rule about Liger's kernels (https://github.com/linkedin/Liger-Kernel): norms and SwiGLU by the functions of
+`liger_kernel.transformers.functional`, if that package is installed.
+
+Liger's own patches replace classes and functions of transformers for the whole process. This rule changes only modules
+of the candidate, which are recognized by what they compute.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rooftop.nn.hooks import has_hooks
+from rooftop.nn.recognizing import recognized
+from rooftop.rewrites.candidates import Candidate, Rule, Times, names_of, only_on_gpu
+from rooftop.rewrites.module_rules import gain_norms
+
+PACKAGE, FUNCTIONS = "liger_kernel", "liger_kernel.transformers.functional"
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""Names of the linear layers of a SwiGLU in transformers' models."""
+Function = Callable[[Tensor], Tensor]
+
+
+class Liger(Rule):
+    """Layer norms, RMS norms and SwiGLU computed by Liger's kernels."""
+
+    name = "liger-kernel"
+    kind = "kernels"
+    opaque = True
+    trains = True
+
+    def refusal(self, candidate: Candidate) -> str | None:
+        if reason := only_on_gpu(candidate):
+            return reason
+        return None if importlib.util.find_spec(PACKAGE) else "not installed: pip install liger-kernel"
+
+    def predicted_ms(self, times: Times) -> float:
+        return gain_norms(times)
+
+    def apply(self, candidate: Candidate) -> str:
+        functions = importlib.import_module(FUNCTIONS)
+        found: dict[str, str] = {}
+        for name, module in candidate.model.named_modules():
+            if "forward" in vars(module) or has_hooks(module):
+                continue
+            if (made := _by_liger(module, functions)) is not None:
+                kind, function = made
+                module.__dict__["forward"] = _Forward(module.forward, function, _dtype_of(module))
+                found[name] = kind
+        return names_of(found)
+
+
+class _Forward:
+    """The forward of one module.
+
+    Args:
+        usual: the module's own forward, for calls other than with one tensor of the weights' dtype.
+    """
+
+    def __init__(self, usual: Callable[..., Any], function: Function, dtype: torch.dtype) -> None:
+        self.usual, self.function, self.dtype = usual, function, dtype
+
+    def __call__(self, *inputs: Any, **keywords: Any) -> Any:
+        given = [*inputs, *keywords.values()]
+        if len(given) == 1 and isinstance(given[0], Tensor) and given[0].dtype == self.dtype and given[0].numel():
+            return self.function(given[0])
+        return self.usual(*inputs, **keywords)
+
+
+def _dtype_of(module: nn.Module) -> torch.dtype:
+    return next(module.parameters()).dtype
+
+
+def _by_liger(module: nn.Module, functions: Any) -> tuple[str, Function] | None:
+    """What a module computes, and the same by Liger; None for other modules."""
+    weight: Any = getattr(module, "weight", None)
+    if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1 and module.bias is not None:
+        bias, layer_eps = module.bias, module.eps
+        return "LayerNorm", lambda x: functions.liger_layer_norm(x, weight, bias, layer_eps)
+    norm = recognized(module)
+    if type(module) is nn.RMSNorm and len(module.normalized_shape) == 1 and weight is not None and module.eps:
+        eps, offset = module.eps, 0
+    elif norm is not None:
+        eps, offset = norm
+    else:
+        return _swiglu(module, functions) if is_swiglu(module) else None
+    casting = "gemma" if offset else "llama"  # where values are rounded: before or after the product with the weight
+    return "RMSNorm", lambda x: functions.liger_rms_norm(x, weight, eps, float(offset), casting, False)
+
+
+def _swiglu(module: Any, functions: Any) -> tuple[str, Function]:
+    gate, up, down = (getattr(module, name) for name in PROJECTIONS)
+    return "SwiGLU", lambda x: down(functions.liger_swiglu(gate(x), up(x)))
+
+
+def is_swiglu(module: nn.Module) -> bool:
+    """Whether a module with three projections computes down(silu(gate(x)) * up(x)), tried with small ones."""
+    parts = dict(module.named_children())
+    if not all(type(parts.get(name)) is nn.Linear for name in PROJECTIONS):
+        return False
+    if any(has_hooks(part) for part in parts.values()) or any(True for _ in module.parameters(recurse=False)):
+        return False
+    same: Any = copy.copy(module)
+    same._modules = dict(module._modules)
+    with torch.random.fork_rng([]), torch.no_grad():
+        torch.manual_seed(0)
+        for name, sizes in zip(PROJECTIONS, ((4, 6), (4, 6), (6, 4)), strict=True):
+            same._modules[name] = nn.Linear(*sizes)
+        x = torch.randn(5, 4)
+        try:
+            got = same(x)
+        except Exception:  # a forward may need other arguments or sizes
+            return False
+        expected = same.down_proj(nn.functional.silu(same.gate_proj(x)) * same.up_proj(x))
+        return type(got) is Tensor and got.shape == expected.shape and bool(torch.allclose(got, expected))
