@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from rooftop.optimization.forecasts import OperatorClock, fusable_of, quick_ceilings
-from rooftop.optimization.timing import ahead
-from rooftop.rewrites import Compile, CompileBlocks, CudaGraphs, Times
-from rooftop.rewrites.candidates import Call, Compiled, Fusable
+from rooftop.optimization.outcomes import Step
+from rooftop.optimization.timing import ahead, times_of
+from rooftop.rewrites import Candidate, Compile, CompileBlocks, CudaGraphs, FusedOptimizer, Times
+from rooftop.rewrites.candidates import Call, Compiled, Fusable, OptimizerStep
 from rooftop.rewrites.timed_alone import alone_ms
 
 CPU = torch.device("cpu")
@@ -45,7 +46,7 @@ def test_the_clock_of_operators_counts_and_times_them() -> None:
 
 def times(device_ms: float | None, host_ms: float | None, fusable: Fusable | None = None) -> Times:
     calls = (Call(torch.ops.aten.relu.default, (), CPU, 10, 2.0), Call(torch.ops.aten.mm.default, (), CPU, 10, 4.0))
-    return Times(max(device_ms or 0.0, host_ms or 8.0), calls, 0.0, device_ms, host_ms, fusable)
+    return Times(max(device_ms or 0.0, host_ms or 8.0), calls, device_ms=device_ms, host_ms=host_ms, fusable=fusable)
 
 
 def test_the_longer_of_host_and_device_sets_the_gain() -> None:
@@ -101,6 +102,35 @@ def test_compiling_takes_less_time_for_a_gpu() -> None:
     on_gpu = Times(1.0, (Call(torch.ops.aten.relu.default, (), torch.device("cuda"), 100, 1.0),))
     on_cpu = Times(1.0, (Call(torch.ops.aten.relu.default, (), CPU, 100, 1.0),))
     assert 5 < CompileBlocks().seconds(on_gpu) < Compile().seconds(on_gpu) < Compile().seconds(on_cpu)
+
+
+def test_a_fused_optimizer_gains_what_its_step_alone_gains() -> None:
+    now, then = OptimizerStep(3.0, 1.0, 3.0), OptimizerStep(0.5, 0.4, 0.1)
+    on_cpu = replace(times(None, None), optimizer=now, fused=then)
+    assert FusedOptimizer().predicted_ms(on_cpu) == 2.5
+    assert FusedOptimizer().predicted_ms(replace(on_cpu, fused=None)) == 0.0
+    bound_by_device = replace(times(8.0, 4.0), optimizer=now, fused=then)
+    assert FusedOptimizer().predicted_ms(bound_by_device) == pytest.approx(0.6)
+    bound_by_host = replace(times(4.0, 8.0), optimizer=now, fused=then)
+    assert FusedOptimizer().predicted_ms(bound_by_host) == pytest.approx(2.9)
+    assert CudaGraphs().predicted_ms(replace(times(2.0, 8.0), optimizer=now)) == 5.0, "its launches remain"
+
+
+def test_an_optimizer_and_its_fused_form_are_timed() -> None:
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    before = [p.detach().clone() for p in model.parameters()]
+    given = ((torch.randn(4, 64),), {})
+    candidate = Candidate.of(model, optimizer, training=True)
+    found = times_of(candidate, Step(True), given, model, 1.0, quick_ceilings(CPU))
+    assert found.optimizer.wall_ms > 0
+    assert found.fused is not None
+    assert found.fused.wall_ms > 0
+    assert not optimizer.state
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    sgd = torch.optim.ASGD(model.parameters())
+    found = times_of(replace(candidate, optimizer=sgd), Step(True), given, model, 1.0, quick_ceilings(CPU))
+    assert found.fused is None
 
 
 class FakeEvent:

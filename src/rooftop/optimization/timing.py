@@ -20,7 +20,8 @@ from rooftop.hardware.timing import LEAST_SAMPLES, Timing, compare, compare_slow
 from rooftop.optimization.draws import Arguments
 from rooftop.optimization.forecasts import OperatorClock, fusable_of
 from rooftop.optimization.outcomes import Step, anew, preserved, same_values
-from rooftop.rewrites.candidates import Call, Candidate, Times
+from rooftop.rewrites.candidates import Call, Candidate, OptimizerStep, Times
+from rooftop.rewrites.optimizer_rules import fused, not_fusable
 from rooftop.rewrites.structures import mapped
 from rooftop.rewrites.timed_alone import CYCLES_A_MS
 
@@ -87,20 +88,31 @@ def times_of(
 ) -> Times:
     """The times of a step and of its operators, and what a compiler could fuse."""
     run = step_of(candidate, step, given)
-    optimizer_ms = 0.0
+    now, faster = OptimizerStep(), None
     with untouched(original, candidate):
         for _ in range(1 if wall_ms > SLOW_MS else 2):  # the first one is for lazy initialization
             with OperatorTimes(candidate.device) as watched:
                 run()
         device_ms, host_ms = ahead(run, candidate.device, wall_ms)
-        if candidate.optimizer is not None:
-            began = time.perf_counter()
-            candidate.optimizer.step()
-            _wait(candidate.device)
-            optimizer_ms = (time.perf_counter() - began) * 1e3
+        optimizer = candidate.optimizer
+        if optimizer is not None:
+            now = _optimizer_step(optimizer, candidate.device)
+            faster = None if not_fusable(optimizer) else _optimizer_step(fused(optimizer), candidate.device)
     with untouched(original, candidate):
         fusable = fusable_of(step_of(replace(candidate, optimizer=None), step, given), candidate.device, ceilings)
-    return Times(wall_ms, watched.calls(), optimizer_ms, device_ms, host_ms, fusable, ceilings.launch_eager_ms)
+    return Times(wall_ms, watched.calls(), now, faster, device_ms, host_ms, fusable, ceilings.launch_eager_ms)
+
+
+def _optimizer_step(optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerStep:
+    """The times of a step alone, with the gradients of the last run, after one that creates the state."""
+    optimizer.step()
+    _wait(device)
+    began = time.perf_counter()
+    optimizer.step()
+    _wait(device)
+    wall_ms = (time.perf_counter() - began) * 1e3
+    device_ms, host_ms = ahead(optimizer.step, device, wall_ms)
+    return OptimizerStep(wall_ms, device_ms or 0.0, host_ms or 0.0)
 
 
 def ahead(run: Callable[[], object], device: torch.device, wall_ms: float) -> tuple[float | None, float | None]:

@@ -73,6 +73,20 @@ class Compiled:
 
 
 @dataclass(frozen=True)
+class OptimizerStep:
+    """Times of an optimizer's step alone.
+
+    Attributes:
+        wall_ms: from start to end.
+        device_ms, host_ms: as in `Times`.
+    """
+
+    wall_ms: float = 0.0
+    device_ms: float = 0.0
+    host_ms: float = 0.0
+
+
+@dataclass(frozen=True)
 class Memory:
     """Memory of a GPU at the peak of a step, with everything else in this process, and all of it, in bytes."""
 
@@ -87,7 +101,8 @@ class Times:
     Attributes:
         wall_ms: of a step.
         calls: of its operators, with the time of each.
-        optimizer_ms: of the optimizer's step, if there is one.
+        optimizer: of the optimizer's step, if there is one. fused: of the same optimizer with `fused=True`, if it has
+            that.
         device_ms: of the step's work on a GPU, if the host is far ahead. host_ms: the time in which the host launches a
             step. None on a CPU.
         fusable: what a compiler could fuse; None if that is not known.
@@ -98,7 +113,8 @@ class Times:
 
     wall_ms: float
     calls: tuple[Call, ...]
-    optimizer_ms: float = 0.0
+    optimizer: OptimizerStep = OptimizerStep()
+    fused: OptimizerStep | None = None
     device_ms: float | None = None
     host_ms: float | None = None
     fusable: Fusable | None = None
@@ -122,13 +138,14 @@ class Times:
         if self.device_ms is None or self.host_ms is None:
             return device_ms
         every = max(1, sum(call.count for call in self.calls))
-        return self.wall_ms - self._with(self.device_ms - device_ms, self.host_ms * (1 - calls / every))
+        return self.gain_of(device_ms, self.host_ms * calls / every)
 
-    def _with(self, device_ms: float, host_ms: float) -> float:
-        """The time of a step with other work and other launches."""
-        assert self.device_ms is not None
-        assert self.host_ms is not None
-        return self.wall_ms * max(device_ms, host_ms) / max(self.device_ms, self.host_ms)
+    def gain_of(self, device_ms: float, host_ms: float) -> float:
+        """The gain of a step that saves `device_ms` of work and `host_ms` of launches."""
+        if self.device_ms is None or self.host_ms is None:
+            return device_ms
+        left_ms = max(self.device_ms - device_ms, self.host_ms - host_ms)
+        return self.wall_ms * (1 - left_ms / max(self.device_ms, self.host_ms))
 
 
 @dataclass

@@ -34,7 +34,7 @@ class CudaGraphs(Rule):
     def predicted_ms(self, times: Times) -> float:
         if times.device_ms is None:
             return 0.0
-        return max(0.0, times.wall_ms - max(times.device_ms, times.optimizer_ms))
+        return max(0.0, times.wall_ms - max(times.device_ms, times.optimizer.host_ms))
 
     def apply(self, candidate: Candidate) -> str:
         if candidate.training:
