@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rooftop.nn.hooks import has_hooks
 from rooftop.rewrites.candidates import Call, Candidate, Rule, Times, counted, only_on_gpu
 from rooftop.rewrites.structures import mapped
 from rooftop.rewrites.timed_alone import alone_ms
@@ -18,14 +19,26 @@ OF_IMAGES = ("convolution", "pool", "batch_norm", "relu", "silu", "hardswish", "
 
 
 class ChannelsLast(Rule):
-    """Weights of 2-D convolutions and inputs with four dimensions are stored channels last."""
+    """Weights of 2-D convolutions and inputs with four dimensions are stored channels last. In training, the weights
+    stay as they are, because they are the original's: each call copies them into this layout."""
 
     name = "channels-last"
+    trains = True
 
     def predicted_ms(self, times: Times) -> float:
-        return times.gain_ms(gain_channels_last([call for call in times.calls if _is_of_images(call)]))
+        # of weights in the forward, and of their gradients in the backward
+        copies = 2 * times.count("convolution_backward")
+        return times.gain_ms(gain_channels_last([call for call in times.calls if _is_of_images(call)]), -copies)
 
     def apply(self, candidate: Candidate) -> str:
+        if candidate.training:
+            every = [module for module in candidate.model.modules() if isinstance(module, nn.Conv2d)]
+            copied = [module for module in every if _is_copied(module)]
+            for each in copied:
+                each.__dict__["forward"] = _Copied(each)
+            if copied:
+                _run_channels_last(candidate)
+            return counted(len(copied), "convolution")
         convolutions = [
             module
             for module in candidate.model.modules()
@@ -37,14 +50,35 @@ class ChannelsLast(Rule):
         if not convolutions:
             return ""
         candidate.frozen = True
-        run = candidate.call
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = mapped((args, kwargs), _channels_last)
-            return mapped(run(*args, **kwargs), Tensor.contiguous)
-
-        candidate.prepare(call)
+        _run_channels_last(candidate)
         return counted(len(convolutions), "convolution")
+
+
+def _run_channels_last(candidate: Candidate) -> None:
+    run = candidate.call
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = mapped((args, kwargs), _channels_last)
+        return mapped(run(*args, **kwargs), Tensor.contiguous)
+
+    candidate.prepare(call)
+
+
+def _is_copied(module: nn.Module) -> bool:
+    """Whether a module is a plain convolution, whose weight a call can replace."""
+    return type(module) is nn.Conv2d and "forward" not in vars(module) and not has_hooks(module)
+
+
+class _Copied:
+    """The forward of a convolution with a channels-last copy of its weight."""
+
+    def __init__(self, module: nn.Conv2d) -> None:
+        self.module = module
+
+    def __call__(self, input: Tensor) -> Tensor:
+        module = self.module
+        weight = module.weight.contiguous(memory_format=torch.channels_last)
+        return module._conv_forward(input, weight, module.bias)
 
 
 def _channels_last(tensor: Tensor) -> Tensor:

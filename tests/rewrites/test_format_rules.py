@@ -1,0 +1,74 @@
+"""Layouts of images in training: results and gradients are the original's, and so are the weights."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from rooftop.rewrites import Candidate, ChannelsLast, Times
+from rooftop.rewrites.candidates import Call
+
+
+class Network(nn.Module):
+    """Convolutions, one of them a subclass that computes something else."""
+
+    class Doubled(nn.Conv2d):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), self.Doubled(8, 8, 3, groups=2), nn.Conv2d(8, 4, 1))
+        )
+        self.layouts: list[bool] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            self.layouts.append(x.is_contiguous(memory_format=torch.channels_last))
+        return x
+
+
+def test_training_in_channels_last_is_the_same() -> None:
+    torch.manual_seed(0)
+    plain = Network().train()
+    model = copy.deepcopy(plain)
+    candidate = Candidate.of(model, None, training=True)
+    assert ChannelsLast().apply(candidate) == "2 convolutions"
+    assert not candidate.frozen, "an optimizer changes the weights"
+    assert all(own is weight for own, weight in zip(candidate.model.parameters(), model.parameters(), strict=True))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for _ in range(3):
+        x = torch.randn(2, 3, 9, 9)
+        results = []
+        for call, optimizer in zip((plain, candidate.call), optimizers, strict=True):
+            optimizer.zero_grad()
+            y = call(x)
+            y.square().mean().backward()
+            optimizer.step()
+            results.append(y)
+        assert results[1].is_contiguous()
+        torch.testing.assert_close(*results)
+    assert all(candidate.model.layouts)
+    assert not any(plain.layouts)
+    for (name, one), other in zip(plain.state_dict().items(), model.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other, msg=name)
+        assert other.is_contiguous()
+
+
+def test_copies_of_weights_count_as_launches() -> None:
+    gpu = torch.device("cuda")
+    calls = [Call(torch.ops.aten.mm.default, (), gpu, 80, 1.0)]
+    backward = Call(torch.ops.aten.convolution_backward.default, (), gpu, 10, 1.0)
+    bound_by_host = Times(8.0, (*calls, backward), device_ms=2.0, host_ms=8.0)
+    assert ChannelsLast().predicted_ms(bound_by_host) < 0
+    assert ChannelsLast().predicted_ms(Times(8.0, tuple(calls), device_ms=2.0, host_ms=8.0)) == 0.0
+
+
+def test_without_convolutions_there_is_nothing_to_change() -> None:
+    candidate = Candidate.of(nn.Linear(2, 2), None, training=True)
+    assert ChannelsLast().apply(candidate) == ""
+    assert candidate.call is candidate.model
