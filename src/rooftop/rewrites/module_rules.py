@@ -15,6 +15,7 @@ OPERATORS_OF_A_NORM = ("aten::pow", "aten::mean", "aten::rsqrt")
 """Operators of an RMS norm that is written by hand. Two products and two conversions of dtypes take about 1.5 times as
 long, and there are seven operators in all."""
 BY_HAND, SAVED_CALLS = 2.5, 6
+LAYER_NORM, SOFTMAX = "aten::native_layer_norm", "aten::_softmax"
 
 
 class Kernels(Rule):
@@ -29,7 +30,7 @@ class Kernels(Rule):
         return only_on_gpu(candidate)
 
     def predicted_ms(self, times: Times) -> float:
-        return gain_norms(times, share_of(times, "softmax", _softmax) * times.of("softmax"))
+        return gain_norms(times, share_of(times, SOFTMAX, _softmax) * times.of(SOFTMAX))
 
     def apply(self, candidate: Candidate) -> str:
         return names_of(replace(candidate.model, only=KINDS).swapped)
@@ -44,7 +45,7 @@ def gain_norms(times: Times, more_ms: float = 0.0) -> float:
     Args:
         more_ms: of device time that is also saved.
     """
-    saved_ms = more_ms + share_of(times, "layer_norm", _layer_norm) * times.of("layer_norm")
+    saved_ms = more_ms + share_of(times, LAYER_NORM, _layer_norm) * times.of(LAYER_NORM)
     by_hand = times.count("aten::rsqrt")
     if by_hand:
         saved_ms += BY_HAND * times.of(*OPERATORS_OF_A_NORM) - times.of("aten::pow") / 2
