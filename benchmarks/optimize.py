@@ -279,8 +279,10 @@ def search_in(turn: Turn) -> Iterator[None]:
         def __exit__(
             self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
         ) -> None:
-            super().__exit__(kind, error, tb)
-            turn.take_back()
+            try:
+                super().__exit__(kind, error, tb)
+            finally:
+                turn.take_back()
 
     before: Any = searching.Deadline, searching.time
     turn.waited_s = 0.0

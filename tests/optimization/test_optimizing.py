@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -568,7 +569,7 @@ class Compiles(Faster):
     """As the compiler: of its kind and with its name, but only the sleep changes.
 
     Args:
-        with_others, alone: the sleep together with other rules, and without any.
+        with_others, alone: the sleep together with other rules (NaN: it raises), and without any.
     """
 
     kind = "compile"
@@ -584,6 +585,8 @@ class Compiles(Faster):
     def apply(self, candidate: Candidate) -> str:
         others = frozenset(candidate.changes)
         self.tried.append(others)
+        if others and math.isnan(self.with_others):
+            raise RuntimeError("not with these")
         candidate.model.asleep_s = self.with_others if others else self.alone
         return "the whole model"
 
@@ -605,6 +608,9 @@ def test_the_whole_model_is_also_compiled_alone(monkeypatch: pytest.MonkeyPatch)
     assert rule.tried[:2] == [{"fold-norms"}, frozenset()]
     assert found.kept == ["compile"], found.changes
     assert {change.rule: change.reason for change in found.changes}["compile"] == "instead of fold-norms"
+    rule = Compiles(with_others=torch.nan, alone=0.002)
+    found = rooftop.optimize(sleepy(), torch.randn(2, 6), rules=[shorter("fold-norms", 0.0057), rule])
+    assert found.kept == ["compile"], "with the others it fails"
     rule = Compiles(with_others=0.009, alone=0.002)
     rooftop.optimize(sleepy(), torch.randn(2, 6), rules=[shorter("fold-norms", 0.0057), rule])
     assert frozenset() not in rule.tried, "much slower with the others: compiling once more would take long"

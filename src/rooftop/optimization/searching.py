@@ -240,7 +240,8 @@ class Search:
             if other.verdict == "kept" or change.verdict == "not tried":
                 change = other
             lost_ms = -(change.measured_ms or 0.0)
-            if change.verdict == "kept" or not change.where or lost_ms > HOPELESS * self._times.wall_ms:
+            idle = other.verdict == "not tried" or (other.verdict == "no gain" and not other.where)
+            if change.verdict == "kept" or idle or lost_ms > HOPELESS * self._times.wall_ms:
                 break
         return change
 
@@ -252,8 +253,9 @@ class Search:
             return [same]
         opaque = [kept for kept in self.kept if kept.opaque]
         found = [same + opaque, same] if opaque else [same]
-        if rule.name == WHOLE and len(found[0]) < len(self.kept):
-            found.append(list(self.kept))  # what a user would try first must not be faster
+        others = [kept for kept in self.kept if kept.infers]  # the optimizer's and those about memory stay
+        if rule.name == WHOLE and len(found[0]) < len(others):
+            found.append(others)  # what a user would try first must not be faster
         return found
 
     def _tried_instead(self, rule: Rule, replaced: Sequence[Rule], predicted_ms: float) -> Change:
