@@ -192,14 +192,17 @@ class Job:
 
     def named(self, name: str) -> bool:
         """Whether a name of `--only` or `TELLING` means this row."""
-        return name in (self.name, self.key) or (name == "level3" and self.name in level3.NETWORKS)
+        if name == "level3":
+            return self.name in level3.NETWORKS
+        model, _, rest = name.partition(":")
+        return self.name.startswith(model) and rest in ("", self.key.partition(":")[2])
 
 
 def jobs(only: Sequence[str], batch: str, mode: str) -> list[Job]:
     """The chosen rows, the most telling ones first.
 
     Args:
-        only: names of models, "model:batch", "model:training" or "level3"; none: all.
+        only: how the names of models begin, also with ":batch" or ":training"; or "level3"; none: all.
     """
     cases = [case for case in CASES.values() if case.name != QUICK]
     every = [Job(case.name, size, "inference") for case in cases for size in case.batches]
@@ -639,6 +642,8 @@ def main() -> int:
         chosen = [Job(QUICK, CASES[QUICK].batches[0], "inference"), Job(QUICK, 2, "training")]
     else:
         chosen = jobs(options.only, options.batch, options.mode)
+        if unknown := [name for name in options.only if not any(job.named(name) for job in chosen)]:
+            parser.error(f"no row is named {unknown[0]!r}: {', '.join(job.key for job in jobs([], 'both', 'both'))}")
     rows: list[Row] = []
     if options.out is not None and options.out.exists():
         rows = [row for row in json.loads(options.out.read_text())["results"] if row.get("done")]

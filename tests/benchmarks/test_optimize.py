@@ -112,6 +112,16 @@ def test_the_most_telling_rows_come_first(optimize: ModuleType) -> None:
     assert {job.mode for job in optimize.jobs(["bert"], "both", "training")} == {"training"}
     assert {job.name for job in optimize.jobs(["level3"], "both", "both")} == set(optimize.level3.NETWORKS)
     assert all(optimize.jobs([name], "both", "both") for name in optimize.AUTOTUNED)
+    assert [job.name for job in optimize.jobs(["vit"], "small", "both")][:1] == ["vit_base_patch16_224"]
+
+
+def test_a_row_that_does_not_exist_is_an_error(
+    optimize: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["optimize.py", "--only", "resnet50", "resnet51"])
+    with pytest.raises(SystemExit):
+        optimize.main()
+    assert "no row is named 'resnet51': resnet50:128, gpt2:1" in capsys.readouterr().err
 
 
 def test_places_share_the_processors(optimize: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
