@@ -1,8 +1,7 @@
-"""How accurate many gradients must be: each one, and all together."""
+"""How accurate results and gradients must be: each of them as accurate as the original's."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -39,21 +38,10 @@ def gradients(*sizes: float) -> dict[str, float]:
     return {f"gradient of {i}": size for i, size in enumerate(sizes)}
 
 
-def test_one_of_many_gradients_may_be_off_by_more() -> None:
-    assert judged(gradients(3.9, *[1.1] * 9)) == pytest.approx(3.9 / 4, abs=1e-3)
-    assert judged(gradients(*[1.9] * 10)) == pytest.approx(0.95, abs=1e-3)
-    with pytest.raises(RefusedError, match="gradient of 0 is off by"):
-        judged(gradients(4.1, *[1.0] * 9))
-
-
-def test_all_gradients_together_are_as_accurate_as_results() -> None:
-    with pytest.raises(RefusedError, match=r"10 gradients are off by 2.2 times the original's error"):
-        judged(gradients(*[2.2] * 10))
-    with pytest.raises(RefusedError, match=r"1 gradients are off by 2.1 times"):
-        judged(gradients(2.1))
-    together = math.sqrt((3.5**2 + 3 * 1.1**2) / 4)
-    assert 3.5 / 4 < together / 2 < 1
-    assert judged(gradients(3.5, 1.1, 1.1, 1.1)) == pytest.approx(together / 2, abs=1e-3)
+def test_each_gradient_may_be_off_by_twice_the_original() -> None:
+    assert judged(gradients(1.9, *[1.1] * 9)) == pytest.approx(0.95, abs=1e-3)
+    with pytest.raises(RefusedError, match="gradient of 3 is off by"):
+        judged(gradients(1.0, 1.0, 1.0, 2.1, *[1.0] * 9))
 
 
 def test_results_may_be_off_by_twice_the_original() -> None:
