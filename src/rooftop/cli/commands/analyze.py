@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from rooftop.cli.commands import names
 from rooftop.cli.commands.deferred import done_by
+from rooftop.cli.commands.target_options import device_option, dtype_option, input_option
 from rooftop.cli.outputs import json_option
 from rooftop.errors import did_you_mean
 
@@ -46,20 +46,10 @@ def _known_mode(context: click.Context, option: click.Parameter, mode: str | Non
 @click.command(epilog=EXAMPLES)
 @click.argument("target")
 @click.argument("script_arguments", metavar="[-- SCRIPT ARGUMENTS]", nargs=-1, type=click.UNPROCESSED)
-@click.option(
-    "--input",
-    "inputs",
-    multiple=True,
-    metavar="SHAPE[:DTYPE[:HIGH]]|PHOTOS",
-    help="An input of the model: a shape, filled with random data, or photographs. Repeat for several inputs.",
-)
+@input_option
 @click.option("--train", is_flag=True, help="Analyze a training step: forward, backward and an SGD step.")
-@click.option(
-    "--device", default=None, metavar="cpu|cuda[:N]", help="Device to run on.  [default: the GPU if there is one]"
-)
-@click.option(
-    "--dtype", type=click.Choice(names.FLOATS), metavar="bf16|fp16|fp32|fp64", help="Cast the model to this dtype."
-)
+@device_option
+@dtype_option
 @click.option("--channels-last", is_flag=True, help="Use the channels-last layout for images and convolution weights.")
 @click.option(
     "--compile",

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from rooftop.cli.commands import names
 from rooftop.cli.commands.deferred import done_by
+from rooftop.cli.commands.target_options import device_option, dtype_option, input_option
 from rooftop.cli.outputs import json_option
 
 EXAMPLES = """\b
@@ -22,13 +22,7 @@ Examples:
 
 @click.command(epilog=EXAMPLES)
 @click.argument("target")
-@click.option(
-    "--input",
-    "inputs",
-    multiple=True,
-    metavar="SHAPE[:DTYPE[:HIGH]]|PHOTOS",
-    help="An input of the model: a shape, filled with random data, or photographs. Repeat for several inputs.",
-)
+@input_option
 @click.option(
     "--shape",
     "shapes",
@@ -37,12 +31,8 @@ Examples:
     help="Another shape that the first input may have. Repeat for several shapes.",
 )
 @click.option("--train", is_flag=True, help="Optimize a training step: forward and backward.")
-@click.option(
-    "--device", default=None, metavar="cpu|cuda[:N]", help="Device to run on.  [default: the GPU if there is one]"
-)
-@click.option(
-    "--dtype", type=click.Choice(names.FLOATS), metavar="bf16|fp16|fp32|fp64", help="Cast the model to this dtype."
-)
+@device_option
+@dtype_option
 @click.option(
     "--rule",
     "rules",
