@@ -50,10 +50,9 @@ browser:
 ffmpeg:
 	@command -v ffmpeg >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq --no-install-recommends ffmpeg >/dev/null; } || echo "no ffmpeg: the tests that run it will be skipped (apt-get install ffmpeg)"
 
-# Whatever the shell says, byte code is kept: else each process that a test starts compiles this library again, and each
-# worker all tests. One worker more than processors, up to five: some tests wait for other processes, clocks and browsers.
+# One worker more than processors, up to five: some tests wait for other processes, clocks and browsers.
 test: setup browser ffmpeg lint
-	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $$($(BIN)/python -c 'import os; print(min(os.cpu_count(), 4) + 1)') --dist worksteal
+	$(BIN)/pytest -n $$($(BIN)/python -c 'import os; print(min(os.cpu_count(), 4) + 1)') --dist worksteal
 
 # Kernels are compiled in many processes at once: each has one thread for what runs on the CPU.
 test-gpu: gpu

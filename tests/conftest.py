@@ -132,7 +132,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
     No name server is queried. Each connection between ranks looks up a name that is not needed, and a lost query takes
     five seconds.
+
+    Byte code is kept, whatever the shell says. Else each worker compiles all tests, which takes five seconds, and each
+    process that a test starts compiles this library.
     """
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     use_a_gpu_each()
     if "ROOFTOP_CACHE" not in os.environ:  # workers and other processes use the first process's cache
         cache = tempfile.TemporaryDirectory(prefix="rooftop-tests-", ignore_cleanup_errors=True)
