@@ -262,6 +262,7 @@ def main() -> int:
     options = parser.parse_args()
     if not options.quick and not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU; --quick tests the script on a CPU")
+    os.environ.setdefault("ROOFTOP_COMPILED_CALLS", "wait")  # the threads in C++ from the first frame on
     options.device = "cuda"
     if options.quick:
         options.device, options.triangles, options.files, options.built = "cpu", 60_000, 9, 2

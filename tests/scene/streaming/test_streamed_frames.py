@@ -715,7 +715,7 @@ def test_an_interrupted_wait_loses_no_page(paged_ball: Geometry, reader: str) ->
     in_flight = loader.in_flight
     assert in_flight > 3
     loader.in_flight += 1  # which never comes
-    threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
+    threading.Timer(0.3, signal.pthread_kill, [threading.get_ident(), signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
         loader.wait()
     loader.in_flight -= 1

@@ -236,6 +236,8 @@ class Renderer:
             shone = self._shadows.values if lights else self._dark
             plain = not lights and not any(self.scene.materials)
             stages.emit(tensors.targets, light, shone, surfaces, emitted, pictures, plain, meshes.has_attributes)
+            if pool is not None and not wait:
+                pool.begin()  # for the next frame: the host has time while the device draws
             answer = pool.requests.read() if pool is not None else None
             if pool is not None and answer is not None and answer.refused is not None:
                 self._drop_pool()

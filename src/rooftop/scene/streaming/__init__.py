@@ -3,5 +3,6 @@
 Read in this order: `page_graph.py` (all pages of a scene, and which needs which), `slots.py` (which page is in which
 slot), `requests.py` (the culls' requests), `streamed_cull.py` (culling with absent pages), `answers.py` (how the host
 reads the requests), `plans.py` (what to load, and what to evict for it), `loading.py` (threads that read, check and
-upload), `admission.py` (making pages visible to kernels), and `pool.py`, which combines these for a renderer.
+upload), `page_reader.cpp` (the same threads and plans in C++), `admission.py` (making pages visible to kernels),
+`page_table.py` (how the host tells the device), and `pool.py`, which combines these for a renderer.
 """

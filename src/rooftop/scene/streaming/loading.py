@@ -204,7 +204,7 @@ class PythonReader:
             self._leaving = True
             self._changed.notify_all()
         for worker in self._workers:
-            if worker is not threading.current_thread():
+            if worker.is_alive() and worker is not threading.current_thread():  # a fork has none of them
                 worker.join()
 
     def _work(self, upload: _Upload) -> None:

@@ -236,6 +236,11 @@ class Reader {
   }
 
   void close() {
+    if (getpid() != process_) {  // a fork has none of the threads
+      for (auto& thread : threads_) thread.detach();
+      threads_.clear();
+      return;
+    }
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (leaving_) return;
@@ -393,6 +398,7 @@ class Reader {
   const int64_t page_bytes_;
   const bool on_gpu_;
   const size_t most_merged_;
+  const pid_t process_ = getpid();
   void *context_ = nullptr, *stream_ = nullptr, *event_ = nullptr;
   char gap_[64];  // between pages of a file; never read
 
@@ -454,6 +460,23 @@ class Books {
     state_[page] = ABSENT, slot_of_[page] = -1, page_in_[slot] = -1;
     free_[(*free_count_)++] = slot;
     for (int64_t k = starts_[page]; k < starts_[page + 1]; ++k) --dependents_[needs_[k]];
+  }
+
+  // The twin of `Slots.publish`, for pages in any order: pages that became resident, in ascending order, and the others.
+  py::tuple publish(const Array<int64_t>& arrived) {
+    std::vector<int64_t> waiting(arrived.data(), arrived.data() + arrived.size()), published;
+    std::sort(waiting.begin(), waiting.end());  // a page comes after the pages that it needs
+    size_t kept = 0;
+    for (const int64_t page : waiting) {
+      bool fits = true;
+      for (int64_t k = starts_[page]; k < starts_[page + 1]; ++k) fits &= state_[needs_[k]] == RESIDENT;
+      if (fits)
+        state_[page] = RESIDENT, published.push_back(page);
+      else
+        waiting[kept++] = page;
+    }
+    waiting.resize(kept);
+    return py::make_tuple(as_array(published), as_array(waiting));
   }
 
   // The twin of `plans.plan_in_python`: pages that are given up, pages to read, and their slots.
@@ -558,5 +581,6 @@ PYBIND11_MODULE(ROOFTOP_MODULE, module) {
                     Array<int64_t>, Array<int64_t>>(),
            py::arg().noconvert(), py::arg().noconvert(), py::arg().noconvert(), py::arg().noconvert(), py::arg().noconvert(),
            py::arg().noconvert(), py::arg().noconvert(), py::arg().noconvert(), py::arg().noconvert())
-      .def("plan_some", &Books::plan_some);
+      .def("plan_some", &Books::plan_some)
+      .def("publish", &Books::publish);
 }

@@ -70,19 +70,34 @@ class Planner:
             use: returns how pages were used; called only if a slot has to be freed.
             urgent: whether pages that are wanted now, but less, may be evicted.
         """
-        slots, module = self.slots, page_reader.compiled()
-        if module is None:
+        slots, books = self.slots, self._in_cpp()
+        if books is None:
             return plan_in_python(slots, pages, pixels, most, use, urgent)
+        plan = Plan(*books.plan_some(pages, pixels, most, use, urgent, MARGIN))
+        if len(plan.given_up):
+            slots.forget_absent()
+        return plan
+
+    def publish(self) -> Ints:
+        """`Slots.publish`."""
+        slots, books = self.slots, self._in_cpp()
+        if books is None:
+            return slots.publish()
+        published, slots.arrived = books.publish(slots.arrived)
+        return published  # type: ignore[no-any-return]
+
+    def _in_cpp(self) -> Any:
+        """The twin in C++ of the slots' records, in the same memory; None if it is not compiled."""
+        module = page_reader.compiled()
+        if module is None:
+            return None
         if self._books is None:
-            needs = slots.graph.needs
+            slots, needs = self.slots, self.slots.graph.needs
             self._books = module.Books(
                 *(needs.starts, needs.pages, slots.graph.roots, slots.state, slots.slot_of, slots.dependents),
                 *(slots.page_in, slots.free_slots, slots.free_count),
             )
-        plan = Plan(*self._books.plan_some(pages, pixels, most, use, urgent, MARGIN))
-        if len(plan.given_up):
-            slots.forget_absent()
-        return plan
+        return self._books
 
 
 def plan_in_python(slots: Slots, pages: Ints, pixels: Floats, most: int, use: Callable[[], Use], urgent: bool) -> Plan:

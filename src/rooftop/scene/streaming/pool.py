@@ -17,8 +17,8 @@ from rooftop.scene.streaming.plans import NO_USE, Plan, Planner, best_that_fit, 
 from rooftop.scene.streaming.slots import ABSENT, NO_PAGES, RESIDENT, Slots
 
 MOST_WORDS = 2**31 - 1  # length limit of a Warp array
-MOST_OF_A_FRAME = 32  # pages for one frame; planning takes the host about 40 microseconds for each
-MOST_IN_FLIGHT = 128  # pages that 8 threads read in a few frames; a loading page takes a slot
+MOST_OF_A_FRAME = 64  # pages for one frame, which 8 threads read in about a millisecond
+MOST_IN_FLIGHT = 256  # pages that 8 threads read in a few frames; a loading page takes a slot
 AT_ONCE, AHEAD = 0.0, 1.0  # pages that a frame waits for are read before pages that are only expected
 
 Mask = npt.NDArray[np.bool_]
@@ -163,7 +163,7 @@ class Pool:
             self._loaded + len(pages),
             self._loaded_bytes + int(arrivals.size_bytes.sum()),
         )
-        self._changed.append(self.slots.publish())
+        self._changed.append(self.planner.publish())
         for error in arrivals.errors.values():
             raise error
 

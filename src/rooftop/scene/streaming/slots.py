@@ -28,6 +28,7 @@ class Slots:
         slot_of: (pages,) int32, -1 where the page is not held.
         dependents: (pages,) int32, the number of held pages that need this one directly.
         page_in: (slots,) int64, the page in each slot, or -1.
+        arrived: the pages that have arrived, in any order.
         free_slots: (slots,) int64, of which the first `free` are free; the last of those is taken first.
     """
 
@@ -39,7 +40,7 @@ class Slots:
         self.page_in = np.full(count, -1, np.int64)
         self.free_slots = np.arange(count)[::-1].copy()  # the lowest is taken first
         self.free_count = np.array([count], np.int64)  # `page_reader.cpp` changes it, too
-        self._arrived = np.zeros(0, np.int64)
+        self.arrived = np.zeros(0, np.int64)
 
     @property
     def free(self) -> int:
@@ -87,11 +88,11 @@ class Slots:
         """Record that loading pages are in their slots."""
         assert (self.state[pages] == LOADING).all()
         self.state[pages] = ARRIVED
-        self._arrived = np.concatenate([self._arrived, pages])
+        self.arrived = np.concatenate([self.arrived, pages])
 
     def publish(self) -> Ints:
         """Make arrived pages resident if all pages that they need are; return their numbers."""
-        waiting, published = self._arrived, [NO_PAGES]
+        waiting, published = self.arrived, [NO_PAGES]
         while len(waiting):
             needed, counts = self.graph.needs.of_all(waiting)
             absent = np.concatenate([[0], np.cumsum(self.state[needed] != RESIDENT)])
@@ -102,7 +103,7 @@ class Slots:
             self.state[waiting[fits]] = RESIDENT
             published.append(waiting[fits])
             waiting = waiting[~fits]
-        self._arrived = waiting
+        self.arrived = waiting
         return np.sort(np.concatenate(published))
 
     def lose(self, pages: Ints) -> None:
@@ -122,8 +123,8 @@ class Slots:
 
     def forget_absent(self) -> None:
         """Call after slots were freed: pages that had arrived may be absent now."""
-        if len(self._arrived):
-            self._arrived = self._arrived[self.state[self._arrived] == ARRIVED]
+        if len(self.arrived):
+            self.arrived = self.arrived[self.state[self.arrived] == ARRIVED]
 
     def candidates(self) -> Ints:
         """Pages that may be evicted now: no held page needs them, and they are neither roots nor loading."""
