@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from rooftop.scene import Geometry, layouts
 from rooftop.scene.building.normals import octahedral
 from rooftop.scene.geometry import _normals
 from rooftop.scene.heads import bit_lengths
+from rooftop.scene.streaming import page_reader
 
 OLD_FILE = Path(__file__).with_name("version_3.rtg")  # half a ball with all attributes, written in version 3
 
@@ -32,6 +33,14 @@ Arrays = tuple[NDArray[np.float64], NDArray[np.int64]]
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_compilation() -> Iterator[None]:
+    """Python reads pages, except where tests of streaming choose: no compilation runs beside other tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page_reader, "compiled", lambda: None)
+        yield
 
 
 class Paths:
