@@ -207,4 +207,7 @@ def test_plans_in_cpp_are_those_in_python(graph: PageGraph, data: st.DataObject,
 
 
 def same(one: Plan, other: Plan) -> bool:
-    return all(getattr(one, name).tolist() == getattr(other, name).tolist() for name in ("given_up", "pages", "slots"))
+    return all(
+        getattr(one, name).tolist() == getattr(other, name).tolist()
+        for name in ("given_up", "pages", "slots", "orders")
+    )

@@ -147,6 +147,8 @@ class FrameMemory:
         depths = self.tensors["hzb_before"]
         memory = FrameMemory(self.places, self.canvas, self.fragments, room, depths, self._pictures)
         memory.frame.pixel_error = self.frame.pixel_error
+        if room["visible"] == self.room["visible"]:  # else another kernel may sort, which is not loaded yet
+            memory.graphs = dict.fromkeys(self.graphs)  # drawn before, so the next time is captured
         return memory
 
     def wanted_room(self, counters: list[int]) -> dict[str, int]:

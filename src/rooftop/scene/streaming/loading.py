@@ -41,7 +41,7 @@ MOST_MERGED = 4  # pages that one system call reads
 
 # What became of a request, as in `page_reader.cpp`.
 READ, UNREADABLE, CUT_OFF, CHANGED, NOT_COPIED = range(5)
-REQUEST_COLUMNS, RESULT_COLUMNS = 6, 4  # page, slot, file, offset, length, checksum; page, bytes, outcome, code
+RESULT_COLUMNS = 4  # page, bytes, outcome, code
 
 
 @dataclass(frozen=True)
@@ -87,28 +87,26 @@ class Loader:
         self.in_flight = 0
         self.host_bytes = BUFFERS * layouts.PAGE_BYTES
         self._graph = graph
-        self._files = np.array(_opened(graph.meshes), np.int64)
+        files = np.array(_opened(graph.meshes), np.int64)
         on_gpu = words.device.type == "cuda"
         staged = torch.empty(BUFFERS, SLOT_WORDS, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
-        self._memory = staged, words, threads
+        table = np.stack([files[graph.mesh_of], graph.offsets, graph.lengths, graph.checksums], axis=1)
+        self._memory = table, staged, words, threads
         self._reader = _reader(*self._memory)
         self._put_back: list[Arrivals] = []
         self._held = [self._reader]  # what `close` ends
-        self.close = weakref.finalize(self, _end, self._held, self._files.tolist(), self._memory)
+        self.close = weakref.finalize(self, _end, self._held, files.tolist(), self._memory)
 
     def load(self, pages: Ints, slots: Ints, urgency: float, orders: npt.NDArray[np.float64]) -> None:
         """Read pages into slots: of all requests, those with the smallest urgency first; among these, those with the
-        smallest order."""
+        smallest order, and of these those with the smallest number."""
         if not len(pages):
             return
         if not self.in_flight and isinstance(self._reader, PythonReader) and page_reader.compiled() is not None:
             self._reader.close()
             self._held[0] = self._reader = _reader(*self._memory)
-        of = self._graph
-        places = (of.offsets[pages], of.lengths[pages], of.checksums[pages])
-        requests = np.stack([pages, slots, self._files[of.mesh_of[pages]], *places], axis=1)
         self.in_flight += len(pages)
-        self._reader.load(requests, np.stack([np.full(len(pages), urgency), orders], 1))
+        self._reader.load(pages, slots, urgency, orders)
 
     def arrived(self) -> Arrivals:
         """The pages that arrived since the last call; does not wait."""
@@ -149,26 +147,30 @@ class Loader:
         return getattr(self._reader, "errors", {}).pop(page, None) or RuntimeError(f"{what}: CUDA error {code}")
 
 
-def _reader(staged: Tensor, words: Tensor, threads: int) -> Any:
+def _reader(table: Ints, staged: Tensor, words: Tensor, threads: int) -> Any:
     module = page_reader.compiled()
     if module is None:
-        return PythonReader(staged, words, threads)
+        return PythonReader(table, staged, words, threads)
     on_gpu = words.device.type == "cuda"
     with torch.cuda.device(words.device) if on_gpu else nullcontext():  # its context is that of the thread that copies
         return module.Reader(
-            threads, len(staged), staged.data_ptr(), words.data_ptr(), layouts.PAGE_BYTES, on_gpu, MOST_MERGED
+            table, threads, len(staged), staged.data_ptr(), words.data_ptr(), layouts.PAGE_BYTES, on_gpu, MOST_MERGED
         )
 
 
 class PythonReader:
     """Threads of Python, the twin of `Reader` in `page_reader.cpp`.
 
+    Args:
+        table: (pages, 4), for each page its file, offset, length and checksum.
+
     Attributes:
         errors: of pages that were not copied, by page.
     """
 
-    def __init__(self, staged: Tensor, words: Tensor, threads: int) -> None:
+    def __init__(self, table: Ints, staged: Tensor, words: Tensor, threads: int) -> None:
         self.errors: dict[int, Exception] = {}
+        self._table = table
         self._tasks: list[tuple[Any, ...]] = []  # a heap
         self._done: list[tuple[int, ...]] = []
         self._changed = threading.Condition()  # of the above
@@ -180,11 +182,11 @@ class PythonReader:
         for worker in self._workers:
             worker.start()
 
-    def load(self, requests: Ints, orders: npt.NDArray[np.float64]) -> None:
-        """Read pages: rows of REQUEST_COLUMNS, and (n, 2) the order of each."""
+    def load(self, pages: Ints, slots: Ints, urgency: float, orders: npt.NDArray[np.float64]) -> None:
+        """Read pages, as `Loader.load`."""
         with self._changed:
-            for order, request in zip(orders.tolist(), requests.tolist(), strict=True):
-                heapq.heappush(self._tasks, (*order, *request))
+            for order, page, slot in zip(orders.tolist(), pages.tolist(), slots.tolist(), strict=True):
+                heapq.heappush(self._tasks, (urgency, order, page, slot))
             self._changed.notify_all()
 
     def arrived(self) -> Ints:
@@ -213,11 +215,11 @@ class PythonReader:
                 self._changed.wait_for(lambda: self._tasks or self._leaving)
                 if self._leaving:
                     return
-                _, _, page, slot, file, start, length, checksum = heapq.heappop(self._tasks)
+                _, _, page, slot = heapq.heappop(self._tasks)
             try:
-                held, outcome, code = _read(upload.staged.numpy(), file, start, length, checksum)
+                held, outcome, code = _read(upload.staged.numpy(), *self._table[page].tolist())
                 if outcome == READ:
-                    upload.put(length // 4, slot)
+                    upload.put(held // 4, slot)
             except Exception as error:  # a frame must raise any error, or it would wait forever
                 held, outcome, code = 0, NOT_COPIED, 0
                 self.errors[page] = error

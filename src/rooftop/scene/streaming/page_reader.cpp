@@ -8,6 +8,7 @@
 
 #include <fcntl.h>
 #include <pthread.h>
+#include <sched.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -172,7 +173,7 @@ struct Request {
     return page > other.page;
   }
 };
-constexpr int REQUEST_COLUMNS = 6, RESULT_COLUMNS = 4, ORDER_COLUMNS = 2;
+constexpr int TABLE_COLUMNS = 4, RESULT_COLUMNS = 4;
 
 struct Result {
   int64_t page, held;  // bytes that were read
@@ -181,9 +182,10 @@ struct Result {
 
 class Reader {
  public:
-  // staged: memory of `buffers` pages, from which the device copies; slots: the pool's memory.
-  Reader(int threads, int buffers, uintptr_t staged, uintptr_t slots, int64_t page_bytes, bool on_gpu, int most_merged)
-      : staged_(reinterpret_cast<uint8_t*>(staged)), slots_(slots), page_bytes_(page_bytes), on_gpu_(on_gpu), most_merged_(most_merged) {
+  // table: for each page its file, offset, length and checksum; staged: memory of `buffers` pages, from which the device
+  // copies; slots: the pool's memory.
+  Reader(Array<int64_t> table, int threads, int buffers, uintptr_t staged, uintptr_t slots, int64_t page_bytes, bool on_gpu, int most_merged)
+      : table_(table), staged_(reinterpret_cast<uint8_t*>(staged)), slots_(slots), page_bytes_(page_bytes), on_gpu_(on_gpu), most_merged_(most_merged) {
     for (int buffer = buffers; buffer--;) free_.push_back(buffer);
     if (on_gpu) {
       check(driver().context(&context_), "no context");
@@ -196,17 +198,16 @@ class Reader {
   }
   ~Reader() { close(); }
 
-  void load(const Array<int64_t>& requests, const Array<double>& orders) {
-    const auto row = requests.unchecked<2>();
-    const auto order = orders.unchecked<2>();
-    if (row.shape(1) != REQUEST_COLUMNS || order.shape(1) != ORDER_COLUMNS || row.shape(0) != order.shape(0))
-      throw std::invalid_argument("requests of other columns");
+  void load(const Array<int64_t>& pages, const Array<int64_t>& slots, double rank, const Array<double>& orders) {
+    if (pages.size() != slots.size() || pages.size() != orders.size()) throw std::invalid_argument("arrays of other lengths");
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      for (py::ssize_t k = 0; k < row.shape(0); ++k)
-        queue_.push({order(k, 0), order(k, 1), row(k, 0), row(k, 1), row(k, 2), row(k, 3), row(k, 4), row(k, 5)});
+      for (py::ssize_t k = 0; k < pages.size(); ++k) {
+        const int64_t* row = table_.data(pages.data()[k], 0);
+        queue_.push({rank, orders.data()[k], pages.data()[k], slots.data()[k], row[0], row[1], row[2], row[3]});
+      }
     }
-    row.shape(0) == 1 ? work_.notify_one() : work_.notify_all();
+    pages.size() == 1 ? work_.notify_one() : work_.notify_all();
   }
 
   // The results that are there, once they are as many as `least`. An interrupt takes none.
@@ -273,6 +274,10 @@ class Reader {
   uint8_t* memory_of(int buffer) const { return staged_ + buffer * page_bytes_; }
 
   void read_all() {
+#if defined(__linux__)
+    const sched_param none = {};
+    pthread_setschedparam(pthread_self(), SCHED_BATCH, &none);  // does not take the core of the thread that wakes it
+#endif
     std::vector<Read> reads;
     for (;;) {
       {
@@ -393,6 +398,7 @@ class Reader {
     if (awaited_ && done_.size() >= awaited_) arrived_.notify_all();
   }
 
+  const Array<int64_t> table_;
   uint8_t* const staged_;
   const uintptr_t slots_;
   const int64_t page_bytes_;
@@ -479,9 +485,10 @@ class Books {
     return py::make_tuple(as_array(published), as_array(waiting));
   }
 
-  // The twin of `plans.plan_in_python`: pages that are given up, pages to read, and their slots.
+  // The twin of `plans.plan_in_python`: pages that are given up, pages to read, their slots, and their orders.
   py::tuple plan_some(const Array<int64_t>& pages, const Array<float>& pixels, int64_t most, const py::object& use, bool urgent, double margin) {
     std::vector<int64_t> given_up, loads, slots;
+    std::vector<double> orders;
     std::unique_ptr<Victims> victims;
     for (py::ssize_t k = 0; k < pages.size(); ++k) {
       const std::vector<int64_t>& chain = lacking(pages.data()[k]);
@@ -492,9 +499,9 @@ class Books {
         if (!victims) victims = std::make_unique<Victims>(*this, use(), 2 * most);
         if (!victims->take(*this, missing, urgent ? pixels.data()[k] : 0.0f, margin, chain, given_up)) break;
       }
-      for (const int64_t each : chain) loads.push_back(each), slots.push_back(take(each));
+      for (const int64_t each : chain) loads.push_back(each), slots.push_back(take(each)), orders.push_back(-pixels.data()[k]);
     }
-    return py::make_tuple(as_array(given_up), as_array(loads), as_array(slots));
+    return py::make_tuple(as_array(given_up), as_array(loads), as_array(slots), as_array(orders));
   }
 
  private:
@@ -550,7 +557,10 @@ class Books {
     return false;
   }
 
-  static Array<int64_t> as_array(const std::vector<int64_t>& values) { return Array<int64_t>(std::vector<py::ssize_t>{py::ssize_t(values.size())}, values.data()); }
+  template <class T>
+  static Array<T> as_array(const std::vector<T>& values) {
+    return Array<T>(std::vector<py::ssize_t>{py::ssize_t(values.size())}, values.data());
+  }
 
   const std::vector<py::array> kept_;
   const int64_t *const starts_, *const needs_;
@@ -571,7 +581,11 @@ PYBIND11_MODULE(ROOFTOP_MODULE, module) {
     return crc_of(reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size());
   });
   py::class_<Reader>(module, "Reader")
-      .def(py::init<int, int, uintptr_t, uintptr_t, int64_t, bool, int>())
+      .def(py::init([](Array<int64_t> table, int threads, int buffers, uintptr_t staged, uintptr_t slots, int64_t page_bytes, bool on_gpu,
+                       int most_merged) {
+        if (table.ndim() != 2 || table.shape(1) != TABLE_COLUMNS) throw std::invalid_argument("a table of other columns");
+        return std::make_unique<Reader>(table, threads, buffers, staged, slots, page_bytes, on_gpu, most_merged);
+      }))
       .def("load", &Reader::load)
       .def("arrived", &Reader::arrived)
       .def("take", &Reader::take)

@@ -46,12 +46,14 @@ class Plan:
 
     Attributes:
         given_up: pages to evict.
-        pages, slots: pages to read, and their slots, in order.
+        pages, slots: pages to read, and their slots.
+        orders: of reading; pages with the same order are read from the first to the last number.
     """
 
     given_up: Ints
     pages: Ints
     slots: Ints
+    orders: npt.NDArray[np.float64]
 
 
 class Planner:
@@ -103,10 +105,10 @@ class Planner:
 def plan_in_python(slots: Slots, pages: Ints, pixels: Floats, most: int, use: Callable[[], Use], urgent: bool) -> Plan:
     """The twin of `plan_some` in `page_reader.cpp`."""
     given_up, loads, taken, victims = [NO_PAGES], [NO_PAGES], [NO_PAGES], None
-    count = 0
+    orders: list[float] = []
     for page, wanted in zip(pages.tolist(), pixels.tolist(), strict=True):
         chain = slots.lacking(page)
-        if len(chain) > most - count:
+        if len(chain) > most - len(orders):
             break
         missing = sum(slots.slot_of[each] < 0 for each in chain) - slots.free
         if missing > 0:
@@ -119,8 +121,9 @@ def plan_in_python(slots: Slots, pages: Ints, pixels: Floats, most: int, use: Ca
         if chain:
             loads.append(np.array(chain))
             taken.append(slots.take(loads[-1]))
-            count += len(chain)
-    return Plan(*(np.concatenate(each) for each in (given_up, loads, taken)))
+            orders += [-wanted] * len(chain)
+    evicted, pages, slots_of_pages = (np.concatenate(each) for each in (given_up, loads, taken))
+    return Plan(evicted, pages, slots_of_pages, np.array(orders))
 
 
 class _Victims:
@@ -166,7 +169,7 @@ def plan_all(slots: Slots, target: Mask, use: Use) -> Plan:
     absent, lost = (target & (slots.state == state) for state in (ABSENT, LOST))
     given_up = give_up_beside(slots, target, use, int(absent.sum()) - slots.free)
     pages = np.flatnonzero(absent | lost)
-    return Plan(given_up, pages, slots.take(pages))
+    return Plan(given_up, pages, slots.take(pages), np.zeros(len(pages)))
 
 
 def give_up_beside(slots: Slots, target: Mask, use: Use, count: int) -> Ints:

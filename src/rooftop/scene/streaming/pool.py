@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -73,12 +75,7 @@ class Pool:
         first = slice(2 * MOST_IN_FLIGHT)
         pages, pixels = answer.missing[first], answer.pixels[first]
         plan = self.planner.plan_some(pages, pixels, most, self.requests.use, urgent)
-        orders = np.full(len(plan.pages), -np.inf)  # a page that is needed by a missing one comes before all
-        among = np.argsort(pages)
-        at = among[np.searchsorted(pages, plan.pages, sorter=among).clip(max=len(pages) - 1)] if len(pages) else among
-        named = pages[at] == plan.pages
-        orders[named] = -pixels[at[named]]
-        self._carry_out(plan, AT_ONCE if urgent else AHEAD, orders)
+        self._carry_out(plan, AT_ONCE if urgent else AHEAD)
 
     def target(self, first: bool = False) -> Mask | None:
         """(pages,) the pages that the last frame wanted, or its first pass, with those that they need; None if they do
@@ -109,7 +106,7 @@ class Pool:
         else:
             use = NO_USE
         plan = plan_all(self.slots, target, use)
-        self._carry_out(Plan(np.concatenate([others, plan.given_up]), plan.pages, plan.slots), AT_ONCE)
+        self._carry_out(replace(plan, given_up=np.concatenate([others, plan.given_up])), AT_ONCE)
         self._take(self.loader.wait())
         self.is_new = False
         self._tell()
@@ -135,14 +132,14 @@ class Pool:
         """End the threads and close the files."""
         self.loader.close()
 
-    def _carry_out(self, plan: Plan, urgency: float, orders: npt.NDArray[np.float64] | None = None) -> None:
-        """Read the pages of a plan, in these orders or in those of their files."""
+    def _carry_out(self, plan: Plan, urgency: float) -> None:
+        """Read the pages of a plan. `urgency`: the smallest first."""
         if len(plan.given_up):
             self._evicted += len(plan.given_up)
             self._changed.append(plan.given_up)
             if self.words.device.type == "cuda":  # the last frame may still read their slots
                 torch.cuda.current_stream(self.words.device).synchronize()
-        self.loader.load(plan.pages, plan.slots, urgency, plan.pages.astype(np.float64) if orders is None else orders)
+        self.loader.load(plan.pages, plan.slots, urgency, plan.orders)
 
     def _take(self, arrivals: Arrivals) -> None:
         """Record arrivals.
