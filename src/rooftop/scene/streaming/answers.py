@@ -48,11 +48,12 @@ class RequestBuffers:
         def of(values: npt.NDArray[Any]) -> torch.Tensor:
             return torch.from_numpy(values.astype(np.int32)).to(self.device)
 
+        self._use = of(np.stack([np.zeros(graph.count), np.full(graph.count, OLDEST)]))  # one copy takes both
         self.tensors = {
             "group_page": of(graph.group_page),
             "first_group": of(graph.first_group),
-            "wanted": of(np.zeros(graph.count)),
-            "ages": of(np.full(graph.count, OLDEST)),
+            "wanted": self._use[0],
+            "ages": self._use[1],
             "refused": refused,
             "answer": of(np.zeros(LIST + 2 * LISTED)),
         }
@@ -103,7 +104,8 @@ class RequestBuffers:
         return Answer(words[:COUNTERS].tolist(), int(words[WANTED]), missing[order], pixels[order], refused)
 
     def use(self, first: bool = False) -> Use:
-        """How pages were used by the frame, or by its first pass alone. This takes two copies from the device."""
-        names = ("wanted_first" if first else "wanted", "ages")
-        wanted, ages = (self.tensors[name].cpu().numpy().copy() for name in names)
+        """How pages were used by the frame, or by its first pass alone."""
+        wanted, ages = self._use.to("cpu", copy=True).numpy()
+        if first:
+            wanted = self.tensors["wanted_first"].to("cpu", copy=True).numpy()
         return Use(wanted.view(np.float32), ages)
