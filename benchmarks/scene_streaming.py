@@ -262,9 +262,10 @@ def main() -> int:
     options = parser.parse_args()
     if not options.quick and not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU; --quick tests the script on a CPU")
-    os.environ.setdefault("ROOFTOP_COMPILED_CALLS", "wait")  # the threads in C++ from the first frame on
     options.device = "cuda"
-    if options.quick:
+    if not options.quick:
+        os.environ.setdefault("ROOFTOP_COMPILED_CALLS", "wait")  # the threads in C++ from the first frame on
+    else:
         options.device, options.triangles, options.files, options.built = "cpu", 60_000, 9, 2
         options.pool, options.frames, options.speed, options.size = 20 * layouts.PAGE_BYTES, 16, 0.2, (240, 180)
     ceilings = ceilings_of("h200") if options.quick else measure_ceilings("cuda")
