@@ -9,6 +9,7 @@
 #include <fcntl.h>
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -191,9 +192,13 @@ class Reader {
       check(driver().context(&context_), "no context");
       check(driver().make_stream(&stream_, NON_BLOCKING_STREAM), "no stream");
       check(driver().make_event(&event_, SLEEPING_EVENT), "no event");
-      threads_.emplace_back([this] { copy_all(); });
     }
+    sigset_t all, before;  // signals are for the threads of Python, which may have to wake for them
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, &before);
+    if (on_gpu) threads_.emplace_back([this] { copy_all(); });
     for (int k = 0; k < threads; ++k) threads_.emplace_back([this] { read_all(); });
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
     for (auto& thread : threads_) pthread_setname_np(thread.native_handle(), "rooftop-pages");
   }
   ~Reader() { close(); }
