@@ -315,6 +315,33 @@ def test_an_answer_names_all_that_is_missing_however_much(
     assert (np.diff(many.pixels) <= 0).all()
 
 
+@pytest.mark.parametrize("listed", [2, 1000])
+def test_pages_that_come_while_a_frame_is_drawn_were_missing_in_it(
+    paged_ball: Geometry, device: str, monkeypatch: pytest.MonkeyPatch, listed: int
+) -> None:
+    monkeypatch.setattr(answers, "LISTED", listed)
+    camera = turns(1)[0]
+    renderer = Renderer(alone(paged_ball), device, pixel_error=0.1, pool_bytes=slots_for(paged_ball, 1.0))
+    first = renderer.render(camera, wait=False).stats.streaming
+    assert renderer.pool is not None
+    arrived, calls = renderer.pool.loader.arrived, []
+
+    def late() -> Arrivals:
+        calls.append(1)
+        if len(calls) == 1:
+            return loading.NONE
+        settle(renderer)
+        return arrived()
+
+    monkeypatch.setattr(renderer.pool.loader, "arrived", late)
+    second = renderer.render(camera, wait=False).stats.streaming
+    assert first is not None
+    assert second is not None
+    assert second.resident > first.resident
+    assert second.missing == first.missing > listed or listed == 1000
+    assert second.error_pixels == first.error_pixels
+
+
 # ---- a pool too small ------------------------------------------------------------------------------------------------
 
 

@@ -236,9 +236,11 @@ class Renderer:
             shone = self._shadows.values if lights else self._dark
             plain = not lights and not any(self.scene.materials)
             stages.emit(tensors.targets, light, shone, surfaces, emitted, pictures, plain, meshes.has_attributes)
+            resident = None
             if pool is not None and not wait:
+                resident = pool.resident()
                 pool.begin()  # for the next frame: the host has time while the device draws
-            answer = pool.requests.read() if pool is not None else None
+            answer = pool.requests.read(resident) if pool is not None else None
             if pool is not None and answer is not None and answer.refused is not None:
                 self._drop_pool()
                 pool.refuse(answer.refused)

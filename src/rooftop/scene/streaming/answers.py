@@ -11,7 +11,7 @@ import torch
 import warp as wp
 
 from rooftop.launch.warp_launch import launch_warp
-from rooftop.scene.streaming.page_graph import PageGraph
+from rooftop.scene.streaming.page_graph import Mask, PageGraph
 from rooftop.scene.streaming.plans import Use
 from rooftop.scene.streaming.requests import COUNTERS, LIST, LISTED, MISSING, OLDEST, REFUSED, WANTED, Requests, collect
 
@@ -86,8 +86,12 @@ class RequestBuffers:
         if self._there is not None:
             self._there.record(torch.cuda.current_stream(self.device))
 
-    def read(self) -> Answer:
-        """The answer sent last; waits for it alone, not for work queued since."""
+    def read(self, resident: Mask | None = None) -> Answer:
+        """The answer sent last; waits for it alone, not for work queued since.
+
+        Args:
+            resident: (pages,) those that were resident then; by default those that are now.
+        """
         if self._there is not None:
             self._there.synchronize()
         words = self._here.numpy()
@@ -97,7 +101,8 @@ class RequestBuffers:
             missing, pixels = pairs[:, 0].astype(np.int64), pairs[:, 1].copy().view(np.float32)
         else:
             wanted = self.tensors["wanted"].cpu().numpy()
-            missing = np.flatnonzero((wanted != 0) & (self.page_at.cpu().numpy() < 0))
+            absent = self.page_at.cpu().numpy() < 0 if resident is None else ~resident
+            missing = np.flatnonzero((wanted != 0) & absent)
             pixels = wanted[missing].view(np.float32)
         order = np.lexsort((missing, -pixels)) if count else slice(0)
         refused = int(words[REFUSED]) - 1 if words[REFUSED] else None

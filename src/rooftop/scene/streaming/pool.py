@@ -84,6 +84,10 @@ class Pool:
         target = self.graph.roots | self.graph.with_needs(self.requests.use(first).pixels > 0)
         return target if target.sum() <= self.slots.count else None
 
+    def resident(self) -> Mask:
+        """(pages,) the pages that a frame queued now can draw."""
+        return self.slots.state == RESIDENT
+
     def has(self, target: Mask) -> bool:
         """Whether all pages of a target are resident."""
         return bool((self.slots.state[target] == RESIDENT).all())
