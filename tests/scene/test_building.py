@@ -400,7 +400,7 @@ def test_a_geometry_with_normals_takes_less_than_15_bytes_a_triangle(tmp_path: P
 
 
 def test_references_are_short(of_kind: Callable[[str], Built]) -> None:
-    """In the order of meshlets, references would take 5.8 bits on average."""
+    """In the order in which clusters grow, references would take 5.8 bits on average."""
     for kind in ("ball", "noisy ball", "ring with seams"):
         words = of_kind(kind).geometry.clusters()[:, layouts.CLUSTER_COUNTS]
         assert (words >> 16 & 255).mean() < 4.8

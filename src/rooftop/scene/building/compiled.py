@@ -47,4 +47,9 @@ def loop(*arguments: Any, result: Any = numba.types.void) -> Callable[[Callable[
     return compiled
 
 
+def helper(function: Callable[..., Any]) -> Any:
+    """Decorator of a function that only loops call."""
+    return numba.njit(nogil=True)(function)
+
+
 INT = numba.types.int64

@@ -1,4 +1,4 @@
-"""Call meshoptimizer, which cuts and simplifies meshes. No other module calls it.
+"""Call meshoptimizer, which groups clusters and simplifies meshes. No other module calls it.
 
 Its Python package wraps only a part of its functions. So functions are called directly in its library, which releases
 the interpreter's lock, and threads run in parallel. Pointers are addresses: the caller keeps the arrays alive and in C
@@ -20,15 +20,9 @@ Array = npt.NDArray[np.generic]
 ABSOLUTE = 1 << 2  # errors in the units of the positions
 NO_LIMIT = 1e18  # an error that no mesh reaches; float32 can still hold its square
 
-MESHLET = np.dtype([("vertex", "<u4"), ("triangle", "<u4"), ("vertices", "<u4"), ("triangles", "<u4")])  # two starts
-
 _P, _SIZE, _F, _U = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_float, ctypes.c_uint
 _SIGNATURES: dict[str, tuple[type, list[type]]] = {
     "meshopt_generateVertexRemap": (_SIZE, [_P, _P, _SIZE, _P, _SIZE, _SIZE]),
-    "meshopt_buildMeshletsFlex": (
-        _SIZE,
-        [_P, _P, _P, _P, _SIZE, _P, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE, _F, _F],
-    ),
     "meshopt_partitionClusters": (_SIZE, [_P, _P, _SIZE, _P, _SIZE, _SIZE, _SIZE]),
     "meshopt_simplifyWithAttributes": (
         _SIZE,
