@@ -18,7 +18,7 @@ from rooftop.scene.building.levels import Hierarchy, build_levels
 from rooftop.scene.building.meshes import Mesh, Repairs, checked_mesh, column_bounds
 from rooftop.scene.building.reading import read_mesh
 from rooftop.scene.building.workers import Workers
-from rooftop.scene.building.writing import renamed_when_done, write
+from rooftop.scene.building.writing import renamed_when_done, write, write_pages
 from rooftop.scene.material_sections import material_sections
 from rooftop.scene.materials import IMAGES, Material, checked_materials
 
@@ -121,7 +121,7 @@ def _build(
     colors are in linear light."""
     vertices, faces, normals, uv, materials, colors = arrays
     began = time.perf_counter()
-    team = Workers.of(workers)
+    pool = Workers.of(workers)
     target = Path(path)
     if not target.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {target.parent} to write {target.name} into")
@@ -130,19 +130,22 @@ def _build(
     show = progress or (lambda what, fraction: None)
     show("checking the mesh", 0.0)
     sections = _sections(material_table, materials, uv is not None)
-    mesh = checked_mesh(vertices, faces, normals, uv, materials, precision, colors, team)
-    hierarchy = build_levels(mesh, show, team, lock_borders)
-    mesh = replace(mesh, repairs=replace(mesh.repairs, non_manifold_edges=hierarchy.non_manifold_edges))
-    show(f"writing {target.name}", 1.0)
-    levels = _levels(hierarchy)
-    fill = sum(level.triangles for level in levels) / (layouts.MAX_TRIANGLES * len(hierarchy.levels))
-    roots = int((hierarchy.errors[hierarchy.groups] == layouts.NEVER).sum())
-    why = None if roots == 1 else f"{hierarchy.unshrunk:,} clusters were in no group that could be simplified further"
-    if why and lock_borders:
-        why += ": borders are locked"
-    meta = _meta(mesh, hierarchy, levels, why) | ({"linear_colors": True} if linear_colors else {})
-    with renamed_when_done(target) as file:
-        written = write(file, hierarchy, math.ldexp(1.0, mesh.vertices.exponent), meta, sections, team)
+    mesh = checked_mesh(vertices, faces, normals, uv, materials, precision, colors, pool)
+    with pool.team([write_pages]) as team:
+        hierarchy = build_levels(mesh, show, team, lock_borders)
+        mesh = replace(mesh, repairs=replace(mesh.repairs, non_manifold_edges=hierarchy.non_manifold_edges))
+        show(f"writing {target.name}", 1.0)
+        levels = _levels(hierarchy)
+        fill = sum(level.triangles for level in levels) / (layouts.MAX_TRIANGLES * len(hierarchy.levels))
+        roots = int((hierarchy.errors[hierarchy.groups] == layouts.NEVER).sum())
+        why = (
+            None if roots == 1 else f"{hierarchy.unshrunk:,} clusters were in no group that could be simplified further"
+        )
+        if why and lock_borders:
+            why += ": borders are locked"
+        meta = _meta(mesh, hierarchy, levels, why) | ({"linear_colors": True} if linear_colors else {})
+        with renamed_when_done(target) as file:
+            written = write(file, hierarchy, math.ldexp(1.0, mesh.vertices.exponent), meta, sections, team)
     size, images = written["bytes"], sum(len(content) for name, content in sections if name == IMAGES.encode())
     return BuildReport(
         path=target, triangles=len(mesh.faces), levels=levels, fill=fill, size_bytes=size,

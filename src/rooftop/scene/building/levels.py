@@ -30,7 +30,7 @@ from rooftop.scene.building.parts import Added
 from rooftop.scene.building.ragged import gathered, rows_of, starts_of, taken
 from rooftop.scene.building.simplifying import simplify
 from rooftop.scene.building.spheres import around_spheres
-from rooftop.scene.building.workers import ALONE, Call, Stage, Team, Workers, shared
+from rooftop.scene.building.workers import ALONE, Call, Stage, Team, shared
 from rooftop.scene.heads import head_words
 
 Ints = npt.NDArray[np.int64]
@@ -106,18 +106,18 @@ class Hierarchy:
     non_manifold_edges: int
 
 
-def build_levels(mesh: Mesh, progress: Progress, workers: Workers, lock_borders: bool = False) -> Hierarchy:
+def build_levels(mesh: Mesh, progress: Progress, team: Team, lock_borders: bool = False) -> Hierarchy:
     """Clusters of all levels, from the mesh's own faces to the root.
 
     Args:
         mesh: the source mesh.
         progress: called with the current activity and the fraction done.
-        workers: the workers.
+        team: workers that have not yet run.
         lock_borders: whether vertices of edges with a single face stay in place in all levels.
     """
     levels = _Levels(mesh, progress, lock_borders)
-    with workers.team(levels.calls()) as team:
-        return levels.build(team)
+    team.learn(levels.calls())
+    return levels.build(team)
 
 
 class _Column(Generic[V]):

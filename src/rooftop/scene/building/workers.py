@@ -163,6 +163,10 @@ class Team:
     def __exit__(self, *_: object) -> None:
         self.forget()
 
+    def learn(self, calls: Sequence[Call]) -> None:
+        """Add functions that later runs will call, before the first run."""
+        self._calls += calls
+
     def forget(self) -> None:
         """End all processes; the next run forks others."""
         if self._processes is not None:

@@ -9,6 +9,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,7 +21,7 @@ from rooftop.scene.building.levels import Hierarchy
 from rooftop.scene.building.orders import morton_codes
 from rooftop.scene.building.ragged import starts_of, taken
 from rooftop.scene.building.trees import set_box, tree
-from rooftop.scene.building.workers import ALONE, Workers, chunks
+from rooftop.scene.building.workers import ALONE, Team, chunks
 from rooftop.scene.dependencies import PageNeeds
 from rooftop.scene.heads import head_words, packed
 
@@ -37,17 +38,17 @@ def write(
     step: float,
     meta: dict[str, Any],
     more: Sequence[tuple[bytes, bytes]] = (),
-    workers: Workers = ALONE,
+    team: Team | None = None,
 ) -> dict[str, Any]:
     """Write a geometry file; complete `meta` with the values that are known only now, and return it.
 
     Args:
-        file: the output file, written from its beginning.
-        hierarchy: the data to write; its clusters' sources are renumbered in place.
+        file: the output file, opened by its name, and written from its beginning.
+        hierarchy: the data to write; its clusters' sources are renumbered in place, and its streams are removed.
         step: step of the grid, in object units.
         meta: the file's description of itself.
         more: additional sections.
-        workers: the workers.
+        team: workers that know `write_pages`; by default the calling process works alone.
     """
     order, group_counts, pages = _page_plan(hierarchy, meta["has_normals"], meta["has_uv"])
     rank = np.empty(len(order.groups), np.int64)
@@ -60,7 +61,7 @@ def write(
     page_of_group = np.repeat(np.arange(len(pages)), [b - a for a, b in pages])
 
     first_page = layouts.HEADER_BYTES + (5 + len(more)) * layouts.SECTION_BYTES
-    table = _write_pages(file, hierarchy, order, group_counts, pages, has, first_page, workers)
+    table = _write_pages(file, hierarchy, order, group_counts, pages, has, first_page, team or ALONE.team([]))
     pages_end = file.seek(0, os.SEEK_END)
 
     needs = PageNeeds.between(
@@ -125,6 +126,31 @@ def _replaces(heads: Words) -> npt.NDArray[np.bool_]:
     return heads.view(np.int32)[:, layouts.CLUSTER_SOURCE] >= 0
 
 
+@dataclass(frozen=True)
+class _Pages:
+    """All pages, planned.
+
+    Attributes:
+        path: of the output file.
+        hierarchy: clusters and groups. streams: of all clusters; stream_starts: (C + 1,).
+        order: of groups and clusters. counts: clusters of each group in that order; group_starts: their sums.
+        pages: the groups (first, end) of each page. places: where each page starts in the file. words: of each page.
+        has: whether the mesh has normals, and uv.
+    """
+
+    path: str
+    hierarchy: Hierarchy
+    streams: Words
+    stream_starts: Ints
+    order: _Order
+    counts: Ints
+    group_starts: Ints
+    pages: list[tuple[int, int]]
+    places: Ints
+    words: Ints
+    has: tuple[bool, bool]
+
+
 def _write_pages(
     file: BinaryIO,
     hierarchy: Hierarchy,
@@ -133,12 +159,13 @@ def _write_pages(
     pages: list[tuple[int, int]],
     has: tuple[bool, bool],
     at: int,
-    workers: Workers,
+    team: Team,
 ) -> npt.NDArray[np.void]:
     """Write all pages, from byte `at` of the file on; returns their positions, as layouts.PAGE_ENTRY. `has`: as in
     `_page`.
     """
-    streams, stream_starts = np.concatenate(hierarchy.streams), starts_of(hierarchy.lengths)
+    streams = np.concatenate(hierarchy.streams)
+    hierarchy.streams.clear()
     group_starts = starts_of(counts)
     page_groups = starts_of([b - a for a, b in pages])
     cluster_starts = group_starts[page_groups]
@@ -147,28 +174,33 @@ def _write_pages(
     words = np.add.reduceat(hierarchy.lengths[order.clusters], cluster_starts[:-1]) + layouts.PAGE_WORDS + 1
     words += layouts.GROUP_WORDS * np.diff(page_groups) + heads[replaces.astype(np.int64)] * np.diff(cluster_starts)
     places = at + starts_of(-(-4 * words // ALIGNMENT) * ALIGNMENT)
-
-    def work(run: slice) -> list[int]:
-        """Consecutive pages, and their checksums."""
-        made, sums = bytearray(), []
-        for page in range(run.start, run.stop):
-            a, b = pages[page]
-            clusters = order.clusters[group_starts[a] : group_starts[b]]
-            of_page = _page(hierarchy, order.groups[a:b], counts[a:b], a, clusters, int(group_starts[a]), has)
-            lengths = hierarchy.lengths[clusters]
-            of_page[-1 - int(lengths.sum()) : -1] = streams[taken(stream_starts[clusters], lengths)]
-            data = of_page.astype("<u4").tobytes()
-            assert len(data) == 4 * words[page]
-            sums.append(zlib.crc32(data))
-            made += data + bytes(-len(data) % ALIGNMENT)
-        _write_at(file.fileno(), made, int(places[run.start]))
-        return sums
-
-    file.flush()
-    found = workers.run(work, chunks(len(pages), PAGES_AT_ONCE), "writing pages")
+    plan = _Pages(
+        file.name, hierarchy, streams, starts_of(hierarchy.lengths), order, counts, group_starts, pages, places, words,
+        has,
+    )  # fmt: skip
+    found = team.run(write_pages, chunks(len(pages), PAGES_AT_ONCE), plan, "writing pages")
     table = np.zeros(len(pages), layouts.PAGE_ENTRY)
     table["offset"], table["length"], table["crc"] = places[:-1], 4 * words, np.concatenate(found)
     return table
+
+
+def write_pages(plan: _Pages, run: slice) -> list[int]:
+    """Write consecutive pages; returns their checksums. Workers call it."""
+    made, sums = bytearray(), []
+    for page in range(run.start, run.stop):
+        a, b = plan.pages[page]
+        first, end = int(plan.group_starts[a]), int(plan.group_starts[b])
+        clusters = plan.order.clusters[first:end]
+        of_page = _page(plan.hierarchy, plan.order.groups[a:b], plan.counts[a:b], a, clusters, first, plan.has)
+        lengths = plan.hierarchy.lengths[clusters]
+        of_page[-1 - int(lengths.sum()) : -1] = plan.streams[taken(plan.stream_starts[clusters], lengths)]
+        data = of_page.astype("<u4").tobytes()
+        assert len(data) == 4 * plan.words[page]
+        sums.append(zlib.crc32(data))
+        made += data + bytes(-len(data) % ALIGNMENT)
+    with open(plan.path, "r+b", buffering=0) as file:
+        _write_at(file.fileno(), made, int(plan.places[run.start]))
+    return sums
 
 
 def _write_at(file: int, data: bytes | bytearray, at: int) -> None:
@@ -228,8 +260,9 @@ def _nodes(
 def renamed_when_done(path: Path) -> Iterator[BinaryIO]:
     """Create a file that appears under its name when it is complete. After an exception, nothing is left behind."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    os.close(handle)
     try:
-        with os.fdopen(handle, "w+b") as file:
+        with open(name, "w+b") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
