@@ -212,8 +212,10 @@ def checked_mesh(
         equal_vertices=welded.equal_vertices,
         coarser_grid=coarser,
     )
-    columns = iter([np.take(each, welded.kept, axis=0) for each in attributes])
-    places = np.take(grid, welded.kept, axis=0)
+    if len(welded.kept) < len(grid):  # else all rows stay where they are
+        grid, *attributes = (np.take(each, welded.kept, axis=0) for each in (grid, *attributes))
+    columns = iter(attributes)
+    places = grid
     vertices = Vertices(
         grid=places,
         place=welded.places,

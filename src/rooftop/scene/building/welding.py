@@ -150,12 +150,12 @@ def weld(
     duplicates = len(once) - int(flat.sum()) - left
     if left < len(once):
         corners = np.ascontiguousarray(corners[once])
-    own = at[kept]
+    own = at[kept] if len(kept) < len(at) else at
     there = np.zeros(len(places), bool)
     there[own] = True
     return Welded(
         kept=kept,
-        places=(np.cumsum(there, dtype=np.uint32) - np.uint32(1))[own],
+        places=own if there.all() else (np.cumsum(there, dtype=np.uint32) - np.uint32(1))[own],
         faces=corners,
         flat=flat,
         duplicate_faces=duplicates,
