@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -109,3 +112,10 @@ def test_values_are_numbered_within_their_rows(rows: list[list[int]]) -> None:
         own = distinct[firsts[number] : firsts[number + 1]].tolist()
         assert own == sorted(set(row))
         assert [own[at] for at in index[starts[number] : starts[number + 1]]] == row
+
+
+def test_a_missing_compiler_is_named_with_its_remedy() -> None:
+    program = "import sys; sys.modules['numba'] = None; from rooftop import scene; scene.build"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert 'MissingExtraError: building a scene needs Numba: pip install "rooftop[scene]"' in done.stderr

@@ -14,7 +14,7 @@ from rooftop.errors import MissingExtraError
 try:
     import numba
 except ImportError as error:
-    raise MissingExtraError('building a scene needs numba: pip install "rooftop[scene]"') from error
+    raise MissingExtraError(f'building a scene needs Numba: pip install "rooftop[scene]" ({error})') from error
 
 
 def array(dtype: str, dimensions: int = 1) -> Any:
