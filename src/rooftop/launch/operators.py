@@ -287,7 +287,7 @@ def _differentiate(
 
     def forward(ctx: Any, *arguments: Any) -> Any:
         inputs = new(arguments) if len(arguments) == fields else signature(*arguments)
-        output = run(*inputs)
+        output = _not_views(run(*inputs))
         save(ctx, inputs, output)
         return output
 
@@ -316,6 +316,15 @@ class WeakTensor:
         """The tensor; None if it is gone or was changed."""
         tensor = None if self._reference is None else self._reference()
         return tensor if tensor is not None and tensor._version == self._version else None
+
+
+def _not_views(output: Any) -> Any:
+    """The same results; autograd would refuse to change those in place that are views of memory made here."""
+    if isinstance(output, Tensor):
+        return output.detach() if output._is_view() else output
+    if any(isinstance(each, Tensor) and each._is_view() for each in output):
+        return type(output)(map(_not_views, output))
+    return output
 
 
 def _keep_nothing(inputs: Kept, output: Any) -> Kept:
