@@ -476,6 +476,33 @@ def test_subclasses_and_parameters(made: Callable[[], int]) -> None:
 
 
 @needs_kernels
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="compiled autograd then refuses nodes made in C++")
+def test_compiled_autograd(made: Callable[[], int], unchecked_targets: None) -> None:
+    from torch._dynamo.compiled_autograd import _enable
+
+    x, y = torch.randn(3, 8, requires_grad=True), torch.randn(2, 8, requires_grad=True)
+    target = torch.tensor([0, 7, 2])
+
+    def step() -> list[Tensor]:
+        x.grad = y.grad = None
+        loss = kernels.cross_entropy(kernels.softmax(x), target) * 3 + kernels.softmax(y).square().sum()
+        loss.backward()
+        assert x.grad is not None
+        assert y.grad is not None
+        return [x.grad, y.grad]
+
+    with repeated_calls.in_python():
+        expected = step()
+    several(step)
+    made()
+    with _enable(lambda graph: torch.compile(graph, backend="eager")):
+        assert same([expected, *several(step, 3)])
+        known_calls.forget()  # other plans, which are compiled anew
+        assert same([expected, *several(step)])
+    assert made() >= 12  # forward
+
+
+@needs_kernels
 def test_threads(made: Callable[[], int]) -> None:
     inputs = [torch.randn(n, 8, requires_grad=True) for n in range(1, 6)]
     expected = [torch.autograd.grad(kernels.softmax(x).square().sum(), x)[0] for x in inputs]

@@ -35,7 +35,9 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/version.h>
 
 namespace py = pybind11;
 using at::Tensor;
@@ -449,6 +451,7 @@ struct Kept {
 
 struct Recording {
   std::string name;
+  int64_t number = 0;  // no other recording of this process has it
   std::vector<Kept> kept;
   std::vector<int> weak;                         // tensors of the call that backward uses if they still live unchanged
   std::vector<int> edges;                        // tensors of the call, in the order of the operator's tensor arguments
@@ -461,11 +464,46 @@ struct Recording {
   Known known;          // plans of backward; a result for each edge
 };
 
+std::unordered_map<int64_t, std::weak_ptr<Recording>> recordings;  // by number
+
 // The last node of a graph may be freed on a thread of autograd without the GIL.
 void delete_recording(Recording* recording) {
   if (!Py_IsInitialized()) return;
   const py::gil_scoped_acquire gil;
+  recordings.erase(recording->number);
   delete recording;
+}
+
+py::list wrapped(const Tensors& tensors) {
+  py::list list(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i)
+    PyList_SET_ITEM(list.ptr(), i, tensors[i].defined() ? checked(THPVariable_Wrap(tensors[i])) : py::none().release().ptr());
+  return list;
+}
+
+// Gradients of the operator's tensors, computed in Python.
+variable_list by_python(const Recording& how, const Facts& facts, const Tensors& kept, const Tensors& weak,
+                        const std::vector<bool>& wanted, const Tensors& slopes) {
+  const py::bytes key(facts);
+  const py::object first = wrapped(kept), second = wrapped(weak), third = py::cast(wanted), fourth = wrapped(slopes);
+  PyObject* answer = PyObject_CallFunctionObjArgs(how.backward.ptr(), key.ptr(), first.ptr(), second.ptr(), third.ptr(),
+                                                  fourth.ptr(), nullptr);
+  const py::object found = py::reinterpret_steal<py::object>(checked(answer));
+  const py::sequence each(found);
+  variable_list results(how.edges.size());
+  for (size_t i = 0; i < results.size(); ++i) {
+    const py::object item = each[i];
+    if (!item.is_none()) results[i] = THPVariable_Unpack(item.ptr());
+  }
+  return results;
+}
+
+// With the shapes of the call's tensors, of which the operator's are views.
+variable_list shaped(const Recording& how, variable_list& results) {
+  for (size_t i = 0; i < results.size(); ++i)
+    if (results[i].defined() && results[i].sizes() != at::IntArrayRef(how.edge_sizes[i]))
+      results[i] = results[i].reshape(how.edge_sizes[i]);
+  return std::move(results);
 }
 
 // A tensor that the node does not keep; undefined if it is gone or was changed.
@@ -551,45 +589,72 @@ struct Recorded : torch::autograd::Node {
       auto found = how->known.find(facts);
       Made made;
       const std::shared_ptr<Plan> plan = found == how->known.end() ? nullptr : found->second;  // others may drop it
-      if (plan && run(*plan, sources, made)) return shaped(made.results);
+      if (plan && run(*plan, sources, made)) return shaped(*how, made.results);
     }
-    return by_python(plain ? facts : Facts(), kept, slopes);
-  }
-
-  static py::object wrapped(const Tensors& tensors) {
-    py::list list(tensors.size());
-    for (size_t i = 0; i < tensors.size(); ++i)
-      PyList_SET_ITEM(list.ptr(), i, tensors[i].defined() ? checked(THPVariable_Wrap(tensors[i])) : py::none().release().ptr());
-    return list;
-  }
-
-  variable_list by_python(const Facts& facts, const Tensors& kept, const Tensors& slopes) {
-    py::list wanted(how->edges.size());
-    for (size_t i = 0; i < how->edges.size(); ++i)
-      PyList_SET_ITEM(wanted.ptr(), i, py::bool_(task_should_compute_output(i)).release().ptr());
-    py::bytes key(facts);
+    std::vector<bool> wanted;
+    for (size_t i = 0; i < how->edges.size(); ++i) wanted.push_back(task_should_compute_output(i));
     Tensors seen;
     for (const auto& each : weak) seen.push_back(each ? each->now() : Tensor());
-    py::object first = wrapped(kept), second = wrapped(seen), third = wrapped(slopes);
-    PyObject* answer = PyObject_CallFunctionObjArgs(how->backward.ptr(), key.ptr(), first.ptr(), second.ptr(), wanted.ptr(),
-                                                    third.ptr(), nullptr);
-    py::object found = py::reinterpret_steal<py::object>(checked(answer));
-    py::sequence each(found);
-    variable_list results(how->edges.size());
-    for (size_t i = 0; i < results.size(); ++i) {
-      py::object item = each[i];
-      if (!item.is_none()) results[i] = THPVariable_Unpack(item.ptr());
-    }
-    return shaped(results);
+    variable_list results = by_python(*how, plain ? facts : Facts(), kept, seen, wanted, slopes);
+    return shaped(*how, results);
   }
 
-  // With the shapes of the call's tensors, of which the operator's are views.
-  variable_list shaped(variable_list& results) {
-    for (size_t i = 0; i < results.size(); ++i)
-      if (results[i].defined() && results[i].sizes() != at::IntArrayRef(how->edge_sizes[i]))
-        results[i] = results[i].reshape(how->edge_sizes[i]);
-    return std::move(results);
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+  // For compiled autograd: all that the compiled backward depends on, and its tensors.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    args.collect(how->name);
+    args.collect(static_cast<uint64_t>(how->number));
+    for (size_t i = 0; i < saved.size(); ++i) args.collect(saved[i], how->kept[i].output);
+    args.collect(released);
   }
+
+  // The compiled backward calls `compiled_gradients`, with its own tensors in place of the saved ones.
+  variable_list apply_with_saved(const variable_list& inputs, torch::dynamo::autograd::SwapSavedVariables& swap) override {
+    using namespace torch::dynamo::autograd;
+    for (SavedVariable& each : saved) swap.before(each);
+    const NodePointer self = pointer_to<NodePointer>(this);
+    Tensors kept;
+    std::vector<bool> wanted;
+    for (size_t i = 0; i < saved.size(); ++i) kept.push_back(saved[i].unpack(how->kept[i].output ? self : NodePointer()));
+    for (size_t i = 0; i < how->edges.size(); ++i) wanted.push_back(task_should_compute_output(i));
+    PackedArgs packed;
+    packed.pack(how->number);
+    packed.pack(kept);
+    packed.pack(wanted);
+    const auto args = packed.vec();
+    std::vector<at::TypePtr> schema;
+    for (const auto& each : args) schema.push_back(each.isTensor() ? at::TypePtr(at::TensorType::get()) : each.type());
+    const auto metadata = IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(get_input_metadata(next_edges()));
+    const auto& compiler = getPyCompilerInterface();
+    const auto bound = compiler->bind_function(swap.get_py_compiler(), how->name, compiled_gradients, schema, true, false);
+    variable_list results = compiler->call_function(swap.get_py_compiler(), "apply_functional", bound, inputs, args, metadata);
+    for (SavedVariable& each : saved) swap.after(each);
+    return results;
+  }
+
+  static variable_list compiled_gradients(const variable_list& given, const std::vector<c10::IValue>& args) {
+    torch::dynamo::autograd::PackedArgs packed(args);
+    const auto number = packed.unpack<int64_t>();
+    Tensors kept = packed.unpack<Tensors>();
+    const auto wanted = packed.unpack<std::vector<bool>>();
+    const py::gil_scoped_acquire gil;
+    const auto found = recordings.find(number);
+    const auto how = found == recordings.end() ? nullptr : found->second.lock();
+    TORCH_CHECK(how, "the call that this backward belongs to was forgotten: run its forward again");
+    Tensors slopes(how->slope_sizes.size());
+    for (size_t i = 0; i < given.size(); ++i)
+      if (given[i].defined()) slopes[how->slopes[i]] = given[i].reshape(how->slope_sizes[how->slopes[i]]);
+    for (size_t i = 0; i < kept.size(); ++i) kept[i] = kept[i].view(how->kept[i].sizes);
+    try {
+      variable_list results = by_python(*how, Facts(), kept, Tensors(how->weak.size()), wanted, slopes);
+      return shaped(*how, results);
+    } catch (PythonError&) {
+      python_error error;
+      error.persist();
+      throw error;
+    }
+  }
+#endif
 };
 
 void record(const std::shared_ptr<Recording>& how, const Plan& plan, const Tensors& tensors, const Made& made) {
@@ -830,6 +895,9 @@ std::shared_ptr<Plan> plan_of(const py::dict& given) {
   plan->kind = given["kind"].cast<std::string>()[0];
   if (py::object how = given["recording"]; !how.is_none()) {
     std::shared_ptr<Recording> made(new Recording(), delete_recording);
+    static int64_t count = 0;
+    made->number = ++count;
+    recordings[made->number] = made;
     made->name = how["name"].cast<std::string>();
     for (auto each : how["kept"].cast<std::vector<std::tuple<int, bool, std::vector<int64_t>, py::object>>>())
       made->kept.push_back({std::get<0>(each), std::get<1>(each), std::get<2>(each), dtype_of(std::get<3>(each))});
