@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rooftop import kernels
 from rooftop.kernels.losses import losses
-from rooftop.launch import INTERPRETED, cpp_extensions, known_calls, repeated_calls
+from rooftop.launch import INTERPRETED, cpp_extensions, known_calls, native_calls, repeated_calls
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(cpp_extensions.compiler() is None, reason="no C++ compiler")
@@ -357,19 +358,32 @@ def test_a_result_that_is_a_view_inside_can_be_changed_in_place(planned_at_once:
 
 
 @needs_kernels
-def test_a_fork_goes_on(planned_at_once: None) -> None:
+@pytest.mark.parametrize("during_a_lesson", [False, True])
+def test_a_fork_goes_on(planned_at_once: None, during_a_lesson: bool) -> None:
     x, y, v = Spec("rms_norm", 0, 0, "dense", True).made()
 
     def gradients() -> Any:
         return facts(torch.autograd.grad(CASES["rms_norm"].function(x, y, v).sum(), (x, v)))
 
     expected = [gradients() for _ in range(3)]
+    begun, end = threading.Event(), threading.Event()
+
+    def learn() -> None:
+        with native_calls.teaching([x]):
+            begun.set()
+            end.wait(60)
+
+    if during_a_lesson:
+        thread = threading.Thread(target=learn)
+        thread.start()
+        begun.wait(60)
     child = os.fork()
     if child == 0:
         before = repeated_calls.calls_made()
         os._exit(0 if gradients() == expected[-1] and repeated_calls.calls_made() > before else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert expected[0] == expected[-1]
+    end.set()
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the outer process")

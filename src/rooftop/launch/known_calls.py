@@ -13,6 +13,7 @@ An operator takes part with `declare(..., known=...)`. Its `run` may depend only
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock, get_ident
@@ -289,10 +290,21 @@ def _observe(run: Callable[..., Any], arguments: Sequence[Any], tensors: list[Te
     return result, observer
 
 
+def _forked() -> None:
+    """In a forked process, nobody observes: the thread that did exists in the other process alone."""
+    global _one_at_a_time, lesson
+    _one_at_a_time = Lock()
+    lesson = triton_launch._observer = None
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 @contextmanager
 def observing(observer: Observer) -> Iterator[Observer | None]:
     """Observe what this thread does in the block; None if another thread is observed."""
-    if not _one_at_a_time.acquire(blocking=False):
+    lock = _one_at_a_time  # after a fork within the block, the new process has another one
+    if not lock.acquire(blocking=False):
         yield None
         return
     try:
@@ -301,7 +313,7 @@ def observing(observer: Observer) -> Iterator[Observer | None]:
             yield observer
     finally:
         triton_launch._observer = None
-        _one_at_a_time.release()
+        lock.release()
 
 
 class Observer(TorchDispatchMode):

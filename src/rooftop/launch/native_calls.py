@@ -109,6 +109,14 @@ def _start(loaded: Any) -> None:
 # ---- observing calls ------------------------------------------------------------------------------------------------
 
 
+def _forked() -> None:
+    if module is not None:
+        module.set_teaching(False)
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 def is_due(seen: Counter[bytes], facts: bytes, at: int) -> bool:
     """Whether this call is to be observed: once only, because what cannot be planned stays so."""
     if len(seen) >= known_calls.MOST_KNOWN:

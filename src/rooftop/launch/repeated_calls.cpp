@@ -35,9 +35,12 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/saved_variable.h>
-#include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/version.h>
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+#include <torch/csrc/dynamo/compiled_autograd.h>
+#define COMPILED_AUTOGRAD  // takes nodes of C++, by an interface that is there from PyTorch 2.13 on
+#endif
 
 namespace py = pybind11;
 using at::Tensor;
@@ -599,7 +602,7 @@ struct Recorded : torch::autograd::Node {
     return shaped(*how, results);
   }
 
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+#ifdef COMPILED_AUTOGRAD
   // For compiled autograd: all that the compiled backward depends on, and its tensors.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     args.collect(how->name);
