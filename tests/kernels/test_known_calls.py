@@ -156,11 +156,14 @@ def of_matmuls(make: Inputs) -> Call:
 
 def of_convolutions(make: Inputs) -> Call:
     dtype, (channels, kernel, stride) = make.one(*DTYPES[:3]), make.one((16, 1, 1), (16, 3, 1), (16, 1, 2), (3, 3, 2))
-    x = make.tensor((2, channels, 6, 6), dtype)
+    learned = make.device == "cpu"  # cuDNN adds up gradients in any order
+    x = make.tensor((2, channels, 6, 6), dtype, learned)
     if make.one(True, True, False):
         x = x.detach().contiguous(memory_format=torch.channels_last).requires_grad_(x.requires_grad)
-    weight = make.numbers(16, channels, kernel, kernel).to(dtype, memory_format=torch.channels_last).requires_grad_()
-    bias, activation = make.one(None, make.tensor((16,), dtype)), make.one(None, "relu", "relu", "gelu")
+    weight = (
+        make.numbers(16, channels, kernel, kernel).to(dtype, memory_format=torch.channels_last).requires_grad_(learned)
+    )
+    bias, activation = make.one(None, make.tensor((16,), dtype, learned)), make.one(None, "relu", "relu", "gelu")
     size = (6 + 2 * (kernel // 2) - kernel) // stride + 1
     residual = make.one(None, make.numbers(2, 16, size, size).to(dtype))
     options = {"stride": stride, "padding": kernel // 2, "activation": activation}
