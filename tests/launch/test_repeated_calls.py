@@ -18,11 +18,13 @@ from torch.utils.checkpoint import checkpoint
 
 from rooftop import kernels
 from rooftop.cost import CountingMode
+from rooftop.inference import Engine
 from rooftop.kernels.losses import losses
 from rooftop.launch import INTERPRETED, count_launches, cpp_extensions, known_calls, native_calls, repeated_calls
 from rooftop.launch.cpp_extensions import Extension
 from rooftop.launch.lessons import Lesson
 from rooftop.launch.recorded_calls import Backward
+from rooftop.models.vision.resnet import Bottleneck, ResNet
 
 pytest.importorskip("triton")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -569,6 +571,18 @@ def test_in_python_holds_until_the_last_block_ends(made: Callable[[], int]) -> N
 def test_signatures_stay() -> None:
     assert list(inspect.signature(kernels.softmax).parameters)[:2] == ["input", "dim"]
     assert kernels.layer_norm.__module__ == "rooftop.kernels.norms.norms"
+
+
+@needs_kernels
+def test_an_engine_without_graphs_computes_all_convolutions_in_cpp(made: Callable[[], int]) -> None:
+    model = ResNet(Bottleneck, (1, 1, 1, 1), 10, channels=8).eval()
+    engine = Engine(model, dtype=torch.bfloat16, channels_last=True, graphs=False, fuse=True, replace=True)
+    x = torch.randn(1, 3, 32, 32)
+    assert same(several(lambda: engine(x), 4))
+    made()
+    engine(x)
+    assert len(engine.report.fused) == 17
+    assert made() == 18, repeated_calls.reasons  # and the max pool
 
 
 # ---- building -----------------------------------------------------------------------------------------------------
