@@ -95,7 +95,10 @@ def test_a_process_by_itself_needs_no_group() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_gpu_that_is_not_there() -> None:
-    with pytest.raises(RankError, match="process 0 on a machine with 0 visible GPUs"), join(device="cuda"):
+    with (
+        pytest.raises(RankError, match="PyTorch finds no GPU here: use device='cpu' \\(--device cpu\\)"),
+        join(device="cuda"),
+    ):
         pass
 
 

@@ -17,10 +17,11 @@ import re
 import tarfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -33,6 +34,8 @@ from rooftop.media.images import SUFFIXES
 IMAGE = "image"
 """The name in `fields` that stands for a photograph."""
 CLASS = "cls"
+UNREADABLE = -1
+"""The label of a sample that cannot be read."""
 IMAGE_ENDINGS = tuple(suffix[1:] for suffix in sorted(SUFFIXES))
 
 
@@ -95,6 +98,29 @@ class TarShards:
     def name(self, index: int) -> str:
         """The shard's path and the sample's key."""
         return self._name(self._index[index])
+
+    def labels(self) -> list[int]:
+        """The class of each sample, from its cls file; `UNREADABLE` for a damaged sample.
+
+        Raises:
+            InputError: a sample has no cls file, or one that is not an integer from 0 on.
+        """
+        found = []
+        for shard, entries in groupby((self._index[number] for number in range(len(self))), lambda each: each.shard):
+            with self.paths[shard].open("rb") as file:
+                found += [self._label(entry, file) for entry in entries]
+        return found
+
+    def _label(self, entry: _Entry, file: BinaryIO) -> int:
+        if entry.wrong is not None:
+            return UNREADABLE
+        offset, size = entry.files[self._ending(entry, CLASS)]
+        file.seek(offset)
+        content = file.read(size)
+        with suppress(ValueError):
+            if (label := int(content)) >= 0:
+                return label
+        raise InputError(f"{self._name(entry)}.{CLASS} is {content[:20]!r}: expected the number of a class")
 
     def content(self, index: int) -> bytes:
         """The bytes of the sample's photograph in the shard."""

@@ -230,6 +230,8 @@ def _place(kind: str, launch: Launch) -> tuple[torch.device, str]:
         return torch.device("cpu"), ""
     count = torch.cuda.device_count()
     index = 0 if launch.launcher == "slurm" and count == 1 else launch.local_rank
+    if launch.launcher == "alone" and count == 0:
+        return torch.device("cuda", 0), "PyTorch finds no GPU here: use device='cpu' (--device cpu)"
     problem = (
         f"it is process {index} on a machine with {count} visible GPUs: start at most one process per GPU, or use "
         "device='cpu'"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import tarfile
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -171,6 +173,86 @@ def test_train_and_val_have_the_same_classes(folder: Path) -> None:
     task, _ = built("resnet", str(folder), channels=8)
     assert task.valid is not None
     assert (len(task.train), len(task.valid)) == (38, 2)
+
+
+def sharded(folder: Path, to: Path, parts: dict[str, range]) -> Path:
+    """The pictures of `folder` in tar files, one for each part; the numbers of its pictures of each colour."""
+    for part, numbers in parts.items():
+        (to / part).mkdir(parents=True, exist_ok=True)
+        with tarfile.open(to / part / "0.tar", "w") as tar:
+            for number in numbers:
+                for label, name in enumerate(COLOURS):
+                    content = (folder / name / f"{number}.png").read_bytes()
+                    for ending, value in (("png", content), ("cls", str(label).encode())):
+                        member = tarfile.TarInfo(f"{name}-{number}.{ending}")
+                        member.size = len(value)
+                        tar.addfile(member, io.BytesIO(value))
+    return to
+
+
+@pytest.mark.parametrize("parts", [{"": range(20)}, {"train": range(18), "val": range(18, 20)}])
+def test_tar_files_train_as_folders_do(
+    folder: Path, tmp_path: Path, parts: dict[str, range], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the command: trained, validated and exported, with the names of classes.txt."""
+    data = sharded(folder, tmp_path / "shards", parts)
+    (data / "classes.txt").write_text("\n".join(COLOURS))
+    words = ["--set", "run.epochs=3", "--set", "run.batch=9", "--set", "optimizer.lr=0.05", "--device", "cpu"]
+    words += ["--set", "model.options={channels=8}", "--set", "loading.how=here", "--no-page"]
+    out = tmp_path / "run"
+    assert main(["train", "resnet", "--data", str(data), "--out", str(out), *words]) == 0
+    said = capsys.readouterr().out
+    assert "36 images, 4 held out" in said
+    assert "best accuracy 1 at" in said
+    words = ["--weights", str(out / "best.safetensors"), "--json", "-", "--device", "cpu"]
+    assert main(["classify", str(folder / "red" / "0.png"), *words]) == 0
+    assert json.loads(capsys.readouterr().out)["photographs"][0]["classes"][0]["name"] == "red"
+
+
+def test_tar_files_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
+    data = sharded(folder, tmp_path / "shards", {"": range(3)})
+    (data / "classes.txt").write_text("blue\nblue\n")
+    with pytest.raises(InputError, match=r"classes.txt has 1 different names, but the data have 2 classes"):
+        built("resnet", str(data), channels=8)
+    (data / "classes.txt").unlink()
+    task, _ = built("resnet", str(data), channels=8)
+    assert task.metadata["classes"] == ["0", "1"]
+    with tarfile.open(data / "1.tar", "w") as tar:
+        for ending, value in (("png", (folder / "red" / "0.png").read_bytes()), ("cls", b"red")):
+            member = tarfile.TarInfo(f"more.{ending}")
+            member.size = len(value)
+            tar.addfile(member, io.BytesIO(value))
+    with pytest.raises(InputError, match=r"more.cls is b'red': expected the number of a class"):
+        built("resnet", str(data), channels=8)
+
+
+def test_a_class_of_one_image_is_an_error_with_a_remedy(folder: Path) -> None:
+    for name in COLOURS:
+        for number in range(1, 20):
+            (folder / name / f"{number}.png").unlink()
+    with pytest.raises(InputError, match=r"one image for each class, and one for each class is held out: expected at"):
+        built("resnet", str(folder), channels=8)
+
+
+def test_damaged_images_are_skipped_wherever_they_are(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first one, whose size is looked at, and one that is shown as an example."""
+    labels = [label for label in range(2) for _ in range(20)]
+    _, out = held_out(labels)
+    every = sorted(str(path) for path in folder.rglob("*.png"))
+    for path in {every[0], every[out[0]]}:
+        Path(path).write_bytes(b"no image")
+    words = ["--set", "run.epochs=1", "--set", "run.batch=9", "--set", "model.options={channels=8}", "--device", "cpu"]
+    words += ["--set", "loading.how=here", "--data", str(folder)]
+    first, second = (str(folder.parent / name) for name in ("first", "second"))
+    assert main(["train", "resnet", "--out", first, *words]) != 0
+    assert "is not an image that Pillow can read" in capsys.readouterr().err
+    assert main(["train", "resnet", "--out", second, "--set", "faults.damaged=skip", *words]) == 0
+    said = capsys.readouterr()
+    assert "was skipped" in said.out + said.err
+    for path in folder.rglob("*.png"):
+        path.write_bytes(b"no image")
+    with pytest.raises(InputError, match=r"the first 40 images cannot be read, e.g. .*is not an image"):
+        built("resnet", str(folder), channels=8)
 
 
 @pytest.mark.parametrize(

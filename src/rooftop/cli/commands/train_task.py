@@ -29,7 +29,8 @@ loss, its data and its metrics. docs/train.md shows one in 30 lines.
 
 DATA = {
     **dict.fromkeys(
-        ("resnet", "swin", "hybrid"), "digits, a folder with train/ and val/, or a folder with one subfolder per class"
+        ("resnet", "swin", "hybrid"),
+        "digits, a folder with train/ and val/, or a folder with one subfolder per class or with tar files",
     ),
     "detr": "shapes (generated), or a folder in COCO's form",
     "conv_lstm": "digits (generated, moving), or a folder of videos",

@@ -5,6 +5,8 @@
     digits       scikit-learn's 1797 handwritten digits, 8 x 8 pixels
     a folder     with train/ and val/, each with one subfolder of images per class
     a folder     with one subfolder of images per class; a tenth of each class is held out
+    a folder     of tar files in webdataset's layout, or with train/ and val/ of these; a line of classes.txt in the
+                 folder names each class
 
 Images of at most `SMALL` pixels keep their size, and the model has a stem for small images. Larger images are cropped
 to 224 x 224.
@@ -13,8 +15,10 @@ to 224 x 224.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +29,16 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from rooftop.data import ImageFolder, ImageTransform, Part
+from rooftop.data import ImageFolder, ImageTransform, Part, TarShards
 from rooftop.data.device_images import DecodingChoice, DeviceImages, EncodedImages, encoded_batch, faster_decoding
 from rooftop.data.image_transforms import MARGIN
 from rooftop.data.pixels import Normalizer, Pixels
-from rooftop.data.samples import Samples
+from rooftop.data.samples import DAMAGE, Samples
+from rooftop.data.tar_shards import UNREADABLE
 from rooftop.doctor.extras import Extra
 from rooftop.errors import InputError
 from rooftop.models import builtin_models
-from rooftop.models.images import MEAN, STD, Preprocessing, read_image
+from rooftop.models.images import MEAN, STD, Preprocessing
 from rooftop.models.registry import model_entry
 from rooftop.models.vision.classification import guessed
 from rooftop.models.weights.trained_files import plain_preprocessing
@@ -47,6 +52,7 @@ SMALL = 64  # images with a shorter side of at most this many pixels keep their 
 USUAL_SIZE = 224
 DIGIT_SIZE = 8
 HELD_OUT = 10  # one image in this many is held out if a folder has no val/
+TRIED = 100  # images whose size is looked for, because damaged ones may be skipped
 SHOWN = 12  # number of examples on the page
 SHOWN_SIDE = 192  # least side of an example in pixels
 TOP = 5
@@ -217,12 +223,17 @@ def _folder(folder: Path, recipe: Recipe) -> _Images:
     if not folder.is_dir():
         raise InputError(
             f"--data {folder} is not a folder: expected digits, a folder with train/ and val/, or a folder with one "
-            "subfolder of images per class"
+            "subfolder of images per class or with tar files"
         )
     parted = (folder / "train").is_dir()
     roots = (folder / "train", folder / "val") if parted else (folder, folder)
     if parted and not roots[1].is_dir():
         raise InputError(f"{folder} has train/ but no val/: call the folder of held-out images val")
+    of_kind = _of_shards if any(roots[0].glob("*.tar")) else _of_folders
+    return of_kind(folder, roots, recipe)
+
+
+def _of_folders(folder: Path, roots: tuple[Path, Path], recipe: Recipe) -> _Images:
     transforms = _transforms(recipe, _usual_size(ImageFolder(roots[0])))
     images, valid = (ImageFolder(root, transform) for root, transform in zip(roots, transforms, strict=True))
     on_gpu = recipe.augment.decode == "gpu"
@@ -235,19 +246,61 @@ def _folder(folder: Path, recipe: Recipe) -> _Images:
             f"{roots[0]} and {roots[1]} have different classes: only one of them has {', '.join(differing[:5])}"
         )
     parts: tuple[Samples, Samples] = (train, valid)
-    if not parted:
-        numbers = held_out(train.labels)
-        parts = Part(train, numbers[0]), Part(valid, numbers[1])
+    if roots[0] == roots[1]:
+        parts = _parts(folder, train, valid, train.labels)
     loading = recipe.loading
     decoding = partial(faster_decoding, images, recipe.run.batch, how=loading.how, workers=loading.workers)
     arrive = DeviceImages(transforms[0]) if on_gpu else None
     return _Images(*parts, tuple(train.classes), transforms[0].size, _preprocessing(transforms[1]), arrive, decoding)
 
 
-def _usual_size(images: ImageFolder) -> int:
-    """The side of the images if the first one is small; otherwise 224."""
-    shorter = min(read_image(images.paths[0]).size)
-    return shorter if shorter <= SMALL else USUAL_SIZE
+def _of_shards(folder: Path, roots: tuple[Path, Path], recipe: Recipe) -> _Images:
+    transforms = _transforms(recipe, _usual_size(TarShards(roots[0])))
+    train, valid = (TarShards(root, transform) for root, transform in zip(roots, transforms, strict=True))
+    labels = train.labels()
+    count = max(chain(labels, valid.labels() if roots[0] != roots[1] else ())) + 1
+    if min(labels) < UNREADABLE or count < 2:
+        raise InputError(f"{roots[0]} has classes from {min(labels)} to {max(labels)}: expected 0, 1 and so on")
+    parts = (train, valid) if roots[0] != roots[1] else _parts(folder, train, valid, labels)
+    return _Images(*parts, _class_names(folder, count), transforms[0].size, _preprocessing(transforms[1]))
+
+
+def _class_names(folder: Path, count: int) -> tuple[str, ...]:
+    """The lines of classes.txt, or numbers."""
+    file = folder / "classes.txt"
+    if not file.is_file():
+        return tuple(map(str, range(count)))
+    names = tuple(line.strip() for line in file.read_text("utf-8").splitlines() if line.strip())
+    if len(names) < count or len(set(names)) < len(names):
+        raise InputError(f"{file} has {len(set(names))} different names, but the data have {count} classes")
+    return names
+
+
+def _parts(folder: Path, train: Samples, valid: Samples, labels: Sequence[int]) -> tuple[Samples, Samples]:
+    """The training part of one data set, and the held-out part of the other, which has the same samples."""
+    trained, out = held_out(labels)
+    if not trained:
+        raise InputError(
+            f"{folder} has one image for each class, and one for each class is held out: expected at least two, or "
+            "the folders train/ and val/"
+        )
+    return Part(train, trained), Part(valid, out)
+
+
+def _usual_size(images: Samples) -> int:
+    """The side of the images if the first one that can be read is small; otherwise 224.
+
+    Raises:
+        InputError: the first `TRIED` ones cannot be read.
+    """
+    problem: Exception | None = None
+    for index in range(min(TRIED, len(images))):
+        try:
+            shorter: int = min(images[index][0].shape[1:])  # (3, H, W)
+            return shorter if shorter <= SMALL else USUAL_SIZE
+        except DAMAGE as error:
+            problem = problem or error
+    raise InputError(f"the first {min(TRIED, len(images))} images cannot be read, e.g. {problem}")
 
 
 def _transforms(recipe: Recipe, usual: int) -> tuple[ImageTransform, ImageTransform]:
@@ -300,9 +353,16 @@ def _model(recipe: Recipe, family: Family, found: _Images) -> tuple[nn.Module, d
 def _examples(found: _Images, model: nn.Module, device: torch.device) -> list[tuple[str, Image.Image]]:
     """Some held-out images with the model's predictions."""
     count = min(SHOWN, len(found.valid))
-    numbers = [place * len(found.valid) // count for place in range(count)]
-    samples, labels = zip(*(found.valid[number] for number in numbers), strict=True)
-    images = Normalizer(MEAN, STD)(default_collate([*samples]))
+    numbers, samples, labels = [], [], []
+    for number in (place * len(found.valid) // count for place in range(count)):
+        with suppress(*DAMAGE):  # the evaluation has named or skipped it
+            image, label = found.valid[number]
+            numbers.append(number)
+            samples.append(image)
+            labels.append(label)
+    if not samples:
+        return []
+    images = Normalizer(MEAN, STD)(default_collate(samples))
     guesses = guessed(model, images.to(device), numbers, None, 1, "images")
     shown = []
     for image, label, (guess, *_) in zip(images, labels, guesses, strict=True):
