@@ -316,6 +316,40 @@ def test_a_killed_process_is_an_error_at_its_batch(begun: Workers) -> None:
     assert not begun()
 
 
+def test_sigterm_ends_no_process() -> None:
+    """A job scheduler sends it to all processes of a training, which still needs batches."""
+    loader = Loader(Drawn(40), 4, how="processes", workers=2)
+    batches = loader.batches(0)
+    next(batches)
+    assert loader._processes is not None
+    pids = loader._processes.processes
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+    assert len(list(batches)) == 9
+    assert all(psutil.pid_exists(pid) for pid in pids)
+    loader.close()
+
+
+def test_a_program_ends_although_its_processes_ignore_sigterm() -> None:
+    """Also if the loader still exists, and multiprocessing was imported after the first finalizer."""
+    program = """
+import weakref
+class Thing: pass
+thing = Thing()
+weakref.finalize(thing, print)
+import torch
+from torch.utils.data import TensorDataset
+from rooftop.data import Loader
+loader = Loader(TensorDataset(torch.arange(40)), 4, how="processes", workers=2)
+batches = loader.batches(0)
+next(batches)
+print("end", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "end", done.stderr
+    assert done.returncode == 0
+
+
 def test_a_process_that_ends_itself_is_an_error() -> None:
     class Leaving(Failing):
         def __getitem__(self, index: int) -> int:

@@ -253,7 +253,7 @@ def test_jpegs_go_to_nvjpeg_and_what_it_refuses_to_pillow() -> None:
             "JPEG that NVJPEG refuses": 2,
         }
     jpegs = [FORMS["jpeg"], turned, refused, other_size]
-    assert given[: len(given) // 2] == [jpegs, *([each] for each in jpegs)]
+    assert given[: len(given) // 2] == [jpegs, jpegs[:2], jpegs[2:], [refused], [other_size]]
 
 
 def test_a_jpeg_is_whole_up_to_the_marker_of_its_end() -> None:

@@ -6,11 +6,12 @@ through a pipe. A slot that is too small is replaced: the process makes a larger
 file descriptor. The memory has no name, so nothing is left behind, even if a process is killed.
 
 Processes are forked if the system supports it, so that data sets need not be pickled. They end on request, and within a
-second after their parent has ended.
+second after their parent has ended. They ignore Ctrl-C and SIGTERM, which the parent handles.
 """
 
 from __future__ import annotations
 
+import atexit
 import io
 import os
 import pickle
@@ -76,6 +77,8 @@ class Processes:
         self._next = 0
         self._workers: list[_Worker] = []
         self._end = weakref.finalize(self, _end, self._workers, os.getpid())
+        # Before multiprocessing sends SIGTERM to the processes, which they ignore, and waits for them.
+        atexit.register(self._end)
         try:
             for number in range(workers):
                 self._workers.append(_started(job, number))
@@ -148,6 +151,7 @@ class Processes:
 
     def close(self) -> None:
         self._end()
+        atexit.unregister(self._end)
 
 
 def _ended(worker: _Worker, batch: tuple[int, int] | None) -> LoadingError:
@@ -221,7 +225,9 @@ class _Reader(pickle.Unpickler):
 def _work(connection: Connection, job: Job, parent: int) -> None:
     """Make pieces until the parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # SLURM and `timeout` send SIGTERM to all processes of a training. The parent still needs batches for the step after
+    # which it saves. A handler, unlike SIG_IGN, is not inherited by programs that a data set starts.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
     signal.set_wakeup_fd(-1)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     torch.set_num_threads(1)

@@ -334,7 +334,10 @@ class ImageDecoder:
         except RuntimeError:  # the error does not name the file
             if self._stream is not None:
                 torch.cuda.synchronize(self.device)  # the GPU may still write the other images
-            return [None] if len(files) == 1 else [each for file in files for each in self._by_nvjpeg([file], decode)]
+            if len(files) == 1:
+                return [None]
+            half = len(files) // 2
+            return [*self._by_nvjpeg(files[:half], decode), *self._by_nvjpeg(files[half:], decode)]
         found = [
             _laid_out(nvjpeg.turned(pixels, file.orientation), self.layout) if pixels.shape[1:] == file.shape else None
             for file, pixels in zip(files, decoded, strict=True)
