@@ -136,8 +136,10 @@ def timed(step: Callable[[], object], device: str) -> list[float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/adamw.json"))
-    parser.add_argument("--variants", action="store_true", help="other launches of the kernel, printed alone")
-    parser.add_argument("--quick", action="store_true", help="tiny, on the CPU, to test the script")
+    parser.add_argument(
+        "--variants", action="store_true", help="time other launch parameters of the kernel and print only these"
+    )
+    parser.add_argument("--quick", action="store_true", help="a tiny run on the CPU, to test the script")
     options = parser.parse_args()
     device = "cpu" if options.quick else "cuda"
     if not options.quick and not torch.cuda.is_available():

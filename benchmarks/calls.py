@@ -11,8 +11,8 @@ the median of `--rounds`, and the spread between rounds, since a host's speed va
     both             forward and backward
 
 `rooftop` is a call as users make it: in C++ once it is known (launch/repeated_calls.py); `why` says why Python makes it
-nevertheless. `python` is the same call in Python. `torch` does the same by its own functions, one after the other where
-it has no fused one. Of the call in Python, in inference, the parts:
+nevertheless. `python` is the same call in Python. `torch` is the same work by torch's own functions, several in a row
+where torch has no fused one. The call in Python, in inference, has these parts:
 
     checks           the public function up to its operators, and back
     way              from the call of an operator to its implementation (launch/fast_path.py)
@@ -156,7 +156,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h100/calls.json"))
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out, which takes seconds a case")
+    parser.add_argument(
+        "--no-compile", action="store_true", help="leave out torch.compile, which takes seconds per case"
+    )
     parser.add_argument("--quick", action="store_true", help="on the CPU, to test the script")
     options = parser.parse_args()
     if not options.quick and not torch.cuda.is_available():
@@ -223,7 +225,7 @@ def run_of(function: Callable[..., Any], given: tuple[Any, ...], backward: bool)
 
 
 def in_python(run: Run) -> Run:
-    """The same, made in Python; the switch is part of the burst, not of the call."""
+    """The same call, made in Python; the switch to Python counts for the burst, not for the call."""
 
     def all_of_it() -> Any:
         return run()
@@ -235,7 +237,7 @@ def in_python(run: Run) -> Run:
 def in_turn(runs: dict[str, Run], device: torch.device, rounds: int) -> dict[str, list[float]]:
     """The microseconds of each variant in each round."""
     for run in runs.values():
-        for _ in range(5):  # compiles, and gets known
+        for _ in range(5):  # compiles the call and makes it known
             run()
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds):

@@ -10,7 +10,7 @@ each step. The figures are:
 
     plain_ms, saving_ms    medians of steps without a save and during one; the first of these includes the copy
     slower_percent         all steps during a save, compared with as many plain ones
-    blocked_s              how long the host waited for a save: to begin it, and the optimizer for the copy
+    blocked_s              how long the host waited for a save: until it began, and until the optimizer had its copy
     write_s                from the copy until the file is on the disk, the longest of the ranks
     percent_of_disk        bytes / write_s, relative to the rate at which as many bytes, in a file per rank, are written
                            and synchronized, as dd does with conv=fsync, in the same round

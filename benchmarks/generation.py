@@ -94,7 +94,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--peers", choices=("none", "static", "all"), default="all", help="peers to compare with")
     parser.add_argument("--ranks", type=int, help="ranks that share a model [default: 2, if there are as many GPUs]")
-    parser.add_argument("--quick", action="store_true", help="tiny, on the CPU, to test the script")
+    parser.add_argument("--quick", action="store_true", help="a tiny run on the CPU, to test the script")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--by-nccl", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

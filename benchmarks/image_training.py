@@ -128,7 +128,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=80, help="with the loader, after the warm-up")
     parser.add_argument("--warm-up", type=int, default=30)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/image_training.json"))
-    parser.add_argument("--quick", action="store_true", help="tiny, and on the CPU, to test the script")
+    parser.add_argument("--quick", action="store_true", help="a small run on the CPU, to test the script")
     options = parser.parse_args()
     if not options.quick and not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU; --quick tests the script on a CPU")

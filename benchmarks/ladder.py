@@ -35,7 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--chart", type=Path, help="draw them (HTML)")
-    parser.add_argument("--ladders", nargs="+", choices=LADDERS, default=list(LADDERS), help="only these")
+    parser.add_argument("--ladders", nargs="+", choices=LADDERS, default=list(LADDERS), help="only these ladders")
     parser.add_argument("--seconds", type=float, default=0.05, help="about how long to time each rung")
     parser.add_argument("--quick", action="store_true", help="small sizes")
     options = parser.parse_args()

@@ -68,7 +68,7 @@ from rooftop.models.images import MEAN, STD
 WIDTH, HEIGHT, FRAMES, FRAMES_OF_A_CLIP = 500, 375, 240, 8
 CORES = len(os.sched_getaffinity(0))
 PATIENCE_S = 120  # for one way
-DECODING_S = 4.0  # that all processes decode for the ceiling
+DECODING_S = 4.0  # items that all processes decode for the ceiling
 
 
 class ClipClasses:
@@ -90,7 +90,7 @@ class ClipClasses:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a way did: items counted and their seconds, and the seconds of the parts before."""
+    """The measurement of one way: counted items, their seconds, and the seconds of the parts before them."""
 
     items: int
     seconds: float
@@ -121,9 +121,13 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=WORKS, default=list(WORKS))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=", ".join(WAYS))
     parser.add_argument("--photographs", type=Path, help="a folder of JPEGs")
-    parser.add_argument("--count", type=int, default=6000, help="photographs to be made (default %(default)s)")
-    parser.add_argument("--repeat", type=int, default=4, help="names of each photograph (default %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="few and on the CPU: shows that the script runs")
+    parser.add_argument(
+        "--count", type=int, default=6000, help="number of photographs to generate (default %(default)s)"
+    )
+    parser.add_argument(
+        "--repeat", type=int, default=4, help="number of names for each photograph (default %(default)s)"
+    )
+    parser.add_argument("--quick", action="store_true", help="a few items on the CPU, to test the script")
     options = parser.parse_args()
     if not options.quick and not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU; --quick tests the script on a CPU")
@@ -490,7 +494,8 @@ def decode_for(work: Work, items: Sequence[Item], seconds: float, begin: Any, ra
 
 
 def computed_per_s(work: Work, items: Sequence[Item], device: str) -> dict[str, float]:
-    """Of batches that are ready in the memory of the host: `computing` by the device's time, `calling` by the clock."""
+    """Items a second for batches that are ready in host memory: `computing` by the device's time, `calling` by the
+    clock."""
     decode, call = work.job().decoder(), work.target.load(device)
     values = [decode(item) for item in items[: work.batch]]
     for _ in range(3):
@@ -513,7 +518,7 @@ def computed_per_s(work: Work, items: Sequence[Item], device: str) -> dict[str, 
     return {"computing": computing, "calling": calling}
 
 
-if __name__ == "__main__":  # as a module: workers of others take its functions by name, and keep what they load
+if __name__ == "__main__":  # run as a module, because workers import its functions by name
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     )

@@ -145,7 +145,7 @@ def operands(name: str, dtype: str, region: bool, size: tuple[int, int], device:
 
 
 def result_like(name: str, image: Tensor) -> Tensor:
-    """Zeros for the result of an operation of such images."""
+    """Zeros for the result of an operation on such images."""
     dtype = torch.uint8 if name == "greater" else image.dtype
     if name == "converted":
         dtype = torch.float32 if image.dtype == torch.uint8 else torch.uint8

@@ -99,7 +99,7 @@ def make(video: Video, folder: Path) -> Path:
     return path
 
 
-# ---- variants: each goes through a video and says of how many frames, as they come ----------------------------------
+# ---- variants: each reads a video and yields numbers of frames as they arrive ----------------------------------
 
 Pass = Callable[[], Iterator[int]]
 Opened = Callable[[], Pass]  # opens decoders, and returns the pass
@@ -398,8 +398,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/media.json"))
     parser.add_argument("--only", nargs="+", choices=CASES, default=CASES)
-    parser.add_argument("--quick", action="store_true", help="tiny, on the CPU, to test the script")
-    parser.add_argument("--cpu", action="store_true", help="only the CPU's readers")
+    parser.add_argument("--quick", action="store_true", help="a tiny run on the CPU, to test the script")
+    parser.add_argument("--cpu", action="store_true", help="time only the readers on the CPU")
     options = parser.parse_args()
     if options.cpu:
         GPU, DEVICE = False, "cpu"

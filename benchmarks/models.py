@@ -133,7 +133,7 @@ def main() -> int:
     parser.add_argument(
         "--reports", type=Path, metavar="DIR", help="also write rooftop.analyze's reports of our models"
     )
-    parser.add_argument("--quick", action="store_true", help="small, on the CPU, to test the script")
+    parser.add_argument("--quick", action="store_true", help="a small run on the CPU, to test the script")
     options = parser.parse_args()
     if not options.quick and not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU; --quick tests the script on a CPU")

@@ -42,8 +42,8 @@ ROWS, COLUMNS = (1, 2, 4, 8, 16, 32), (4096, 8192)
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h100/norm_sums.json"))
-    parser.add_argument("--ranks", type=int, default=2, help="GPUs  [default: 2]")
-    parser.add_argument("--quick", action="store_true", help="tiny, on the CPU, to test the script")
+    parser.add_argument("--ranks", type=int, default=2, help="number of GPUs [default: 2]")
+    parser.add_argument("--quick", action="store_true", help="a tiny run on the CPU, to test the script")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:

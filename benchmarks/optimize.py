@@ -199,7 +199,7 @@ class Job:
 
 
 def jobs(only: Sequence[str], batch: str, mode: str) -> list[Job]:
-    """The chosen rows, the most telling ones first.
+    """The chosen rows, the most informative ones first.
 
     Args:
         only: how the names of models begin, also with ":batch" or ":training"; or "level3"; none: all.

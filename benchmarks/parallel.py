@@ -176,7 +176,7 @@ def main() -> int:
     parser.add_argument(
         "--timeline", type=Path, metavar="DIR", help="folder for a chrome trace of a step of each variant"
     )
-    parser.add_argument("--quick", action="store_true", help="tiny, on the CPU, to test the script")
+    parser.add_argument("--quick", action="store_true", help="a tiny run on the CPU, to test the script")
     options = parser.parse_args()
     gpus = 2 if options.quick else torch.cuda.device_count()
     if gpus < 1:

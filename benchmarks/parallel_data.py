@@ -102,7 +102,7 @@ def main() -> int:
         help="other limits in bytes up to which tensors are copied together",
     )
     parser.add_argument("--seconds", type=float, default=2.0, help="seconds to measure each variant")
-    parser.add_argument("--quick", action="store_true", help="small, on the CPU, to test the script")
+    parser.add_argument("--quick", action="store_true", help="a small run on the CPU, to test the script")
     options = parser.parse_args()
     if not options.quick and torch.cuda.device_count() < COUNT:
         parser.error(f"needs {COUNT} NVIDIA GPUs; --quick tests the script on a CPU")

@@ -126,7 +126,7 @@ EDGES = {
 
 
 def block_plan() -> dict[str, Any]:
-    """The plan by which a block is split among tensor parallel ranks; between its layers, along the sequence."""
+    """The plan by which tensor parallel ranks split a block. Between its layers they split the sequence."""
     return {
         "attention_norm": SequenceParallel(),
         "attention": PrepareModuleInput(

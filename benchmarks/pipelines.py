@@ -52,7 +52,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=("step", "gradients"), default=("step", "gradients"))
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
     parser.add_argument("--layers", type=int, default=LAYERS, help="layers of the model (default %(default)s)")
-    parser.add_argument("--ours", action="store_true", help="leave PyTorch's out")
+    parser.add_argument("--ours", action="store_true", help="leave out PyTorch's schedules")
     parser.add_argument("--ranks", type=int, default=max(1, torch.cuda.device_count()))
     parser.add_argument("--quick", action="store_true", help="test the script on a CPU, by gloo")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)

@@ -2,8 +2,9 @@
 
     python benchmarks/replacing.py [--out benchmarks/results/h200/replacing.json] [--only gpt2 swin_t] [--seconds 0.4]
 
-Each model is one of `optimize.py`'s: bfloat16, random weights, without dropout, texts of 512 tokens. Inference at batch
-1 and at a large batch, and training: forward and backward. Nothing is compiled or captured. The variants take turns:
+Each model is one of `optimize.py`'s: bfloat16, random weights, without dropout, texts of 512 tokens. Three cases are
+timed: inference at batch 1, inference at a large batch, and training (forward and backward). Nothing is compiled or
+captured. The variants take turns:
 
     before     the model as its library makes it
     after      after `replace(model)`, which swaps what is never slower
@@ -39,8 +40,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/replacing.json"))
     parser.add_argument("--only", nargs="+", choices=[*MODELS, "tiny_gpt2"], metavar="MODEL", help=", ".join(MODELS))
-    parser.add_argument("--seconds", type=float, default=0.4, help="for each variant of a row (default %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="a tiny model on the CPU: shows that the script runs")
+    parser.add_argument(
+        "--seconds", type=float, default=0.4, help="seconds for each variant of a row (default %(default)s)"
+    )
+    parser.add_argument("--quick", action="store_true", help="a tiny model on the CPU, to test the script")
     options = parser.parse_args()
     if not options.quick and not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU; --quick shows on a CPU that the script runs")

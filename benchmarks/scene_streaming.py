@@ -251,14 +251,14 @@ def main() -> int:
     parser.add_argument(
         "--folder", type=Path, help="folder for the files, about 11 GB, which are kept; by default a temporary one"
     )
-    parser.add_argument("--triangles", type=int, default=10_000_000, help="of a rock")
+    parser.add_argument("--triangles", type=int, default=10_000_000, help="number of triangles of a rock")
     parser.add_argument("--files", type=int, default=100)
     parser.add_argument("--built", type=int, default=10)
     parser.add_argument("--pool", type=int, default=2_000_000_000, help="bytes")
     parser.add_argument("--frames", type=int, default=600)
     parser.add_argument("--speed", type=float, default=0.004, help="seconds of the path per frame")
     parser.add_argument("--size", type=size, default=(1920, 1080))
-    parser.add_argument("--quick", action="store_true", help="small, on the CPU, to test the script")
+    parser.add_argument("--quick", action="store_true", help="a small run on the CPU, to test the script")
     options = parser.parse_args()
     if not options.quick and not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU; --quick tests the script on a CPU")

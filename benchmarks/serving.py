@@ -314,7 +314,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h100/serving.json"))
     parser.add_argument("--table", type=Path, metavar="FILE", help="print a file of results, and measure nothing")
     parser.add_argument("--jobs", type=int, default=4, metavar="N", help="number of concurrent jobs; 4 by default")
-    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="1 by default")
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="number of GPUs; 1 by default")
     parser.add_argument("--only", nargs="+", choices=WAYS, default=WAYS, metavar="WAY", help=f"of {', '.join(WAYS)}")
     parser.add_argument("--seconds", type=float, default=4.0, metavar="S", help="seconds for each row; 4 by default")
     parser.add_argument("--quick", action="store_true", help="small images on the CPU, to test the script")

@@ -88,7 +88,7 @@ class Work:
 
     Attributes:
         what: e.g. "conv".
-        cost: the costs of the kernels that a call needs at least.
+        cost: the costs of the kernels that every call needs.
         goal_ms: goal for ours.
         calls: the calls of each variant, one for each set of inputs.
         replayable: variants that are also replayed from a graph.
@@ -172,7 +172,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--seconds", type=float, default=0.1, help="seconds to measure each variant")
-    parser.add_argument("--quick", action="store_true", help="small, on the CPU, to test the script")
+    parser.add_argument("--quick", action="store_true", help="a small run on the CPU, to test the script")
     options = parser.parse_args()
     if not options.quick and not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU; --quick tests the script on a CPU")

@@ -4,13 +4,13 @@
 
 The same network is analyzed twice, as it is and compiled, and the two reports are compared. Compiling closes two gaps:
 operators between matrix products are fused into one kernel each (fusion headroom), and there are fewer launches (launch
-gap). Matrix products stay what they were.
+gap). Matrix products stay unchanged.
 
-Between its layers the network looks at a value (`.item()`), which the compiler cannot keep in a graph: the report of
-the compiled model names that line, the reason, and what compiling the rest took (a graph break). On a GPU such a look
-also makes the host wait. With `--whole` the network does without, and compiles into one graph.
+Between its layers the network reads a value (`.item()`), which the compiler cannot keep in a graph (a graph break). The
+report of the compiled model names that line, the reason, and the time to compile the rest. On a GPU such a read also
+makes the host wait. With `--whole` the network reads no value, and compiles into one graph.
 
-Compiling for the CPU needs a C++ compiler, for a GPU Triton: `rooftop doctor` says whether they are there.
+Compiling needs a C++ compiler for the CPU, and Triton for a GPU; `rooftop doctor` says whether they are installed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--features", type=int, default=512)
-    parser.add_argument("--whole", action="store_true", help="without the look at a value")
+    parser.add_argument("--whole", action="store_true", help="do not read a value between the layers")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     network = Network(options.features, options.whole).to(device)

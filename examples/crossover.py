@@ -4,14 +4,14 @@
 
 A launch costs microseconds whatever it computes, so a small operation is faster on the CPU. Larger ones are faster on
 the GPU if their operands are already there. If they come from the host's memory and the result goes back, each byte
-crosses a bus that is slower than either memory: an addition does one flop for twelve bytes and may never be worth the
-trip, a matrix product does more work for each byte the larger it is. The difference between the two break-even sizes is
-why models keep their data on the GPU.
+crosses a bus that is slower than either memory. An addition does one flop for twelve bytes, and may never be worth the
+trip. A larger matrix product does more work for each byte. The difference between the two break-even sizes is why
+models keep their data on the GPU.
 
 The CPU's times at large sizes say as much about memory as about arithmetic: they depend on the number of threads
 (`torch.set_num_threads`) and on fresh pages for each result.
 
-This needs an NVIDIA GPU, and says so where there is none. `rooftop crossover` does the same, with a chart.
+The script needs an NVIDIA GPU. `rooftop crossover` does the same, with a chart.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def words(found: BreakEven, unit: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--operations", nargs="+", choices=list(OPERATIONS), default=["add", "matmul"])
-    parser.add_argument("--sizes", nargs="+", type=int, help="default: those of each operation")
+    parser.add_argument("--sizes", nargs="+", type=int, help="sizes to measure (default: those of each operation)")
     options = parser.parse_args()
     for operation in options.operations:
         try:

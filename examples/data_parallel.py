@@ -2,9 +2,9 @@
 
     python examples/data_parallel.py [--devices cuda:0 cuda:1] [--batch 10] [--steps 20]
 
-A batch is split (`scatter`), the network copied to every device (`replicate`), each copy runs on its share in a thread
-of its own (`parallel_apply`), and the results are joined (`gather`). All four are differentiable: one backward brings
-the gradients of all copies back into the network's own parameters. `DataParallel` does the four in one call.
+`scatter` splits a batch, `replicate` copies the network to every device, `parallel_apply` runs each copy on its share
+in its own thread, and `gather` joins the results. All four are differentiable: one backward pass adds the gradients of
+all copies to the network's own parameters. `DataParallel` does the four steps in one call.
 
 The devices are all GPUs, or the CPU twice where there are fewer than two.
 """
@@ -41,7 +41,8 @@ def four_steps(model: nn.Module, x: Tensor, devices: list[str]) -> Tensor:
 
 
 def train(model: nn.Module, x: Tensor, target: Tensor, steps: int) -> float:
-    """The last loss. The loss is of the gathered output: a mean over all samples, however they were split."""
+    """Train and return the last loss. The loss is the mean over all samples of the gathered output, however they were
+    split."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     loss = torch.zeros(())
     for _ in range(steps):

@@ -2,13 +2,14 @@
 
     python examples/ensemble.py [--models 4] [--epochs 150]
 
-Networks with another random start and other training points make other mistakes: the mean of their answers is mostly
-better than one of them, and where they disagree the answer is less certain. The task: is a point inside a ring?
+Networks with different initial weights and training points make different mistakes. The mean of their answers is
+usually better than a single answer, and where they disagree the answer is less certain. The task is to say whether a
+point is inside a ring.
 
 `on_each` is a queue of jobs: each device takes the next one when it is free, so jobs need not take equally long, and
 results come in the order of the jobs. `Ensemble` holds one model on each device, sends each the same input, runs them
 at the same time and gathers their outputs on the first device. `select_devices` chooses the GPUs with the most free
-memory; asked for more than there are, it says of each GPU why it does not qualify.
+memory; if there are too few, its error says why each GPU does not qualify.
 
 Without a GPU the same runs on the CPU, one thread for each model.
 """
@@ -32,7 +33,7 @@ def points(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def train(device: torch.device, seed: int, epochs: int) -> nn.Module:
-    """A job of `on_each`: it is given the device that was free. Each seed also draws its own training points."""
+    """A job of `on_each`, which passes the free device. Each seed also draws its own training points."""
     x, inside = (each.to(device) for each in points(300, seed))
     start = torch.Generator().manual_seed(seed)
     network = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1), nn.Flatten(0))
@@ -49,7 +50,7 @@ def train(device: torch.device, seed: int, epochs: int) -> nn.Module:
 
 
 def right(logits: Tensor, inside: Tensor) -> float:
-    """Share of points that were put on the right side."""
+    """Share of points with the right answer."""
     return float(((logits > 0) == (inside > 0.5)).float().mean())
 
 

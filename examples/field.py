@@ -2,10 +2,11 @@
 
     python examples/field.py [--rocks 10000] [--detail 7] [--size 960x540] [--sun 1,0.6,-0.7] [--out field]
 
-A rock is a ball that is cut flat at random and roughened, as noisy as a scan. There is one in memory; each instance of
-it is a transform. The pictures show the shaded field, its instances, clusters and levels, and how often each pixel was
-covered. The camera moves a little between two frames: what the first has drawn is what the second can hide behind.
-With --sun, the direction of its light, rocks and hills cast shadows; those of the first frame serve the second, too.
+A rock is a ball that is cut flat at random and roughened, as noisy as a scan. Memory holds one rock; each instance is
+only a transform. The pictures show the shaded field, its instances, clusters and levels, and how often each pixel was
+covered. The camera moves a little between two frames, and the second frame culls what the surfaces of the first one
+hide. With --sun, the direction of the sunlight, rocks and hills cast shadows; the second frame reuses the shadow maps
+of the first.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ def rock(detail: int, seed: int = 0) -> tuple[Floats, NDArray[np.int64]]:
     way = ball.vertices  # (V, 3) directions
     cuts = random.normal(size=(CUTS, 3))
     cuts /= np.linalg.norm(cuts, axis=1, keepdims=True)
-    reach = random.uniform(0.72, 1.0, CUTS) / (way @ cuts.T).clip(1e-3)  # to each cut's plane
+    reach = random.uniform(0.72, 1.0, CUTS) / (way @ cuts.T).clip(1e-3)  # distance to each cut's plane
     radius = np.minimum(reach.min(1), 1.0)
     # Waves in random directions, from a third of the rock down to its grain.
     for octave in range(9):
         waves = random.normal(size=(6, 3)) * 4.0 * 1.8**octave
         shifts = random.uniform(0, 2 * np.pi, 6)
         radius += 0.022 * 0.6**octave * np.sin((way * radius[:, None]) @ waves.T + shifts).sum(1)
-    radius += random.normal(0, 0.0004, len(radius))  # what a scanner adds
+    radius += random.normal(0, 0.0004, len(radius))  # the noise of a scanner
     return way * radius[:, None] * (1.15, 0.95, 0.8), ball.faces
 
 
@@ -80,8 +81,8 @@ def main() -> None:
     parser.add_argument("--rocks", type=int, default=10_000)
     parser.add_argument("--detail", type=int, default=7, help="a rock has 20 * 4^DETAIL triangles")
     parser.add_argument("--size", default="960x540", metavar="WIDTHxHEIGHT")
-    parser.add_argument("--sun", metavar="X,Y,Z", help="where sunlight shines to: rocks cast shadows")
-    parser.add_argument("--device", help="a GPU if there is one")
+    parser.add_argument("--sun", metavar="X,Y,Z", help="direction in which sunlight travels; rocks then cast shadows")
+    parser.add_argument("--device", help="default: a GPU if there is one")
     parser.add_argument("--out", type=Path, default=Path("field"), metavar="FOLDER")
     options = parser.parse_args()
     try:

@@ -3,7 +3,7 @@
     python examples/generate_text.py [--text FILE] [--steps 300] [--batch 16] [--prompt "import "] [--new 200]
 
 Without --text it reads the examples beside this one, so that it writes something that looks like Python. The network is
-trained for seconds on a GPU and for minutes on a CPU; what it writes then has the sound of the text, not its sense.
+trained for seconds on a GPU and for minutes on a CPU; the text it writes then looks right but makes no sense.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 from rooftop.models import Generation, Gpt, gpt_config
 from rooftop.models.gpt import ByteTokenizer, Decoder, Sampling
 
-LENGTH = 128  # bytes of a sequence that is learned from
+LENGTH = 128  # bytes of a training sequence
 CONFIG = replace(
     gpt_config("llama-1b"), vocabulary=256, layers=4, width=128, heads=4, kv_heads=2, hidden=352, positions=512
 )
 
 
 def train(model: Gpt, text: bytes, steps: int, batch: int) -> float:
-    """The loss of the last step, nats a byte."""
+    """Train and return the loss of the last step, in nats per byte."""
     device = next(model.parameters()).device
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device, torch.int64)
     length = min(LENGTH, len(data) - 1)
@@ -46,9 +46,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch", type=int, default=16, help="sequences of a step")
+    parser.add_argument("--batch", type=int, default=16, help="sequences per step")
     parser.add_argument("--prompt", default="import ")
-    parser.add_argument("--new", type=int, default=200, help="bytes to write")
+    parser.add_argument("--new", type=int, default=200, help="number of bytes to generate")
     options = parser.parse_args()
     files = [options.text] if options.text else sorted(Path(__file__).parent.glob("*.py"))
     text = b"\n".join(path.read_bytes() for path in files)

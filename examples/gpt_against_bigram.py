@@ -1,10 +1,10 @@
-"""Trains a small GPT on Python's own standard library, beside a bigram model of the same text and the same split.
+"""Train a small GPT on Python's standard library, and compare it with a bigram model of the same text and split.
 
     python examples/gpt_against_bigram.py [steps]
 
-A bigram model knows the last byte only. Its probabilities are counts in the training part, mixed with those of single
-bytes and with equal ones, so that no byte of the validation part has probability 0. Both losses are means over the same
-bytes of the validation part, in nats.
+A bigram model knows only the last byte. Its probabilities are counts in the training part. They are mixed with the
+frequencies of single bytes and with a uniform distribution, so that no byte of the validation part has probability 0.
+Both losses are means over the same bytes of the validation part, in nats.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rooftop.parallel import Layout, join
 from rooftop.train import GptTrainer, GptTraining, Tokens, Validation, run_steps, split_tokens
 
 BYTES, LENGTH = 256, 64
-BIGRAM, UNIGRAM = 0.98, 0.0199  # weights of the mixture; the rest is for equal probabilities
+BIGRAM, UNIGRAM = 0.98, 0.0199  # weights of the mixture; the rest is the weight of the uniform distribution
 STEPS = 450
 
 
@@ -38,7 +38,7 @@ def bigram_loss(train: NDArray[np.int64], valid: NDArray[np.int64]) -> float:
     np.add.at(pairs, (train[:-1], train[1:]), 1)
     before = pairs.sum(1, keepdims=True)
     single = pairs.sum(0) / pairs.sum()
-    bigram = np.where(before > 0, pairs / np.maximum(before, 1), single)  # a byte that never came before
+    bigram = np.where(before > 0, pairs / np.maximum(before, 1), single)  # a byte that the training part lacks
     mixed = BIGRAM * bigram + UNIGRAM * single + (1 - BIGRAM - UNIGRAM) / BYTES
     return float(-np.log(mixed[valid[:, :-1], valid[:, 1:]]).mean())
 

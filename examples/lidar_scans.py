@@ -2,7 +2,7 @@
 
     python examples/lidar_scans.py FOLDER [--setting street] [--count 4] [--seed 0] [--device cpu]
 
-Writes scans as .ply files, each with a picture. A scene is made up again for each seed; the same seed gives the same
+The script writes scans as .ply files, each with a picture. Each seed generates one scene. The same seed gives the same
 scene everywhere, and the same scan on the same kind of device.
 
 `rooftop train sparse_unet` and `python examples/lidar_segmentation.py` train a network on such scans.

@@ -1,8 +1,8 @@
-"""Streets and rooms made up of boxes, cylinders and ellipsoids, new ones for each seed.
+"""Generate streets and rooms from boxes, cylinders and ellipsoids, different for each seed.
 
     python examples/lidar_scenes.py [--seed 0]
 
-Prints what exists in a scene of each kind. `python examples/lidar_scans.py` scans them.
+The script prints the contents of a scene of each kind. `python examples/lidar_scans.py` scans them.
 """
 
 from __future__ import annotations

@@ -3,21 +3,22 @@
     python examples/lidar_segmentation.py [--device cuda] [--setting street] [--steps N] [--scans N] [--seed 0]
                                           [--out lidar] [--points FILE] [--weights FILE] [--quick]
 
-Streets or rooms are made up and scanned, their points put into cubes, and a U-Net of sparse
-convolutions labels each cube that has points. A point gets the label of its cube. On a CPU a small network learns from
-coarse scans; with `--device cuda` a MinkUNet18 from whole ones in small cubes, under autocast.
+The script generates streets or rooms, scans them and puts the points into cubes. A U-Net of sparse convolutions labels
+each cube that has points, and a point gets the label of its cube. On a CPU a small network learns from coarse scans.
+With `--device cuda` a MinkUNet18 learns from full scans in small cubes, under autocast.
 
-It is judged by the intersection over union of each class, and their mean (mIoU), over the points of other scenes. Two
-rules stand beside it: each point is of the most frequent class; each is of the class most frequent at its height. --out
-gets
+The metric is the intersection over union of each class, and their mean (mIoU), over the points of other scenes. Two
+simple rules serve as baselines: the most frequent class for every point, and the most frequent class at the point's
+height. The files in --out are
 
     labels.png       a scene that it never saw: the truth, what the network says, and where it errs
     labels.pth       what --weights takes, to label without training
     labelled.ply     with --points: your cloud (.ply or .npy, in metres, z up) with a label and colour for each point
     labelled.png     and its picture
 
-Heights count from the ground, which is taken to be where a hundredth of the points lie below. Each training scan is
-turned, mirrored and scaled at random each time, and one in five has no intensities: so clouds without can be labelled.
+Heights count from the ground: the height below which a hundredth of the points lie. Each training scan is rotated,
+mirrored and scaled at random each time. One in five gets no intensities, so that the network can also label clouds
+without intensities.
 """
 
 from __future__ import annotations
@@ -55,23 +56,23 @@ from rooftop.train.tasks.sparse_unet import (
     voxels_of,
 )
 
-BIN_M, BINS = 0.1, 256  # of the rule by height; the last bin has all that is higher
-FARTHEST_M = 10_000  # that a cloud may reach: places in it are float32
-FIRST_SEED = 1 << 20  # of training scans; those of judged ones count from 0
+BIN_M, BINS = 0.1, 256  # bins of the rule by height; the last bin has everything above it
+FARTHEST_M = 10_000  # the largest extent of a cloud, because its coordinates are float32
+FIRST_SEED = 1 << 20  # first seed of training scans; seeds of test scans count from 0
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained, and how.
+    """The network and its training.
 
     Attributes:
-        beams, turn: of the scanner, and its steps of a turn.
+        beams, turn: beams of the scanner, and its steps per revolution.
         voxel_m: edge of a cube, by setting.
         planes: channels of a `SparseUNet`; none: a MinkUNet18.
-        scans: that are trained on, again and again.
-        judged: scans that are not.
-        steps: of AdamW, of `batch` scans each.
-        learning_rate: its highest value, of one cycle.
+        scans: number of training scans, each used repeatedly.
+        judged: number of test scans.
+        steps: steps of AdamW, each with `batch` scans.
+        learning_rate: the highest value of the one-cycle schedule.
     """
 
     beams: int
@@ -89,11 +90,11 @@ RECIPES = {
     "cpu": Recipe(32, 768, {"street": 0.3, "room": 0.1}, (16, 32, 64), 64, 8, 2, 240, 6e-3),
     "cuda": Recipe(64, 2048, {"street": 0.1, "room": 0.04}, (), 400, 32, 4, 1500, 3e-3),
 }
-QUICK = Recipe(16, 160, {"street": 0.6, "room": 0.2}, (8, 16), 8, 3, 2, 40, 3e-2)  # to see that it runs
+QUICK = Recipe(16, 160, {"street": 0.6, "room": 0.2}, (8, 16), 8, 3, 2, 40, 3e-2)  # a run that only tests the script
 
 
 class Model(NamedTuple):
-    """A network with what it was made for, as it is saved."""
+    """A network with its setting, as it is saved."""
 
     network: nn.Module
     setting: str
@@ -102,7 +103,7 @@ class Model(NamedTuple):
 
 
 def built(setting: str, voxel_m: float, planes: Sequence[int], device: torch.device) -> Model:
-    """With random weights."""
+    """A network with random weights."""
     classes = len(SETTINGS[setting].classes)
     return Model(network(classes, planes).to(device), setting, voxel_m, tuple(planes))
 
@@ -115,7 +116,7 @@ def scans(setting: Setting, first_seed: int, count: int, device: torch.device) -
 
 
 def train(model: Model, seen: Sequence[Scan], recipe: Recipe, seed: int) -> None:
-    """Ends in evaluation mode."""
+    """Train the network; it ends in evaluation mode."""
     device, network = seen[0].xyz.device, model.network.train()
     frequency = torch.stack([torch.bincount(scan.labels, minlength=256) for scan in seen]).sum(0)
     frequency = frequency[: len(SETTINGS[model.setting].classes)] / frequency.sum()
@@ -139,7 +140,7 @@ def train(model: Model, seen: Sequence[Scan], recipe: Recipe, seed: int) -> None
 
 
 def watched(steps: range, what: str) -> Iterable[int]:
-    """With a progress bar on stderr, if that is a terminal."""
+    """The items, with a progress bar on stderr if that is a terminal."""
     console = Console(stderr=True)
     return track(steps, what, console=console, transient=True, disable=not console.is_terminal)
 
@@ -189,10 +190,10 @@ def save(model: Model, path: Path) -> None:
 
 
 def load(path: Path, device: torch.device) -> Model:
-    """What `save` wrote.
+    """Read what `save` wrote.
 
     Raises:
-        InputError: no such file, or another one.
+        InputError: the file does not exist, or is not a checkpoint of this example.
     """
     if not path.is_file():
         raise InputError(f"{path} does not exist")
@@ -213,10 +214,10 @@ def moved(cloud: Cloud, device: torch.device) -> Cloud:
 
 
 def own(path: Path) -> Cloud:
-    """A cloud of the user's.
+    """The user's own cloud.
 
     Raises:
-        InputError: what cannot be read, or reaches too far.
+        InputError: the file cannot be read, or the cloud is too large.
     """
     cloud = read(path)
     reach = float((cloud.xyz.amax(0) - cloud.xyz.amin(0)).max())
@@ -226,7 +227,7 @@ def own(path: Path) -> Cloud:
 
 
 def label_file(model: Model, cloud: Cloud, out: Path, device: torch.device) -> None:
-    """Labels it, writes it and draws it."""
+    """Label the cloud, write it and draw it."""
     setting = SETTINGS[model.setting]
     cloud = moved(cloud._replace(labels=None), device)
     said = labelled(model.network, cloud, model.voxel_m)
@@ -240,14 +241,16 @@ def label_file(model: Model, cloud: Cloud, out: Path, device: torch.device) -> N
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=list(RECIPES), default="cpu")
-    parser.add_argument("--setting", choices=list(SETTINGS), help="what to make up: a street, unless said")
+    parser.add_argument("--setting", choices=list(SETTINGS), help="the kind of scenes to generate (default: street)")
     parser.add_argument("--steps", type=int, help="of training")
-    parser.add_argument("--scans", type=int, help="to train on, again and again")
+    parser.add_argument("--scans", type=int, help="number of training scans, each used repeatedly")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("lidar"), metavar="DIR")
     parser.add_argument("--points", type=Path, metavar="FILE", help="a cloud of yours to label: .ply or .npy")
-    parser.add_argument("--weights", type=Path, metavar="FILE", help="label --points with these, without training")
-    parser.add_argument("--quick", action="store_true", help="tiny, to see that it runs")
+    parser.add_argument(
+        "--weights", type=Path, metavar="FILE", help="label --points with these weights, without training"
+    )
+    parser.add_argument("--quick", action="store_true", help="a tiny run, to test the script")
     options = parser.parse_args()
     if any(number is not None and number < 1 for number in (options.steps, options.scans)):
         parser.error("expected --steps and --scans of at least 1")
@@ -275,7 +278,7 @@ def main() -> None:
 
 
 def trained(recipe: Recipe, name: str, seed: int, out: Path, device: torch.device) -> Model:
-    """Trained, judged and saved."""
+    """Train, test and save the network."""
     torch.manual_seed(seed)
     setting = SETTINGS[name]
     setting = replace(setting, scanner=replace(setting.scanner, beams=recipe.beams, steps=recipe.turn))

@@ -1,8 +1,8 @@
-"""Describes every photograph of some folders, by a function of your own on all cores, and shows the brightest.
+"""Describe every photograph of some folders with your own function on all cores, and show the brightest.
 
     python examples/map_photographs.py FOLDER... [--out described.parquet] [--workers 4]
 
-Run again, it describes what is new. A damaged photograph is a row with its error. docs/map.md says more.
+A second run describes only new photographs. A damaged photograph gets a row with its error. See docs/map.md.
 """
 
 from __future__ import annotations

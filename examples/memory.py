@@ -2,16 +2,17 @@
 
     python examples/memory.py [--depth 8] [--width 512] [--batch 2048]
 
-Three figures are easily mixed up. *Allocated* is what live tensors hold. *Reserved* is what PyTorch's allocator has
-taken from the GPU, allocated or kept for later: other programs see this one. *Peak* is the most that was ever allocated
-at a time, and it decides whether a step fits. `track()` gives the peak of a block of code.
+Three figures are easily confused. *Allocated* is the memory that live tensors hold. *Reserved* is the memory that
+PyTorch's allocator has taken from the GPU, in use or kept for later; other programs see this figure. *Peak* is the
+largest amount allocated at any time, and decides whether a step fits. `track()` returns the peak of a block of code.
 
-The same step is run four ways. A forward pass for training keeps what the backward pass will need, so its peak grows
-with depth; one without gradients frees each intermediate at once. Checkpointing keeps only the inputs of each block and
-computes the rest again. A smaller batch halves what grows with the batch, and not what the parameters take.
+The same step runs in four ways. A forward pass for training keeps the values that the backward pass needs, so its peak
+grows with depth. A forward pass without gradients frees each intermediate result at once. Checkpointing keeps only the
+inputs of each block and recomputes the rest. Half the batch halves the activations, but not the memory of the
+parameters.
 
-All of this runs on the CPU. On a GPU the example then runs out of memory on purpose, with a limit of its own, and shows
-which module and which line hold it (`explained_memory`).
+All of this runs on the CPU. On a GPU the example then runs out of memory on purpose, within a limit that it sets, and
+shows the modules and lines that hold the memory (`explained_memory`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from rooftop.hardware import explained_memory, memory_summary, release, track
 
 MIB = 1 << 20
-LIMIT_BYTES = 512 * MIB  # on a GPU: what the example leaves to itself, to run out of it
+LIMIT_BYTES = 512 * MIB  # memory on a GPU to which the example limits itself, to run out of it
 
 
 class Block(nn.Module):
@@ -43,7 +44,7 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """Blocks, one after another; `checkpointed` keeps only what goes into each of them."""
+    """Blocks, one after another; `checkpointed` keeps only the input of each."""
 
     def __init__(self, depth: int, width: int) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ def train_step(network: Network, x: Tensor) -> None:
 
 
 def show(name: str, network: Network, x: Tensor, training: bool = True) -> None:
-    """Runs one step and prints how far its peak rose above what was allocated before."""
+    """Run one step, and print how far its peak rose above the memory allocated before."""
     with track(x.device) as memory:
         if training:
             train_step(network, x)
@@ -73,7 +74,7 @@ def show(name: str, network: Network, x: Tensor, training: bool = True) -> None:
 
 
 def run_out(network: Network, x: Tensor) -> None:
-    """Trains on ever larger batches until the limit is reached; prints the explanation that the error carries."""
+    """Train on larger and larger batches until the limit is reached, and print the explanation in the error."""
     release()
     limit = (torch.cuda.memory_allocated() + LIMIT_BYTES) / torch.cuda.get_device_properties(x.device).total_memory
     torch.cuda.set_per_process_memory_fraction(limit)

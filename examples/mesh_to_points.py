@@ -2,10 +2,10 @@
 
     python examples/mesh_to_points.py [--views 6] [--size 128] [--steps 40] [--out points.npy]
 
-Rocks and rings lie on a floor, and cameras stand around them. The renderer says how far each pixel's surface is and of
-which instance: points with labels that nobody had to draw. A small network of sparse convolutions learns from four
-such scenes what is floor, rock or ring, and is asked about another that it has not seen. With --out the points of that
-one are written, x, y, z and what the network took them for.
+Rocks and rings lie on a floor, and cameras stand around them. For each pixel the renderer returns the distance of the
+surface and its instance. This gives points with labels that nobody had to draw. A small network of sparse convolutions
+learns from four such scenes to tell floor, rock and ring apart, and is tested on another scene. With --out the script
+writes the points of that scene: x, y, z and the predicted label.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def scanned(world: scene.Scene, kinds: Tensor, views: int, size: int, device: st
 
 
 def voxels(xyz: Tensor, kinds: Tensor) -> tuple[spconv.SparseConvTensor, Tensor]:
-    """The cells that have points, with 1, the height and how many points as features; and the kind of each."""
+    """The cells that have points, with the features 1, height and number of points; and the kind of each cell."""
     columns = [xyz, xyz[:, 2:], torch.ones_like(xyz[:, :1]), torch.nn.functional.one_hot(kinds, len(KINDS)).float()]
     sums, indices = spconv.voxelize(torch.cat(columns, 1), [VOXEL] * 3, EXTENT, "sum")  # (V, 5 + 3), (V, 4)
     count = sums[:, 4:5]
@@ -82,7 +82,7 @@ def voxels(xyz: Tensor, kinds: Tensor) -> tuple[spconv.SparseConvTensor, Tensor]
 
 
 def network() -> spconv.SparseSequential:
-    """Labels of sites: two convolutions as they are, two a step coarser, and back."""
+    """A network that labels sites: two convolutions at full resolution, two at half, and back."""
 
     def block(convolution: torch.nn.Module, channels: int) -> list[torch.nn.Module]:
         return [convolution, torch.nn.BatchNorm1d(channels), torch.nn.ReLU()]
@@ -100,10 +100,12 @@ def network() -> spconv.SparseSequential:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--views", type=int, default=6)
-    parser.add_argument("--size", type=int, default=128, help="pixels of a view's side")
-    parser.add_argument("--steps", type=int, default=40, help="of training")
-    parser.add_argument("--device", help="a GPU if there is one")
-    parser.add_argument("--out", type=Path, metavar="FILE.npy", help="the points of the second scene and their labels")
+    parser.add_argument("--size", type=int, default=128, help="width and height of a view in pixels")
+    parser.add_argument("--steps", type=int, default=40, help="number of training steps")
+    parser.add_argument("--device", help="default: a GPU if there is one")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.npy", help="write the points of the test scene and their labels to this file"
+    )
     options = parser.parse_args()
     if min(options.views, options.size, options.steps) < 1:
         parser.error("expected at least 1 view, 1 pixel and 1 step")
@@ -123,7 +125,7 @@ def main() -> None:
     training = [voxels(*cloud) for cloud in clouds]
     model = network().to(other.device)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    weight = 1 / torch.bincount(kinds, minlength=len(KINDS)).float()  # each kind counts as much
+    weight = 1 / torch.bincount(kinds, minlength=len(KINDS)).float()  # all kinds have the same weight
     for step in range(options.steps):
         sites, target = training[step % SCENES]
         loss = torch.nn.functional.cross_entropy(model(sites).features, target, weight)

@@ -2,8 +2,8 @@
 
     python examples/moving_things.py [walk.mp4] [--out moving.mp4] [--device cpu|cuda|auto]
 
-Without a video it makes one, a ball that crosses noise. Frames are Mats on the memory of the tensors that the reader
-gives, so on a GPU nothing is copied to the host before the video is written.
+Without a video it makes one, a ball that crosses noise. Frames are Mats that share the memory of the reader's tensors,
+so on a GPU nothing is copied to the host before the video is written.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from rooftop.errors import RooftopError
 from rooftop.mat import CV_8U, CV_32F, Mat
 from rooftop.media import VideoReader, VideoWriter
 
-KEPT = 0.9  # of the mean, at each frame
-LEVELS = 40  # of 255: what differs by more moves
+KEPT = 0.9  # weight of a new frame in the mean
+LEVELS = 40  # a pixel whose difference, of 255, is larger counts as moving
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def mark(video: Path, out: Path, device: str) -> float:
-    """The share of pixels that moved, of all frames but the first."""
+    """The share of pixels that moved, over all frames except the first."""
     reader = VideoReader(video, device)
     if reader.fallback_reason:
         print(f"decoded on the CPU: {reader.fallback_reason}")

@@ -2,13 +2,14 @@
 
     python examples/occupancy.py [--threads 256] [--registers 128] [--shared 49152] [--capability 9.0]
 
-A multiprocessor hides the latency of memory by having other warps to run. How many warps it holds is decided by the
-scarcest of four resources: warps, blocks, registers, shared memory. Occupancy is the share of its warps that it holds.
+A multiprocessor hides the latency of memory by running other warps. The scarcest of four resources limits the number of
+warps: warps, blocks, registers, shared memory. Occupancy is the share of the possible warps that are resident.
 
 Registers and shared memory come from the compiler: `nvcc -Xptxas -v`, or for Triton `kernel.n_regs` and
-`kernel.metadata.shared` of what a launch returns. No GPU is needed: it is arithmetic with the published limits of each
-compute capability. More occupancy is not always faster: a matrix product at 25% with its tiles in registers may reach
-the roof, and a copy needs only enough bytes in flight. Measure what a change does before you keep it.
+`kernel.metadata.shared` of the object that a launch returns. No GPU is needed, because the script only computes with
+the published limits of each compute capability. Higher occupancy is not always faster. A matrix product at 25% with its
+tiles in registers may reach the roof, and a copy only needs enough bytes in flight. Measure the effect of a change
+before you keep it.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python examples/predict.py [--machine h200] [--layers 12] [--width 768] [--tokens 1024]
 
 Nothing is run and nothing is allocated: the model is built on fake tensors, which have shapes and no data, and each
-operator takes its roof on the other machine, whose ceilings were measured there. What comes out is a lower bound for
-eager PyTorch; real kernels are slower. It still answers what a purchase or a queue of hours would be for: is the step
-bound by launches (then a larger batch is free), by memory or by arithmetic, and what does bfloat16 change?
+operator takes its roof on the other machine, whose ceilings were measured there. The result is a lower bound for eager
+PyTorch; real kernels are slower. It still shows whether launches (then a larger batch is free), memory or arithmetic
+bound the step, and what bfloat16 changes, before you buy or rent the machine.
 
 `--machine` takes a machine that Rooftop knows, or a file that was written there with `rooftop ceilings -o FILE`.
 """
@@ -47,7 +47,7 @@ class LanguageModel(nn.Module):
 
 
 def loss(scores: Tensor) -> Tensor:
-    """Against the first token everywhere: a prediction has no values, only their shapes."""
+    """The target is the first token everywhere, because a prediction has no values, only shapes."""
     targets = torch.zeros(scores.shape[:-1], dtype=torch.int64).flatten()
     return nn.functional.cross_entropy(scores.flatten(0, -2), targets)
 

@@ -5,15 +5,16 @@
 Kernels that are launched on one stream run one after another. Kernels on two streams may run at the same time, in any
 order. Two things are easily forgotten:
 
-1. A stream must *wait* for the other one before it uses what that one writes, or it reads what is not there yet.
-2. The allocator must *know* that a second stream uses a tensor (`record_stream`), or it hands the memory out again as
+1. A stream must *wait* for the other one before it uses that stream's results; otherwise it reads data that are not yet
+written.
+2. The allocator must *know* that a second stream uses a tensor (`record_stream`), otherwise it reuses the memory as
    soon as the tensor is freed, while the other stream still reads it.
 
-`on_stream` and `join` do both, in both directions. `check_streams` watches operators and waits, and names what was
-forgotten with the lines of both uses. It finds the mistake even where the result happened to be right.
+`on_stream` and `join` do both, in both directions. `check_streams` watches operators and waits, and names the missing
+call and the lines of both uses. It finds the mistake even if the result happened to be right.
 
-There are streams on NVIDIA GPUs only. On the CPU the same code runs in order (`side_stream()` is None), there is no
-mistake to find, and the example says so.
+Only NVIDIA GPUs have streams. On the CPU the same code runs in order (`side_stream()` is None), so there is no mistake
+to find.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def one_after_another(x: Tensor, weight: Tensor, steps: int) -> Tensor:
 
 
 def overlapped(x: Tensor, weight: Tensor, steps: int, side: torch.cuda.Stream | None) -> Tensor:
-    with on_stream(side, x, weight):  # side waits for what was launched so far, and x and weight live until it is done
+    with on_stream(side, x, weight):  # side waits for the work launched so far, and x and weight live until it is done
         left = chain(x, weight, steps)
     right = chain(-x, weight, steps)  # at the same time
     join(side, left)  # the current stream waits for side, and left lives until the sum is done
@@ -46,7 +47,7 @@ def overlapped(x: Tensor, weight: Tensor, steps: int, side: torch.cuda.Stream | 
 
 
 def wrong() -> Tensor:
-    """The classic mistake: the sum may run before the normal numbers are there, or while they are written."""
+    """The classic mistake: the sum may run before the random numbers are written, or during the write."""
     values = torch.empty(1 << 20, device="cuda")
     values.normal_()
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -63,7 +64,7 @@ def main() -> None:
     weight = torch.randn(options.size, options.size, device=device) / options.size**0.5
     side = side_stream()
 
-    with check_streams():  # raises StreamRaceError if one stream uses what another has not finished
+    with check_streams():  # raises StreamRaceError if one stream uses data that another has not finished
         result = overlapped(x, weight, options.steps, side)
     torch.testing.assert_close(result, one_after_another(x, weight, options.steps))
     print("overlapped: the same result, and no stream used a tensor too early")

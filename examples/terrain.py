@@ -3,14 +3,13 @@
     python examples/terrain.py [--triangles 500000] [--ground 2048] [--frames 6] [--size 960x540] [--out terrain]
 
 The mountains are ridged noise (Musgrave, in Ebert et al. 2003, "Texturing and Modeling", chapter 16). They are built
-once into levels of detail, `terrain.rtg` in the folder; then each frame draws as many triangles as its pixels need,
-whether the mountains have a hundred thousand or a hundred million. Beside each shaded picture is one of the levels:
-red is the mesh as it is, and each colour further on has half the triangles. With --ground there are grass, rock and
-snow, painted on an image so many texels wide, the texture of the mountains: it is finer than the triangles, and
-the renderer filters it.
+once into levels of detail (`terrain.rtg` in the folder). Then each frame draws as many triangles as its pixels need,
+whether the mountains have a hundred thousand or a hundred million. A picture of the levels comes with each shaded
+picture: red is the original mesh, and each further colour has half the triangles. --ground paints grass, rock and snow
+on a texture of that width in texels. The texture is finer than the triangles, and the renderer filters it.
 
-Printed for each frame: what was drawn, holes (pixels without a surface in the midst of one), and by how much the
-picture differs from the one before. A level that pops in would be seen there as one frame unlike its neighbours.
+For each frame the script prints the drawn triangles, holes (pixels without a surface in the middle of one), and the
+difference from the previous picture. A visible switch of levels would show as a frame unlike its neighbours.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from rooftop import scene
 
 Floats = NDArray[np.float64]
 
-SIDE_M = 4000.0  # of the square that the mountains stand on
+SIDE_M = 4000.0  # side of the square on which the mountains stand
 HEIGHT_M = 900.0
 OCTAVES = 11
-STEP_M = 12.0  # that the camera flies from frame to frame
-ABOVE_M = 130.0  # the highest ground under its path
+STEP_M = 12.0  # distance that the camera flies from frame to frame
+ABOVE_M = 130.0  # height above the highest ground under its path
 
 
 def heights(x: Floats, y: Floats, seed: int = 0) -> Floats:
-    """Metres above the plain, for places in 0..1 of the square."""
+    """Metres above the plain, for places (0..1) in the square."""
     random = np.random.default_rng(seed)
     total, weight, size = np.zeros_like(x), np.ones_like(x), 1.0
     turn = np.array([[0.8, -0.6], [0.6, 0.8]])  # so that no two octaves have their grid along the same lines
@@ -78,13 +77,13 @@ def grid(side: int) -> tuple[Floats, NDArray[np.int64]]:
 
 
 def heights_of(places: Floats, seed: int) -> Floats:
-    """Of many places (N, 2), some at a time."""
+    """The heights of many places (N, 2), computed in parts."""
     parts = np.array_split(places, len(places) >> 18 or 1)
     return np.concatenate([heights(part[:, 0], part[:, 1], seed) for part in parts])
 
 
 def ground(texels: int, seed: int = 0) -> NDArray[np.uint8]:
-    """(texels, texels, 3) as seen from above, north on top: grass below, snow above, rock where it is steep."""
+    """The texture (texels, texels, 3), north on top: grass low, snow high, rock on steep ground."""
     steps = (np.arange(texels) + 0.5) / texels
     x, y = np.meshgrid(steps, steps[::-1])
     z = heights_of(np.stack([x, y], -1).reshape(-1, 2), seed).reshape(texels, texels)
@@ -98,7 +97,7 @@ def ground(texels: int, seed: int = 0) -> NDArray[np.uint8]:
 
 
 def mountains(triangles: int, path: Path, seed: int = 0, texels: int = 0) -> scene.BuildReport:
-    """Built from at least so many triangles, with a texture so many texels wide."""
+    """The mountains, built from at least this many triangles, with a texture of this width in texels."""
     places, faces = grid(int(np.ceil((triangles / 2) ** 0.5)) + 1)
     points = np.column_stack([places * SIDE_M, heights_of(places, seed)])
     if not texels:
@@ -108,7 +107,7 @@ def mountains(triangles: int, path: Path, seed: int = 0, texels: int = 0) -> sce
 
 
 def flight(frames: int, seed: int, width: int, height: int) -> list[scene.Camera]:
-    """Straight on over the mountains, looking a little down."""
+    """A straight flight over the mountains, with the camera tilted down a little."""
     along = np.linspace(0, 1, 512)
     direction = np.array([0.94, 0.34])
     start = np.array([0.12, 0.3])
@@ -125,18 +124,26 @@ def flight(frames: int, seed: int, width: int, height: int) -> list[scene.Camera
 def holes(depth: torch.Tensor) -> int:
     """Pixels of a picture (H, W) that show nothing, while all eight around them do."""
     there = depth.isfinite().float()[None, None]
-    around = 9 * torch.nn.functional.avg_pool2d(there, 3, stride=1)  # how many of nine
+    around = 9 * torch.nn.functional.avg_pool2d(there, 3, stride=1)  # number of surface pixels among nine
     return int(((around.round() == 8) & (there[..., 1:-1, 1:-1] == 0)).sum())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--triangles", type=int, default=500_000, help="of the mountains, 10000000 and more")
-    parser.add_argument("--ground", type=int, default=0, metavar="TEXELS", help="paint it; 2048 is good, 0 is none")
+    parser.add_argument(
+        "--triangles", type=int, default=500_000, help="number of triangles of the mountains; 10000000 and more work"
+    )
+    parser.add_argument(
+        "--ground",
+        type=int,
+        default=0,
+        metavar="TEXELS",
+        help="width of the texture in texels; 2048 is good, 0 paints nothing",
+    )
     parser.add_argument("--frames", type=int, default=6)
     parser.add_argument("--size", default="960x540", metavar="WIDTHxHEIGHT")
-    parser.add_argument("--seed", type=int, default=4, help="other mountains")
-    parser.add_argument("--device", help="a GPU if there is one")
+    parser.add_argument("--seed", type=int, default=4, help="each seed gives other mountains")
+    parser.add_argument("--device", help="default: a GPU if there is one")
     parser.add_argument("--out", type=Path, default=Path("terrain"), metavar="FOLDER")
     options = parser.parse_args()
     try:

@@ -2,15 +2,17 @@
 
     python examples/train_conv_lstm.py [--device cuda] [--steps 200] [--seed 0] [--out DIR] [--clip FILE] [--quick]
 
-The digits are scikit-learn's, which bounce about in a frame: no file is downloaded. On a CPU a small network learns
-from one digit in 32 x 32 frames; with `--device cuda` the whole network of Keras's example learns from two in 64 x 64.
-With `--clip` the colour variant learns from the first four fifths of a video (any that `rooftop.media` reads).
+The digits come from scikit-learn and bounce around in a frame; no file is downloaded. On a CPU a small network learns
+from one digit in 32 x 32 frames. With `--device cuda` the full network of Keras's example learns from two digits in 64
+x 64 frames. With `--clip` the colour variant learns from the first four fifths of a video (any that `rooftop.media`
+reads).
 
-Numbers are of sequences that were not trained on, made of digits that were not. The yardstick is to copy: frame t + 1
-will be frame t. Copied frames are squeezed into 0.01..0.99, or their cross entropy would have no bound.
+The figures are for sequences of digits that were not used in training. The baseline is to copy: frame t + 1 equals
+frame t. Copied frames are clamped to 0.01..0.99, because otherwise their cross entropy would be unbounded.
 
-DIR gets `frames.png`, in rows: what came, the next frame predicted from all before it, and a roll-out, in which all but
-the first frames that the network sees are its own; and `next_frame.pth`, which `rooftop predict-video --weights` takes.
+DIR gets two files. `frames.png` has three rows per sequence: the real frames, each next frame predicted from all real
+frames before it, and a roll-out, in which the network sees its own predictions after the first frames. `rooftop
+predict-video --weights` takes `next_frame.pth`.
 """
 
 from __future__ import annotations
@@ -35,14 +37,14 @@ from rooftop.train.tasks.generated.digits import TRAINED_ON, digits, moving_digi
 
 @dataclass(frozen=True)
 class Setup:
-    """What is trained on what.
+    """The network and its data.
 
     Attributes:
-        network: of every frame (binary cross entropy) or of one (mean absolute error).
-        videos: gives training videos (N, T, H, W, C) in 0..1, other ones for each seed.
+        network: predicts every frame (binary cross entropy) or one frame (mean absolute error).
+        videos: function of a seed that returns training videos (N, T, H, W, C) in 0..1.
         held_out: (N, T, H, W, C), not trained on.
-        steps: of Adam.
-        learning_rate: of Adam.
+        steps: steps of Adam.
+        learning_rate: learning rate of Adam.
     """
 
     network: NextFrameNetwork
@@ -100,7 +102,7 @@ def of_clip(path: Path, device: torch.device, quick: bool) -> Setup:
 
 
 def parted(network: NextFrameNetwork, videos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(what the network sees, what is to come, what copying gives for it)."""
+    """(frames that the network sees, frames to predict, the copies that serve as baseline)."""
     seen = videos[:, :-1]
     return (seen, videos[:, 1:], seen) if network.every_frame else (seen, videos[:, -1], seen[:, -1])
 
@@ -175,12 +177,12 @@ def draw(sequences: list[tuple[Tensor, Tensor, Tensor]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cpu: a small network")
-    parser.add_argument("--steps", type=int, help="of training; by default, what suits the network")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="the CPU trains a small network")
+    parser.add_argument("--steps", type=int, help="number of training steps; the default depends on the network")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("trained"), metavar="DIR")
     parser.add_argument("--clip", type=Path, metavar="FILE", help="a video to learn from, in place of digits")
-    parser.add_argument("--quick", action="store_true", help="tiny, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="a tiny run, to test the script")
     options = parser.parse_args()
     if options.steps is not None and options.steps < 1:
         parser.error("expected --steps of at least 1")

@@ -2,18 +2,18 @@
 
     python examples/train_detr.py [--device cuda] [--steps N] [--pictures N] [--seed 0] [--out detr] [--quick]
 
-On the CPU it learns eight pictures by heart, which soon shows that network, losses and boxes belong together: a
+On the CPU the network overfits to eight pictures, which soon shows that network, losses and boxes fit together: a
 detector that cannot do that will not learn anything else. On a GPU each step gets new pictures, drawn on the GPU, and
-the network is judged on pictures that it has never seen. `--pictures` chooses between the two anywhere: so many by
-heart, or 0 for new ones at every step. COCO's mean average precision ("mAP") is printed, and --out gets
+the network is tested on pictures that it has never seen. `--pictures` sets the number of pictures to overfit, on either
+device; 0 means new pictures at every step. The script prints COCO's mean average precision ("mAP"), and writes to --out
 
-    pictures/        what it is judged on: PNG files and instances.json in COCO's format (examples/shapes.py)
+    pictures/        the test pictures: PNG files and instances.json in COCO's format (examples/shapes.py)
     found.png        eight of them twice: with their true boxes above, with what was found below
     loss.png         the loss of each step, on a logarithmic scale
 
-What makes it learn fast is said in `rooftop.models.detr.small`, the network; here a higher learning rate with a warm-up
-and a cosine, and clipped gradients, which make it safe. On a GPU: bf16 by autocast, matching on the GPU, and nothing in
-the step that waits for it. `rooftop train detr` trains the same with checkpoints, curves and a page.
+`rooftop.models.detr.small`, the network, explains why it learns fast. This script adds a higher learning rate with a
+warm-up and a cosine, and clipped gradients, which make it safe. On a GPU it uses bf16 autocast and matches on the GPU,
+and no step waits for the GPU. `rooftop train detr` trains the same network with checkpoints, curves and a page.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ SHOWN_SIDE = 256  # pixels of each picture in found.png
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained, and how.
+    """The network and its training.
 
     Attributes:
-        pictures: learned by heart; 0: new ones at every step.
-        judged: how many new ones it is judged on then.
-        side: of a picture, in pixels.
-        channels: of the backbone's stages, each of which halves the map.
-        width, heads, layers: of the transformer; as many layers of the encoder as of the decoder.
+        pictures: number of pictures to overfit; 0: new ones at every step.
+        judged: number of test pictures in that case.
+        side: side of a picture, in pixels.
+        channels: channels of the backbone's stages, each of which halves the map.
+        width, heads, layers: sizes of the transformer; encoder and decoder have `layers` layers each.
         learning_rate: its highest value, reached after `warm_up` steps; from there a cosine leads to 0.
     """
 
@@ -69,7 +69,7 @@ RECIPES = {
     "cpu": Recipe(),
     "cuda": Recipe(pictures=0, batch=128, steps=6000, warm_up=200),
 }
-QUICK = {"steps": 80, "warm_up": 20, "judged": 8, "side": 48}  # to see that it runs, and that the loss falls
+QUICK = {"steps": 80, "warm_up": 20, "judged": 8, "side": 48}  # a short run, to see that the loss falls
 
 
 def network(recipe: Recipe) -> Detr:
@@ -83,26 +83,26 @@ def network(recipe: Recipe) -> Detr:
 
 
 def new_pictures(recipe: Recipe, seed: int, device: torch.device) -> Batch:
-    """A batch that was never seen before, made on the device."""
+    """A new batch, drawn on the device."""
     drawn = shapes.draw(recipe.batch, recipe.side, seed, device)
     mean, std = (torch.tensor(each)[:, None, None].to(device, non_blocking=True) for each in (MEAN, STD))
     return (drawn.images - mean) / std, drawn.targets()
 
 
 def of_dataset(dataset: CocoDataset, indices: Sequence[int], device: torch.device) -> Batch:
-    """Pictures of a dataset, which are all of one size."""
+    """Pictures of a dataset, which must all have one size."""
     images, targets = as_lists([dataset[index] for index in indices])
     moved = [{key: value.to(device) for key, value in target.items()} for target in targets]
     return torch.stack(images).to(device), moved
 
 
 class Training:
-    """One network and what trains it; `step` never waits for the GPU."""
+    """A network with its optimizer and loss; `step` never waits for the GPU."""
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
         self.device = device
         self.model = network(recipe).to(device)
-        # Three of four queries have no object here. Of the 100 queries for COCO it is nearly all: hence 0.1 there.
+        # Three of four queries have no object here. Nearly all of COCO's 100 queries have none, so COCO uses 0.1.
         matcher = Matcher(batched=device.type == "cuda")
         self.criterion = SetCriterion(self.model.num_classes, matcher, no_object=0.3).to(device)
         self.optimizer = torch.optim.AdamW(
@@ -115,7 +115,7 @@ class Training:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
 
     def step(self, batch: Batch) -> Tensor:
-        """One step of the optimizer; the loss before it, a scalar on the device."""
+        """Make one step of the optimizer, and return the loss before it, a scalar on the device."""
         images, targets = batch
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             predictions = self.model(images)
@@ -155,7 +155,7 @@ def find(model: Detr, dataset: CocoDataset, batch: int, device: torch.device) ->
 
 
 def side_by_side(dataset: CocoDataset, found: Sequence[Detections], threshold: float = 0.5) -> Image.Image:
-    """The first eight pictures twice: above with their true boxes, below with those found with such a score."""
+    """The first eight pictures twice: above with true boxes, below with boxes found with at least this score."""
     count = min(8, len(dataset))
     sheet = Image.new("RGB", (count * SHOWN_SIDE, 2 * SHOWN_SIDE))
     for number in range(count):
@@ -194,10 +194,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=list(RECIPES), default="cpu")
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--pictures", type=int, help="learn so many by heart; 0: new ones at every step")
+    parser.add_argument("--pictures", type=int, help="number of pictures to overfit; 0: new ones at every step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("detr"))
-    parser.add_argument("--quick", action="store_true", help="few steps on small pictures, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="a few steps on small pictures, to test the script")
     options = parser.parse_args()
     if (options.steps is not None and options.steps < 1) or (options.pictures is not None and options.pictures < 0):
         parser.error("expected --steps of at least 1, and --pictures of at least 0")
@@ -209,7 +209,7 @@ def main() -> None:
     recipe = replace(RECIPES[options.device], **(QUICK if options.quick else {}) | chosen)
     device = torch.device(options.device)
 
-    # Seeds of new pictures count from 1: those that it is judged on have one below.
+    # Seeds of new training pictures count from 1; test pictures have a lower seed.
     drawn = shapes.draw(recipe.pictures or recipe.judged, recipe.side, seed=0)
     folder, side = options.out / "pictures", recipe.side
     judged = CocoDataset(folder, shapes.write(drawn, folder), shorter=side, longer=side)

@@ -61,7 +61,7 @@ def learn(network: nn.Module, clips: ClipDataset, steps: int, device: str) -> No
 
 @torch.no_grad()
 def right(network: nn.Module, clips: ClipDataset, device: str) -> float:
-    """The share of clips whose direction is told."""
+    """The share of clips with the right direction."""
     count = 0
     for pixels, files, _ in ClipLoader(clips, batch=8):
         count += int((network(ready(pixels, device)).argmax(1).cpu() == files % 2).sum())
@@ -74,7 +74,7 @@ def ready(pixels: Tensor, device: str) -> Tensor:
 
 
 def pan(path: Path, number: int) -> Path:
-    """40 frames over a pattern of its own; even ones to the left, odd ones to the right."""
+    """A video of 40 frames that pans over its own pattern; even videos pan to the left, odd ones to the right."""
     generator = torch.Generator().manual_seed(number)
     coarse = torch.rand(1, 3, 8, 40, generator=generator)
     pattern = nn.functional.interpolate(coarse, (64, 320), mode="bilinear")[0]

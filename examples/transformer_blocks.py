@@ -2,10 +2,11 @@
 
     python examples/transformer_blocks.py [--device cuda] [--width 768] [--seed 0]
 
-A GPT-2 block between its embedding and its loss, a Llama block (RMS norm, rotary embedding, SwiGLU) and a Swin block
-(attention in shifted windows). Each pair of classes has the same parameters under the same names, so that a checkpoint
-of one is a checkpoint of the other. On a GPU both are timed, forward and called eagerly; at sizes that fill a GPU and
-from CUDA graphs `benchmarks/kernels/blocks.py` does it. At the end `rooftop.nn.replace` does by itself what it can.
+The blocks are a GPT-2 block between its embedding and its loss, a Llama block (RMS norm, rotary embedding, SwiGLU) and
+a Swin block (attention in shifted windows). Each pair of classes has the same parameters under the same names, so a
+checkpoint of one also loads into the other. On a GPU the script times both, forward and called eagerly.
+`benchmarks/kernels/blocks.py` times them at sizes that fill a GPU, and from CUDA graphs. At the end
+`rooftop.nn.replace` shows what it can replace by itself.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Gpt(nn.Module):
         self.lm_head = nn.Linear(width, tokens, bias=False)
 
     def forward(self, tokens: Tensor, following: Tensor) -> Tensor:
-        """tokens and those that follow them (B, S); ()."""
+        """tokens and the tokens that follow them, (B, S) each; returns the loss ()."""
         x = self.wte(tokens)  # (B, S, W)
         query, key, value = heads_of(self.c_attn(self.ln_1(x)), self.heads)
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)  # (B, H, S, D)
@@ -52,7 +53,7 @@ class Gpt(nn.Module):
 
 
 class RooftopGpt(nn.Module):
-    """The same: additions and activations ride on the matrix products, and the logits are never held."""
+    """The same with Rooftop: matrix products include additions and activations, and the logits are never stored."""
 
     def __init__(self, width: int, heads: int, tokens: int) -> None:
         super().__init__()
@@ -68,7 +69,7 @@ class RooftopGpt(nn.Module):
         self.lm_head = nn.Linear(width, tokens, bias=False)
 
     def forward(self, tokens: Tensor, following: Tensor) -> Tensor:
-        """tokens and those that follow them (B, S); ()."""
+        """tokens and the tokens that follow them, (B, S) each; returns the loss ()."""
         x = self.wte(tokens)  # (B, S, W)
         query, key, value = heads_of(self.c_attn(self.ln_1(x)), self.heads)
         seen = attention(query, key, value, is_causal=True)  # (B, H, S, D)
@@ -127,7 +128,7 @@ class RooftopLlama(nn.Module):
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (B, H, S, D) by the angles of its positions, in the dtype of the tables."""
+    """x (B, H, S, D), rotated by the angles of its positions, in the dtype of the tables."""
     a, b = x.to(cos.dtype).chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 

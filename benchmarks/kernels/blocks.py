@@ -40,8 +40,8 @@ def main() -> None:
     parser.add_argument(
         "--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="seed of the drawn sizes"
     )
-    parser.add_argument("--drawn", action="store_true", help="a drawn size of each block, too")
-    parser.add_argument("--quick", action="store_true", help="tiny, on the CPU, to test the script")
+    parser.add_argument("--drawn", action="store_true", help="also time a random size of each block")
+    parser.add_argument("--quick", action="store_true", help="a tiny run on the CPU, to test the script")
     options = parser.parse_args()
     if not options.quick and not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU; --quick tests the script on a CPU")

@@ -46,7 +46,7 @@ Inputs = tuple[Tensor, ...]  # x, weight, bias, residual, dy, dtotal
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
-    parser.add_argument("--norm", choices=TENSORS, default="layer_norm", help="which of them")
+    parser.add_argument("--norm", choices=TENSORS, default="layer_norm", help="the norm to time")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="other sizes N")
     parser.add_argument("--all-sizes", action="store_true", help="all sizes that the documentation shows")
     parser.add_argument(

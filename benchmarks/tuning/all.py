@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for figures and logs")
     parser.add_argument("--seconds", type=float, default=600.0, help="seconds for all tuners")
     parser.add_argument("--only", nargs="+", choices=SHARES, default=list(SHARES), help="these families")
-    parser.add_argument("--quick", action="store_true", help="on the CPU, tiny, to see that they run")
+    parser.add_argument("--quick", action="store_true", help="tiny runs on the CPU, to test the tuners")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + options.seconds

@@ -102,8 +102,10 @@ def main(tasks: Sequence[Task], description: str | None) -> None:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--seconds", type=float, default=50, help="seconds after which no further task is started")
-    parser.add_argument("--processes", type=int, default=min(15, os.cpu_count() or 1), help="that prove candidates")
-    parser.add_argument("--quick", action="store_true", help="tiny, on the CPU, to test the script")
+    parser.add_argument(
+        "--processes", type=int, default=min(15, os.cpu_count() or 1), help="number of processes that prove candidates"
+    )
+    parser.add_argument("--quick", action="store_true", help="a tiny run on the CPU, to test the script")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these tasks, by name", default=[])
     options = parser.parse_args()
     unknown = set(options.only) - {task.name for task in tasks}

@@ -92,7 +92,7 @@ ODD_ROWS = (
     189881,
 )
 ODD_BACKWARD = (1603, 2601, 3114, 3996, 5001, 7996, 10007, 12004, 20012, 20815, 50257, 65598, 100003, 126706)
-SHARED_BYTES = 232_448  # the most shared memory of a block on an H200
+SHARED_BYTES = 232_448  # the largest shared memory of a block on an H200
 
 
 def fullest(columns: int, tensors: int, stages: int = 2) -> tuple[Shape, ...]:

@@ -7,10 +7,10 @@
 Figures are microseconds. `--only` selects jobs whose name contains it, such as "3x3 128-128 28". `--quick` runs tiny
 sizes on the CPU, through the interpreter.
 
-Candidates are compiled by processes that share Triton's cache (each launches them once), then checked against torch and
-timed, all of a shape interleaved, from CUDA graphs whose operands do not stay in L2. Candidates that do not compile or
-fit are recorded under "errors" and left out. The last rows add up the best of each convolution, and cuDNN's, over the
-network.
+Processes that share Triton's cache compile the candidates (each launches them once). Then the candidates are checked
+against torch and timed. All candidates of a shape are interleaved, in CUDA graphs whose operands do not stay in L2.
+Candidates that do not compile or do not fit are recorded under "errors" and left out. The last rows add up the best of
+each convolution, and cuDNN's, over the network.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@
 
 Figures are TFLOP/s. `--quick` runs tiny sizes on the CPU, through the interpreter.
 
-Candidates are compiled by processes that share Triton's cache (each launches them once on small operands), then checked
-against torch and timed, all of a shape interleaved, from CUDA graphs whose operands do not stay in L2.
+Processes that share Triton's cache compile the candidates (each launches them once on small operands). Then the
+candidates are checked against torch and timed. All candidates of a shape are interleaved, in CUDA graphs whose operands
+do not stay in L2.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python benchmarks/tuning/window_attentions.py [--out window_attentions.json] [--seconds 110] [--quick]
 
 The tasks are the four stages of swin_t, with 7 x 7 windows shifted by 3 and heads of 32 features, in bfloat16, for 256
-images and for one. Candidates are checked on one image (two in the last stage), with which kernels are compiled for the
+images and for one. Candidates are checked on one image (two in the last stage), because their kernels then have the
 same constants.
 """
 

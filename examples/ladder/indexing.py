@@ -2,9 +2,9 @@
 
     python examples/ladder/indexing.py [--size 8192]
 
-All rungs do the same work, the vector ladder's. Before you look at the times, predict them: memory moves in sectors of
-32 bytes, a warp of 32 threads that reads 32 neighbouring floats needs 4 of them, and one that reads down a column 32.
-And a multiprocessor is busy only with as many warps as the grid gives it.
+All rungs do the same work, that of the vector ladder. Predict the times before you look at them. Memory moves in
+sectors of 32 bytes. A warp of 32 threads that reads 32 neighbouring floats needs 4 sectors; a warp that reads down a
+column needs 32. A multiprocessor also has only as many warps as the grid gives it.
 """
 
 from __future__ import annotations

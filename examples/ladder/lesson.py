@@ -13,9 +13,9 @@ from rooftop.ladder import Outcome, build, climb
 
 
 def tell(name: str, text: str, why: Mapping[str, str]) -> None:
-    """Climb a ladder and print it; `why` says of each rung what it changes."""
+    """Run a ladder and print it; `why` says what each rung changes."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=int, help="of the work")
+    parser.add_argument("--size", type=int, help="size of the work")
     options = parser.parse_args()
     ladder = build(name, options.size)
     found = climb(ladder, measure_ceilings() if torch.cuda.is_available() else None)
@@ -33,7 +33,7 @@ def tell(name: str, text: str, why: Mapping[str, str]) -> None:
 
 
 def did(rung: Outcome) -> str:
-    """How a rung did, in a line."""
+    """The result of a rung, in one line."""
     note = f" ({rung.note})" if rung.note else ""
     if rung.ms is None or rung.percent_of_roof is None:
         return f"{rung.status}{note}"

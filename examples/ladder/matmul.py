@@ -2,8 +2,8 @@
 
     python examples/ladder/matmul.py [--size 4096]
 
-2 n^3 flops on 3 n^2 elements: every element is needed n times. Each rung fetches it fewer times from farther away. Read
-`src/rooftop/ladder/matmul.cu` beside this.
+The product needs 2 n^3 flops on 3 n^2 elements, so it uses every element n times. Each rung fetches an element less
+often from distant memory. Read `src/rooftop/ladder/matmul.cu` beside this.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     python examples/ladder/reduction.py [--size 268435456]
 
-One addition for each 4 bytes: bound by memory, like the vectors, if the threads do not wait for each other. The first
-rungs do, and they are compute-bound by their own bookkeeping. Read `src/rooftop/ladder/reduction.cu` beside this.
+The sum needs one addition for each 4 bytes, so it is bound by memory, like the vectors, unless the threads wait for
+each other. In the first rungs they do, and their bookkeeping makes them compute-bound. Read
+`src/rooftop/ladder/reduction.cu` beside this.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ class ModuleTracker:
             yield
 
     def snapshot(self) -> ModuleTracker:
-        """A tracker that is never active, with the data that this one has about the present step."""
+        """A copy of this tracker's data about the present step; the copy is never active."""
         kept = ModuleTracker()
         kept.traffic = {scope: replace(traffic) for scope, traffic in self.traffic.items()}
         kept._optimizer_traffic = self.optimizer_traffic()

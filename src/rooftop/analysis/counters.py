@@ -240,7 +240,8 @@ def _run(command: Sequence[str], timeout_s: float) -> tuple[int, str]:
             output, _ = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             raise MeasurementError(
-                f"hardware counters: not done after {timeout_s:g} s; ncu needs long for each kernel: try a model "
+                f"hardware counters: not done after {timeout_s:g} s, because ncu takes long for each kernel: try a "
+                "model "
                 "with fewer layers"
             ) from None
         finally:

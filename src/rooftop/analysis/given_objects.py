@@ -77,7 +77,7 @@ class GivenObjects:
         return True
 
     def look(self) -> None:
-        """Find the changes of a run; called after a run. Only the first runs are inspected."""
+        """Find what a run changed; called after the run. Only the first runs are inspected."""
         if self._looks == LOOKS:
             return
         self._looks += 1

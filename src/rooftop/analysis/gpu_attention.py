@@ -32,7 +32,7 @@ def attention(
 ) -> Tensor:
     """Attention in one kernel if a GPU has one for these shapes, types and masks, else product by product."""
     if query.dim() == 3 and all(t.dim() == 3 for t in (key, value)) and torch.__version__ >= TorchVersion("2.14"):
-        # (H, S, D): from this release on as a batch of one
+        # from this release on, (H, S, D) counts as a batch of one
         mask = attn_mask.unsqueeze(0) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
         query, key, value = (t.unsqueeze(0) for t in (query, key, value))
         output = attention(func, query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)

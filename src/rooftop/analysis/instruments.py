@@ -89,7 +89,7 @@ class Labelled:
         return cls(records, times, sum(k.ms for k in orphans), (*map(tuple, kernels), tuple(orphans)))
 
     def timed_by(self, undisturbed: KernelTimes) -> Labelled | None:
-        """The same result with each kernel's time without labels; None if that run launched other kernels."""
+        """The same result, but with kernel times from a run without labels; None if that run launched other kernels."""
         launched = in_launch_order([kernel for group in self.kernels for kernel in group])
         times_ms = undisturbed.of(launched)
         if times_ms is None:
@@ -334,8 +334,9 @@ def medians(
     """Each operator's median time over the fastest runs, if all runs had the same operators on the same sizes.
     Otherwise, only the last run counts.
 
-    Other work of the host only adds to a run, as it adds to the steps. The wall time is the lower tenth of the steps.
-    The result includes the median time of kernels without an operator. If runs differ, a note is added to `notes`.
+    Other work on the host can only make a run longer. For the same reason, the wall time is the lower tenth of the
+    steps. The result includes the median time of kernels without an operator. If runs differ, a note is added to
+    `notes`.
 
     Args:
         undisturbed: the time of each kernel without labels. If the labelled runs launched the same kernels, these are

@@ -150,6 +150,6 @@ SHAPES_SHOWN = 8
 
 
 def shapes_text(shapes: list[list[int]]) -> str:
-    """ "8×3×224×224, 64×3×7×7"; of very many shapes, the first ones and the number of the others."""
+    """ "8×3×224×224, 64×3×7×7"; for a long list, the first shapes and how many more there are."""
     more = f", {len(shapes) - SHAPES_SHOWN} more" if len(shapes) > SHAPES_SHOWN else ""
     return ", ".join("×".join(map(str, shape)) or "scalar" for shape in shapes[:SHAPES_SHOWN]) + more

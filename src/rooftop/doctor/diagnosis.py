@@ -237,7 +237,7 @@ def _compiled_calls(part: str) -> Finding | None:
     return Finding(part, "absent", f"{found}, so Python makes each call, which takes some 3 times as long")
 
 
-# ---- what can be done without ------------------------------------------------------------------------------------
+# ---- optional parts ----------------------------------------------------------------------------------------------
 
 
 def _jupyter(part: str) -> Finding:

@@ -30,7 +30,7 @@ class Extra(NamedTuple):
 
 
 def missing(extras: Iterable[Extra]) -> list[Extra]:
-    """Those whose module cannot be found. Nothing is imported."""
+    """The extras whose module cannot be found. Nothing is imported."""
     return [each for each in extras if find_spec(each.module) is None]
 
 

@@ -115,7 +115,7 @@ def cuda_part(part: str) -> Finding | None:
     except ImportError:  # the requirement nvidia-ml-py has its own line
         gpus = 0
     if not gpus:
-        return None  # the driver's line says it
+        return None  # the driver's own finding says so
     found = f"torch uses none of {counted(gpus, 'GPU')}"
     if torch.version.cuda is None:
         command = ""

@@ -87,8 +87,8 @@ def _measure_at(samples: Samples, device: torch.device, size: int, whole: Tensor
 def _preparations(source: Tensor | None, elsewhere: Tensor, sums: Tensor) -> Iterator[Work]:
     """States of the caches when the timed kernel begins.
 
-    The caches hold the data that the same call left; or the unchanged input; or the input, just written; or, for
-    patterns that only write, other data that need not be written back.
+    The caches hold one of four things: what the same call left, the unchanged input, the input just after it was
+    written, or (for patterns that only write) other data that need not be written back.
     """
     yield nothing
     if source is None:

@@ -28,8 +28,7 @@ class DeviceMemory:
     Attributes:
         device: "cuda:0", ..., or "cpu".
         allocated_bytes: bytes held by live tensors of this process.
-        reserved_bytes: taken from the device by PyTorch's caching allocator. It keeps the part that no tensor holds for
-            later.
+        reserved_bytes: taken from the device by PyTorch's caching allocator, which keeps unused memory for later.
         peak_bytes: most allocated since the start or the last reset (`track` resets it).
         free_bytes: free memory on the device.
         total_bytes: memory of the device.
@@ -131,9 +130,9 @@ def release() -> list[Released]:
 def track(device: torch.device | str | None = None) -> Iterator[TrackedMemory]:
     """Measure the memory of a block of code; blocks may be nested.
 
-    On a GPU, tracking reads the allocator's figures, of all threads; PyTorch's peak counter is reset at the start. On
-    the CPU, tracking counts, from 0, the storages that PyTorch operators create in the block. Earlier storages,
-    workspaces of kernels, and allocations of compiled code (`torch.compile`) are not counted.
+    On a GPU, tracking reads the allocator's figures, which cover all threads; PyTorch's peak counter is reset at the
+    start. On the CPU, tracking counts, from 0, the storages that PyTorch operators create in the block. Earlier
+    storages, workspaces of kernels, and allocations of compiled code (`torch.compile`) are not counted.
 
     Args:
         device: by default the current GPU, or the CPU if there is none.

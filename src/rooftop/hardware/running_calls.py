@@ -43,7 +43,7 @@ class RunningCalls:
 
     @property
     def within(self) -> object:
-        """The `within` of the innermost call; None if there is none."""
+        """The argument `within` of the innermost call; None if there is none."""
         return self._calls[-1].within if self._calls else None
 
     def settle(self, frame: FrameType | None) -> bool:

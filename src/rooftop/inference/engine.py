@@ -4,11 +4,11 @@ The engine does seven things to a copy of the model, and reports each of them:
 
 1. batch norms are folded into the convolutions before them (`folding.py`);
 2. on a GPU, 2-D convolutions are computed together with what follows them (`fusing.py`);
-3. on a GPU, norms, softmaxes, embeddings (`rooftop.nn.replace`) and max pools (`pooling.py`) are Rooftop's kernels;
+3. on a GPU, norms, softmaxes, embeddings (`rooftop.nn.replace`) and max pools (`pooling.py`) run on Rooftop's kernels;
 4. weights and activations are bfloat16 on a GPU, results float32;
 5. 2-D convolutions get their weights and inputs channels last on a GPU, as its matrix units read them;
-6. what modules compute of parameters and sizes alone is computed once (`rooftop.nn.constants`);
-7. on a GPU, calls are CUDA graphs (`graphs.py`): the host launches one thing instead of hundreds.
+6. values that depend only on parameters and sizes are computed once (`rooftop.nn.constants`);
+7. on a GPU, calls replay CUDA graphs (`graphs.py`): the host launches once instead of hundreds of times.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class EngineReport:
 
 
 class Engine:
-    """A model for inference: `engine(x)` gives what `model(x)` gives, in evaluation mode and without gradients.
+    """A model for inference: `engine(x)` returns what `model(x)` returns in evaluation mode and without gradients.
 
     It holds a copy of the model on the model's device. It never changes the model, and later changes of the model do
     not reach it. Calls from several threads wait for each other; on a GPU they may come from any stream. While an
@@ -161,7 +161,7 @@ class Engine:
         self.model = _copied(model)
         self.folding = fold_norms(self.model) if fold else Folding()
         self.fusing = fuse_convolutions(self.model) if (on_gpu if fuse is None else fuse) else Fusing()
-        # last: torch.fx, by which those before see what belongs together, cannot look through modules of other kinds
+        # This comes last, because the steps above find modules by torch.fx, which cannot see through replaced ones.
         replaces = on_gpu if replace is None else replace
         self.replacement = replace_modules(self.model, only=KINDS) if replaces else Replacement()
         self.replacement.swapped |= replace_pools(self.model) if replaces else {}

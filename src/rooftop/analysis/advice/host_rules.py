@@ -14,7 +14,8 @@ def launch_gap(findings: Findings) -> list[Advice]:
     """Advise a CUDA graph, or else a larger batch. Both remove the same gap, so there is one item for both.
 
     In a replayed graph, a kernel follows the previous one at once. If the host waits for values of the step, a graph
-    cannot contain the step. But twice the samples take no more time of the host, unless the host computes itself.
+    cannot contain the step. A larger batch helps then, because it takes no more host time, unless the host itself
+    computes on the samples.
     """
     if findings.ceilings.kind != "cuda" or findings.gaps.launch_gap_ms <= 0 or not findings.summary.busy_ms:
         return []

@@ -99,7 +99,7 @@ def naming_its_sizes(call: Callable[..., Any], sources: Sequence[SizeSource]) ->
         if not torch.autograd.profiler._is_profiler_enabled:
             return call(inputs)
         values = ",".join(str(source.read(inputs)) for source in sources)
-        # As PyTorch marks the graph itself: `record_function` is an operator, which modes would see.
+        # PyTorch marks the graph in the same way. `record_function` would be an operator, which modes see.
         with torch._C._profiler._RecordFunctionFast(
             f"{SIZES_LABEL}{values} ##", keyword_values={"scope": "user_scope"}
         ):

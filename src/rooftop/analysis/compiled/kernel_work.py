@@ -228,7 +228,7 @@ def _take_fills_out(groups: list[list[fx.Node]]) -> dict[fx.Node, int]:
 
 
 def _without_what_leads_to(end: fx.Node, group: list[fx.Node]) -> list[fx.Node]:
-    """The group without a node, without the nodes that depend on it, and without those that only they need."""
+    """The group without a node, its dependents, and the nodes that only these need."""
     members, after = set(group), {end}
     for node in end.graph.nodes:
         if node in members and not after.isdisjoint(node.all_input_nodes):

@@ -148,7 +148,7 @@ def semi_structured_linear(call: Call) -> Cost:
 
 @cost_of("aten::_cslt_sparse_mm")
 def compressed_product(call: Call) -> Cost:
-    """The same product, with the kept elements and their positions in one buffer, whose size does not determine k."""
+    """The same product. One buffer holds the kept elements and their positions; its size does not determine k."""
     depth = call["dense_B"].shape[0]  # (k, n)
     epilogue = (call["bias"] is not None) + (call["alpha"] is not None)
     flops = merged(

@@ -1,6 +1,6 @@
 """The formula of most operators, which read and write their tensors once.
 
-    read  = distinct bytes of the input tensors, except those of which the definition needs only the shape
+    read  = distinct bytes of the input tensors, except tensors whose shape alone is needed
     write = distinct bytes of the output tensors
     flops = constant × elements of the output or of a named argument + constant × elements of the output
 

@@ -170,8 +170,8 @@ MEASURED_ON_HOPPER: tuple[Entry, ...] = (
     Entry((50176, 1024, 256, 1, 1, True), "cudnn", None, 0.08275, 0.1266),
 )
 NEAR = 2.0  # sum of the logarithms (base 2) of three ratios: rows, out channels and channels
-# Results of few pixels were not measured yet. Two programs of 128 x 128 an SM, as in linear_act: one computes while the
-# other stores.
+# Results of few pixels were not measured yet. Two programs of 128 x 128 run on each SM, as in linear_act: one computes
+# while the other stores.
 MANY = SQUARE_IN_TWO
 MANY_ADDED = SQUARE_IN_FOUR  # the residual is staged in shared memory, too
 FEW = ConvTile("single", 64, 64, 64, 4, 4, early=True)

@@ -114,7 +114,7 @@ class LinearCrossEntropy(NamedTuple):
             real = logits[:, :classes]
             gradient = real if any(self.wanted) else None
             losses[start:stop] = losses_of_rows(real, target[start:stop], terms, within, gradient)[0]
-            logits[:, classes:] = 0.0  # rows of hidden that are not finite have left nonzero values there
+            logits[:, classes:] = 0.0  # non-finite rows of hidden have left nonzero values there
             if dhidden is not None:
                 torch.mm(logits, weight, out=dhidden[start:stop])
             if dweight is not None:
