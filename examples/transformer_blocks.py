@@ -165,7 +165,7 @@ class Swin(nn.Module):
 
 
 class RooftopSwin(nn.Module):
-    """The same; nothing is rolled, cut into windows or joined: the attention finds them on the map."""
+    """The same with Rooftop: the attention reads its windows from the map, so nothing is rolled, cut or joined."""
 
     def __init__(self, width: int, heads: int, window: int = 4) -> None:
         super().__init__()
@@ -191,14 +191,14 @@ def to_windows(x: Tensor, window: int) -> Tensor:
 
 
 def from_windows(windows: Tensor, like: Tensor, window: int) -> Tensor:
-    """The way back."""
+    """Undo `to_windows`."""
     batch, height, width, _ = like.shape
     x = windows.unflatten(1, (window, window)).unflatten(0, (batch, height // window, width // window))
     return x.transpose(2, 3).flatten(1, 2).flatten(2, 3).roll((window // 2,) * 2, (1, 2))
 
 
 def position_bias(table: Tensor, window: int) -> Tensor:
-    """(heads, area, area): what the table has for the distance of each two places of a window."""
+    """(heads, area, area): the table's value for the offset of each pair of positions in a window."""
     at = torch.arange(window, device=table.device)
     places = torch.stack(torch.meshgrid(at, at, indexing="ij")).flatten(1)  # (2, area)
     apart = places[:, :, None] - places[:, None] + window - 1
@@ -206,11 +206,12 @@ def position_bias(table: Tensor, window: int) -> Tensor:
 
 
 def shift_mask(x: Tensor, window: int) -> Tensor:
-    """(windows, 1, area, area): True where two places of a shifted window are neighbours in the image, too."""
+    """(windows, 1, area, area): True for pairs of positions of a shifted window that are also neighbours in the
+    image."""
     shift = window // 2
     rows, columns = (torch.arange(n, device=x.device) for n in x.shape[1:3])
     parts = [(at >= n - window).long() + (at >= n - shift) for at, n in zip((rows, columns), x.shape[1:3], strict=True)]
-    part = parts[0][:, None] * 3 + parts[1]  # (H, W): which part of the image a shifted place comes from
+    part = parts[0][:, None] * 3 + parts[1]  # (H, W): the part of the image from which a shifted position comes
     windows = part.unflatten(1, (-1, window)).unflatten(0, (-1, window)).transpose(1, 2).flatten(2).flatten(0, 1)
     return (windows[:, :, None] == windows[:, None])[:, None]
 
@@ -221,7 +222,7 @@ PAIRS = {"gpt": (Gpt, RooftopGpt), "llama": (Llama, RooftopLlama), "swin": (Swin
 
 
 def pair(name: str, width: int = 768, heads: int = 12, tokens: int = 50257) -> tuple[nn.Module, nn.Module]:
-    """(torch's block, Rooftop's) with the same values; tokens: known to the GPT."""
+    """(torch's block, Rooftop's block) with equal parameters; `tokens`: vocabulary size of the GPT."""
     more = {"tokens": tokens} if name == "gpt" else {}
     theirs, ours = (kind(width, heads, **more) for kind in PAIRS[name])
     ours.load_state_dict(theirs.state_dict())
@@ -231,7 +232,7 @@ def pair(name: str, width: int = 768, heads: int = 12, tokens: int = 50257) -> t
 def inputs(
     name: str, width: int = 768, heads: int = 12, tokens: int = 50257, batch: int = 2, size: int = 16
 ) -> tuple[Tensor, ...]:
-    """What a block takes; size: positions, or the side of an image."""
+    """The inputs of a block; `size`: number of positions, or side of an image."""
     if name == "gpt":
         text = torch.randint(tokens, (batch, size + 1))
         return text[:, :-1], text[:, 1:]
@@ -243,7 +244,7 @@ def inputs(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--width", type=int, default=768, help="features; a multiple of 24")
+    parser.add_argument("--width", type=int, default=768, help="number of features; a multiple of 24")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.manual_seed(options.seed)
@@ -262,7 +263,7 @@ def main() -> None:
         print(shown)
     if not on_gpu:
         print("No times without a GPU: on a CPU Rooftop's operators are plain PyTorch, too.")
-    print("Of the torch.nn blocks, rooftop.nn.replace swaps by itself:")
+    print("rooftop.nn.replace swaps these modules of the torch.nn blocks:")
     originals = nn.ModuleDict({name: pair(name, options.width)[0] for name in PAIRS})
     print(rooftop.nn.replace(originals, only=rooftop.nn.KINDS))
 

@@ -70,7 +70,7 @@ class GeometryFileError(RooftopError, ValueError):
     """A geometry file that is damaged, cut off or of another format; the message says what is wrong and where.
 
     Attributes:
-        path: of the file.
+        path: path of the file.
         offset: place of the error, in bytes from the beginning of the file.
     """
 

@@ -351,7 +351,7 @@ def test_machines_that_do_not_exist(h200: Ceilings, tmp_path: Path) -> None:
 
 
 class Locked(nn.Linear):
-    """Cannot be copied."""
+    """An object that cannot be copied."""
 
     def __init__(self) -> None:
         super().__init__(3, 3)

@@ -60,7 +60,7 @@ def times_in(text: str) -> list[float]:
     return [float(number.replace(",", "")) * scale[unit] for number, unit in re.findall(r"([\d.,]+) (us|ms|s)\b", text)]
 
 
-# ---- what the verdict is of --------------------------------------------------------------------------------------
+# ---- the reported steps ------------------------------------------------------------------------------------------
 
 
 def test_the_start_up_is_told_apart_and_is_no_part_of_a_step(ceilings: Ceilings) -> None:

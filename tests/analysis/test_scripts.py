@@ -417,7 +417,7 @@ def test_modules_in_other_threads_are_named(tmp_path: Path, ceilings: Ceilings) 
 
 def test_a_script_that_starts_nothing_has_no_word_on_it(tmp_path: Path, ceilings: Ceilings) -> None:
     report = run(tmp_path, LOOP, ceilings)
-    of_others = ("work is in other processes", "script started", "ran modules")  # without what else this machine does
+    of_others = ("work is in other processes", "script started", "ran modules")  # not the notes about other programs
     assert not [note for note in report.notes if any(words in note for words in of_others)]
 
 

@@ -1,5 +1,5 @@
-"""`rooftop train resnet --data digits`, killed three times at random, ends with the weights of a training that was
-not."""
+"""`rooftop train resnet --data digits`, killed three times at random, ends with the weights of an undisturbed
+training."""
 
 from __future__ import annotations
 

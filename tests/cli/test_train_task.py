@@ -312,7 +312,7 @@ def test_a_folder_that_cannot_be_made_is_said_in_one_line(said: Said, fit: FitIn
     assert "--out file/run cannot be written" in said()
 
 
-# ---- what is said ----------------------------------------------------------------------------------------------------
+# ---- messages --------------------------------------------------------------------------------------------------------
 
 
 def test_the_end_says_where_all_is_and_how_to_use_it(said: Said, fit: FitInPlace) -> None:
@@ -387,7 +387,8 @@ def test_a_stopped_ablation_goes_on_where_it_was(said: Said, fit: FitInPlace) ->
     assert len(fit.recipes) == 7
 
 
-# ---- all of it -------------------------------------------------------------------------------------------------------
+# ---- whole runs
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_a_task_of_ones_own_trains_and_resumes(said: Said) -> None:

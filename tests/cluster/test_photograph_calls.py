@@ -107,7 +107,7 @@ def test_a_gpu_gives_the_rows_of_the_cpu(name: str, options: dict[str, Any]) -> 
 
 @pytest.mark.gpu
 def test_the_host_does_not_wait_for_a_batch_that_is_begun() -> None:
-    """But for the first ones, in which kernels are compiled and a graph is captured."""
+    """Except for the first ones, in which kernels are compiled and a graph is captured."""
     target = model_target("resnet50", seed=0, batch=4)
     photos = photographs(target, 4, lambda number: (60, 80))
     call = target.load("cuda")

@@ -58,7 +58,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 class PillowsNvjpeg(ImageDecoder):
-    """Takes the way of a GPU, with Pillow where NVJPEG would decode: JPEGs as stored, in groups."""
+    """A stand-in for a GPU's decoder: Pillow decodes JPEGs as stored, in groups, like NVJPEG."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__("cpu")

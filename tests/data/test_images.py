@@ -191,7 +191,7 @@ def test_colour_jitter_is_drawn_evenly_and_in_any_order() -> None:
 
 
 def test_without_colour_jitter_the_other_draws_stay() -> None:
-    """A recipe without it draws what it drew before there was a jitter."""
+    """Without colour jitter, a recipe draws the same numbers as before that option existed."""
     usual = {"crop": 0.2, "flip": 0.5, "rand_augment": 2}
     one, other = (
         ImageTransform(16, augment, train=True).draw(40, 30, np.random.default_rng(3))
@@ -231,7 +231,7 @@ def test_images_that_are_normalized_on_the_device_have_the_same_bits(folder: Pat
 
 
 def test_a_quarter_of_the_bytes_is_copied(folder: Path) -> None:
-    """Of a batch of images of 32 x 32; the labels, and the place of the erased part, come in addition."""
+    """The batch has images of 32 x 32. The labels and the place of the erased part are copied in addition."""
     copied = []
     for normalize in (True, False):
         data = ImageFolder(folder, ImageTransform(32, normalize=normalize))

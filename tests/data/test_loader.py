@@ -165,7 +165,7 @@ def test_any_number_of_workers_ranks_and_any_start_give_the_same(data: st.DataOb
 
 
 class Drawing:
-    """A sample says its index and a number that was drawn for it."""
+    """Samples that return their index and a number that was drawn for them."""
 
     def __len__(self) -> int:
         return 26

@@ -1,4 +1,4 @@
-"""Ceilings are upper bounds, survive their file, and refuse any other file by name."""
+"""Ceilings are upper bounds, stay the same when saved and loaded, and name any other file that they refuse."""
 
 from __future__ import annotations
 

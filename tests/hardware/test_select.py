@@ -22,7 +22,7 @@ from rooftop.hardware.topology import Peer
 GIB = 2**30
 TWO_CPUS = ["cpu", "cpu"]
 CPU = torch.device("cpu")
-PATIENCE_S = 20  # seconds after which a test fails that waits for a thread that never comes
+PATIENCE_S = 20  # seconds after which a test fails if it waits for a missing thread
 
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 

@@ -55,7 +55,7 @@ class Named:
 
 
 class Nested(nn.Module):
-    """Takes and gives structures."""
+    """A module whose arguments and results are nested structures."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -35,7 +35,7 @@ def test_entries_name_their_fields(file: Path) -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=FAMILIES)
 def test_what_is_predicted_says_so_as_data(file: Path) -> None:
-    """A comment that says it stands beside an entry that does, and the other way round."""
+    """A comment says that values are predicted exactly if an entry has measured=False."""
     text = file.read_text(encoding="utf-8")
     said = any(words in text.lower().replace("\n# ", " ") for words in PREDICTED)
     if file.parent.name not in ("convolutions", "matmuls"):  # tables in which each class of shapes names a measurement

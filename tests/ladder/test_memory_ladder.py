@@ -246,7 +246,7 @@ def test_the_levels_of_a_gpu() -> None:
     assert "A multiprocessor holds" in found.remarks[1]
 
 
-# ---- what is shown -----------------------------------------------------------------------------------------------
+# ---- the output --------------------------------------------------------------------------------------------------
 
 
 def test_tables_and_chart() -> None:

@@ -217,7 +217,7 @@ def test_what_a_thread_raised_keeps_nothing_of_its_caller() -> None:
         gc.enable()
 
 
-# ---- what else may be the case -----------------------------------------------------------------------------------
+# ---- special cases -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("by_loops", [False, True])

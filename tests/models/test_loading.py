@@ -283,7 +283,7 @@ def test_a_new_head(file: Path, state: dict[str, Tensor]) -> None:
 
 
 def test_quantized_weights_are_refused(state: dict[str, Tensor], tmp_path: Path) -> None:
-    """Copied, they would be other weights without a word."""
+    """If they were copied, the model would silently have other weights."""
     torch.save({**state, "fc.weight": torch.ones(3, 32, dtype=torch.int8)}, tmp_path / "int8.pth")
     with pytest.raises(
         WeightsError, match=r"does not fit resnet18: 1 quantized: fc\.weight \(torch\.int8\)\. 121 keys"

@@ -47,7 +47,7 @@ class Decoding:
 
     Attributes:
         kind: one of `KINDS`.
-        frames, step, stride: of clips, the number of frames, the distance between frames, and the distance between the
+        frames, step, stride: for clips, the number of frames, the distance between frames, and the distance between the
             first frames of clips (None: clips share no frames).
         point_columns: numbers per point in a .bin file of float32; KITTI has 4, nuScenes 5.
 

@@ -52,7 +52,7 @@ class MapReport:
         columns: the results' columns, name to type; empty if no item had a result.
         seconds: time of the whole run; `working_s`: from the first item given to a worker to the last finished one.
         start: the seconds before the first results, by part; the parts of the worker that started last.
-        items_per_s: from the first finished chunk to the last, without the items of the first.
+        items_per_s: rate from the first finished chunk to the last, without the items of the first.
         decode_ceiling, call_ceiling: items a second if all decoding threads, or all calls of the target, had been busy
             all the time, from their seconds in this run. None: they took no time.
         percent_of_ceiling: `items_per_s` in percent of the smaller ceiling.
@@ -143,7 +143,7 @@ def map_items(
         out: the folder of the results, which is created.
         kind: "image", "clip", "cloud", "text", "row" or "path". None: by the suffixes.
         batch: the target gets a list of at most this many items, and returns a list of as many results.
-        frames, step, stride: of clips, the number of frames, the distance between frames, and the distance between
+        frames, step, stride: for clips, the number of frames, the distance between frames, and the distance between
             clips (None: clips share no frames).
         point_columns: numbers per point in a .bin file.
         workers: processes on this machine. None: one per GPU; on the CPU one per four cores.

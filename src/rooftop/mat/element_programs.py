@@ -172,7 +172,7 @@ class ElementProgram(Numbers):
 
     Args:
         root: an expression of Mats, numbers and element by element operations.
-        bounds: of all nodes.
+        bounds: bounds of all nodes.
         dtype: the dtype of the computation.
         leaves: the Mats among the nodes.
         depth: the depth of the stored numbers, in the dtype that `signed` gives.

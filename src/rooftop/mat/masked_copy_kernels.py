@@ -16,14 +16,14 @@ def masked_copy(
     source,  # rows of numbers; for a source of one element of CHANNELS, a table with that many columns
     target,  # rows of numbers
     mask,  # rows of bytes, one for each PER numbers
-    source_lead, target_lead, mask_lead,  # from the pointers to the first number or mark, in words
-    rows, inner_rows, words,  # rows have an outer and an inner dimension, the inner one of inner_rows; words of a row
+    source_lead, target_lead, mask_lead,  # distances from the pointers to the first number or mark, in words
+    rows, inner_rows, words,  # number of rows; rows of the inner dimension; words of a row
     source_outer, source_inner, target_outer, target_inner, mask_outer, mask_inner,  # from row to row, in words
     CHANNELS: tl.constexpr,  # channels if the source is one element, else 0
     TABLE: tl.constexpr,
     PER: tl.constexpr,
     WORD: tl.constexpr,  # numbers: the width at which source and target are read and written
-    WORDS: tl.constexpr,  # that begin and end with marks
+    WORDS: tl.constexpr,  # words of a group, which begins and ends with whole marks
     MARKS: tl.constexpr,  # length in words
     MASK_WORD: tl.constexpr,  # marks: the width at which the mask is read
     WIDE: tl.constexpr,

@@ -36,7 +36,7 @@ class ExpressionPlan:
         leaves: the nodes for Mats, in the expression's order.
         bits: whether Mats and target are read and written as integers that carry their bits.
         depth: depth of the stored numbers.
-        bounds: of all nodes.
+        bounds: bounds of all nodes.
         dtype: the dtype of the computation.
     """
 

@@ -42,7 +42,7 @@ class Depth:
 
     Attributes:
         name: as in CV_8U, without the prefix.
-        dtype: of torch.
+        dtype: dtype of torch.
         carrier: a torch dtype of the same width that every operator on every device supports. torch has few operators
             for uint16, uint32 and uint64, and copies need none of them.
         numpy: NumPy's dtype; None if NumPy has none.

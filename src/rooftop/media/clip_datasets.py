@@ -58,7 +58,7 @@ class ClipDataset(Dataset[Clip]):
     Args:
         paths: video files; each is read once, without decoding, to count its frames.
         frames: number of frames of a clip.
-        step: from one frame of a clip to its next.
+        step: distance from one frame of a clip to the next, in frames of the file.
         stride: frames from the start of a clip to the start of the next; by default, clips share no frames.
         resize: (height, width), upright; required if the videos differ in size.
         dtype, normalize, device: as in `VideoReader`.

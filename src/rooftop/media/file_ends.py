@@ -16,7 +16,7 @@ def declared_end(file: BinaryIO, container: str, size_bytes: int) -> int | None:
     Args:
         file: read from its present position, which is restored.
         container: FFmpeg's names of its format: the structures of AVI and Matroska (WebM) are known.
-        size_bytes: of the file.
+        size_bytes: size of the file.
     """
     place = file.tell()
     try:

@@ -24,9 +24,9 @@ class Form:
 
     Attributes:
         output: "rgb", (3, H, W), upright; or "nv12", (3 H / 2, W), luma and then pairs of chroma, as in the video.
-        dtype: of the tensor.
+        dtype: dtype of the tensor.
         resize: (height, width) upright, or None for the size of the video.
-        mean, std: of red, green and blue in 0..1, for (value - mean) / std; or None.
+        mean, std: mean and standard deviation of red, green and blue in 0..1, for (value - mean) / std; or None.
     """
 
     output: str

@@ -73,7 +73,7 @@ def reason_against(image: Image.Image, content: bytes) -> str | None:
 
     Args:
         image: the file as Pillow opens it; its header is enough.
-        content: of the file.
+        content: content of the file.
     """
     if image.format not in ("JPEG", "MPO"):
         return str(image.format)

@@ -32,7 +32,7 @@ class Plane:
     Attributes:
         memory: uint8 or uint16, of one dimension.
         step: distance between rows, in numbers.
-        height, width: of the plane.
+        height, width: size of the plane.
     """
 
     memory: np.ndarray
@@ -49,7 +49,7 @@ def planes_to_rgb(
 
     Args:
         y: H x W. u, v: Cb and Cr, H' x W'; H' is H or half of it rounded up (or a quarter), W' likewise.
-        bits: of the numbers.
+        bits: bits of each number.
         dtype: uint8, rounded, or float32, in 0..1.
         size: (h, w) to resize to, with bilinear weights that shrink without aliasing, as
             `torch.nn.functional.interpolate` with `antialias=True`; None is (H, W).

@@ -36,9 +36,9 @@ class VideoInfo:
 
     Attributes:
         source: the path, or the number of bytes.
-        size_bytes: of the file.
+        size_bytes: size of the file.
         container: FFmpeg's names of the format.
-        codec, profile, pixel_format: of the video, as FFmpeg names them; profile may be None.
+        codec, profile, pixel_format: FFmpeg's names for those of the video; profile may be None.
         bits: bits per sample. height, width: pixels as shown, upright. coded_height, coded_width: pixels as stored.
         rotation_degrees: counterclockwise, applied by `VideoReader`.
         mirrored: whether it is also mirrored left to right.

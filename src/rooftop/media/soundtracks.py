@@ -41,7 +41,7 @@ class CopiedSound:
 
     Args:
         container: the container to which it is added.
-        path: of the file.
+        path: path of the file.
         start_s: time on the file's clock that becomes 0. Packets that begin before it are dropped.
 
     Raises:
@@ -127,7 +127,7 @@ class EncodedSound:
     Args:
         container: the container to which they are added.
         codec: the name of an FFmpeg encoder.
-        channels, rate_hz: of the samples.
+        channels, rate_hz: number of channels and sample rate.
 
     Raises:
         InputError: the encoder is unknown, the container cannot hold its sound, or the rate is not supported.

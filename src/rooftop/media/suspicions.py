@@ -33,7 +33,7 @@ class Suspicions:
         context: FFmpeg's, of the stream.
         looked_into: whether to check marked packets by decoding. If not, they count as damaged.
         step: usual ticks from one picture to the next.
-        options: of the decoder.
+        options: options of the decoder.
 
     Attributes:
         places: number of packets that the demuxer has marked.

@@ -39,7 +39,7 @@ class Preprocessing:
         resize: length of the shorter side in pixels, before the crop.
         crop: side of the central square in pixels.
         interpolation: Pillow's filter for the resize.
-        mean, std: of the red, green and blue values in 0..1.
+        mean, std: mean and standard deviation of the red, green and blue values in 0..1.
     """
 
     resize: int = 256

@@ -67,7 +67,8 @@ def constant(
 def keep_constants(model: nn.Module) -> tuple[str, ...]:
     """Compute a model's constants only once from now on: its parameters and buffers must not change any more.
 
-    Modules with hooks in them, which would not be called again, continue as before, and so do copies of the model.
+    Modules that contain hooks continue as before, because a cached result would not call the hooks. So do copies of the
+    model.
 
     Returns:
         The methods with cached results, as "name of the module.name of the method".

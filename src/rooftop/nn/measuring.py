@@ -42,7 +42,7 @@ def worthwhile(
     """Time each kind in the whole model. The model itself, its buffers and the random state do not change.
 
     Args:
-        model: in the mode in which it will run. In training mode a step is forward and backward.
+        model: the model, in the mode in which it will run. In training mode a step is forward and backward.
         kinds: the kinds that can be replaced in it.
         inputs: a tensor, a tuple of arguments, or a dict of keyword arguments.
         swap: replaces these kinds in a model.

@@ -184,8 +184,8 @@ def runs_packed(query: Tensor) -> bool:
 
 
 def seen_positions(queries: int, keys: int, device: torch.device, window: int | None) -> Tensor:
-    """(queries, keys): True where a query attends to a key: to all keys up to its own position, or with a window to the
-    last ones of them. The queries are the last positions.
+    """(queries, keys): True where a query attends to a key. A query attends to all keys up to its own position, or with
+    a window to the last of these. The queries are the last positions.
     """
     seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
     return seen if window is None else seen.triu(keys - queries - window + 1)

@@ -8,15 +8,12 @@ TORCH_NCCL_TRACE_BUFFER_SIZE; 0: none) and returns them as a pickled dict. The f
 
 | key | |
 |---|---|
-| `pg_config` | NCCL: of each group, by its name, `ranks` as text, "[0, 1]" |
-| `pg_status` | of each group `last_enqueued_collective` and `last_completed_collective` |
-| `entries` | of each operation what follows |
-| `process_group` | (name, description) |
-| `profiling_name` | "nccl:all_reduce" |
-| `collective_seq_id`, `p2p_seq_id`, `is_p2p` | its number; whether it is a send or receive |
-| `input_sizes`, `input_dtypes` | of its tensors |
-| `time_created_ns` | when it was launched |
-| `state`, `retired` | "scheduled", "started" or "completed"; whether it has ended |
+| `pg_config` | NCCL: for each group, by its name, `ranks` as text, "[0, 1]" | | `pg_status` | for each group,
+`last_enqueued_collective` and `last_completed_collective` | | `entries` | for each operation, the fields below | |
+`process_group` | (name, description) | | `profiling_name` | "nccl:all_reduce" | | `collective_seq_id`, `p2p_seq_id`,
+`is_p2p` | its number; whether it is a send or receive | | `input_sizes`, `input_dtypes` | sizes and dtypes of its
+tensors | | `time_created_ns` | when it was launched | | `state`, `retired` | "scheduled", "started" or "completed";
+whether it has ended |
 
 Ranks count the collectives of a group in the same order, so equal numbers are the same collective.
 

@@ -7,14 +7,11 @@
     norm = gradients.clip_(1.0)
     optimizer.step()
 
-| parameter | what a rank's backward gives | summed over |
-|---|---|---|
-| split | all of its gradient | |
-| whole, with sequence parallelism (norms, biases of row layers, positions) | that of its positions | the tensor ranks |
-| whole, without | all of it | |
-| heads of keys and values that several ranks hold | that of its queries | those ranks |
-| any | that of its sequences | the data ranks |
-| tied, with a pipeline | that of the embedding, or of the head | the first and the last stage |
+| parameter | gradient from a rank's backward | summed over | |---|---|---| | split | all of its gradient | | | whole,
+with sequence parallelism (norms, biases of row layers, positions) | that of its positions | the tensor ranks | | whole,
+without | all of it | | | heads of keys and values that several ranks hold | that of its queries | those ranks | | any |
+that of its sequences | the data ranks | | tied, with a pipeline | that of the embedding, or of the head | the first and
+the last stage |
 
 Gradients are summed once a step, however many micro-batches it has: after backward, or over the data ranks during the
 last backward (`summing`). If the parameters are sharded over the data ranks (`fully_sharded`), backward itself sums

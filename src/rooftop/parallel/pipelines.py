@@ -184,8 +184,8 @@ class _Step:
     """The state of a rank during a step.
 
     Attributes:
-        inputs, outputs: by (stage, micro-batch): the stage's input, and the start of its backward. Both are kept from F
-            to B or I.
+        inputs, outputs: the input of a stage and the start of its backward, by (stage, micro-batch). Both are kept from
+            F to B or I.
         receiving: data in transit to this rank, by the instruction that computes them.
         made: data to send next, or for another stage of this rank, by the instruction that computed them.
         sending: sends that are not known to have arrived. On a GPU, sends posted before a completed receive from the

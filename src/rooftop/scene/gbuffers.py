@@ -34,7 +34,7 @@ class StreamingStats:
         wanted: pages that the frame would draw from if all were resident; `missing`: wanted pages that were absent.
         resident: pages in the pool that a frame can draw from.
         loaded, loaded_bytes: pages that were read, and their bytes; evicted: pages that were removed for others.
-        resident_bytes, pool_bytes: of the slots that hold resident pages, and of all slots.
+        resident_bytes, pool_bytes: bytes of the slots that hold resident pages, and of all slots.
         error_pixels: the possible error of the picture in pixels. It is `pixel_error` if nothing is missing, else
             larger.
     """

@@ -75,7 +75,7 @@ class Geometry:
     the system ends every process that reads the removed part.
 
     Attributes:
-        path: of the file.
+        path: path of the file.
         meta: the file's description of itself (docs/scene-format.md).
         materials: each material by its number; None if the file has no materials.
         nodes: (N, NODE_CHILDREN, CHILD_WORDS) int32, the tree; nodes_offset: its start, in bytes; tree_depth: its

@@ -69,7 +69,7 @@ class DirectionalLight:
         """The views of its maps: the cascades of the first camera from near to far, then those of the next.
 
         Args:
-            cameras: of the frame.
+            cameras: cameras of the frame.
             bounds: (2, 3), a box around all objects that cast shadows.
         """
         return [view for camera in cameras for view in self._cascades_of(camera, bounds)]
@@ -100,7 +100,7 @@ class SpotLight:
     """A light that shines from a point into a cone.
 
     Attributes:
-        position: in the world.
+        position: position in the world.
         direction: direction of the cone's axis, of any length.
         angle_degrees: angle of the whole cone, up to 160; there is no light outside it.
         color: (3,) on surfaces that face it one unit away.

@@ -49,7 +49,7 @@ def wrong_in_page(page: Words, attributes: int, all_groups: int) -> str | None:
 
     Args:
         attributes: attributes of the file, see `Geometry.attributes`.
-        all_groups: of the file.
+        all_groups: number of groups in the file.
     """
     clusters, group_word, first, length = (int(word) for word in page[: layouts.PAGE_WORDS])
     groups, a_head = groups_in(page), page_head_words(page, attributes)

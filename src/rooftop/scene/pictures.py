@@ -46,13 +46,10 @@ def picture(frame: GBuffer, name: str, view: int = 0) -> Bytes:
 
     Args:
         frame: result of `Renderer.render`, with this output.
-        name: of the output:
-            "color", "vertex_color": unchanged.
-            "base_color": as displayed (sRGB).
-            "coverage": light where there is a surface.
-            "depth": the nearest point of this picture is light, the farthest dark, equal steps are equal distances.
-            "normal": (n + 1) / 2: x is red, y green, z blue.
-            "instance", "cluster", "triangle", "material", "material_depth": a colour for each number, the same in every
+        name: name of the output: "color", "vertex_color": unchanged. "base_color": as displayed (sRGB). "coverage":
+            light where there is a surface. "depth": the nearest point of this picture is light, the farthest dark,
+            equal steps are equal distances. "normal": (n + 1) / 2: x is red, y green, z blue. "instance", "cluster",
+            "triangle", "material", "material_depth": a colour for each number, the same in every
                 picture.
             "level": red is the finest level of detail, then yellow, green, blue and violet.
             "uv": u is red, v green, both repeated with period 1.
@@ -60,7 +57,7 @@ def picture(frame: GBuffer, name: str, view: int = 0) -> Bytes:
                 pixels without motion are background.
             "overdraw": dark where one triangle covered the pixel, light where 32 or more did.
             "shadow": lighter for more light, the same for all lights; nearly black without light.
-        view: which of the frame's views.
+        view: index of one of the frame's views.
 
     Raises:
         KeyError: the output was not rendered.
@@ -77,7 +74,7 @@ def colored(name: str, values: Tensor) -> Tensor:
     """Convert values of an output to colours, on their device.
 
     Args:
-        name: of the output.
+        name: name of the output.
         values: (H, W[, C]), one view of it.
 
     Returns:

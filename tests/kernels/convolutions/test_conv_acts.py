@@ -414,7 +414,8 @@ def test_cost_is_what_a_person_counts() -> None:
     assert cost.write_bytes == 4 * results
 
 
-# ---- what is taken ---------------------------------------------------------------------------------------------------
+# ---- the choice of a
+# plan-----------------------------------------------------------------------------------------------
 
 
 def problem(batch: int, shape: tuple[int, int, int, int, int], residual: bool = False, **other: object) -> Problem:

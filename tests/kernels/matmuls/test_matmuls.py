@@ -609,7 +609,8 @@ def test_cost_is_what_a_person_counts() -> None:
     assert costs["aten::mm"] is not None
 
 
-# ---- what is taken ---------------------------------------------------------------------------------------------------
+# ---- the choice of a
+# plan-----------------------------------------------------------------------------------------------
 
 
 def problem(m: int, n: int, k: int, **other: object) -> Problem:

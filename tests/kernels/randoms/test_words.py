@@ -97,7 +97,7 @@ def test_quantiles_rise() -> None:
 
 @pytest.mark.parametrize("deviations", [0.1, 1.0, 2.0, 3.0, 4.0, 5.0, 5.5, 6.0])
 def test_tails_have_the_words_that_they_should(deviations: float) -> None:
-    """Of all 2^32 words, the fraction whose number is below a limit is the one of the distribution."""
+    """The fraction of all 2^32 words whose number is below a limit equals that of the distribution."""
     expected = special.ndtr(-deviations) * 2**32
     slack = 2 + math.ceil(5e-7 * stats.norm.pdf(deviations) * 2**32)  # the error of a quantile
     near = torch.arange(max(0, int(expected) - slack), int(expected) + slack)

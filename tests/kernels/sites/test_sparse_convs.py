@@ -504,7 +504,7 @@ def test_autocast_computes_in_its_dtype() -> None:
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(found, expected, strict=True))
 
 
-# ---- what every operator can -----------------------------------------------------------------------------------
+# ---- laws of every operator ------------------------------------------------------------------------------------
 
 
 def test_gradients_against_finite_differences() -> None:

@@ -294,7 +294,7 @@ def test_global_nan_and_infinities_stay_in_their_batch_element() -> None:
         torch.testing.assert_close(pool(features, batch, 2), expected, equal_nan=True)
 
 
-# ---- what every operator can -----------------------------------------------------------------------------------
+# ---- laws of every operator ------------------------------------------------------------------------------------
 
 
 def calls() -> dict[str, tuple[Pool, Tensor]]:

@@ -1,7 +1,8 @@
 """Boxes: the part of a whole tensor that a rank holds.
 
 A box describes a part of a tensor that is cut along rows, columns, heads or sequences; its elements are contiguous or
-at equal distances. An example are the chunks from the front and the back of a sequence that balance causal attention.
+at equal distances. For example, a rank may hold one chunk from the front and one from the back of a sequence, which
+balances causal attention.
 """
 
 from __future__ import annotations

@@ -213,11 +213,11 @@ def _run(
 def objects_of(
     detections: Detections, size: tuple[int, int], threshold: float, names: Sequence[str] | None
 ) -> tuple[FoundObject, ...]:
-    """The objects on a photograph of (width, height) pixels with at least the threshold as score, best score first.
+    """The objects on a photograph of (width, height) pixels whose score is at least the threshold, best score first.
 
     Args:
-        detections: on the CPU.
-        names: by label, or None.
+        detections: detections on the CPU.
+        names: names of classes by label, or None.
     """
     edges = torch.tensor((*size, *size), dtype=detections.boxes.dtype)
     scores, labels, boxes = best_first(detections, edges)
@@ -247,7 +247,7 @@ def best_first(detections: Detections, edges: Tensor) -> Detections:
 
 
 def class_names(classes: Sequence[str] | None, count: int) -> Sequence[str] | None:
-    """The names of so many classes: the given ones; COCO's if there are as many; else None.
+    """The names of `count` classes: the given names, COCO's names if their number matches, or None.
 
     Raises:
         InputError: the number of given names differs.

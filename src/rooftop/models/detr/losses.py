@@ -246,7 +246,7 @@ def to_detections(
     """For each image, boxes in pixels with their most probable label.
 
     Args:
-        predictions: of B images.
+        predictions: predictions for B images.
         sizes: (height, width) of each image, without padding, in the pixels of the returned boxes.
         threshold: only objects with at least this score; at 0 each query gives one box, and nothing waits for the GPU.
 

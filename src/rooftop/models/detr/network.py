@@ -11,7 +11,8 @@ Images of different sizes share a batch through a padding mask: neither position
     found = model([photo, another])  # normalized, (3, H, W) each
     detections = to_detections(found, [(480, 640), (375, 500)])  # rooftop.models.detr.losses
 
-`rooftop.models.detr.losses` has the training, `rooftop.models.detr.weights` weights from other libraries.
+`rooftop.models.detr.losses` has the losses for training; `rooftop.models.detr.weights` reads weights from other
+libraries.
 """
 
 from __future__ import annotations
@@ -336,7 +337,7 @@ class Detr(nn.Module):
     """Images -> `Predictions`.
 
     Args:
-        block, layers: of the ResNet, as in `rooftop.models.vision.resnet.ResNet`.
+        block, layers: block type and layer counts of the ResNet, as in `rooftop.models.vision.resnet.ResNet`.
         num_classes: K, one more than the highest label; COCO's labels go up to 90.
         queries: Q, the maximum number of objects in one image. width, heads, feed_forward: sizes of the transformer;
         `width` is a multiple of `heads` and of 4. encoder_layers, decoder_layers: numbers of layers.

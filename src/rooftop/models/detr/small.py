@@ -2,7 +2,7 @@
 
 With the published settings, a DETR takes hundreds of epochs to learn where to look. This one learns faster because of:
 - Small pictures of few objects, ten queries, a narrow transformer. A query attends to 64 cells instead of 1000.
-- Coordinates in the map. In attention, only queries and keys have positions, values have none. Here the map has two
+- Coordinates in the map. In attention, only queries and keys have positions; values have none. Here the map has two
   more channels, x and y, so that an object can read its position from the cells that it attends to.
 - A backbone whose norms are trained, since frozen norms are for pretrained weights. Group norm also works for small
   batches.

@@ -77,8 +77,8 @@ def parallel_gpt(
         halves: whether tensor ranks compute the two halves of a batch alternately, so that they communicate one half
             while they compute the other; as in `Gpt`.
         context: how context parallel ranks exchange keys and values; None: `Context(groups["cp"])`.
-        device, dtype: of the parameters. Values are computed in float32 and rounded to the dtype, so the model is the
-            same in any dtype.
+        device, dtype: device and dtype of the parameters. Values are computed in float32 and rounded to the dtype, so
+            the model is the same in any dtype.
 
     Returns:
         A `Gpt`. Its dropout masks depend on the argument `step` of `forward`.

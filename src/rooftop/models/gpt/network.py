@@ -135,8 +135,8 @@ class Gpt(nn.Module):
             compute the other (`rooftop.parallel.turns`). Without such ranks, and with a cache, the batch is computed as
             a whole. Layers are called by their parts: hooks of a block and of its modules do not run.
         context: the ranks that share sequences (`rooftop.parallel.contexts`); None: this one has whole sequences.
-        device, dtype: of the parameters; PyTorch's defaults if not given. Parameters are cast after all of them are
-            created. So a model that fits only in a narrow dtype must be built on the meta device.
+        device, dtype: device and dtype of the parameters; PyTorch's defaults if not given. Parameters are cast after
+            all of them are created. So a model that fits only in a narrow dtype must be built on the meta device.
 
     Raises:
         ValueError: the model lacks one of the layers, or they are out of order; the ranks cannot split a size; a part
@@ -247,7 +247,7 @@ class Gpt(nn.Module):
             packing: the documents of the sequences, and the positions of each context parallel rank. The tokens are
                 then those of this rank. None: each sequence is one document, split as in `Context.packing`.
             cache: the earlier positions, which are visible too; the new positions are added to it.
-            reduction, label_smoothing, z_loss: of the loss, as in `rooftop.kernels.linear_cross_entropy`.
+            reduction, label_smoothing, z_loss: options of the loss, as in `rooftop.kernels.linear_cross_entropy`.
             step: training step, counting micro-batches: it determines the masks of `CounterDropouts`. Other dropouts
                 ignore it. In a CUDA graph it is a tensor, () int64 on the device: see
                 `rooftop.kernels.counter_dropout`.

@@ -32,7 +32,7 @@ class PagedCache:
         pages: total number of pages for sequences.
         page: positions of each.
         dtype: dtype of keys and values, that of the model's activations.
-        device: of the model.
+        device: device of the model.
 
     Attributes:
         keys, values: (layers, 1 + pages, kv_heads, page, head_features) each; page 0 belongs to no sequence.

@@ -96,7 +96,7 @@ def choose(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Tensor:
         sampling: the settings.
 
     Returns:
-        (B,), int64; -1 if nothing can be chosen: logits are NaN, or none is above -inf, or, for drawing, one is inf.
+        (B,), int64; -1 if nothing can be chosen: a logit is NaN, all are -inf, or (for drawing) one is inf.
     """
     if sampling.greedy:
         best, token = logits.max(-1)

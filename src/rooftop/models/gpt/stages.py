@@ -170,11 +170,11 @@ class GptStages(nn.Module):
 
     Args:
         config: config of the whole model.
-        stages: by number, created by `Gpt`.
+        stages: stages by number, created by `Gpt`.
         total: number of stages of the whole pipeline.
 
     Attributes:
-        stages: by number.
+        stages: stages of this rank, by number.
         embedding, layers, head: the modules of all stages on this rank; None if there is none.
         masks: the dropouts of all stages on this rank; their `place` is that of the next forward pass.
         tied: the name of the weight that another rank holds too; None if there is none.

@@ -56,7 +56,7 @@ class GptConfig:
         dropout: probability for the embedding and for the result of each sublayer.
         attention_dropout: probability for the weights of attention. If it is not 0, plain PyTorch computes attention
             instead of a kernel.
-        epsilon: of the norms.
+        epsilon: epsilon of the norms.
 
     Raises:
         ValueError: a size is not a positive int, heads do not fit, a probability is outside 0..1, or there is an

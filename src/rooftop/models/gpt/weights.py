@@ -60,9 +60,9 @@ def gpt_state_dict(tensors: Mapping[str, Tensor], config: GptConfig) -> dict[str
     It also converts gradients by their names, because packing and transposing apply to them as to weights.
 
     Args:
-        tensors: by their keys, with or without the prefix of a model with a head. A tied weight may be given as the
-            embedding's, as the head's, or as both. Causal masks and rotary frequencies of older models are ignored; a
-            warning names those that do not follow from the config.
+        tensors: the tensors by their keys, with or without the prefix of a model with a head. A tied weight may be
+            given as the embedding's, as the head's, or as both. Causal masks and rotary frequencies of older models are
+            ignored; a warning names those that do not follow from the config.
         config: which of the two models it is, and the sizes.
 
     Raises:
@@ -133,7 +133,8 @@ def load_gpt(
     """A model from a folder in Hugging Face's format: config.json, and one safetensors file or several and an index.
 
     Args:
-        folder: folder with these files. device, dtype: of the parameters; float32 if not given, whatever the files'
+        folder: folder with these files. device, dtype: device and dtype of the parameters; float32 if not given,
+            whatever the files'
         dtype is.
         group: tensor parallel ranks that share the model, each of which reads its own part; None: this process has the
             whole model.

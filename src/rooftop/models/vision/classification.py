@@ -170,7 +170,7 @@ def _logits(model: nn.Module, images: Tensor, what: str) -> Tensor:
 
 
 def class_names(classes: Sequence[str] | None, count: int) -> Sequence[str] | None:
-    """The names of so many classes: the given ones; ImageNet's if there are as many; else None.
+    """The names of `count` classes: the given names, ImageNet's names if their number matches, or None.
 
     Raises:
         InputError: the number of given names differs.

@@ -42,7 +42,7 @@ class Variant:
     """Settings that all blocks of one network share.
 
     Attributes:
-        groups, base_width: of the bottleneck's 3x3 (ResNeXt, Wide ResNet).
+        groups, base_width: groups and width of the bottleneck's 3x3 convolution (ResNeXt, Wide ResNet).
         norm: creates a norm from a number of channels.
     """
 
@@ -64,7 +64,7 @@ class Block(nn.Module):
         raise NotImplementedError
 
     def residual(self, x: Tensor) -> Tensor:
-        """f, the part with weights."""
+        """f(x), the branch with weights."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ class ResNet(nn.Module):
         layers: blocks in each of the four stages.
         num_classes: width of the head.
         zero_init_residual: start each block as the identity (the last norm's weight is 0).
-        groups, width_per_group: of the bottleneck's 3x3 (ResNeXt, Wide ResNet).
+        groups, width_per_group: groups and width of the bottleneck's 3x3 convolution (ResNeXt, Wide ResNet).
         replace_stride_with_dilation: for stages 2 to 4, keep the resolution and dilate instead.
         norm_layer: makes a norm from a number of channels.
         small_images: a 3x3 stem that keeps the size, for images of some 64 pixels or less.

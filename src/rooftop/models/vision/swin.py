@@ -267,7 +267,7 @@ class SwinBlock(nn.Module):
         dropout: probability, after each part.
         stochastic_depth_prob: probability that a part is skipped for an image.
         norm: creates a norm from a number of channels.
-        attention_dropout: of the attention.
+        attention_dropout: dropout probability of the attention.
     """
 
     attention: type[ShiftedWindowAttention] = ShiftedWindowAttention

@@ -79,7 +79,7 @@ class SampledVideo:
             short = min(first.height, first.width)
             size = (preprocessing.resize * first.height // short, preprocessing.resize * first.width // short)
         self._size = size
-        # because the reader does this while it converts
+        # the reader itself resizes bilinearly while it converts
         at_once = preprocessing.interpolation == Image.Resampling.BILINEAR
         self._reader = VideoReader(
             path_or_bytes,

@@ -59,7 +59,7 @@ class Contents:
     """The weights of a model in a file.
 
     Attributes:
-        tensors: by the model's keys.
+        tensors: the tensors by the model's keys.
         taken: which of the file's tensors these are, and whether they are averaged, in words.
         averaged: whether they are averages of the weights of several steps.
         others: names of other weights in the file, as values for `part`.

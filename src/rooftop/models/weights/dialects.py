@@ -52,7 +52,7 @@ class Converted:
 
     Attributes:
         origin: the file's library.
-        tensors: by our keys.
+        tensors: the tensors by our keys.
         sources: our key -> the file's keys of that tensor.
         left_out: ignored keys of the file, whose tensors follow from the model -> our names for them, and the tensors.
     """

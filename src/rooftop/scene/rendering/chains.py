@@ -42,7 +42,7 @@ class Chains:
     """A renderer's chains, least recently used first.
 
     Args:
-        device: of the renderer.
+        device: device of the renderer.
         pictures: whether they draw; otherwise they only cull.
     """
 

@@ -56,7 +56,7 @@ class FrameMemory:
         places: capacity for instances.
         canvas: the pictures.
         fragments: whether triangles are counted in each pixel.
-        room: of lists.
+        room: capacities of the lists.
         depths: (canvas.hzb_texels,) float32, of the cameras in the previous frame; other objects may share this tensor.
         pictures: whether there is a visibility buffer; culls alone need none.
     """

@@ -49,7 +49,7 @@ class ShadowMaps:
 
     Attributes:
         values: `buffers.Lights`, as of the last frame.
-        views: of all maps.
+        views: views of all maps.
     """
 
     views: list[Camera]

@@ -34,10 +34,10 @@ class Outputs:
     """New tensors for the outputs of each frame, of the same kinds and sizes.
 
     Args:
-        names: of outputs; "overdraw" is left out, as the rasterizer counts it elsewhere.
+        names: names of outputs; "overdraw" is left out, because the rasterizer counts it elsewhere.
         texels: pixels of all cameras.
-        lights: of the scene.
-        device: of the tensors.
+        lights: number of the scene's lights.
+        device: device of the tensors.
 
     Attributes:
         targets: `buffers.Targets`, at the tensors of the last `new`.

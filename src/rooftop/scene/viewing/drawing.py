@@ -76,7 +76,7 @@ class Drawing:
             requests.
         device: as in `Renderer`.
         pixel_error: as in `Renderer`, unless a page requests another value.
-        up, fov_y_degrees: for the home view.
+        up, fov_y_degrees: up direction and vertical field of view of the home view.
         pool_bytes: as in `Renderer`. With it, pictures are drawn from the resident pages.
         shadows: whether objects cast shadows. The scene must then have no lights.
 
