@@ -194,7 +194,7 @@ def main() -> None:
     device = torch.device(options.device)
     try:
         found = of_clip(options.clip, device, options.quick) if options.clip else of_digits(device, options.quick)
-    except InputError as error:  # of the clip
+    except InputError as error:  # an error in the clip
         raise SystemExit(f"error: {error}") from error
     steps = options.steps or found.steps
     setup = Setup(found.network.to(device), found.videos, found.held_out, steps, found.learning_rate)

@@ -22,7 +22,7 @@ from rooftop.kernels.attentions.window_attentions import Sizes
 WINDOW, FEATURES = ((2, 2), 16) if QUICK else ((7, 7), 32)
 SHIFT = (WINDOW[0] // 2, WINDOW[1] // 2)
 POSITIONS = WINDOW[0] * WINDOW[1]
-BYTES = 2  # of bfloat16
+BYTES = 2  # bytes of bfloat16
 STAGES = {1: (56, 3), 2: (28, 6), 3: (14, 12), 4: (7, 24)}  # side, heads
 if QUICK:
     STAGES = {3: (4, 1), 4: (2, 2)}

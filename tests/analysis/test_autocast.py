@@ -366,5 +366,5 @@ def test_a_cast_costs_what_autocast_adds_to_a_launch(training: bool, monkeypatch
     monkeypatch.setattr(autocast, "linear", slow_under_autocast)
     monkeypatch.setattr(autocast, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(autocast, "LAYERS", 2)
-    casts = 2 if training else 1  # of each layer
+    casts = 2 if training else 1  # casts per layer
     assert cast_host_ms("cpu", training) == pytest.approx(20 / casts)

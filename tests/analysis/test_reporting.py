@@ -96,7 +96,7 @@ def test_a_gain_that_noise_could_hide_is_not_offered(
 def test_latency_is_a_figure_of_its_own(measured: Profile, ceilings: Ceilings) -> None:
     alone = reported(measured, ceilings, steps(100.0), latency=steps(130.0), busy_ms=97.0)
     assert alone.summary.latency_ms == 130.0
-    assert alone.summary.percent_of_roof == pytest.approx(alone.summary.fused_roof_ms)  # of the wall time of 100 ms
+    assert alone.summary.percent_of_roof == pytest.approx(alone.summary.fused_roof_ms)  # wall time 100 ms
     assert alone.gaps.launch_gap_ms == pytest.approx(3.0)
     assert "the GPU sets the pace: the GPU works for 97% of a step. A single step takes 130 ms" in alone.pace
     waiting = reported(measured, ceilings, steps(100.0), latency=steps(101.0), busy_ms=40.0)

@@ -38,7 +38,7 @@ def test_processes_that_take_too_long_are_ended(left: Left) -> None:
     began = time.monotonic()
     with pytest.raises(MeasurementError, match=r"process 0 of 2 had not finished after 0\.1 s"):
         collective_rates(["cpu", "cpu"], SIZES, timeout_s=0.1)
-    assert time.monotonic() - began < 60  # of a busy machine
+    assert time.monotonic() - began < 60  # even on a busy machine
     assert not left()
 
 

@@ -43,11 +43,11 @@ CLASSES = torch.tensor([0, 2, 5, 1])
 HIDDEN, HEAD = X[:, :3].contiguous(), X.flatten()[:18].reshape(6, 3)
 HEADS = torch.linspace(-1, 1, 2 * 3 * 5 * 4).reshape(2, 3, 5, 4)  # 120 elements, 30 rows
 LSE = HEADS[..., 0].contiguous()
-PAGES = torch.tensor([[0, 1], [1, 0], [1, 1]]), torch.tensor([6, 3, 5])  # of three sequences, and their positions
+PAGES = torch.tensor([[0, 1], [1, 0], [1, 1]]), torch.tensor([6, 3, 5])  # pages of three sequences, and their lengths
 ANGLES = HEADS[0, 0, :, :2].contiguous()  # (5, 2)
 CELLS, POINTS = torch.rand(4, 8, 3, generator=torch.Generator().manual_seed(1)), X[:, :3].contiguous()
 
-MAP = torch.linspace(-1, 1, 108).reshape(1, 3, 3, 12)  # of 3 x 3 positions
+MAP = torch.linspace(-1, 1, 108).reshape(1, 3, 3, 12)  # a map of 3 x 3 positions
 PAIR_BIAS, BEYOND = torch.linspace(-1, 1, 32).reshape(2, 4, 4), ROW.repeat(2)
 LINE = torch.tensor([[-1, 0, 1], [0, 1, 2], [1, 2, 3], [2, 3, -1]], dtype=torch.int32)  # four sites in a row: 10 pairs
 TAPS = torch.linspace(-1, 1, 18).reshape(2, 3, 3)

@@ -126,7 +126,7 @@ def tensors(snippet: str) -> dict[str, Any]:
     return by_shape
 
 
-@pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning")  # of torch.export itself
+@pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning")  # a warning of torch.export itself
 @pytest.mark.parametrize("snippet", re.findall(r"```python\n(.*?)```", PAGE + OPERATORS, re.DOTALL))
 def test_every_snippet_of_the_pages_runs(snippet: str) -> None:
     exec(compile(snippet, "snippet", "exec"), {"__name__": "snippet", **tensors(snippet)})
@@ -135,7 +135,7 @@ def test_every_snippet_of_the_pages_runs(snippet: str) -> None:
 def test_the_overview_names_every_operator_and_module() -> None:
     overview = PAGE[: PAGE.index("\n## ")]
     operators = {name for name in kernels.__all__ if name.islower() and not name.endswith("_plan")}
-    operators.remove("decompositions")  # of exported programs, in a separate section
+    operators.remove("decompositions")  # described in a separate section
     modules = {name for name in nn.__all__ if name[0].isupper() and name not in ("Replacement", "KINDS")}
     assert {name for name in operators | modules if f"`{name}`" not in overview} == set()
 

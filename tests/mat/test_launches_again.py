@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(INTERPRETED or os.name == "nt", reason="interpreted kernels are not kept")
 
 Kind = Callable[[Mat, Mat, Mat, Mat], Any]  # operations on a, b and a mask, into out
-SIDE, ROOM = 6, 24  # of regions, and of the image that contains them
+SIDE, ROOM = 6, 24  # sides of regions, and of the image that contains them
 FORMS: dict[str, Kind] = {
     "sum": lambda a, b, mask, out: out.assign(a + b),
     "numbers": lambda a, b, mask, out: out.assign(a * 0.25 - b),

@@ -135,12 +135,12 @@ NAMES = """
 moov trak mdia minf stbl stsd stts ctts stss stsz stsc stco co64 mdat avc1 avcC hvc1 hvcC mp4v esds mp4a tkhd mdhd mvhd
 elst edts sgpd sbgp moof traf trun tfhd mfra ftyp udta meta dref smhd
 """
-BOXES = [name.encode() for name in NAMES.split()]  # of MP4
+BOXES = [name.encode() for name in NAMES.split()]  # boxes of MP4
 IDS = """
 1A45DFA3 18538067 114D9B74 1549A966 1654AE6B AE 63A2 E0 B0 BA 1F43B675 A3 A0 1C53BB6B BB 86 2AD7B1 4489 23E383 E1
 1254C367 6D80 E7 9F 56AA 536E
 """
-ELEMENTS = [bytes.fromhex(name) for name in IDS.split()]  # of Matroska
+ELEMENTS = [bytes.fromhex(name) for name in IDS.split()]  # elements of Matroska
 CHUNKS = [
     name.encode()
     for name in [

@@ -93,7 +93,7 @@ def test_pixels_are_those_of_pillow(form: str, tmp_path: Path) -> None:
 def test_photographs_are_upright(orientation: int, form: str) -> None:
     exif = Image.Exif()
     exif[ORIENTATION] = orientation
-    turns = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # of Image.Transpose
+    turns = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # values of Image.Transpose
     lying = read_image(stored(CAT, form))
     upright = hwc(CAT if orientation == 1 else CAT.transpose(Image.Transpose(turns[orientation]))).permute(2, 0, 1)
     found = read_image(stored(CAT, form, exif=exif))

@@ -104,7 +104,7 @@ ON_FOUR = [
     ),
 ]
 
-KINDS = ("selective", "full")  # of recomputation
+KINDS = ("selective", "full")  # kinds of recomputation
 OF_CONTEXTS = {1: [Case("llama", Layout(), documents=True)], 2: ON_TWO, 4: ON_FOUR}
 
 

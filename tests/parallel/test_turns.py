@@ -22,7 +22,7 @@ Run = Callable[..., list[Any]]
 LLAMA = GptConfig(vocabulary=31, layers=3, width=16, heads=4, kv_heads=4, hidden=16, positions=8, norm="rms",
                   position="rope", activation="swiglu", biases=False)  # fmt: skip
 Event = tuple[str, int]
-BARE = 4  # of all exchanges: the first and the last one, forward and backward
+BARE = 4  # exchanges without overlap: the first and the last one, forward and backward
 
 
 def steps(name: str, count: int, seen: list[str]) -> Phases[str]:

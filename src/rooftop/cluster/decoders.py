@@ -42,11 +42,11 @@ from rooftop.cluster.working import Decoded, decoded
 from rooftop.errors import MissingExtraError, ModelRunError
 from rooftop.hardware.page_faults import keep_memory
 
-HALF_BYTES = 256 << 20  # of memory shared with a process for one task; only what is written takes memory
-TASK_S = 0.02  # of work in a task: much longer than sending it, 0.1 ms
-TASK_BYTES = 48 << 20  # of the tensors of a task, approximately
+HALF_BYTES = 256 << 20  # bytes shared with a process for one task; only written pages take memory
+TASK_S = 0.02  # work in a task; sending it takes only 0.1 ms
+TASK_BYTES = 48 << 20  # approximate bytes of a task's tensors
 TASK_ITEMS = 16
-CLIPS_OF_A_TASK = 8  # of one video, which a process reads without seeking
+CLIPS_OF_A_TASK = 8  # clips of one video, which a process reads without seeking
 TASKS_OF_A_PROCESS = 2
 AHEAD = 2  # times the items of all tasks are decoded ahead: more would be new memory, whose pages are not there yet
 MOST_BYTES = 2 << 30  # decoded ahead by all processes of a worker, approximately

@@ -23,7 +23,7 @@ TENSOR, AHEAD, PERSISTENT = "tensor cores", "tensor cores, tiles fetched ahead",
 CUBLAS = "cuBLAS"
 TILE = 32  # tile of TILED; the other instances define theirs in the source
 GROUP = 8  # rows of tiles in a group; programs compute group by group
-TILES = {  # of the Triton rungs: rows, columns, depth, warps, stages
+TILES = {  # for the Triton rungs: rows, columns, depth, warps, stages
     TILED: (32, 32, 32, 4, 1),
     REGISTERS: (128, 64, 16, 8, 2),
     TENSOR: (128, 128, 32, 8, 1),

@@ -162,7 +162,7 @@ def store_64(rounded: Tensor, into: Tensor, depth: int) -> None:
     if depth == CV_64S:
         into.copy_(bits.masked_fill_(rounded >= top, _TOP - 1))
         return
-    upper = (rounded - top).clamp_(0.0, greatest).nan_to_num_(nan=0.0).long() - _TOP  # of numbers from 2^63 on
+    upper = (rounded - top).clamp_(0.0, greatest).nan_to_num_(nan=0.0).long() - _TOP  # for numbers from 2^63 on
     bits = torch.where(rounded >= top, upper, bits).masked_fill_(rounded >= 2 * top, -1)
     into.view(torch.int64).copy_(bits)
 

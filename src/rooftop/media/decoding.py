@@ -82,7 +82,7 @@ class Decoder:
     def __init__(self, source: Source, device: torch.device | None = None, threads: bool = True) -> None:
         self.source, self.device, self.threads = source, device, threads and device is None
         self.av = load_av()
-        self.kind: Kind | None = None  # of NVDEC's decoder
+        self.kind: Kind | None = None  # the kind of NVDEC's decoder
         self.context: av.VideoCodecContext | None = None
         self._sound = True  # whether another pass can reuse that decoder
         self._process = os.getpid()

@@ -25,8 +25,8 @@ from rooftop.errors import InputError, MissingExtraError
 from rooftop.media.pyav import load_av
 
 WIDTH, HEIGHT, FRAMES = 320, 240, 10  # above the smallest sizes of NVDEC (144 x 144) and NVENC (192 x 128)
-SAME_LEVELS = 2.0  # of 255, between decoders
-LIKE_LEVELS = 4.0  # of 255, on average, after encoding, or after another scaling
+SAME_LEVELS = 2.0  # levels of 255, between decoders
+LIKE_LEVELS = 4.0  # levels of 255, on average, after encoding or another scaling
 RAW = ("-f", "rawvideo")
 # FFmpeg's message if frames in memory reach a filter that accepts none
 NO_DEVICE_FRAMES = "Impossible to convert between the formats"

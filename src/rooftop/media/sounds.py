@@ -106,7 +106,7 @@ class _Track:
         self.container, self.stream, self.name = container, stream, container.source.name
         self.rate, self.channels = 0, 0  # as in the first frame
         self.lossless = stream.codec_context.codec.canonical_name.startswith(LOSSLESS)
-        self.position: int | None = None  # of the next sample
+        self.position: int | None = None  # position of the next sample
         self.silence = 0
 
     def read(self, start_s: Fraction, end_s: Fraction | None) -> Sound:

@@ -23,25 +23,26 @@ PAGE_ENTRY = [("offset", "<u8"), ("length", "<u4"), ("crc", "<u4")]
 # The attributes of a file's pages, as bits: its vertex attributes, and whether its heads are short (version 4).
 HAS_NORMALS, HAS_UV, HAS_COLORS, SHORT_HEADS = 1, 2, 4, 8
 
-MAX_TRIANGLES = 128  # of a cluster
+MAX_TRIANGLES = 128  # limit for a cluster
 MAX_VERTICES = 255
 NEVER = 3.4028234663852886e38  # the parent error of clusters without a replacement: the largest float32
 
 # ---- a page: its head, the records of its groups, the heads of its clusters, their streams, one word of zeros ------
 
-PAGE_WORDS = 4  # of the head
-PAGE_CLUSTERS, PAGE_GROUPS, PAGE_FIRST_CLUSTER, PAGE_LENGTH = range(PAGE_WORDS)  # the third counts over all pages
+PAGE_WORDS = 4  # words of a page's head
+# PAGE_FIRST_CLUSTER counts over all pages.
+PAGE_CLUSTERS, PAGE_GROUPS, PAGE_FIRST_CLUSTER, PAGE_LENGTH = range(PAGE_WORDS)
 # The word PAGE_GROUPS has the number of groups in its lower bits, then the number of words of a cluster's head (0: a
 # page before version 4), then whether these heads include what the clusters replace.
 PAGE_GROUP_BITS, PAGE_HEAD_BITS = 16, 8
 PAGE_REPLACES = 1 << PAGE_GROUP_BITS + PAGE_HEAD_BITS
-MOST_CLUSTERS = (1 << 11) - 1  # of a page
+MOST_CLUSTERS = (1 << 11) - 1  # limit for a page
 
 GROUP_WORDS = 8
 GROUP_SPHERE = 0  # 4 float32: centre and radius of the sphere that decides when the group's clusters are too fine
-GROUP_ERROR = 4  # float32: error of the clusters that replace them, or NEVER
-GROUP_FIRST, GROUP_COUNT = 5, 6  # its clusters, within the page
-GROUP_NUMBER = 7  # over all pages
+GROUP_ERROR = 4  # float32: error of the clusters that replace the group's clusters, or NEVER
+GROUP_FIRST, GROUP_COUNT = 5, 6  # the group's first cluster in the page, and the number of its clusters
+GROUP_NUMBER = 7  # the group's number over all pages
 
 # The head of a cluster. In a page it is short (see below); code that reads and writes pages unpacks it into a row of
 # CLUSTER_COLUMNS. Its first CLUSTER_WORDS are the head as in pages before version 4.
@@ -53,14 +54,14 @@ CLUSTER_BASE = 5  # 3 int32: grid coordinates of the lowest corner
 CLUSTER_EXTENT = 8  # 3 uint32: the size of the box; its bits are those of a position along that axis
 CLUSTER_EDGE = 11  # before version 4, float32: the longest edge
 CLUSTER_COUNTS = 12  # triangles - 1 (8 bits), vertices - 1 (8), bits of a reference (8), level (8), from the lowest bit
-CLUSTER_STREAMS = 13  # the start of its streams, in words from the page's beginning
-CLUSTER_GROUP = 14  # before version 4, its group, within the page
-CLUSTER_MATERIAL = 15  # or MIXED: then each triangle has its own
+CLUSTER_STREAMS = 13  # the start of the cluster's streams, in words from the page's beginning
+CLUSTER_GROUP = 14  # before version 4: the cluster's group, within the page
+CLUSTER_MATERIAL = 15  # the cluster's material; MIXED: each triangle has its own
 CLUSTER_SOURCE = 16  # the number of the group that it replaces, over all pages; -1 at the finest level
 CLUSTER_UV_BASE, CLUSTER_UV_EXTENT = 17, 19  # 2 int32 and 2 uint32, as for positions
 CLUSTER_REFERENCES = 21  # the number of its references
 CLUSTER_MASKS = 22  # how its corners are stored: SEPARATE before version 4, else FANS or FANS_AND_EXPLICIT
-CLUSTER_NORMAL_BASE, CLUSTER_NORMAL_EXTENT = 23, 25  # 2 each: the lowest numbers, and the range above them
+CLUSTER_NORMAL_BASE, CLUSTER_NORMAL_EXTENT = 23, 25  # 2 words each: the lowest numbers, and the range above them
 CLUSTER_COLUMNS = 27
 MIXED = -1
 SEPARATE, FANS, FANS_AND_EXPLICIT = 0, 1, 2
@@ -74,8 +75,8 @@ HEAD_BOX = 4  # for each axis, BOX_BITS: the number of bits of the extent (5), a
 BOX_BITS, MANTISSA_BITS = 9, 4  # 4 bits of mantissa: a box is at most 1/16 wider than its cluster
 # further bits of HEAD_BOX: bits of a reference - 1 (3), whether there is a third mask (1)
 HEAD_REFERENCE_AT, HEAD_EXPLICIT_AT = 27, 30
-HEAD_STREAMS = 5  # the start of its streams (15 bits), whether it is mixed (1), its material (16)
-HEAD_SPHERE, HEAD_ERROR, HEAD_SOURCE = 6, 10, 11  # as CLUSTER_SPHERE, ...: the words of a page with PAGE_REPLACES
+HEAD_STREAMS = 5  # the start of the streams (15 bits), whether the cluster is MIXED (1), its material (16)
+HEAD_SPHERE, HEAD_ERROR, HEAD_SOURCE = 6, 10, 11  # as CLUSTER_SPHERE, ...; only in pages with PAGE_REPLACES
 # For normals, one word: the lowest two numbers (NORMAL_BITS each), and the bits of the offsets from them (4 each). For
 # texture coordinates, three words: the lowest u and v, and the bits of the offsets from them (5 each).
 NORMAL_WIDTH_BITS, UV_WIDTH_BITS = 4, 5
@@ -102,7 +103,7 @@ NEW_WORDS = 8
 EXPLICIT_WORDS = 4  # the third mask
 MOST_REFERENCE_BITS = 8  # a cluster has at most 255 vertices
 NORMAL_BITS = 10
-NORMAL_MIDDLE = 511  # the number for 0, so that the axes are exact: a number q stands for (q - 511) / 511
+NORMAL_MIDDLE = 511  # the number that stands for 0; q stands for (q - 511) / 511, so the axes are exact
 COLOR_BITS = 8
 MATERIAL_BITS = 16
 
@@ -114,7 +115,7 @@ CHILD_WORDS = 16
 CHILD_CENTER, CHILD_HALF = 0, 3  # float32: the box around everything below
 CHILD_SPHERE, CHILD_ERROR = 6, 10  # float32: sphere and error, at least as large as those of all groups below
 CHILD_KIND = 11  # the number of clusters of the group; INNER: another node; 0: there is no child
-CHILD_AT = 12  # the node, or the page
-CHILD_FIRST = 13  # first of the clusters, within the page
+CHILD_AT = 12  # the index of the node, or of the group's page
+CHILD_FIRST = 13  # index of the group's first cluster in the page
 CHILD_GROUP = 14  # the group's number
 INNER = -1

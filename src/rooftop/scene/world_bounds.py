@@ -17,7 +17,7 @@ class WorldBounds:
     def __init__(self) -> None:
         self._version = self._known = 0
         self._sides: Floats = np.empty((0, 6))  # for each instance, the lowest corner and the negated highest corner
-        self._lowest = np.full(6, np.inf)  # of all instances together
+        self._lowest = np.full(6, np.inf)  # corners of all instances together
         self._halves = np.empty((0, 2, 3))  # for each mesh: centre and half size of its box
 
     def of(self, instances: Instances, meshes: Sequence[Geometry]) -> Floats:

@@ -53,6 +53,6 @@ def test_convolutions_norms_and_pooling(kernels_of: Callable[[str], list[dict[st
 def test_attention_norms_and_embeddings(kernels_of: Callable[[str], list[dict[str, Any]]]) -> None:
     kernels = kernels_of("text")
     assert [kernel for kernel in kernels if kernel["moved"] is None] == []
-    gradient = 4 * 1000 * 256  # of the table of tokens, in float32
+    gradient = 4 * 1000 * 256  # bytes of the gradient of the token table, in float32
     assert [0, gradient] in named(kernels, "embedding_dense_backward")  # filled with zeros
     assert [gradient, gradient // 2] in named(kernels, "embedding_dense_backward")  # and cast at the end

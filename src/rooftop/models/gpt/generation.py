@@ -287,7 +287,7 @@ class Generation:
         most = 1 if self.sampling.greedy else max((len(each.tokens) + each.budget for each in self._all), default=1)
         self._numbers = torch.zeros(rows, most, dtype=torch.float64, device=where)
         longest = max((each.positions for each in self._all), default=1)
-        self._rotation: Rotation | None = None  # of all positions: (T, D / 2) both
+        self._rotation: Rotation | None = None  # for all positions: (T, D / 2) both
         if self.model.config.position == "rope":
             self._rotation = rotation_of(torch.arange(max(1, longest), device=where), self.model.config)
 

@@ -1,7 +1,7 @@
 """Before stage 5: the base colour of each pixel, if it is requested or meshes have materials.
 
-The kernel is separate, so that scenes without materials do not pay for filtering: compiled for sm_90 it needs 32 bytes
-of stack in memory, while the base pass needs none.
+The kernel is separate, so that scenes without materials do not pay for filtering. Compiled for sm_90, it needs 32 bytes
+of stack, while the base pass needs none.
 """
 
 import warp as wp

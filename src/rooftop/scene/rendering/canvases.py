@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from rooftop.scene.arguments import MAX_SIDE
 
-MOST_LEVELS = (MAX_SIDE - 1).bit_length() + 1  # of hierarchical z: level 0 is the pixels, the last one is a texel
+MOST_LEVELS = (MAX_SIDE - 1).bit_length() + 1  # levels of hierarchical z: level 0 is the pixels, the last is one texel
 
-MOST_THREADS = 2**30  # of a launch, so that an index plus a stride is still an int32
+MOST_THREADS = 2**30  # limit for a launch, so that an index plus a stride is still an int32
 
 Ints = NDArray[np.int32]
 

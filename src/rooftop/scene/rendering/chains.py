@@ -13,10 +13,10 @@ from rooftop.scene.rendering.targets import Outputs
 from rooftop.scene.rendering.uploads import Inputs
 
 Sizes = tuple[tuple[int, int], ...]
-# chains of a renderer: one with only cameras, others with the shadow maps that are redrawn now and then
+# chains of a renderer: one draws only cameras, others also draw shadow maps that are redrawn from time to time
 MOST_CHAINS = 4
 MOST_KINDS = 8  # combinations of outputs that a chain keeps
-MOST_TEXELS = 2**27  # texels of all chains that are kept besides the last one; 8 bytes each
+MOST_TEXELS = 2**27  # texels (8 bytes each) of all chains that are kept besides the last one
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Chain:
             known = Outputs(names, self.memory.canvas.camera_texels, lights, self.memory.device)
         self._outputs[names, lights] = known
         if len(self._outputs) > MOST_KINDS:
-            del self._outputs[next(iter(self._outputs))]  # the one drawn least recently
+            del self._outputs[next(iter(self._outputs))]  # the chain drawn least recently
         return known
 
 
@@ -103,7 +103,7 @@ class Chains:
     def _forget_some(self) -> None:
         kept = list(self._chains)
         texels = sum(canvas.texels for canvas, _ in kept[:-1])
-        for key in kept[:-1]:  # the least recently drawn one
+        for key in kept[:-1]:  # the chain drawn least recently
             if len(self._chains) <= MOST_CHAINS and texels <= MOST_TEXELS:
                 break
             texels -= key[0].texels

@@ -85,7 +85,8 @@ class Head:
 
 @wp.struct
 class Cluster:
-    """What its head says, and the positions of its streams: `read_cluster`, then `read_attributes`."""
+    """The contents of a cluster's head, and the positions of its streams; `read_cluster` and then `read_attributes`
+    fill it."""
 
     triangles: wp.int32
     vertices: wp.int32
@@ -226,7 +227,7 @@ def read_short_head(resident: Resident, head: Head, page: wp.int64):
 
 @wp.func
 def read_head(resident: Resident, head: Head, page: wp.int64):
-    """Reads a head; of the cluster's streams it sets only the first position."""
+    """Read a head; of the streams, only the position of the first is set."""
     if head.words == 0:
         return read_old_head(resident, head, page)
     return read_short_head(resident, head, page)
@@ -234,8 +235,8 @@ def read_head(resident: Resident, head: Head, page: wp.int64):
 
 @wp.func
 def read_attributes(resident: Resident, mesh: wp.int32, cluster: Cluster, at: wp.int64):
-    """The cluster with what its head says of attributes: in a short head from the word `at` on, and `at` is the first
-    word of an old one. Also the position of its materials, which follow the attributes."""
+    """Add the attribute fields of the head to a cluster, and the position of its materials, which follow the
+    attributes. `at`: where these fields begin in a short head; for an old head, its first word."""
     words = resident.words
     has = resident.mesh[mesh, MESH_ATTRIBUTES]
     cluster.has_normals = (has & HAS_NORMALS) != 0
@@ -276,7 +277,7 @@ def mask_words(kind: wp.int32):
 
 @wp.func
 def read_cluster(resident: Resident, mesh: wp.int32, page: wp.int32, head: Head):
-    """Reads a cluster of a page; what its head says of attributes is for `read_attributes`."""
+    """Read a cluster of a page, except for the attribute fields of its head, which `read_attributes` reads."""
     at = resident.page_at[resident.mesh[mesh, MESH_FIRST_PAGE] + page]
     cluster = read_head(resident, head, at)
     cluster.references = cluster.masks + wp.int64(mask_words(cluster.kind))

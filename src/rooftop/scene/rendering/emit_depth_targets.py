@@ -86,8 +86,8 @@ def parts_of(views: Views, place: wp.vec3i, a: wp.vec3, b: wp.vec3, c: wp.vec3):
     """Barycentric coordinates of the intersection of a pixel's ray with the plane of a triangle of the view, clamped to
     the triangle.
 
-    Coordinates are relative to the first corner. So if a triangle is far away and its corners nearly coincide, only
-    their common distance cancels.
+    Coordinates are relative to the first corner. So even if a triangle is far away and its corners nearly coincide,
+    only their common distance cancels.
     """
     direction = ray(views, place)
     longest = longest_side(a, b, c)
@@ -203,7 +203,7 @@ def number_and_level(resident: Resident, frame: Frame, hit: Hit):
 
 @wp.func
 def emit_cluster(resident: Resident, frame: Frame, targets: Targets, texel: wp.int32, hit: Hit):
-    """What its cluster says."""
+    """Write the targets that follow from the pixel's cluster."""
     if targets.cluster.shape[0] + targets.level.shape[0] > 0:
         both = number_and_level(resident, frame, hit)
         if targets.cluster.shape[0] > 0:
@@ -265,7 +265,8 @@ def emit_depth_targets(
     texels: wp.int32,
     stride: wp.int32,
 ):
-    """Where there is no base pass. A thread handles pixels in strides; it writes only targets that are not empty."""
+    """Write the targets if there is no base pass. A thread handles pixels in strides, and writes only targets that are
+    not empty."""
     for thread in range(wp.tid(), texels, stride):
         at = pixel_at(views, thread)
         i = at[0]

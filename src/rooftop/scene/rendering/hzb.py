@@ -1,4 +1,5 @@
-"""Stage 3, between the passes and after them: the farthest depth of ever larger squares of pixels (hierarchical z)."""
+"""Stage 3, between the passes and after them: the farthest depth in larger and larger squares of pixels (hierarchical
+z)."""
 
 import warp as wp
 

@@ -8,7 +8,7 @@ from rooftop.scene.rendering.buffers import LENS_FRAME, Frame, Resident, Views
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
 SENT = 14  # columns of a changed instance: its number, its mesh, and its transform, 3 x 4, object to world
-SLACK = wp.constant(wp.float64(1.0 + 1e-6))  # by which a scale is rounded up
+SLACK = wp.constant(wp.float64(1.0 + 1e-6))  # factor by which a scale is rounded up
 
 
 @wp.func
@@ -38,7 +38,7 @@ class Changes:
 
 @wp.func
 def keep_place(resident: Resident, changes: Changes, row: wp.int32):
-    """The position that an instance has becomes its previous one, unless this frame has put it before."""
+    """Store the present position of an instance as its previous one, unless this frame has already moved it."""
     if row >= changes.framed:
         resident.instance_moved[row] = -1
     elif resident.instance_moved[row] != changes.frame:
@@ -74,7 +74,7 @@ def put(resident: Resident, origins: wp.array2d(dtype=wp.float64), changes: Chan
 
 @wp.kernel
 def put_instances(resident: Resident, origins: wp.array2d(dtype=wp.float64), changes: Changes, stride: wp.int32):
-    """Write the instances that have changed, and settle those that changed for the last frame. `origins`: origins of
+    """Write the instances that have changed, and settle those that changed in the previous frame. `origins`: origins of
     the meshes, to which positions are relative."""
     for i in range(wp.tid(), changes.count, stride):
         put(resident, origins, changes, i)

@@ -1,4 +1,4 @@
-"""Stage 2: instances that a view may show start at the root of their mesh's tree.
+"""Stage 2: find the instances that a view may show; their traversal starts at the root of their mesh's tree.
 
 The first pass tests against the depths of the previous frame, with that frame's transforms. Instances behind those
 depths are tested again in the second pass, against the picture of the first pass.

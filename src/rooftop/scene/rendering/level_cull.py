@@ -1,4 +1,4 @@
-"""Stage 3, level by level: which clusters are drawn. One launch for each level of the trees, without waiting.
+"""Stage 3: find the clusters to draw, level by level, with one launch for each level of the trees and without waiting.
 
 A cluster is drawn if its own error is small enough and its parent's is not. So every part of the surface is drawn at
 exactly one level. The tree leads to the groups whose parent error is too large; children are tested eight at a time.
@@ -60,7 +60,7 @@ SHOWN, HIDDEN, UNSEEN = wp.constant(0), wp.constant(1), wp.constant(2)
 
 @wp.func
 def three(nodes: wp.array3d(dtype=wp.int32), node: wp.int32, slot: wp.int32, first: wp.int32):
-    """Three float32 of a child, from a word on."""
+    """Three consecutive float32 of a child."""
     return wp.vec3(
         real(nodes[node, slot, first]), real(nodes[node, slot, first + 1]), real(nodes[node, slot, first + 2])
     )
@@ -198,8 +198,8 @@ def half_extent(resident: Resident, head: Head, step: wp.float32):
 
 @wp.func
 def cluster_too_coarse(resident: Resident, views: Views, frame: Frame, pair: wp.int32, head: Head):
-    """Whether the clusters from which a cluster was made must be drawn instead of it; heads without an error belong to
-    the finest level."""
+    """Whether the finer clusters that a cluster replaces must be drawn instead. Heads without an error belong to the
+    finest level."""
     if not head.replaces:
         return False
     center = wp.vec3(
@@ -223,7 +223,7 @@ def list_cluster(
     item: wp.int64,
     head: Head,
 ):
-    """Add a cluster that is as coarse as allowed to the visible or the hidden ones, or to neither if it is outside."""
+    """Add a cluster of the right level to the visible or the hidden clusters, or to neither if it is outside."""
     pair = pair_of(item)
     step = resident.mesh_steps[resident.instance_mesh[pair % frame.instances], 0]
     half = half_extent(resident, head, step)

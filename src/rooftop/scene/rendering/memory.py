@@ -15,8 +15,8 @@ from rooftop.scene import layouts
 from rooftop.scene.rendering import buffers, records
 from rooftop.scene.rendering.canvases import MOST_THREADS, Canvas
 
-LAST = torch.iinfo(torch.int64).max  # sorts behind every entry
-EMPTY = -1  # is not an entry
+LAST = torch.iinfo(torch.int64).max  # larger than every entry, so that it sorts last
+EMPTY = -1  # marks a place without an entry
 # Initial capacity of the lists. A frame that needs more is drawn again, with twice the required capacity.
 ROOM = {
     "nodes": 1 << 12,
@@ -80,7 +80,7 @@ class FrameMemory:
 
         # Tensors that are cleared together are contiguous, so that one launch clears them.
         counted = canvas.camera_texels if fragments else 0
-        sizes = (buffers.PASS, texels, (counted + 1) // 2)  # in words of 64 bits
+        sizes = (buffers.PASS, texels, (counted + 1) // 2)  # sizes in words of 64 bits
         self._zeros = of(torch.int64, sum(sizes))
         counters, pixels, fragment_words = self._zeros.split(sizes)
 
@@ -122,12 +122,13 @@ class FrameMemory:
         self._zeros.zero_()
 
     def clear_queue(self) -> None:
-        """Clears the queue of nodes before a pass: warps of `persistent_cull` detect by these values what arrives."""
+        """Clears the queue of nodes before a pass: by the cleared value, warps of `persistent_cull` detect which
+        entries have arrived."""
         self.tensors["nodes"][0].fill_(EMPTY)
 
     def sort_found(self, second: int) -> None:
-        """Sorts the visible clusters of a pass with torch's sort: the whole room, since the host does not know their
-        number. `clear_found` must have run before the pass."""
+        """Sort the visible clusters of a pass with torch's sort. It sorts the whole list, because the host does not
+        know their number. `clear_found` must have run before the pass."""
         found, visible = self.tensors["found"], self.tensors["visible"][second]
         if self.device.type == "cpu":
             count = min(int(self.tensors["counters"][second * buffers.PASS + buffers.VISIBLE]), len(found))
@@ -171,7 +172,7 @@ class FrameMemory:
 
 
 class Counters:
-    """The counters of a frame on their way to the host, always to the same memory. `device`: where they come from."""
+    """Copies the counters of a frame from `device` to the host, always to the same memory."""
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
@@ -179,13 +180,13 @@ class Counters:
         self._arrived = torch.cuda.Event() if on_gpu else None
 
     def send(self, counters: Tensor) -> None:
-        """Copy them as soon as the work queued so far has ended."""
+        """Start to copy the counters, after the work queued so far."""
         self._here.copy_(counters, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record(torch.cuda.current_stream(counters.device))
 
     def read(self) -> list[int]:
-        """Those sent last; waits for them alone, not for work queued since."""
+        """Return the counters sent last. This waits only for their copy, not for work queued since."""
         if self._arrived is not None:
             self._arrived.synchronize()
         counters: list[int] = self._here.tolist()

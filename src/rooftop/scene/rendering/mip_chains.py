@@ -1,4 +1,4 @@
-"""Images in ever smaller sizes, each half as wide and high as the previous one, down to a single texel.
+"""Smaller and smaller copies of an image, each half as wide and high as the previous one, down to a single texel.
 
 A texel of a level is the mean of the image over the texel's square, in linear light. If a side is odd, the squares of
 the next level overlap three texels of this one, and each texel counts by its share. All levels but the first are
@@ -16,7 +16,7 @@ from rooftop.scene.materials import to_linear
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
-LINEAR = to_linear(np.arange(256) / 255).astype(np.float32)  # (256,) of a texel's 8 bits
+LINEAR = to_linear(np.arange(256) / 255).astype(np.float32)  # (256,) linear light of a texel's 8 bits
 _BAND_ROWS = 256  # rows of a smaller level at a time, so that a large image is never converted to floats as a whole
 # The linear light at which rounding changes from one of 256 values to the next, so that np.searchsorted is exact.
 _STEPS = to_linear((np.arange(255) + 0.5) / 255)
@@ -58,7 +58,7 @@ def _rows_below(before: int, after: int, first: int, last: int) -> tuple[slice, 
 
 
 def _mixed(source: Floats, weights: Floats) -> Floats:
-    """Rows (R, W, 3) as (N, W, 3): row i of the sources from 2 i on, by their weights."""
+    """Mix rows (R, W, 3) to (N, W, 3): row i is the weighted sum of the source rows from 2 i on."""
     if weights.shape[1] == 1:
         return source
     count = len(weights)

@@ -12,11 +12,11 @@ from rooftop.scene.instances import GROWTH, REMOVED, Instances
 from rooftop.scene.rendering import buffers, init_context
 from rooftop.scene.rendering.uploads import Meshes, Uploaded
 
-ROWS_AT_ONCE = 2**20  # of 112 bytes: the host and the device hold them twice
-FEW_ROWS = 2**14  # they have memory that stays
+ROWS_AT_ONCE = 2**20  # rows of 112 bytes that are sent at once; host and device each hold a copy
+FEW_ROWS = 2**14  # up to this many rows, the memory for sending is kept
 MOST_THREADS = 2**17
 MOST_FRAMES = 2**31
-WIDTHS = {  # of a row of each tensor
+WIDTHS = {  # dtype and width of a row of each tensor
     "instance_mesh": (torch.int32, ()),
     "instance_scale": (torch.float32, ()),
     "instance_to_world": (torch.float64, (12,)),
@@ -85,12 +85,13 @@ class Placed:
         sent = here.numpy()[:count]
         sent[:, 0], sent[:, 1] = rows, instances.mesh_of[rows]
         sent[:, 2:] = instances.transforms[rows].reshape(-1, 16)[:, :12]
-        there[:count].copy_(here[:count], non_blocking=True)  # the copy before ended before its frame's counters came
+        # The previous copy has ended, because the counters of its frame have arrived.
+        there[:count].copy_(here[:count], non_blocking=True)
         if there is not self._put_from:
             point(self._changes, "rows", there)
             self._put_from = there if count <= FEW_ROWS else None
         self._changes.count, self._changes.frame, self._changes.framed = count, self.frame, self._framed
-        threads = min(1 << (count - 1).bit_length(), MOST_THREADS)  # one of few numbers: see `Launches`
+        threads = min(1 << (count - 1).bit_length(), MOST_THREADS)  # rounded to one of few values: see `Launches`
         self._launches(
             *(init_context.put_instances, threads, self.resident.values, self._origins, self._changes, threads)
         )

@@ -174,7 +174,7 @@ def is_hidden(
     if nearest < near:
         return False
     farthest = center[2] + half[2]
-    over_left = nearest  # depth by which the leftmost coordinate is divided, and so on
+    over_left = nearest  # the depth that divides the leftmost coordinate, and so on
     over_right = nearest
     over_top = nearest
     over_bottom = nearest
@@ -194,7 +194,7 @@ def is_hidden(
     right = fx * (center[0] + half[0]) / over_right + views.lens[view, LENS_CX]
     top = fy * (center[1] - half[1]) / over_top + views.lens[view, LENS_CY]
     bottom = fy * (center[1] + half[1]) / over_bottom + views.lens[view, LENS_CY]
-    # One more pixel on each side: corners are rounded to 1/256, and these operations round as well.
+    # Add one pixel on each side, because corners are rounded to 1/256 and these operations round as well.
     last_x = views.pictures[view, PICTURE_WIDTH] - 1
     last_y = views.pictures[view, PICTURE_HEIGHT] - 1
     levels = views.pictures[view, PICTURE_LEVELS]

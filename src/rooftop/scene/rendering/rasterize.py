@@ -52,7 +52,7 @@ SMALL_PIXELS = wp.constant(256)  # most pixels in the box of a small triangle
 GUARD = wp.constant(float(1 << 20))  # pixels from the picture's corner: products of such numbers fit into int64
 TILE_BITS = wp.constant(5)
 TILE = wp.constant(32)
-# in subpixels: a tile's side, and the distance from its first to its last pixel
+# side of a tile, and distance from its first to its last pixel, in subpixels
 TILE_SIDE, TILE_REACH = wp.constant(32 << 8), wp.constant(31 << 8)
 TILE_LANES = wp.constant(64)  # threads that search the tiles of a piece
 
@@ -481,7 +481,7 @@ def draw_tiles(views: Views, frame: Frame, second: wp.int32, stride: wp.int32):
 
 @wp.func
 def smaller(frame: Frame, which: wp.int32, item: wp.int64):
-    """How many visible clusters of one pass, which are sorted, come before a cluster of the other pass."""
+    """The number of visible clusters of one pass, which are sorted, that come before a cluster of the other pass."""
     low = wp.int32(0)
     high = wp.min(frame.counters[which * PASS + VISIBLE], frame.visible.shape[1])
     while low < high:
@@ -495,9 +495,10 @@ def smaller(frame: Frame, which: wp.int32, item: wp.int64):
 
 @wp.kernel
 def rank_clusters(resident: Resident, frame: Frame, second: wp.int32, stride: wp.int32):
-    """Before the first pass is drawn, its clusters in order, each with its record; before the second, those of both."""
+    """Rank the clusters and write their records: before the first pass those of the first pass, before the second those
+    of both."""
     if second != 0 and frame.counters[PASS + VISIBLE] == 0:
-        return  # those of the first pass keep their ranks
+        return  # clusters of the first pass keep their records
     for which in range(second + 1):
         count = wp.min(frame.counters[which * PASS + VISIBLE], frame.visible.shape[1])
         for i in range(wp.tid(), count, stride):

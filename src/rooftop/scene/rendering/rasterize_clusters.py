@@ -12,7 +12,7 @@ from rooftop.scene.rendering.cuda_sources import blocks_on, compiled, with_piece
 from rooftop.scene.rendering.memory import FrameMemory
 from rooftop.scene.rendering.uploads import Uploaded
 
-THREADS = 128  # of a block: a cluster has at most as many triangles
+THREADS = 128  # threads of a block; a cluster has at most this many triangles
 BLOCKS_OF_A_MULTIPROCESSOR = 64  # more than run at once, so that new blocks replace those that finish early
 
 

@@ -1,7 +1,7 @@
-"""Records, the decoded heads of the visible clusters: what the rasterizer and the pixels need of each, in 64 bytes.
+"""Records of the visible clusters: the parts of a cluster's head that drawing needs, decoded into 64 bytes.
 
-A head is spread over its page, and reading it takes seven loads one after another. A thread does so once for each
-cluster, instead of each block and each pixel.
+Reading a head from its page takes seven dependent loads. One thread does this once per cluster, so that no block and no
+pixel has to.
 
     word  0      pair
           1, 2   first word of its streams
@@ -41,12 +41,12 @@ from rooftop.scene.rendering.level_cull import CLUSTER_INDEX_BITS, CLUSTER_INDEX
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
-WORDS = 16  # of a record
+WORDS = 16  # words of a record
 
 
 @wp.struct
 class Recorded:
-    """A record, as `read_record` returns it."""
+    """A record in the form that `read_record` returns."""
 
     cluster: Cluster
     pair: wp.int32

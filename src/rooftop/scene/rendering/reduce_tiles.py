@@ -8,7 +8,7 @@ from rooftop.scene.rendering.cuda_sources import compiled, with_pieces
 from rooftop.scene.rendering.memory import FrameMemory
 from rooftop.scene.rendering.uploads import Uploaded
 
-TILE = 64  # pixels, on each side
+TILE = 64  # side of a tile in pixels
 TILE_LEVELS = 7  # level 0 is the pixels
 THREADS = 256
 

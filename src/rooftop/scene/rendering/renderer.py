@@ -109,7 +109,7 @@ class Renderer:
         self._placed = Placed(self.device)
         self._resident: Uploaded | None = None  # what graphs know
         self._counters = Counters(self.device)
-        # Of the frame before:
+        # State of the previous frame:
         self._cameras: tuple[Camera, ...] = ()
         self._has_depths = False
 
@@ -180,7 +180,7 @@ class Renderer:
             for k, view in enumerate(views)
         )
 
-    @torch.inference_mode(False)  # data kept for the next frame must also be valid there, wherever it is drawn
+    @torch.inference_mode(False)  # data kept for the next frame must stay valid, wherever that frame is drawn
     def _frame(
         self, cameras: tuple[Camera, ...], outputs: Sequence[str], timings: bool, wait: bool
     ) -> tuple[FrameStats, dict[str, Tensor]]:
@@ -447,9 +447,7 @@ def _check_sizes(canvas: Canvas, instances: int) -> None:
 
 
 def _checked_error(pixel_error: Any) -> float:
-    """Raises:
-    ValueError: it is not a number of pixels.
-    """
+    """Raises: ValueError: it is not a number of pixels."""
     try:
         number = float(pixel_error)
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -460,7 +458,7 @@ def _checked_error(pixel_error: Any) -> float:
 
 
 def _checked_light(light: Any) -> tuple[float, ...]:
-    """Of length 1.
+    """The direction with length 1.
 
     Raises:
         ValueError: it is not a direction.

@@ -57,7 +57,7 @@ class ShadowMaps:
     def __init__(self, device: torch.device) -> None:
         self.device, self.values = device, buffers.Lights()
         self._lights: tuple[Light, ...] = ()
-        self._sizes: list[int] = []  # of all maps
+        self._sizes: list[int] = []  # sizes of all maps
         self._drawn: list[object] = []  # for each map, its inputs when drawn; None: not drawn yet
         self._wanted: list[object] = []
         self._seen: object = None  # the inputs of the views
@@ -155,10 +155,10 @@ class _Staged:
     """Arrays that go to the device in one copy, always to the same addresses.
 
     Args:
-        arrays: of the same shapes as those to come. device: where to.
+        arrays: examples with the shapes of all later arrays.
 
     Attributes:
-        tensors: on the device, by the names of the arrays.
+        tensors: the tensors on the device, by the names of the arrays.
     """
 
     def __init__(self, arrays: Mapping[str, NDArray[Any]], device: torch.device) -> None:
@@ -219,7 +219,7 @@ class _Casters:
     def __init__(self) -> None:
         self._meshes: Meshes | None = None
         self._version = self._known = 0
-        self._centers: Floats = np.empty((0, 3))  # of spheres around them
+        self._centers: Floats = np.empty((0, 3))  # centres of spheres around the instances
         self._radii: Floats = np.empty(0)
 
     def changed(self, meshes: Meshes, instances: Instances) -> tuple[Floats, Floats] | None:

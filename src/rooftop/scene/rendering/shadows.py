@@ -1,4 +1,4 @@
-"""Stage 6: how much of each light reaches the surface at a pixel, from shadow maps that the earlier stages have drawn.
+"""Stage 6: compute how much of each light reaches the surface at a pixel, from the shadow maps drawn by earlier stages.
 
 A point is moved along its normal before the look-up: by the reach of the filter times the surface's slope in the map,
 plus the error of the levels of detail in the map and in the picture. So a surface does not shade itself.
@@ -61,7 +61,7 @@ def keep_depths(
 
 @wp.func
 def seen_from(lights: Lights, number: wp.int32, point: wp.vec3d):
-    """A point of the world in the coordinates of a map's view; exact also far from the world's origin."""
+    """A point of the world in the coordinates of a map's view; exact even far from the world's origin."""
     found = wp.vec3()
     for axis in range(3):
         total = lights.from_world[number, 4 * axis + 3]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rooftop.scene.rendering.cuda_sources import blocks_on, compiled, with_pieces
 
-TILE, THREADS = 2048, 1024  # of a block that sorts
+TILE, THREADS = 2048, 1024  # entries and threads of a block that sorts
 MERGING_THREADS, BLOCKS_OF_A_MULTIPROCESSOR = 256, 8
 # Largest room of a list for which this sort is used, in the first and in the second pass. It searches each entry in
 # every tile, so for more clusters torch's sort is faster. But torch sorts the whole room, and the second pass seldom
@@ -27,7 +27,7 @@ def sort(items: Tensor, counters: Tensor, counter: int, out: Tensor) -> None:
 
     Args:
         items, out: (room,) int64, all different.
-        counters: int32; `counters[counter]` is the number of items, including those without room.
+        counters: int32; `counters[counter]` is the number of items, including items for which the list had no room.
     """
     sort_tiles, merge_tiles = (compiled(source(), name, items.device) for name in ("sort_tiles", "merge_tiles"))
     blocks = blocks_on(items.device, BLOCKS_OF_A_MULTIPROCESSOR)

@@ -174,7 +174,7 @@ class Stages:
         graphs, events = self.memory.graphs, self.clock.events
         seen, captured = key in graphs, graphs.pop(key, None)
         with torch.cuda.device(self.clock.device):
-            # no graph for the first time: a frame may be drawn only once, and missing kernels are compiled now
+            # no graph at the first time, because a frame may be drawn only once, and missing kernels are compiled now
             if not seen:
                 launches()
             else:
@@ -183,7 +183,7 @@ class Stages:
                 graph.replay()
         graphs[key] = captured
         while len(graphs) > MOST_GRAPHS:
-            del graphs[next(iter(graphs))]  # the one drawn least recently
+            del graphs[next(iter(graphs))]  # the graph drawn least recently
 
     def _capture(self, launches: Callable[[], None]) -> Captured:
         """Their graph. Unlike `torch.cuda.graph`, this frees no memory that is cached on the device and the host, and

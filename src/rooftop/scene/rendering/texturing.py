@@ -43,7 +43,8 @@ class Surfaces:
 
 
 ROW_NUMBERS = 4
-ROW_IMAGE, ROW_WRAP, ROW_MAGNIFIED = wp.constant(0), wp.constant(1), wp.constant(3)  # -1: no image; of u, then of v
+# ROW_IMAGE is -1 without an image. The wrap modes of u and v are at ROW_WRAP and the next place.
+ROW_IMAGE, ROW_WRAP, ROW_MAGNIFIED = wp.constant(0), wp.constant(1), wp.constant(3)
 REPEAT, CLAMP, MIRROR = wp.constant(0), wp.constant(1), wp.constant(2)  # as materials.WRAPS
 NEAREST = wp.constant(1)  # as materials.MAGNIFIED
 

@@ -19,7 +19,7 @@ from rooftop.scene.rendering import buffers
 from rooftop.scene.rendering.canvases import Canvas
 from rooftop.scene.streaming.pool import Pool
 
-LENS = 8  # numbers of a view
+LENS = 8  # numbers per view
 MOST_WORDS = 2**31 - 1  # an array of Warp has no more elements; `clusters.word_at` also reads beyond them
 STAGED_WORDS = 2**20  # of pinned memory, from which the device copies
 MOST_PAGES = 2**20  # of a mesh: page and cluster take 31 bits of an entry
