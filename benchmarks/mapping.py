@@ -148,7 +148,7 @@ def main() -> int:
     return int(failed)
 
 
-# ---- what is mapped ----------------------------------------------------------------------------------------------
+# ---- the mapped items --------------------------------------------------------------------------------------------
 
 
 def photographs(folder: Path, options: argparse.Namespace) -> tuple[Path, ...]:

@@ -219,7 +219,7 @@ def jobs(only: Sequence[str], batch: str, mode: str) -> list[Job]:
     return [job for job in dict.fromkeys(found) if wanted(job)]
 
 
-# ---- one row, in its own process -----------------------------------------------------------------------------------
+# ---- one row, in a separate process --------------------------------------------------------------------------------
 
 
 class Turn:

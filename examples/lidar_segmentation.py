@@ -145,7 +145,7 @@ def watched(steps: range, what: str) -> Iterable[int]:
     return track(steps, what, console=console, transient=True, disable=not console.is_terminal)
 
 
-# ---- what it has learned ---------------------------------------------------------------------------------------
+# ---- results ---------------------------------------------------------------------------------------------------
 
 
 def by_height(seen: Sequence[Scan], classes: int) -> Tensor:

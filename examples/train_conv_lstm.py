@@ -54,7 +54,7 @@ class Setup:
     learning_rate: float
 
 
-# ---- what it learns from ---------------------------------------------------------------------------------------
+# ---- training data ---------------------------------------------------------------------------------------------
 
 
 def of_digits(device: torch.device, quick: bool) -> Setup:
@@ -129,7 +129,7 @@ def train(setup: Setup, seed: int) -> None:
     network.eval()
 
 
-# ---- what it has learned ---------------------------------------------------------------------------------------
+# ---- results ---------------------------------------------------------------------------------------------------
 
 
 def errors(predicted: Tensor, expected: Tensor) -> str:

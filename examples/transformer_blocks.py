@@ -216,7 +216,7 @@ def shift_mask(x: Tensor, window: int) -> Tensor:
     return (windows[:, :, None] == windows[:, None])[:, None]
 
 
-# ---- both beside each other ----------------------------------------------------------------------------------------
+# ---- comparison of both --------------------------------------------------------------------------------------------
 
 PAIRS = {"gpt": (Gpt, RooftopGpt), "llama": (Llama, RooftopLlama), "swin": (Swin, RooftopSwin)}
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "rooftop"
 PAGE = ROOT / "docs" / "architecture.md"
 TABLES = [ROOT / "docs" / name for name in ("files.md", "files-programs.md")]
-MOST_LINES = 60  # limit for code that is read at a glance
+MOST_LINES = 60  # limit for code that readers can take in at a glance
 
 
 def modules() -> dict[str, Path]:

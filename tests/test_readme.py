@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ENGLISH, CHINESE, COMMANDS = (ROOT / name for name in ("README.md", "README.zh.md", "docs/commands.md"))
 DOCS = ROOT / "docs"
 INDEX, WORDS = DOCS / "README.md", DOCS / "glossary.md"
-MOST_WORDS = 4000  # limit for a guide, which is read in one sitting
+MOST_WORDS = 4000  # limit for a guide, so that it can be read in one sitting
 
 
 def code_blocks(page: Path) -> list[str]:

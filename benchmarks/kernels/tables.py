@@ -271,7 +271,7 @@ def relative_times(rows: list[Row]) -> str:
     for row in rows:
         times = [row["ms"][name] / row["ms"]["opencv"] for name in ("rooftop", "torch")]
         lines.append([*operation_of(row), f"**{times[0]:.2f}**", f"{times[1]:.1f}"])
-    return in_a_table("Time, of OpenCV's (less is better):", lines)
+    return in_a_table("Time relative to OpenCV's (less is better):", lines)
 
 
 def operation_of(row: Row) -> list[str]:
@@ -292,7 +292,7 @@ def relative_rates(rows: list[Row]) -> str:
         shares = [rates[name] / rates["OpenCV, bgr in the host's memory"] if name in rates else None for name in names]
         cells = [UNKNOWN if share is None else f"{share:.2f}" for share in shares]
         lines.append([row["name"], *(f"**{cell}**" for cell in cells[:2]), *cells[2:]])
-    return in_a_table("Frames a second, of OpenCV's (more is better):", lines)
+    return in_a_table("Frames a second relative to OpenCV's (more is better):", lines)
 
 
 def in_a_table(says: str, lines: list[list[str]]) -> str:

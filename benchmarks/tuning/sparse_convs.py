@@ -146,7 +146,7 @@ ORDERS: dict[str, Work] = {
 }
 
 
-# ---- what is right -----------------------------------------------------------------------------------------------
+# ---- correctness -------------------------------------------------------------------------------------------------
 
 EXACT: dict[Work, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     forward: lambda table, features, gradient, weight: sparse_convs.sparse_conv_reference(

@@ -469,7 +469,7 @@ def test_nothing_of_an_interrupted_call_is_kept() -> None:
         assert kept[0]() is None
 
 
-# ---- an observer ends nothing and changes nothing ------------------------------------------------------------------
+# ---- an observer neither ends nor changes anything -----------------------------------------------------------------
 
 
 def test_modules_under_transforms_move_what_all_samples_move() -> None:

@@ -209,7 +209,7 @@ def test_the_script_s_own_hook_tells_of_its_error(
     assert ended.traceback == ""
 
 
-# ---- how it ends -------------------------------------------------------------------------------------------------
+# ---- ends of a script --------------------------------------------------------------------------------------------
 
 LOOP = f"""
 import os, random, sys
@@ -363,7 +363,7 @@ def test_a_watchdog_that_ends_the_process_ends_it_with_its_report(command: Comma
     assert "Traceback" not in errors
 
 
-# ---- what else runs ----------------------------------------------------------------------------------------------
+# ---- other work of a script --------------------------------------------------------------------------------------
 
 
 def test_a_training_in_other_processes_is_not_reported_without_a_word(tmp_path: Path, ceilings: Ceilings) -> None:

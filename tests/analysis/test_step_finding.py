@@ -329,7 +329,7 @@ def test_a_program_without_any_of_these_has_no_steps() -> None:
     assert (told.steps, finder.level, finder.began_at) == ([], None, None)
 
 
-# ---- what changes or interferes ----------------------------------------------------------------------------------
+# ---- programs that change or interfere ---------------------------------------------------------------------------
 
 
 def test_evaluation_after_training_ends_no_step_of_it() -> None:

@@ -226,7 +226,7 @@ def test_a_folder_that_cannot_be_written_is_said_and_no_obstacle(
         assert cuda.compile(SOURCE, "plain", arch="sm_90").binary.cubin
 
 
-# ---- what is checked before a launch -----------------------------------------------------------------------------
+# ---- checks before a launch --------------------------------------------------------------------------------------
 
 
 def test_half_a_million_threads_in_a_block_are_a_clear_error() -> None:

@@ -1,4 +1,4 @@
-"""Predicted gains: what a compiler would fuse, and what the host and the device gain each."""
+"""Predicted gains: what a compiler would fuse, and the separate gains of the host and the device."""
 
 from __future__ import annotations
 

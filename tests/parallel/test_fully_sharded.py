@@ -209,7 +209,7 @@ def test_faults_are_found(on_ranks: Run) -> None:
         assert max(found[name] for found in of_ranks) > FAR, name
 
 
-# ---- what is where -----------------------------------------------------------------------------------------------
+# ---- places of the tensors ---------------------------------------------------------------------------------------
 
 
 def held(config: GptConfig) -> tuple[int, int, int, list[bool], bool]:
@@ -355,7 +355,7 @@ def test_a_training_goes_on_bit_for_bit_and_also_where_nothing_is_shared(on_rank
 
 
 class Sums(TorchDispatchMode):
-    """Counts reduce-scatters, the sums of which each rank gets a part."""
+    """Counts reduce-scatters, whose sums are divided among the ranks."""
 
     count = 0
 

@@ -173,7 +173,8 @@ def test_in_the_same_layout_losses_are_the_same_bit_for_bit(name: str, on_ranks:
 
 
 def test_ranks_share_the_writing_evenly(on_ranks: Run, tmp_path: Path) -> None:
-    """Of four ranks, each two hold the same tensors. Each rank writes about a quarter, and no byte is written twice."""
+    """The four ranks form two pairs, and the ranks of a pair hold the same tensors. Each rank writes about a quarter,
+    and no byte is written twice."""
     on_ranks(4, gone_on, training_of("tied gpt"), "dp=2 tp=2", tmp_path / "none", 1, tmp_path)
     files = sorted((tmp_path / "step-00000001").glob("rank-*.safetensors"))
     contents = [sum(map(data_bytes, [file])) for file in files]
@@ -279,7 +280,7 @@ def test_parts_of_format_1_that_are_missing_or_damaged_are_said(on_ranks: Run, t
     refused(r"tensor-1\.pt cannot be read as a part of a training \(FileNotFoundError\)")
 
 
-# ---- beside the steps --------------------------------------------------------------------------------------------
+# ---- saves during the steps --------------------------------------------------------------------------------------
 
 
 def saved_beside(
@@ -399,7 +400,7 @@ def test_pytorch_reads_what_any_layout_has_saved(on_ranks: Run, tmp_path: Path) 
         assert_same(found, {name: expected[name] for name in found})
 
 
-# ---- what is refused ---------------------------------------------------------------------------------------------
+# ---- refused checkpoints -----------------------------------------------------------------------------------------
 
 
 def test_what_no_layout_may_change_is_still_refused(on_ranks: Run, tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_every_layout_trains_as_one_process(
     valid_alone: dict[bool, list[tuple[int, float]]],
     tmp_path: Path,
 ) -> None:
-    """Also with validations between the steps, which `alone` has not."""
+    """Also with validations between the steps, which `alone` does not have."""
     ranks, layout = LAYOUTS[name]
     words = ["--data-path", str(data), "--metrics", str(tmp_path / "metrics.jsonl"), "--dtype", "float64"]
     words += validated(data)

@@ -114,7 +114,7 @@ def test_a_layout_that_an_error_names_is_right(layout: Layout, heads: int, kv: i
         assert str(named) == text
 
 
-# ---- what is refused ---------------------------------------------------------------------------------------------
+# ---- refused layouts ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 0}, {"dp": -1}, {"pp": 1.5}, {"cp": True}, {"tp": "2"}])

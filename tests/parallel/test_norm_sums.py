@@ -178,7 +178,7 @@ def test_kernels_no_longer_wait_once_communication_is_aborted(monkeypatch: pytes
     assert memory_module.stop_of_waits().item() == 0
 
 
-# ---- who uses them -------------------------------------------------------------------------------------------------
+# ---- users of norm sums --------------------------------------------------------------------------------------------
 
 
 class Group:

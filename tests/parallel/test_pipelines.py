@@ -402,7 +402,7 @@ def test_faults_are_found(on_ranks: Run) -> None:
         assert max(found[name] for found in of_ranks) > FAR, name
 
 
-# ---- what a rank holds -------------------------------------------------------------------------------------------
+# ---- memory of a rank --------------------------------------------------------------------------------------------
 
 
 def held(name: str, stages: int | None, micro_batches: int) -> int:

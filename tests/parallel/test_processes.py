@@ -21,7 +21,7 @@ from rooftop.train import Replayed
 
 Run = Callable[..., list[Any]]
 
-# ---- what the launcher says --------------------------------------------------------------------------------------
+# ---- variables of the launcher -----------------------------------------------------------------------------------
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 SLURM = {
@@ -78,7 +78,7 @@ def test_variables_that_are_missing_or_wrong(change: dict[str, str | None], said
         launched(environment)
 
 
-# ---- alone -------------------------------------------------------------------------------------------------------
+# ---- a single process --------------------------------------------------------------------------------------------
 
 
 def test_a_process_by_itself_needs_no_group() -> None:

@@ -63,7 +63,7 @@ def sums(wrong: int, what: str, kills: Path | None = None) -> None:
         for step in range(1, 9):
             report(f"step {step}")
             if step == 3 and world.rank == wrong:
-                time.sleep(1.0)  # twice as long as its last line may be old
+                time.sleep(1.0)  # the last line may be half of this old
                 FAULTS[what](kills)
             start_sum(torch.ones(3), dist.group.WORLD)()
 
@@ -156,7 +156,7 @@ def leaving(wrong: int, what: str) -> None:
         sums(wrong, what)
 
 
-# ---- what is only slow -----------------------------------------------------------------------------------------------
+# ---- slow ranks ------------------------------------------------------------------------------------------------------
 
 
 def slow(kind: str) -> tuple[float, list[str]]:
@@ -207,7 +207,7 @@ def test_what_is_slow_and_alive_is_named_and_goes_on(kind: str, on_ranks: Run) -
         return
     seconds = [int(re.findall(r"note: for (\d+) s", note)[0]) for note in notes]
     assert seconds
-    assert all(after + 0.5 >= 2 * (before - 0.5) for before, after in pairwise(seconds))  # each after twice as long
+    assert all(after + 0.5 >= 2 * (before - 0.5) for before, after in pairwise(seconds))  # waits double
     said = r"rooftop: note: for \d+ s rank 1 lacks the all_reduce of 3 float32 \(number 2 of ranks 0-1\), which rank 0 "
     said += r"awaits; rank 1 is at .*test_watching.py:.*. All ranks end when this has lasted for 20 s"
     assert re.match(said, notes[0])

@@ -115,7 +115,7 @@ def test_engine_fuses_what_it_is_told_to() -> None:
     assert "fused" not in str(plain.report)
 
 
-# ---- what is fused -------------------------------------------------------------------------------------------------
+# ---- fused operations ----------------------------------------------------------------------------------------------
 
 FUSED: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
     "a module": (lambda m, x: m.relu(m.a(x)), {"a": "bias, relu"}),
@@ -141,7 +141,7 @@ def test_a_chain_is_one_operator(name: str) -> None:
     assert set(calls(model, X.double())) == {"rooftop::conv_act"}
 
 
-# ---- what is not ---------------------------------------------------------------------------------------------------
+# ---- separate operations -------------------------------------------------------------------------------------------
 
 
 def used_twice(model: Net, x: Tensor) -> Tensor:

@@ -478,7 +478,7 @@ def test_a_failure_in_the_midst_of_writing_keeps_the_former_file(
     assert (tmp_path / "mesh.rtg").read_bytes() == b"former"
 
 
-# ---- meshes that do not simplify as one would like -------------------------------------------------------------------
+# ---- meshes that are hard to simplify --------------------------------------------------------------------------------
 
 
 def test_thousands_of_lonely_triangles_come_to_one_cluster(tmp_path: Path) -> None:

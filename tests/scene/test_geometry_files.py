@@ -350,7 +350,7 @@ def first_head(page: NDArray[np.int32]) -> int:
         (layouts.PAGE_CLUSTERS, -1, "head"),
         (layouts.PAGE_GROUPS, 1 << 24, "head"),
         (layouts.PAGE_GROUPS, 1, "head"),  # as in a page before version 4
-        (layouts.PAGE_GROUPS, 1 | 15 << layouts.PAGE_GROUP_BITS | layouts.PAGE_REPLACES, "head"),  # a word too few
+        (layouts.PAGE_GROUPS, 1 | 15 << layouts.PAGE_GROUP_BITS | layouts.PAGE_REPLACES, "head"),  # one word too short
         (layouts.PAGE_LENGTH, 7, "head"),
         (layouts.PAGE_WORDS + layouts.GROUP_COUNT, 1000, "group"),
         (layouts.PAGE_WORDS + layouts.GROUP_FIRST, -1, "group"),

@@ -40,7 +40,7 @@ def build(path: Path, *materials: Material, **options: Any) -> Geometry:
     return Geometry.open(path)
 
 
-# ---- what is given ---------------------------------------------------------------------------------------------------
+# ---- accepted arguments ----------------------------------------------------------------------------------------------
 
 
 def test_arrays_tensors_images_and_files_are_textures(tmp_path: Path) -> None:

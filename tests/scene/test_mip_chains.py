@@ -1,4 +1,4 @@
-"""Images in ever smaller sizes: each texel is the mean of the image over its square, in linear light."""
+"""Images in smaller and smaller sizes: each texel is the mean of the image over its square, in linear light."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def depth_in_cube(camera: Camera) -> Tensor:
     return torch.from_numpy(reach.min(-1))
 
 
-# ---- nothing but the cost depends on what is left out ----------------------------------------------------------------
+# ---- culling changes nothing but the cost ----------------------------------------------------------------------------
 
 
 def crowd(ball: Geometry, cube: Geometry) -> Scene:
@@ -375,7 +375,7 @@ def test_the_cpu_and_a_gpu_agree(ball: Geometry, cube: Geometry) -> None:
         assert torch.allclose(ours["depth"][agree], theirs["depth"].cpu()[agree], rtol=1e-5)
 
 
-# ---- beside a plain rasterizer of the whole mesh ---------------------------------------------------------------------
+# ---- compared with a plain rasterizer of the whole mesh --------------------------------------------------------------
 
 
 def plain_depth(triangles: Floats, camera: Camera) -> Floats:
@@ -504,7 +504,7 @@ def test_loose_triangles_as_a_plain_rasterizer_has_them(
     assert np.isclose(ours, plain, rtol=1e-3).mean() > 0.97
 
 
-# ---- what a pixel says -----------------------------------------------------------------------------------------------
+# ---- outputs of a pixel ----------------------------------------------------------------------------------------------
 
 
 def test_a_square_says_what_it_is(built: Callable[..., Geometry], device: str) -> None:
@@ -698,7 +698,7 @@ def test_far_from_the_origin_is_as_near_it(ball: Geometry, device: str) -> None:
     assert ((near - away).abs() > 1e-5).float().mean() < 1e-3
 
 
-# ---- what is not there, and what is refused --------------------------------------------------------------------------
+# ---- missing data and wrong arguments --------------------------------------------------------------------------------
 
 
 def test_nothing_to_see(ball: Geometry, device: str) -> None:

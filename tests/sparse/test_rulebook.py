@@ -1,5 +1,6 @@
-"""The rulebook obeys its law: a pair (input, output, offset) is there, once, if and only if both sites are active and
-`input == stride * output + dilation * offset - padding` (transposed: input and output changed)."""
+"""The rulebook obeys its law: it has a pair (input, output, offset) exactly once if both sites are active and
+`input == stride * output + dilation * offset - padding`, and otherwise not at all. If transposed, input and output
+change places in this formula."""
 
 from __future__ import annotations
 
@@ -215,7 +216,7 @@ def test_it_convolves_as_torch_does_on_the_dense_grid(kind: str) -> None:
         assert full.abs().sum() == pytest.approx(float(out.abs().sum()))
 
 
-# ---- its forms -------------------------------------------------------------------------------------------------
+# ---- forms of a rulebook ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("ksize", "words"), [(1, 1), (3, 1), (5, 4)])
@@ -390,7 +391,7 @@ def test_rows_of_padding_are_no_sites(kind: str) -> None:
     assert rulebook.num_outputs == len(plain.out_indices)
 
 
-# ---- what is wrong is said -------------------------------------------------------------------------------------
+# ---- errors ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)

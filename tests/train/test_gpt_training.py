@@ -482,7 +482,7 @@ def test_what_cannot_be_trained_is_refused(change: dict[str, Any], words: str) -
         replace(TRAINING, **change)
 
 
-# ---- what is said ------------------------------------------------------------------------------------------------
+# ---- reports -----------------------------------------------------------------------------------------------------
 
 
 def test_reports_have_every_step_once_in_groups_of_the_interval(tmp_path: Path) -> None:

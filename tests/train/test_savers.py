@@ -100,7 +100,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-# ---- what is saved -----------------------------------------------------------------------------------------------
+# ---- saved values ------------------------------------------------------------------------------------------------
 
 
 def saved_during_a_step(folder: Path, stepped: threading.Event) -> bool:
@@ -288,7 +288,7 @@ def test_on_a_gpu_a_save_before_the_graph_is_captured_does_not_disturb_it(tmp_pa
     assert len(names(tmp_path)) == 9
 
 
-# ---- what goes wrong ---------------------------------------------------------------------------------------------
+# ---- failures ----------------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -114,7 +114,7 @@ def test_it_is_lower_after_training() -> None:
     assert steps_of(one, validation, 40)[-1].valid_loss < before / 2
 
 
-# ---- which sequences -------------------------------------------------------------------------------------------------
+# ---- choice of sequences ---------------------------------------------------------------------------------------------
 
 
 def test_the_sequences_are_the_same_each_time_and_for_each_seed() -> None:

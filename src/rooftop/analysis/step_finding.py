@@ -140,7 +140,7 @@ class StepFinder:
         self._stepped = None
         self._is_over = True
 
-    # ---- what the program calls ----------------------------------------------------------------------------------
+    # ---- calls of the program ------------------------------------------------------------------------------------
 
     def _calling(self, original: Callable[..., Any]) -> Callable[..., Any]:
         inside, get_ident, is_compiling = self._inside, threading.get_ident, torch.compiler.is_compiling
@@ -260,7 +260,7 @@ class StepFinder:
         """Whether this is another thread, or inside a backward pass."""
         return threading.get_ident() != self._thread or torch._C._current_autograd_node() is not None
 
-    # ---- which event ends a step -----------------------------------------------------------------------------------
+    # ---- the event that ends a step --------------------------------------------------------------------------------
 
     def _marked(self, level: Level, what: Any) -> None:
         if not self._watcher.in_charge or (self.level is not None and level < self.level):

@@ -31,7 +31,7 @@ VERBS = {
     "device": "Describe the GPUs and the CPU of this machine.",
     "doctor": "Check what works on this machine, and print the command that fixes each problem.",
     "generate": "Generate text with a language model, and report percent of roof.",
-    "ladder": "Measure one piece of work in ever faster versions, from a first kernel to the roof.",
+    "ladder": "Measure one piece of work in faster and faster versions, from a first kernel to the roof.",
     "map": "Call a model or your own function for every file, on all GPUs or a cluster.",
     "media": "Inspect, decode, transcode and benchmark video files; check and build FFmpeg.",
     "optimize": "Make a model faster: prove and time each change, and keep or refuse it with the reason.",

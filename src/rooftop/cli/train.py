@@ -240,7 +240,8 @@ def opened(
     """Training data and validation data, None if there are none.
 
     Raises:
-        InputError: data cannot be read, the split is not one, or text is to validate a training on other tokens.
+        InputError: data cannot be read, the split is not one, or the validation data are text and the training data are
+        not.
     """
     tokens = open_mixture(data, kind)
     if split is not None:

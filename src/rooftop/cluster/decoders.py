@@ -102,11 +102,11 @@ class Decoders:
         self._least_ahead, self._pinned = least_ahead, False
         self._more: Callable[[], Sequence[Item] | None] = lambda: None
         self._waiting: deque[_Waiting] = deque()
-        self._found: dict[int, tuple[Decoded, int]] = {}  # by number: the value, and its bytes
+        self._found: dict[int, tuple[Decoded, int]] = {}  # number of an item -> its value, and the bytes of that
         self._first = self._last = 0  # number of the next item to be taken, and of the next one to wait
         self._flying = 0  # items given to processes
         self._bytes = 0
-        self._seconds, self._size = 0.0, 0.0  # and bytes of an item, approximately; 0: not known
+        self._seconds, self._size = 0.0, 0.0  # approximate seconds and bytes of an item; 0: not known
         self._paused = False
         self._idle_deaths = 0
         self._closed = False
@@ -137,8 +137,8 @@ class Decoders:
         self._thread.start()
 
     def notify(self) -> None:
-        """Say that `more` may have items."""
-        with suppress(BlockingIOError):  # enough has been said
+        """Wake the thread, because `more` may have items."""
+        with suppress(BlockingIOError):  # the pipe is full, so the thread wakes anyway
             os.write(self._wake, b"x")
 
     def take(self, count: int) -> list[Decoded]:
@@ -309,7 +309,7 @@ class Decoders:
         process.process = context.Process(
             target=_work, args=(its, process.arena, self._decode, os.getpid()), name="rooftop-decoder", daemon=True
         )
-        with warnings.catch_warnings():  # that a program with threads is forked: the process takes none of their locks
+        with warnings.catch_warnings():  # about forking with threads, whose locks it never takes
             warnings.simplefilter("ignore", DeprecationWarning)
             process.process.start()
         its.close()

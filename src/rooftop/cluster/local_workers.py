@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 CHUNKS_OF_A_WORKER = 2
 CORES_OF_A_WORKER = 4  # on the CPU
-MOST_STARTS = 3  # items that fail in a row before the run does
-MOST_THREADS = 16  # decodes at a time in a worker: each may hold a whole photograph
+MOST_STARTS = 3  # the run fails after this many starts that failed
+MOST_THREADS = 16  # threads of a worker that decode at a time: each may hold a whole photograph
 MOST_DECODERS = 32  # decoding processes of a worker
-CORES_OF_TORCH = 4  # for one thread of torch in a worker that has decoding processes
-PATIENCE_S = 5.0  # that a worker has to end by itself
+CORES_OF_TORCH = 4  # one thread of torch for this many cores, in a worker that has decoding processes
+PATIENCE_S = 5.0  # seconds in which a worker may end by itself
 
 
 @dataclass(frozen=True)
@@ -361,7 +361,7 @@ def _work(connection: Connection, status: Any, division: Division, number: int, 
 
 
 def _send_all(connection: Connection, outbox: queue.SimpleQueue[Any]) -> None:
-    """Send in a thread: the GPU need not wait for a parent that writes a part."""
+    """Send results in a thread, so that the GPU need not wait while the parent writes a part."""
     with suppress(OSError):  # the parent has ended
         while (message := outbox.get()) is not None:
             connection.send(message)

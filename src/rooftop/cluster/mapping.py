@@ -36,8 +36,8 @@ CHUNK_S = 0.5  # work of a chunk if its size can be chosen: longer than sending 
 MOST_ITEMS = 4096  # largest number of items in a chunk
 MOST_BYTES = 16 << 20  # approximate bytes of the rows of one chunk
 LEARNED_FROM = 256  # the first items, done one chunk at a time until each column has a type
-DEATHS = 3  # workers that may end with an item, alone or in its chunk, before it is given up
-LOOK_S = 0.2  # between two checks of the workers
+DEATHS = 3  # an item is given up after this many workers ended at it, alone or in its chunk
+LOOK_S = 0.2  # seconds between two checks of the workers
 
 Progress = Callable[[str, float], None]
 
@@ -331,7 +331,7 @@ class _Run:
         else:
             self._hung(event.chunk, event.first, event.count)
 
-    # ---- done --------------------------------------------------------------------------------------------------------
+    # ---- finished items ----------------------------------------------------------------------------------------------
 
     def _finished(self, chunk: Chunk, outcome: Outcome, batch: int) -> None:
         self.last_at = time.monotonic()
@@ -399,7 +399,7 @@ class _Run:
             self.parts.add(rows)
         self._unsettled.clear()
 
-    # ---- not done ----------------------------------------------------------------------------------------------------
+    # ---- failed items ------------------------------------------------------------------------------------------------
 
     def _lost(self, chunk: Chunk, why: str | None, more_deaths: int) -> None:
         self.lost += 1

@@ -89,7 +89,7 @@ class Parts:
         self.done = Done()
         self._waiting: list[Any] = []
         self._waiting_bytes = 0
-        self._begun = self._since = time.monotonic()  # since when rows have been waiting
+        self._begun = self._since = time.monotonic()  # the time from which rows have been waiting
         self._lock: IO[str] = self._locked()
         try:
             self._check_record()

@@ -41,14 +41,14 @@ class Shown:
 
 
 class Computed(NamedTuple):
-    """Results on the device, the photographs in the first dimension; and the number of classes of the network."""
+    """Results on the device, whose first dimension is the photographs; and the number of classes of the network."""
 
     results: tuple[Tensor, ...]
     classes: int
 
 
 class Answer(Protocol):
-    """What a network says about photographs."""
+    """The results of a network for photographs."""
 
     @property
     def preprocessing(self) -> Preprocessing: ...

@@ -40,7 +40,7 @@ class PipelinedCall(Protocol):
         """Wait for the results of what `begin` returned; batches finish in their order."""
 
     def __call__(self, values: list[Any]) -> Sequence[Any]:
-        """Both."""
+        """Start the work, and wait for its results."""
 
 
 @runtime_checkable
@@ -95,7 +95,7 @@ class CallableTarget:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """None."""
+        """Always empty."""
         return {}
 
     def load(self, device: str) -> Call:

@@ -20,7 +20,7 @@ from rooftop.cluster.tables import Failure, Row, joined, row_of, to_batch
 from rooftop.cluster.targets import PipelinedCall, Target
 from rooftop.errors import MissingExtraError
 
-ROWS_AT_ONCE = 64  # that become a table, which takes 1 to 2 ms
+ROWS_AT_ONCE = 64  # rows that become a table at a time, which takes 1 to 2 ms
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class _Progress:
     def add(self, outcomes: list[Row | Failure]) -> None:
         """Add the outcomes of the next items. They become rows when they are many or the last ones.
 
-        Not all of a chunk at once: that would take longer than a GPU works on the batch that is begun.
+        A whole chunk at once would take longer than the GPU works on the batch in progress.
         """
         self.outcomes += outcomes
         first = self.done

@@ -123,7 +123,7 @@ def tuples(points: Array) -> list[Any]:
     return list(map(tuple, points.T.tolist()))
 
 
-# ---- one process -------------------------------------------------------------------------------------------------
+# ---- in a single process -----------------------------------------------------------------------------------------
 
 
 def in_plain_python(points: Array, centres: Array, threads: int, stack: ExitStack) -> tuple[SpeedRung, ...]:

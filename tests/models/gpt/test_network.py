@@ -93,7 +93,7 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
 
 
-# ---- beside transformers -------------------------------------------------------------------------------------------
+# ---- compared with transformers ------------------------------------------------------------------------------------
 
 
 @all_of_theirs

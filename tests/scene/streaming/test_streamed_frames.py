@@ -523,7 +523,7 @@ def test_looking_ahead_changes_no_picture_and_takes_nothing_from_it(paged_ball: 
     assert again.stats.streaming.missing == 0
     assert again.stats.streaming.loaded > 0
     assert same(first, again)
-    Renderer(alone(paged_ball), device).prefetch(here)  # without a pool nothing is to be done
+    Renderer(alone(paged_ball), device).prefetch(here)  # without a pool there is nothing to do
     with pytest.raises(ValueError, match="cameras=5"):
         renderer.prefetch(5)  # type: ignore[arg-type]
 

@@ -263,7 +263,7 @@ def test_legends_are_colours_of_the_pictures() -> None:
     assert len({entry["color"] for entry in legend_of("overdraw")}) == 6
 
 
-# ---- who may ask -----------------------------------------------------------------------------------------------------
+# ---- permitted requests ----------------------------------------------------------------------------------------------
 
 
 def test_the_page_is_whole_and_asks_nobody_else(client: Client, viewer: Viewer) -> None:

@@ -141,7 +141,7 @@ def test_home_and_framed_have_the_whole_scene_in_the_picture(
         assert most == pytest.approx(0.94, abs=1e-6)
 
 
-# ---- as JSON ---------------------------------------------------------------------------------------------------------
+# ---- viewpoints as JSON ----------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=40)

@@ -142,7 +142,7 @@ def fitted(what: Task, how: Recipe, **options: Any) -> tuple[Fitted, Seen]:
     return fit(what, how, device="cpu", observers=[seen], **options), seen
 
 
-# ---- what is computed ------------------------------------------------------------------------------------------------
+# ---- results ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_training_learns_and_says_what_it_did(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ NAMES = ["mix.mixup", "ema.decay", "mix.label_smoothing"]
 
 def accuracy_of(recipe: Recipe) -> float:
     """Mixup helps by 0.03, the mean of weights hurts by 0.02, smoothing has no effect; each seed has a level of its
-    own, each run a little noise."""
+    own, and each run has a little noise."""
     noise = hash((recipe.run.seed, recipe.mix.mixup, recipe.ema.decay, recipe.mix.label_smoothing)) % 1000 / 1e6
     level = 0.8 + 0.02 * (recipe.run.seed % 3)
     return level + (0.03 if recipe.mix.mixup else 0) - (0.02 if recipe.ema.decay else 0) + noise
@@ -203,7 +203,7 @@ def test_a_worth_and_its_opposite_have_opposite_verdicts(differences: list[float
     assert {"helps": "hurts", "hurts": "helps"}.get(one, one) == other
 
 
-# ---- shown -----------------------------------------------------------------------------------------------------------
+# ---- output ----------------------------------------------------------------------------------------------------------
 
 
 def test_table_csv_json_and_page_say_the_same(tmp_path: Path, train: Trained) -> None:

@@ -17,7 +17,7 @@ import torch
 from rooftop.kernels.operands.dtypes import HALVES
 from rooftop.kernels.operands.launch_data import Constants, power_of_two
 
-# ---- what can be chosen ----------------------------------------------------------------------------------------
+# ---- possible choices ------------------------------------------------------------------------------------------
 
 Kernel = Literal["persistent", "single", "gathered"]
 Backend = Literal["persistent", "single", "gathered", "product", "cudnn", "library", "reference"]

@@ -167,7 +167,7 @@ def _check(input: Tensor, weight: Tensor, padding_idx: int | None) -> None:
         raise ValueError(f"embedding: expected a weight of shape (V, D), got {tuple(weight.shape)}")
     rows = weight.shape[0]
     if rows == 0 and input.numel():
-        raise ValueError(f"embedding: weight of shape {tuple(weight.shape)} has a row for none of the tokens of input")
+        raise ValueError(f"embedding: weight of shape {tuple(weight.shape)} has no row for the tokens of input")
     if padding_idx is not None and not isinstance(padding_idx, (int, torch.SymInt)):
         raise TypeError(f"embedding: padding_idx must be an int or None, got {type(padding_idx).__name__}")
     if padding_idx is not None and not -rows <= padding_idx < rows:

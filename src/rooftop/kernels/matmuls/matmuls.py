@@ -281,7 +281,7 @@ def linear_act_and_before(
     """
     if not _keeps(activation, None):
         raise ValueError(
-            f"linear_act_and_before: backward does not keep what {activation!r} activates: use gelu, gelu_tanh or silu"
+            f"linear_act_and_before: backward does not keep the value before {activation!r}: use gelu, gelu_tanh, silu"
         )
     y, before = _linear_act_of(input, weight, bias, activation, None, again=True)
     return y, before.detach().view(y.shape)

@@ -18,7 +18,7 @@ from rooftop.kernels.operands.dtypes import HALVES
 from rooftop.kernels.operands.launch_data import capability
 from rooftop.launch.triton_launch import INTERPRETED, processors
 
-# ---- what can be chosen ----------------------------------------------------------------------------------------
+# ---- possible choices ------------------------------------------------------------------------------------------
 
 Kernel = Literal["descriptors", "single", "pointers"]
 Backend = Literal["descriptors", "single", "pointers", "library", "reference"]

@@ -49,7 +49,7 @@ def whole_name(config: GptConfig, name: str) -> str:
     return EMBEDDING if config.tied and name == HEAD else name
 
 
-# ---- which layers --------------------------------------------------------------------------------------------------
+# ---- layers of a stage ---------------------------------------------------------------------------------------------
 
 
 def layers_of_stages(config: GptConfig, placement: Sequence[Sequence[int]], length: int) -> list[range]:

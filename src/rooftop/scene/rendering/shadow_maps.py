@@ -210,7 +210,7 @@ def _tables(lights: Sequence[Light], counts: Sequence[int], sizes: Sequence[int]
     return {name: np.array(row, dtype=dtypes.get(name, np.float32)) for name, row in rows.items()}
 
 
-# ---- what casts shadows ------------------------------------------------------------------------------------------
+# ---- instances that cast shadows ---------------------------------------------------------------------------------
 
 
 class _Casters:
