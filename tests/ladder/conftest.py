@@ -1,4 +1,4 @@
-"""Ladders on the CPU, whose kernels in CUDA C++ are compiled at once."""
+"""Ladders on the CPU, whose kernels in CUDA C++ are compiled beforehand."""
 
 from __future__ import annotations
 

@@ -144,8 +144,8 @@ def test_what_has_no_halves_is_refused(on_ranks: Run) -> None:
 
 
 def by_both() -> list[tuple[Tensor, Tensor]]:
-    """Losses and gradients of the model in halves and as a whole: positions of each sequence, backward twice, and
-    without gradients."""
+    """Losses and gradients of the model in halves and as a whole. The cases have positions for each sequence, two
+    backward passes, or no gradients."""
     layout = Layout(1, 2, sequence_parallel=True)
     groups, generator = layout.process_groups(), torch.Generator().manual_seed(0)
     tokens = torch.randint(31, (4, 8), generator=generator)

@@ -63,7 +63,7 @@ def run(
     no_html: bool,
     rows: int,
 ) -> int | None:
-    """Do what `rooftop.cli.commands.analyze:command` says."""
+    """Run the command that `rooftop.cli.commands.analyze:command` describes."""
     html_path = None if no_html else output or Path(f"rooftop-{re.sub(r'[^A-Za-z0-9_.-]+', '-', target)}.html")
     if not first_rank():  # only one rank writes
         json_path = html_path = trace = None

@@ -21,7 +21,7 @@ MOST_LOWER = 8
 
 
 def run(refresh: bool, forget: bool, device: str | None, json_path: Path | None, output: Path | None) -> None:
-    """Do what `rooftop.cli.commands.ceilings:command` says."""
+    """Run the command that `rooftop.cli.commands.ceilings:command` describes."""
     if output is not None:
         check_writable(output)
     where = pick_device(device)

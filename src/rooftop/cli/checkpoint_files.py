@@ -27,7 +27,7 @@ from rooftop.train.gpt.training import DTYPES
 
 
 def run_inspect(folder: Path, verify: bool, json_path: Path | None) -> None:
-    """Do what `rooftop.cli.commands.checkpoint_files:inspect_command` says."""
+    """Run the command that `rooftop.cli.commands.checkpoint_files:inspect_command` describes."""
     record = read_record(folder)
     saved = open_tensors(record)
     if isinstance(saved, SavedTensors):
@@ -54,7 +54,7 @@ def run_inspect(folder: Path, verify: bool, json_path: Path | None) -> None:
 
 
 def run_convert(folder: Path, out: Path, tensor_parallel_size: int) -> None:
-    """Do what `rooftop.cli.commands.checkpoint_files:convert_command` says."""
+    """Run the command that `rooftop.cli.commands.checkpoint_files:convert_command` describes."""
     record = read_record(folder)
     with progress_bar() as progress:
         written = convert(record, out, tensor_ranks=tensor_parallel_size, progress=progress)
@@ -62,7 +62,7 @@ def run_convert(folder: Path, out: Path, tensor_parallel_size: int) -> None:
 
 
 def run_export(folder: Path, out: Path, dtype: str) -> None:
-    """Do what `rooftop.cli.commands.checkpoint_files:export_command` says."""
+    """Run the command that `rooftop.cli.commands.checkpoint_files:export_command` describes."""
     saved = saved_training(folder)
     check_new(out)
     safetensors_library()

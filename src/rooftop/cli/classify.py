@@ -57,7 +57,7 @@ def run(
     skip_unreadable: bool,
     json_path: Path | None,
 ) -> None:
-    """Do what `rooftop.cli.commands.classify:command` says."""
+    """Run the command that `rooftop.cli.commands.classify:command` describes."""
     if weights is not None and seed is not None:
         raise click.UsageError("expected either --weights or --random-weights SEED (an untrained model), got both")
     to_stdout = json_path == STANDARD_OUTPUT

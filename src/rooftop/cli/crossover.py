@@ -32,7 +32,7 @@ CURVES = (  # attribute of a point, name, color
 
 
 def run(operation: str, dtype: str, device: str, json_path: Path | None, output: Path | None) -> None:
-    """Do what `rooftop.cli.commands.crossover:command` says."""
+    """Run the command that `rooftop.cli.commands.crossover:command` describes."""
     to_stdout = json_path == STANDARD_OUTPUT
     for path in (None if to_stdout else json_path, output):
         if path is not None:

@@ -38,7 +38,7 @@ def run_bench(
     seconds: float,
     json_path: Path | None,
 ) -> None:
-    """Do what `rooftop.cli.commands.data_bench:bench_command` says."""
+    """Run the command that `rooftop.cli.commands.data_bench:bench_command` describes."""
     recipe = (Recipe.read(config) if config is not None else Recipe()).with_values(values)
     target = pick_device(device)
     transform = ImageTransform(size, recipe.augment, train=True, normalize=False)

@@ -51,7 +51,7 @@ def run(
     skip_unreadable: bool,
     json_path: Path | None,
 ) -> None:
-    """Do what `rooftop.cli.commands.detect:command` says."""
+    """Run the command that `rooftop.cli.commands.detect:command` describes."""
     if (weights is None) == (seed is None):
         raise click.UsageError("expected --weights FILE, or --random-weights SEED to try the command")
     to_stdout = json_path == STANDARD_OUTPUT

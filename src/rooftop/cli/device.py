@@ -15,7 +15,7 @@ from rooftop.hardware.device import versions
 
 
 def run(json_path: Path | None) -> None:
-    """Do what `rooftop.cli.commands.device:command` says."""
+    """Run the command that `rooftop.cli.commands.device:command` describes."""
     found = devices()
     if write_json(json_path, {"devices": [d.to_dict() for d in found], "versions": versions()}):
         return

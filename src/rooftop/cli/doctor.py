@@ -16,7 +16,7 @@ MARKS = {"works": ("✓", "green"), "absent": ("-", "dim"), "broken": ("✗", "b
 
 
 def run(ctx: click.Context, json_path: Path | None, install_kernel: bool) -> None:
-    """Do what `rooftop.cli.commands.doctor:command` says."""
+    """Do the work of `rooftop doctor`, as described in `rooftop.cli.commands.doctor:command`."""
     if install_kernel:
         diagnosis.install_kernel()
     findings = diagnosis.diagnose()

@@ -47,7 +47,7 @@ def run(
     json_path: Path | None,
     with_roof: bool,
 ) -> None:
-    """Do what `rooftop.cli.commands.generate:command` says."""
+    """Run the command that `rooftop.cli.commands.generate:command` describes."""
     if (weights is None) == (seed is None):
         raise click.UsageError(
             "expected exactly one of --weights DIR|FILE and --random-weights SEED (an untrained model)"

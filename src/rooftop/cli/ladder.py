@@ -33,7 +33,7 @@ from rooftop.launch.triton_launch import INTERPRETED
 def run(
     context: click.Context, name: str, size: int | None, device: str | None, out: Path | None, chart: Path | None
 ) -> int:
-    """Do what `rooftop.cli.commands.ladder:command` says."""
+    """Run the command that `rooftop.cli.commands.ladder:command` describes."""
     where = pick_device(device)
     for path in (out, chart):
         if path is not None:

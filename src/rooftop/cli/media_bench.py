@@ -42,7 +42,7 @@ def run_bench(
     seconds: float,
     json_path: Path | None,
 ) -> None:
-    """Do what `rooftop.cli.commands.media_bench:bench_command` says."""
+    """Run the command that `rooftop.cli.commands.media_bench:bench_command` describes."""
     named = [each.strip() for each in devices.split(",")]
     cases = [(device, count) for device in named for count in streams]
     rates = []

@@ -39,7 +39,7 @@ def run_decode(
     device: str,
     suffix: str | None,
 ) -> None:
-    """Do what `rooftop.cli.commands.media_decode:decode_command` says."""
+    """Run the command that `rooftop.cli.commands.media_decode:decode_command` describes."""
     check_times(start, end)
     one = out.suffix.lower() == ".npy"
     if one and suffix is not None:

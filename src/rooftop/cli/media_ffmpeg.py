@@ -25,7 +25,7 @@ MARKS = {
 
 
 def run_check(ffmpeg: Path | None, json_path: Path | None) -> None:
-    """Do what `rooftop.cli.commands.media_ffmpeg:check_command` says."""
+    """Run the command that `rooftop.cli.commands.media_ffmpeg:check_command` describes."""
     with progress_bar() as report:
         found = ffmpeg_abilities(ffmpeg, report=report)
     if not write_json(json_path, asdict(found)):
@@ -33,7 +33,7 @@ def run_check(ffmpeg: Path | None, json_path: Path | None) -> None:
 
 
 def run_build(source: Path, prefix: Path, headers: Path | None, jobs: int | None, minimal: bool) -> None:
-    """Do what `rooftop.cli.commands.media_ffmpeg:build_command` says."""
+    """Run the command that `rooftop.cli.commands.media_ffmpeg:build_command` describes."""
     try:
         with progress_bar() as report:
             built = build_ffmpeg(source, prefix, headers=headers, jobs=jobs, minimal=minimal, report=report)

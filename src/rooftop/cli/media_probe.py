@@ -17,7 +17,7 @@ from rooftop.media import VideoInfo, probe
 
 
 def run_probe(file: Path, json_path: Path | None) -> None:
-    """Do what `rooftop.cli.commands.media_probe:probe_command` says."""
+    """Run the command that `rooftop.cli.commands.media_probe:probe_command` describes."""
     info = probe(file)
     if write_json(json_path, asdict(info)):
         return

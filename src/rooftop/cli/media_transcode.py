@@ -39,7 +39,7 @@ def run_transcode(
     no_sound: bool,
     device: str,
 ) -> None:
-    """Do what `rooftop.cli.commands.media_transcode:transcode_command` says."""
+    """Run the command that `rooftop.cli.commands.media_transcode:transcode_command` describes."""
     check_times(start, end)
     if out.exists() and source.exists() and out.samefile(source):
         raise click.UsageError(f"{out} is the input file: give OUT another name")

@@ -44,7 +44,7 @@ def run(
     json_path: Path | None,
     output: Path | None,
 ) -> None:
-    """Do what `rooftop.cli.commands.optimize:command` says."""
+    """Run the command that `rooftop.cli.commands.optimize:command` describes."""
     if plan is not None and rules:
         raise click.UsageError("--plan sets the rules: leave --rule out")
     if target.endswith(".py"):

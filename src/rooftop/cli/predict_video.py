@@ -54,7 +54,7 @@ def run(
     picture: Path | None,
     json_path: Path | None,
 ) -> None:
-    """Do what `rooftop.cli.commands.predict_video:command` says."""
+    """Run the command that `rooftop.cli.commands.predict_video:command` describes."""
     if (weights is None) == (seed is None):
         raise click.UsageError(
             "expected exactly one of --weights FILE and --random-weights SEED (an untrained network)"

@@ -12,7 +12,7 @@ from rooftop.errors import InputError
 
 
 def run(json_path: Path, output: Path | None) -> None:
-    """Do what `rooftop.cli.commands.report:command` says."""
+    """Run the command that `rooftop.cli.commands.report:command` describes."""
     output = output or json_path.with_suffix(".html")
     check_writable(output)
     if output.resolve() == json_path.resolve():

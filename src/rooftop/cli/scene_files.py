@@ -27,7 +27,7 @@ def run_build(
     mesh: Path, out: Path | None, normals: Literal["file", "smooth", "flat"], precision: float | None,
     workers: int | None, lock_borders: bool, no_textures: bool,
 ) -> None:  # fmt: skip
-    """Do what `rooftop.cli.commands.scene_files:build_command` says."""
+    """Run the command that `rooftop.cli.commands.scene_files:build_command` describes."""
     try:
         with progress_bar() as show:
             report = build_file(
@@ -43,7 +43,7 @@ def run_build(
 
 
 def run_info(file: Path, json_path: Path | None) -> None:
-    """Do what `rooftop.cli.commands.scene_files:info_command` says."""
+    """Run the command that `rooftop.cli.commands.scene_files:info_command` describes."""
     if not file.is_file():
         raise InputError(f"there is no file {file}")
     geometry = Geometry.open(file)

@@ -64,7 +64,7 @@ def run_render(
     device: str,
     json_path: Path | None,
 ) -> None:
-    """Do what `rooftop.cli.commands.scene_render:render_command` says."""
+    """Run the command that `rooftop.cli.commands.scene_render:render_command` describes."""
     where = pick_device(None if device == "auto" else device)
     shows = tuple(dict.fromkeys(shows))
     world = world_of(files, instances, up or (0.0, 0.0, 1.0))

@@ -30,7 +30,7 @@ def run_view(
     shadows: bool,
     device: str,
 ) -> None:
-    """Do what `rooftop.cli.commands.scene_view:view_command` says."""
+    """Run the command that `rooftop.cli.commands.scene_view:view_command` describes."""
     x, y, z = up or (0.0, 0.0, 1.0)
     world = world_of(files, instances, (x, y, z))
     where = pick_device(None if device == "auto" else device)

@@ -161,7 +161,7 @@ def test_gate_of_the_other_norms(name: str, dtype: torch.dtype) -> None:
     ],
 )
 def test_gate_of_rows_at_odd_addresses(name: str, rows: int, columns: int, dtype: torch.dtype) -> None:
-    """In forward, rows of pairs of elements and rows of more than 256 elements are left to the plain kernel."""
+    """In forward, the plain kernel computes rows of an even length and rows of more than 256 elements."""
     kernels = SHIFTED if rows % 8 == 0 else SHIFTED + PLAIN
     if columns % 2 == 0 or columns > 256:
         kernels = (PLAIN[0], *kernels[1:])

@@ -184,7 +184,7 @@ def _last_calls(graph: fx.Graph, called: Mapping[fx.Node, int]) -> dict[fx.Node,
 def _ready(
     number: int, name: str, group: list[fx.Node], called: Mapping[fx.Node, int], after: Mapping[fx.Node, int]
 ) -> list[fx.Node]:
-    """The part of a kernel's group that it can compute.
+    """The nodes of a kernel's group that the kernel can compute.
 
     A kernel that lays out an operand for a library names all sources of the library's call. The kernel computes no
     sources that wait for a later call, and no reductions if it is a pointwise kernel.

@@ -304,7 +304,7 @@ class SharedProgram(Program):
         return cast(T, on_all_ranks(lambda: self._follow(keys))[0])
 
     def step(self, observe: Callable[[Any], None] = lambda output: None) -> None:
-        """Run once; in `lead`, on all ranks (see `Program.step`)."""
+        """Run one step. Within `lead`, all ranks run it (see `Program.step`)."""
         if self._announced is not None:
             _store().set(next(self._announced), _STEP)
         super().step(observe)

@@ -111,7 +111,7 @@ BACKWARD_SHIFTED = (
     BackwardConfig(columns=6144, rows=1, block=2048, warps=16, programs_per_sm=1, stages=3),
 )
 
-# Short rows of pairs of elements: one warp a row and twelve on an SM are faster than shifted loads.
+# Short rows of an even length: one warp a row and twelve on an SM are faster than shifted loads.
 BACKWARD_PAIRS = (BackwardConfig(columns=512, rows=1, block=256, warps=1, programs_per_sm=12, stages=3, hold=True),)
 SHIFTED_FROM = 128  # columns; shorter rows need few loads anyway
 

@@ -76,8 +76,8 @@ def _content(texture: Texture) -> Any:
 def _all_texels(
     textures: Sequence[Texture], sizes: Sequence[list[tuple[int, int]]], device: torch.device
 ) -> tuple[Tensor, list[list[int]], list[list[int]]]:
-    """(texels,) int32, red in the lowest 8 bits; for each image its first level and their number; for each level its
-    first texel, width and height."""
+    """(texels,) int32, red in the lowest 8 bits; for each image: its first level and its number of levels; for each
+    level: its first texel, width and height."""
     total = sum(width * height for of_image in sizes for width, height in of_image)
     if total > MOST_TEXELS_OF_ALL:
         raise InputError(
