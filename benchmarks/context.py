@@ -92,7 +92,7 @@ def main() -> int:
         help="numbers of ranks, in addition to one (default: all GPUs)",
     )
     parser.add_argument("--tokens", type=int, help="tokens of a sequence, instead of each case's own")
-    parser.add_argument("--quick", action="store_true", help="test the script on a CPU, by gloo")
+    parser.add_argument("--quick", action="store_true", help="test the script on a CPU, with gloo")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:

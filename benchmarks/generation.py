@@ -18,7 +18,7 @@ weights and cache; communication counts as zero time. `speedup` is the time of o
 
 `agree` is the number of tokens of the first text before a peer's differs from ours: in bfloat16, rounding decides near
 ties. `--peers none` leaves transformers out, `--peers static` only its dynamic cache, which is not compiled. `--quick`
-tests the script on a CPU, with ranks by gloo.
+tests the script on a CPU, with ranks that use gloo.
 """
 
 from __future__ import annotations

@@ -304,7 +304,7 @@ def photographs(batch: int, height: int, width: int, device: str) -> Tensor:
 
 def by_engine(model: nn.Module, x: Tensor) -> Work:
     """A model in an engine with graphs (each call copies its input in and its result out) and in one without.
-    Prediction and analysis are of the latter."""
+    Prediction and analysis use the engine without graphs."""
     model = model.to(x.device)
     plain = Engine(model, dtype=BF16, channels_last=True, graphs=False)
     work = Work(plain.model, (x,), {"rooftop": lambda: plain(x)})
@@ -316,7 +316,8 @@ def by_engine(model: nn.Module, x: Tensor) -> Work:
 
 
 def add_peers(work: Work, name: str, peer: nn.Module, which: str, result: Callable[[Any], Tensor]) -> None:
-    """Add a peer's module in bfloat16: unchanged, channels last, and with `which` "all" the latter compiled.
+    """Add a peer's module in bfloat16: unchanged, and channels last; with `which` "all", also channels last and
+    compiled.
 
     Args:
         result: function that returns the part of an output to compare with ours.

@@ -6,7 +6,7 @@ call.
 Rows have 4096 or 8192 numbers in bfloat16, with a residual and an RMS norm, as in a decoding step with one sequence for
 each row. A CUDA graph holds 64 calls, each of which takes the result of the previous one. Figures are the median times
 of its replays on the slowest rank. `rooftop.parallel.norm_sums.WORDS`, the number of rows up to which one kernel is
-faster, follows from them. `--quick` tests the script on a CPU, with ranks by gloo, which have no such kernel.
+faster, follows from them. `--quick` tests the script on a CPU, with ranks that use gloo and have no such kernel.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class NoStandIn(Exception):
 def faked(mode: FakeTensorMode, device: str) -> Callable[[Tensor], Tensor]:
     def fake(tensor: Tensor) -> Tensor:
         if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
-            raise NoStandIn(f"no fake tensor can represent a {tensor.layout} one on another device")
+            raise NoStandIn(f"no fake tensor can represent a {tensor.layout} tensor on another device")
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         return FakeTensor(mode, meta, torch.device(device)).requires_grad_(tensor.requires_grad and ON_GPU)
 

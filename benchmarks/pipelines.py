@@ -6,7 +6,7 @@ The model is llama-1b with 24 layers, in bfloat16, with sequences of 4,096 token
 things are timed:
 
     step        of `GptTrainer`: float32 weights next to the bfloat16 ones, clipping, AdamW
-    gradients   forward and backward alone, with bfloat16 weights; also by PyTorch, of the same Llama in plain torch.nn
+    gradients   forward and backward alone, with bfloat16 weights; PyTorch runs the same Llama in plain torch.nn
                 with each block compiled (`parallel_native.py`). Its zero-bubble schedule refuses compiled blocks.
 
 Ours are launched by the host, and replayed from a CUDA graph. A pipeline without bubbles and transfers would take the
@@ -54,7 +54,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=LAYERS, help="layers of the model (default %(default)s)")
     parser.add_argument("--ours", action="store_true", help="leave out PyTorch's schedules")
     parser.add_argument("--ranks", type=int, default=max(1, torch.cuda.device_count()))
-    parser.add_argument("--quick", action="store_true", help="test the script on a CPU, by gloo")
+    parser.add_argument("--quick", action="store_true", help="test the script on a CPU, with gloo")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:

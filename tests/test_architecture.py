@@ -27,7 +27,7 @@ def modules() -> dict[str, Path]:
 
 
 def imported(tree: ast.AST, known: set[str]) -> set[str]:
-    """Files that a file imports, also within functions, but not only for types."""
+    """Files that a file imports, including imports within functions, except imports only for types."""
     found: set[str] = set()
     for each in statements(tree):
         if isinstance(each, ast.Import):

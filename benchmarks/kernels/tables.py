@@ -360,7 +360,7 @@ def ruled(lines: list[list[str]]) -> list[list[str]]:
 
 
 def groups(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """Groups of rows with the same keys, each with its operator if all have the same one, else ""."""
+    """Groups of rows with the same keys. Each group comes with its operator, or "" if its rows have several."""
     kinds: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         kinds.setdefault(described_by(row), []).append(row)

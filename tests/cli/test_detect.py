@@ -27,7 +27,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs the command in a folder with two photographs of one name, by a small network."""
+    """Runs the command with a small network, in a folder with two photographs that have the same name."""
     monkeypatch.chdir(tmp_path)
     pixels = np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)
     for folder in ("one", "two"):

@@ -1,4 +1,4 @@
-"""The work on chunks in a worker: batches are begun before the results of the last one are read, also across chunks."""
+"""The work on chunks in a worker: batches are begun before the results of the last one are read, even across chunks."""
 
 from __future__ import annotations
 

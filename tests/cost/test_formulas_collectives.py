@@ -21,7 +21,7 @@ WHOLE = RANKS * PART
 
 @pytest.fixture(autouse=True, scope="module")
 def group() -> Iterator[None]:
-    """Four ranks of which only this one exists: its collectives return at once."""
+    """Four ranks, but only this one exists, so its collectives return immediately."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     yield
     dist.destroy_process_group()

@@ -70,7 +70,7 @@ def scattered() -> Tensor:
 
 
 def train(layer: nn.Module, make: Callable[..., torch.optim.Optimizer], **options: Any) -> None:
-    """One step on a table of 10 rows of 3, of which three indices name rows 1, 1 and 4."""
+    """One step on a table of 10 rows of 3 elements; the three indices name rows 1, 1 and 4."""
     optimizer = make(layer.parameters(), lr=0.1, **options)
     layer(torch.tensor([[1, 1, 4]])).sum().backward()
     optimizer.step()

@@ -127,7 +127,7 @@ CASES: dict[str, tuple[Callable[[], Any], Count]] = {
         (5 * 24, F4 * 24 + I8 * 4, F4 * 25),
     ),
     "scale_gradient": (lambda: torch.ops.rooftop.scale_gradient(X, torch.tensor(0.5)), (24, F4 * 25, F4 * 24)),
-    # only the test whether the factor is 1 must be read
+    # only the factor must be read, to see whether it is 1
     "scale_gradient_": (lambda: torch.ops.rooftop.scale_gradient_(X.clone(), torch.tensor(0.5)), (0, F4, 0)),
     # three matrix products
     "linear_cross_entropy": (

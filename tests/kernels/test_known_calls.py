@@ -40,7 +40,7 @@ class Inputs:
         return torch.randint(below, shape, generator=self.generator).to(self.device)
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, learned: bool = True) -> Tensor:
-        """A tensor that is dense, transposed, with gaps, or at an address that is no multiple of 16 bytes."""
+        """A tensor that is dense, transposed, with gaps, or at an address that is not a multiple of 16 bytes."""
         kind = self.one("dense", "dense", "transposed", "gaps", "offset")
         values = self.numbers(*shape).to(dtype)
         if kind == "transposed" and len(shape) > 1:

@@ -278,7 +278,7 @@ def test_what_cannot_be_seen_so(call: object, message: str) -> None:
         (lambda m: m.colRange(-2, 3), "range -2:3 of columns"),
         (lambda m: m.roi(4, 0, 3, 2), "range 4:7 of columns is not within 0:6"),
         (lambda m: m.diag(6), "4 x 6 has no diagonal 6: expected -3 to 5"),
-        (lambda m: m.step1(2), r"step1\(2\) of 2 dimensions"),
+        (lambda m: m.step1(2), r"step1\(2\): the Mat has 2 dimensions, so expected 0 to 1"),
         (lambda m: m.at(1, 2, 3), "at takes 2 indices"),
     ],
 )

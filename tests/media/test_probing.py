@@ -38,7 +38,7 @@ def test_the_command(make_video: MakeVideo, capsys: pytest.CaptureFixture[str], 
     out = capsys.readouterr().out
     assert "32 x 48, stored 48 x 32" in out
     assert "bt601 (assumed), limited range (assumed)" in out
-    assert "30, of which 4 key frames; reading one frame decodes at most 8" in out
+    assert "30, 4 of them key frames; reading one frame decodes at most 8" in out
     assert main(["media", "probe", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["frames"] == 30
     (tmp_path / "words.mp4").write_text("words " * 99)

@@ -179,7 +179,7 @@ def summed(in_backward: bool, accumulate: int, uneven: bool) -> tuple[Tensor, in
 @pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_gradients_that_are_summed_in_backward_have_the_same_bits(accumulate: int, uneven: bool, on_ranks: Run) -> None:
-    """On two ranks; beside batch norms that communicate, and with a layer that only one rank reaches."""
+    """On two ranks, with batch norms that communicate, and with a layer that only one rank reaches."""
     after = on_ranks(2, summed, False, accumulate, uneven, joined=False)
     during = on_ranks(2, summed, True, accumulate, uneven, joined=False)
     for row, begun in after:

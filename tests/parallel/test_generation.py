@@ -276,8 +276,8 @@ H200 = ceilings_of("h200")
 
 
 def test_each_rank_has_its_part_of_weights_and_cache(on_ranks: Run) -> None:
-    """Here each rank has one head of keys. The roof counts the rank's own weights, and of embeddings only the rows that
-    are looked up."""
+    """Here each rank has one head of keys. The roof counts the rank's own weights, but only those rows of embeddings
+    that are looked up."""
     for held in on_ranks(4, held_on_ranks):
         for kind, config in CONFIGS.items():
             elements, page_bytes, read_bytes = held[kind]

@@ -254,7 +254,7 @@ def test_targets_that_count_on_all_ranks(on_ranks: Run) -> None:
 
 
 def test_a_step_without_a_target_changes_nothing() -> None:
-    """The recipe of docs/parallel.md, also with one micro-batch outside of it."""
+    """The recipe of docs/parallel.md, as it is and with one micro-batch outside of it."""
     config = GptConfig(vocabulary=11, layers=1, width=16, heads=2, kv_heads=2, hidden=32, positions=8)
     model = parallel_gpt(config, seed=1, dtype=torch.float64)
     gradients, tokens = ModelGradients(model), torch.arange(16).view(2, 8) % 11

@@ -129,7 +129,7 @@ Stores = Callable[[int], dict[int, dict[str, str]]]
 
 @pytest.fixture
 def own_store(free_port: Callable[[], int]) -> Stores:
-    """`own_store(4)`: variables of four ranks, of which rank 0 holds the store, as without torchrun."""
+    """`own_store(4)`: variables of four ranks. Rank 0 holds the store, as without torchrun."""
 
     def variables(world_size: int) -> dict[int, dict[str, str]]:
         port = str(free_port())

@@ -246,7 +246,7 @@ class TwoNames(Wired):
 
 
 class Optional(Wired):
-    """A module with two branches, of which a trace would see only one."""
+    """A module with two branches. A trace would see only one of them."""
 
     def forward(self, x: Tensor, plain: bool = False) -> Tensor:
         y = self.conv(x)

@@ -44,8 +44,8 @@ def free(tmp_path_factory: pytest.TempPathFactory) -> list[Geometry]:
 
 
 def holes(tiles: list[Geometry]) -> tuple[int, set[int]]:
-    """Numbers of background pixels in pictures of the middle of the four tiles from increasing distances, and the
-    levels drawn."""
+    """Pictures show where the four tiles meet, from increasing distances. Returns their numbers of background pixels,
+    and the levels drawn."""
     world = scene.Scene()
     for each in tiles:
         world.add_instance(world.add_mesh(each), np.eye(4)[:3])

@@ -124,7 +124,8 @@ def test_the_other_layers_decide_for_a_network(layout: str) -> None:
 
 @pytest.mark.parametrize("shape", [(16, 3, 3), (16, 16, 3), (3, 3, 3), (1, 1, 1), (4, 1, 1)])
 def test_what_this_library_saved_loads_as_it_is(shape: tuple[int, int, int], tmp_path: Path) -> None:
-    """The file records which library saved it; also within another module, and through `load_spconv_state_dict`."""
+    """The file records which library saved it. This works within another module, and through `load_spconv_state_dict`,
+    too."""
     conv, other = (nn.ModuleDict({"last": spconv.SubMConv3d(*shape)}) for _ in range(2))
     torch.save(conv.state_dict(), tmp_path / "last.pt")
     state = torch.load(tmp_path / "last.pt")

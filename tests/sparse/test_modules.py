@@ -17,7 +17,7 @@ INDICES = torch.tensor([[0, 2, 1], [1, 0, 3], [1, 2, 3], [0, 0, 0]], dtype=torch
 
 
 def a_tensor(rows: int = 4, channels: int = 2, padding: int = 0) -> SparseConvTensor:
-    """The sites of four samples, then rows that are no sites and contain arbitrary values."""
+    """The sites of four samples, then rows that are not sites and contain arbitrary values."""
     torch.manual_seed(0)
     features = torch.cat([torch.randn(rows, channels), torch.full((padding, channels), 1e3)])
     indices = nn.functional.pad(INDICES[:rows], (0, 0, 0, padding), value=-1)

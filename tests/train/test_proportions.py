@@ -35,7 +35,7 @@ def test_after_every_draw_each_source_has_its_share(weights: list[Fraction]) -> 
 @settings(max_examples=80, deadline=None)
 @given(WEIGHTS, st.lists(st.tuples(st.integers(0, 600), st.integers(0, 50)), min_size=1, max_size=6))
 def test_draws_do_not_depend_on_where_one_begins(weights: list[Fraction], parts: list[tuple[int, int]]) -> None:
-    """The draws are read in any order, also backwards, and across the period and stored states."""
+    """The draws are read in any order, even backwards, and across the period and stored states."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(proportions, "KEPT", 16)
         sources, numbers = Proportions(weights).between(0, 650)

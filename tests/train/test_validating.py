@@ -1,5 +1,5 @@
-"""Validation of a GPT: which sequences it reads, its loss beside one computed by hand, and that training does not
-notice it."""
+"""Validation of a GPT: which sequences it reads, its loss compared with one computed by hand, and its absence of
+effects on the training."""
 
 from __future__ import annotations
 

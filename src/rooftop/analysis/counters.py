@@ -9,8 +9,8 @@ moved, and how busy they kept it:
 
 ncu runs the kernels one at a time and empties the caches before each. So a kernel finds its inputs in DRAM, although in
 the real step they may still be in L2. The last results of a kernel may still be in L2 when the counters are read.
-Therefore, fewer bytes than required are no error. Far more bytes than required are traffic that a better kernel would
-avoid.
+Therefore, fewer bytes than required are not an error. Far more bytes than required are traffic that a better kernel
+would avoid.
 """
 
 from __future__ import annotations

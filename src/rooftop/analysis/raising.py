@@ -40,7 +40,7 @@ def raised_and_kept(
     changed = ", ".join(dict.fromkeys(in_words(each.figure) for each in higher.raises[len(ceilings.raises) :]))
     who = "One operator was" if count == 1 else f"{count} operators were"
     note = (
-        f"{who} faster than the ceilings allowed, also when measured again alone. So these ceilings were raised, "
+        f"{who} faster than the ceilings allowed, even when measured again alone. So these ceilings were raised, "
         f"also for later reports: {changed}."
     )
     return keep(higher, device), [note]

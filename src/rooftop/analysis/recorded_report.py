@@ -82,7 +82,7 @@ def recorded_report(
         said.append(
             "The program uses PyTorch's profiler itself, so Rooftop's could not run: memory, waits and the loading "
             f"of data were not watched{', and no trace was written' if traced else ''}. Steps that both profilers "
-            "watched took longer, also in the program's own profile."
+            "watched took longer, even in the program's own profile."
         )
     elif traced and laps.plain is None:
         said.append(

@@ -45,7 +45,7 @@ def _lines(info: VideoInfo) -> list[tuple[str, str]]:
         ("size", f"{info.width} x {info.height}{turned}{stretched}{', interlaced' if info.interlaced else ''}"),
         ("colours", _colours(info)),
         ("rate", f"{rate}{info.fps:.6g} frames/s, {info.bit_rate_bps / 1e6:.4g} Mbit/s"),
-        ("frames", f"{info.frames:,}, of which {info.key_frames:,} key frames; {access}"),
+        ("frames", f"{info.frames:,}, {info.key_frames:,} of them key frames; {access}"),
         ("time", f"{info.duration_s:.3f} s from {info.start_s:.3f} s on"),
     ]
     if info.rotation_degrees or info.mirrored:

@@ -94,7 +94,7 @@ def _read(
     """Read the frames around `after`.
 
     Raises:
-        InputError: the file is no video, has too few frames, or does not contain the time.
+        InputError: the file is not a video, has too few frames, or does not contain the time.
         DamagedVideoError: a frame that is needed cannot be decoded.
     """
     progress("reading", 0.0)

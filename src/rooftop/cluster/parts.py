@@ -186,7 +186,7 @@ class Parts:
     # ---- writing -----------------------------------------------------------------------------------------------------
 
     def settle(self, columns: Any | None) -> None:
-        """Set the columns of the results (a pyarrow.Schema), also in existing parts."""
+        """Set the columns of the results (a pyarrow.Schema), including those of existing parts."""
         if self.columns is not None and columns == self.columns and (self.folder / RECORD).exists():
             return
         self.columns = columns

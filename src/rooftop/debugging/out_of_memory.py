@@ -260,7 +260,7 @@ def _marking(watched: _Watched, mark: Callable[[str], object]) -> Iterator[None]
     threads = threading.local()  # torch keeps the mark for each thread, too: backward passes have their own
 
     def calls() -> tuple[RunningCalls, RunningCalls]:
-        """This thread's scopes of modules, and its marks, also of optimizers."""
+        """This thread's scopes of modules, and its marks, including those of optimizers."""
         if not hasattr(threads, "calls"):
             threads.calls = RunningCalls(), RunningCalls()
         scopes, marks = threads.calls

@@ -228,7 +228,7 @@ class Ceilings:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Ceilings:
-        """Read the result of `to_dict`, also in an earlier format.
+        """Read the result of `to_dict`, even in an earlier format.
 
         Raises:
             ValueError: the data are not ceilings, or have another format version.

@@ -71,7 +71,7 @@ def collective_rates(
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], timeout_s: float) -> None:
-    """Wait until all processes are done. If a process fails, the others wait for it in vain, so the first failure ends
+    """Wait until all processes are done. If a process fails, the others would wait forever, so the first failure ends
     the measurement.
     """
     deadline = time.monotonic() + timeout_s

@@ -38,7 +38,7 @@ _WAITING = {
 
 _library: ctypes.PyDLL | None = None
 stays_for = ""
-"""The thread because of which the last `detach` left CUPTI attached; "" if there was none."""
+"""The thread that made the last `detach` leave CUPTI attached; "" if there was none."""
 
 
 def detach() -> bool:

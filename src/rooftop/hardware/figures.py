@@ -4,7 +4,7 @@
     flops bf16, sustained bf16        flop/s in a short burst at full clocks, and in continuous work
     transfers device_to_host_pinned   bytes/s between host and device
     links all_reduce_8_gpus           bytes/s between GPUs
-    pulse product                     the present speed of a CPU (see `pulse`), which is no ceiling
+    pulse product                     the present speed of a CPU (see `pulse`), which is not a ceiling
     kernel_floor_ms, launch_eager_ms, launch_graph_ms
 
 A figure is the best of its samples. A figure counts as reproduced if the second best sample is close.
@@ -61,7 +61,7 @@ def size_in_words(size: int) -> str:
 
 
 def part_in_words(words: str) -> str:
-    """The part (see `part_of`) of a figure in words, also from files of the first format ("read 2 MiB")."""
+    """The part (see `part_of`) of a figure in words; files of the first format are supported ("read 2 MiB")."""
     first, _, rest = words.partition(" ")
     if first in ("matrix", "convolution", "sustained"):
         return rest

@@ -67,7 +67,7 @@ class Measurement:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Measurement:
-        """Read the result of `asdict`, also after a round trip through JSON."""
+        """Read the result of `asdict`, even after a round trip through JSON."""
         disturbed = plain.get("disturbed")
         return cls(**{**plain, "disturbed": None if disturbed is None else tuple(disturbed)})
 

@@ -1,7 +1,7 @@
 """Exceptions from a program's signal handlers while our code runs for the program.
 
 Code that must not end the program catches all its own errors. A signal handler (a time limit by SIGALRM, a request to
-stop) may raise at any line, also in our code. The handler's exception belongs to the program.
+stop) may raise at any line, even in our code. The handler's exception belongs to the program.
 """
 
 from __future__ import annotations

@@ -198,8 +198,9 @@ class Occupancy:
         return self._with(field, value).active_warps > self.active_warps
 
     def _less(self, field: str, least: int) -> Change | None:
-        """The largest smaller value that raises the occupancy. If a value raises the occupancy, any smaller value does
-        too.
+        """The largest value below the present one that raises the occupancy.
+
+        If a value raises the occupancy, any smaller value does too.
         """
         before: int = getattr(self, field)
         smaller = range(least, before)

@@ -1,6 +1,6 @@
 """Combine and separate channels: merge, split, extractChannel, insertChannel, mixChannels.
 
-Results go to `dst` if given, also into regions of larger Mats.
+Results go to `dst` if given, which may be a region of a larger Mat.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ def _float32_is_enough(root: MatExpr, nodes: list[MatExpr], bounds: BoundsOf, de
     """Whether no path rounds more than once in float32, and a rounded value is stored without another rounding."""
     narrow = {CV_32F: (CV_32F,), CV_16F: (CV_16F,), CV_16BF: (CV_16BF,)}.get(depth, ())
     rounded: dict[int, bool] = {}
-    leaves_allow = True  # a rounded value is stored without change, also after a conversion to float64
+    leaves_allow = True  # a rounded value is stored without change, even after a conversion to float64
     for each in nodes:
         operands = [rounded[id(operand)] for operand in each._operands]
         known = bounds[id(each)]

@@ -290,7 +290,7 @@ def rebuilt(root: MatExpr, change: Callable[[MatExpr, tuple[MatExpr, ...]], MatE
 
 
 def same_number(a: float, b: float) -> bool:
-    """Whether two numbers are equal, also in the sign of zero; NaN equals NaN."""
+    """Whether two numbers are equal, including the sign of zero; NaN equals NaN."""
     return (a == b and (a != 0 or math.copysign(1.0, a) == math.copysign(1.0, b))) or (a != a and b != b)
 
 

@@ -118,7 +118,7 @@ class Header(Shaped):
     def step1(self, i: int = 0) -> int:
         """Like `step`, in numbers (channels) instead of bytes."""
         if not 0 <= i < self.dims:
-            raise IndexError(f"step1({i}) of {self.dims} dimensions: 0 to {self.dims - 1}")
+            raise IndexError(f"step1({i}): the Mat has {self.dims} dimensions, so expected 0 to {self.dims - 1}")
         return self._steps[i] // self.elemSize1()
 
     def isContinuous(self) -> bool:

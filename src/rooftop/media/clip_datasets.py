@@ -50,7 +50,7 @@ class ClipBatch(NamedTuple):
 
 
 class ClipDataset(Dataset[Clip]):
-    """All clips of some videos: `dataset[i]` is a `Clip`, also for `torch.utils.data.DataLoader`.
+    """All clips of some videos: `dataset[i]` is a `Clip`, so `torch.utils.data.DataLoader` can use it.
 
         clips = ClipDataset(paths, frames=16, step=2, resize=(224, 224), dtype=torch.float16)
         for pixels, files, firsts in ClipLoader(clips, batch=8, shuffle=True): ...

@@ -81,7 +81,7 @@ def replace(model: torch.nn.Module, *, only: Iterable[str] | None = None, inputs
         The modules that were replaced and those that were not, and why; prints one line per module.
 
     Raises:
-        TypeError: model is no module, or cannot be copied for timing.
+        TypeError: model is not a module, or cannot be copied for timing.
         ValueError: `only` names an unknown kind.
         Exception: with `inputs`, any error that the model raises for them.
     """

@@ -266,7 +266,7 @@ def vocab_parallel_linear_cross_entropy(
     z_loss: float = 0.0,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """`vocab_parallel_cross_entropy` of hidden @ weight.T, of which only some rows exist at a time.
+    """`vocab_parallel_cross_entropy` of hidden @ weight.T. Only some rows of this product exist at a time.
 
     The forward pass computes the gradients, chunk by chunk; backward only scales them.
 

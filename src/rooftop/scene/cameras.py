@@ -185,7 +185,7 @@ def checked_cameras(cameras: object) -> tuple[Camera, ...]:
     views = (cameras,) if isinstance(cameras, Camera) else tuple(cameras)
     wrong = [view for view in views if not isinstance(view, Camera)]
     if wrong:
-        raise ValueError(f"cameras has {short(wrong[0])}: expected scene.Camera, such as Camera.look_at makes")
+        raise ValueError(f"cameras has {short(wrong[0])}: expected a scene.Camera, e.g. from Camera.look_at")
     return views
 
 

@@ -57,9 +57,7 @@ class Material:
             )
         both = tuple(wrap) if isinstance(wrap, Sequence) and not isinstance(wrap, str) else (wrap, wrap)
         if len(both) != 2 or any(each not in WRAPS for each in both):
-            raise ValueError(
-                f"wrap={short(wrap)}: expected one of {', '.join(WRAPS)}, or a pair of these, of u and of v"
-            )
+            raise ValueError(f"wrap={short(wrap)}: expected one of {', '.join(WRAPS)}, or a pair of these, for u and v")
         if magnified not in MAGNIFIED:
             raise ValueError(f"magnified={short(magnified)}: expected one of {', '.join(MAGNIFIED)}")
         if not isinstance(name, str):

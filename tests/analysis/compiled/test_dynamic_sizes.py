@@ -87,7 +87,7 @@ def test_what_is_kept_of_a_graph_does_not_hold_its_module() -> None:
 
 
 def test_a_symbol_of_strides_alone_is_read_from_them() -> None:
-    """Rows with a stride of 7, of which 5 elements are visible, so no size is 7."""
+    """Rows with a stride of 7 and 5 visible elements, so no size is 7."""
     graph = traced(lambda x: x + 1, torch.zeros(4, 7)[:, :5])
     sources = size_sources(graph)
     assert sources is not None

@@ -125,7 +125,7 @@ def test_gate_of_all_that_a_loss_can_have(reduction: str) -> None:
 
 @contextmanager
 def shapes_of_all_tensors() -> Iterator[set[tuple[int, ...]]]:
-    """The shapes of all tensors that torch computes or allocates in the `with` block, also inside our operator."""
+    """The shapes of all tensors that torch computes or allocates in the `with` block, even inside our operator."""
     seen: set[tuple[int, ...]] = set()
 
     class Watch(TorchDispatchMode):

@@ -26,7 +26,7 @@ from rooftop.testing import assert_as_accurate
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HALVES = DTYPES[1:]
 NORMS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
-EPS = torch.finfo(torch.float32).eps  # for an RMS norm, also of the float64 reference
+EPS = torch.finfo(torch.float32).eps  # for an RMS norm, and for its float64 reference
 Inputs = list[Tensor | None]
 
 

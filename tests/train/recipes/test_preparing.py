@@ -1,4 +1,4 @@
-"""The effect of a recipe on a built model, also in the loop."""
+"""The effect of a recipe on a built model, by itself and in the loop."""
 
 from __future__ import annotations
 

@@ -42,6 +42,6 @@ Examples:
 def decode_command() -> None:
     """Decode FILE into upright RGB pictures, or into one array.
 
-    Frame numbers count from the start of the video, also with --start and --every. Each file is written completely or
+    Frame numbers count from the start of the video, even with --start and --every. Each file is written completely or
     not at all. If the video is damaged, the pictures before the damage stay, and no array is written.
     """

@@ -42,7 +42,7 @@ Examples:
 def transcode_command() -> None:
     """Transcode IN to OUT. The suffix of OUT sets the format.
 
-    Every frame keeps its time, also at a variable frame rate. Rotation stored in the file is applied. 10-bit video
+    Every frame keeps its time, even at a variable frame rate. Rotation stored in the file is applied. 10-bit video
     stays 10-bit if the encoder supports it. Sound is copied packet for packet. OUT is created or replaced only once it
     is complete.
     """

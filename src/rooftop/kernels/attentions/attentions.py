@@ -127,7 +127,7 @@ def _at_aligned_address(x: Tensor) -> Tensor:
 def _forward(
     backend: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(out, L) by a back end, also for fake tensors."""
+    """(out, L) from a back end, which may get fake tensors."""
     if backend == "reference":
         return attention_reference(query, key, value, mask, is_causal, scale)
     query, key, value = (_aligned_rows(t) for t in (query, key, value))

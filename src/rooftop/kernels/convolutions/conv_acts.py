@@ -83,7 +83,7 @@ class Kept(NamedTuple):
 
 
 class ConvAct(NamedTuple):
-    """(y, input of the activation); the latter is empty if it is not kept."""
+    """(y, input of the activation, or an empty tensor if it is not kept)."""
 
     x: Tensor
     weight: Tensor

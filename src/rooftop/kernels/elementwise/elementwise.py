@@ -385,7 +385,7 @@ class Fused:
         return run_text(self.text, self.names, self.single, *arguments)
 
     def source(self, *arguments: Argument, **keywords: Argument) -> str:
-        """The Triton source of the kernel for these arguments (tensors may be on any device, also `meta`)."""
+        """The Triton source of the kernel for these arguments (tensors may be on any device, even `meta`)."""
         values = self._bound(arguments, keywords)
         kinds = "".join("t" if isinstance(each, Tensor) else "n" for each in values)
         tensors = [each for each in values if isinstance(each, Tensor)]

@@ -339,7 +339,7 @@ def _class_weight(weight, label, valid, HAS_WEIGHT: tl.constexpr):
 
 @triton.jit
 def _weight_of_target(weight, label, counted, columns, HAS_WEIGHT: tl.constexpr):
-    """The weight of the target's class; NaN if the target is no class."""
+    """The weight of the target's class; NaN if the target is not a class."""
     valid = counted & (label >= 0) & (label < columns)
     return tl.where(counted & (valid == 0), float("nan"), _class_weight(weight, label, valid, HAS_WEIGHT))
 

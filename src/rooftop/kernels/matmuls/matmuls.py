@@ -74,7 +74,8 @@ class Kept(NamedTuple):
 
 
 class LinearAct(NamedTuple):
-    """(y, input of the activation) for x (M, K) and weight (N, K); the latter is empty if it is not kept.
+    """(y, input of the activation) for x (M, K) and weight (N, K). If the input of the activation is not kept, an empty
+    tensor is in its place.
 
     rounded: the input of the activation is rounded first, as if it had been kept.
     """

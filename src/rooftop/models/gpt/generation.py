@@ -491,7 +491,7 @@ def _checked(index: int, prompt: Prompt, config: GptConfig) -> list[int]:
         raise ValueError(f"generate: prompt {index} is empty: begin with a token, such as the beginning-of-text token")
     if len(tokens) >= config.positions:
         raise ValueError(
-            f"generate: prompt {index} has {len(tokens)} tokens, and the model {config.positions} positions, which "
+            f"generate: prompt {index} has {len(tokens)} tokens, and the model has {config.positions} positions, which "
             f"leaves no room for a new token; shorten it to at most {config.positions - 1}"
         )
     least, most = min(tokens), max(tokens)

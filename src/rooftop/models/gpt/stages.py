@@ -44,7 +44,7 @@ ELEMENT = 2  # bytes
 
 
 def whole_name(config: GptConfig, name: str) -> str:
-    """The name of a rank's parameter in the whole model; a tied weight has the embedding's name, also in a stage
+    """The name of a rank's parameter in the whole model; a tied weight has the embedding's name, even in a stage
     without an embedding."""
     return EMBEDDING if config.tied and name == HEAD else name
 
@@ -94,8 +94,8 @@ def _cost_of_layer(config: GptConfig, layer: int, length: int) -> float:
 def divided(
     costs: Sequence[float], placement: Sequence[Sequence[int]], first: float = 0, last: float = 0
 ) -> list[range]:
-    """Divide consecutive items into parts of at least one, placed on ranks, so that the most expensive rank costs
-    little.
+    """Divide consecutive items into parts of at least one item, which are placed on ranks, so that the most expensive
+    rank costs little.
 
     With one part per rank, the most expensive part is as cheap as possible. Among such divisions, the sum of squares is
     the least, so that the other parts are as equal as possible. If costs are equal, the first parts get more items.

@@ -157,7 +157,7 @@ def published_weights(builder: str, weights: str | Path) -> Weights | None:
 
 
 def preprocessing_of(builder: str, weights: str | Path) -> Preprocessing:
-    """The preprocessing of photographs for these weights, also for a copy that kept its file name.
+    """The preprocessing of photographs for these weights, even for a copy, if it kept its file name.
 
     A file of `rooftop train` contains it. For any other file, the shorter side is resized to 256 pixels and the central
     224 x 224 are used.
@@ -169,7 +169,7 @@ def preprocessing_of(builder: str, weights: str | Path) -> Preprocessing:
 
 
 def options_of(builder: str, weights: str | Path) -> dict[str, Any]:
-    """The builder's options for these weights, also for a copy that kept its file name.
+    """The builder's options for these weights, even for a copy, if it kept its file name.
 
     Weights of a dilated DETR give {"dilation": True}, because their keys and shapes equal the plain one's. A file that
     `rooftop train` wrote for this builder gives the options in it. Other weights give none.

@@ -446,7 +446,7 @@ def add_partial_sums(
         tl.store(dbias + column, total.to(dbias.dtype.element_ty), mask=column < columns)
 
 
-# ---- functions that several kernels share, also in triton_kernels/long_norms.py --------------------------------
+# ---- functions of several kernels, used in triton_kernels/long_norms.py, too --------------------------------
 
 
 @triton.jit
