@@ -114,7 +114,7 @@ class Asking:
 
 
 def asked(asking: Asking, until: float) -> Answers:
-    """Send one request after another until a time."""
+    """Send one request after another until a point in time."""
     answers = []
     while (began := time.perf_counter()) < until:
         asking.launch()

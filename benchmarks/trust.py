@@ -52,7 +52,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=5)
     parser.add_argument("--only", default=[""], nargs="+", metavar="TEXT", help="cases whose names have one of these")
     parser.add_argument("--more", action="store_true", help="add these processes to those in --out")
-    parser.add_argument("--advice", action="store_true", help="follow the advice and time it")
+    parser.add_argument("--advice", action="store_true", help="apply the advice, and time the result")
     parser.add_argument("--quick", action="store_true", help="small models on the CPU, to test the script")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

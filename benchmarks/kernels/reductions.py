@@ -125,7 +125,7 @@ def _times(variants: dict[str, Callable[[], object]], calls: int) -> dict[str, f
 
 
 def _calls(function: Function, sets: list[list[Tensor]], direction: str) -> dict[str, Callable[[], object]]:
-    """One eager call, and a replay with a call for each set."""
+    """One eager call, and a replay of a graph that has a call for each set of inputs."""
     if direction == "forward":
         plain = [[x.detach()] for (x,) in sets]
         return {"eager": rotated(function, plain), "replay": captured(lambda: [function(x) for (x,) in plain], STREAM)}

@@ -152,7 +152,7 @@ def test_a_conversion_changes_no_bit_and_goes_on(ranks: int, run: Path, trained:
 
 
 def test_a_tensor_rank_finds_what_it_holds_in_its_own_file(run: Path, said: Said) -> None:
-    """Of four ranks, each two share a head of keys, and one of the two writes it."""
+    """Two pairs of ranks share a head of keys each, and one rank of each pair writes it."""
     out = run.parent / "out"
     said("convert", run, "-o", out, "--tensor-parallel-size", 4)
     found = json.loads(said("inspect", out, "--json")[1])["tensors"]

@@ -131,7 +131,7 @@ def test_workers_of_a_scheduler_do_each_item_once_also_if_one_is_killed(
 
     scheduler.start(2)
     with Client(scheduler.address, timeout=120) as client:
-        # otherwise one worker may do everything before the other, which is to be killed, begins
+        # otherwise one worker may do everything before the worker that is killed later begins
         client.wait_for_workers(2, timeout=120)
     killed = []
 

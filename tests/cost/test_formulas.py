@@ -73,7 +73,8 @@ PRODUCTS = [
     Hand("sub", lambda: torch.sub(x(5, dtype=torch.complex64), x(5), alpha=3), 20, 60, 40),
     Hand("div", lambda: x(5, dtype=torch.complex64) / x(5, dtype=torch.complex64), 55, 80, 40),
     Hand("abs", lambda: x(5, dtype=torch.complex64).abs(), 20, 40, 20),
-    # A complex transform of 8 takes 4 * 8 * 3 - 6 * 8 + 8 = 56 operations, of 4 it takes 16; a real one half.
+    # A complex transform of 8 takes 4 * 8 * 3 - 6 * 8 + 8 = 56 operations, and one of 4 takes 16. A real transform
+    # takes half.
     Hand("_fft_r2c", lambda: torch.fft.rfft(x(4, 8)), 4 * 28, 4 * 8 * 4, 4 * 5 * 8),
     Hand("_fft_c2r", lambda: torch.fft.irfft(x(4, 5, dtype=torch.complex64)), 4 * 28, 4 * 5 * 8, 4 * 8 * 4),
     Hand(

@@ -153,7 +153,8 @@ QUANTIZATION = [
 ]
 
 LOSSES = [
-    # 5 steps, 2 sequences of 3 labels: 7 states of 9 flops; of 10 classes 3 labels and the blank are looked up.
+    # 5 steps, 2 sequences of 3 labels: 7 states of 9 flops; only the 3 labels and the blank are looked up among the 10
+    # classes.
     Hand(
         "aten::_ctc_loss",
         lambda: F.ctc_loss(x(5, 2, 10), torch.ones(2, 3, dtype=torch.int64), (5, 5), (3, 3)),

@@ -107,8 +107,8 @@ CASES: dict[str, tuple[Callable[[], Any], Count]] = {
         (2 * 3 * 48 + (2 * 26 + 4) * 6, F4 * (48 + 48), F4 * (12 + 6)),
     ),
     # two gradients of one convolution, the gates' backward of both steps, and the sum of one state's two gradients.
-    # Read are the sums, the first result, the cells, and the gradients of results and cell; written are the gradients
-    # of gates, kernel and cell
+    # It reads the sums, the first result, the cells, and the gradients of results and cell; it writes the gradients of
+    # gates, kernel and cell
     "conv_lstm_sequence_backward": (
         lambda: learn(kernels.conv_lstm_sequence, STEPS, RECURRENT),
         (4 * 3 * 48 + (2 * 47 + 1) * 6, F4 * (48 + 48 + 6 + 12 + 12 + 6), F4 * (48 + 48 + 6)),

@@ -43,7 +43,7 @@ from rooftop.testing import no_waiting_for_gpu
 
 TWO, THREE = ["cpu"] * 2, ["cpu"] * 3
 CPU = torch.device("cpu")
-PATIENCE_S = 120  # seconds after which a test fails that waits for a thread that never comes
+PATIENCE_S = 120  # seconds; a test that waits longer than this for another thread fails
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "data_parallel.py"
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "parallel_data.py"
 

@@ -286,8 +286,8 @@ def test_parts_of_format_1_that_are_missing_or_damaged_are_said(on_ranks: Run, t
 def saved_beside(
     training: GptTraining, name: str, folder: Path, at: int, fails: int | None
 ) -> tuple[str, int, Numbers]:
-    """(the error, the step after which it was raised, two further steps), if the disk of one rank is full or no disk
-    is."""
+    """(the error, the step after which it was raised, two further steps), if the disk of one rank is full, or no disk
+    is full."""
     one = trainer(training, name)
     numbers(one, at)
     saver = Saver(folder, one)

@@ -73,8 +73,8 @@ class Case:
     documents: bool = False
 
 
-# One sequence or one head for each rank, heads of keys and values that four ranks share, and both kinds of ranks, with
-# each value that `cases_of` combines.
+# Cases with one sequence or one head for each rank, with heads of keys and values that four ranks share, and with both
+# kinds of ranks. They include each value that `cases_of` combines.
 ON_EIGHT = [
     Case("llama", Layout(8)),
     Case("gpt", Layout(4, 2, sequence_parallel=True)),

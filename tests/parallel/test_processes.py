@@ -299,7 +299,7 @@ def after_a_start_that_did_not_meet(rank: int, late_s: float) -> tuple[int, int,
 
 @pytest.mark.parametrize(("rank", "late_s"), [(0, 0.0), (0, 1.0), (2, 0.0), (2, 1.0)])
 def test_a_meeting_that_was_left_before_its_verdict_is_closed(rank: int, late_s: float, on_ranks: Run) -> None:
-    """A rank that replaces one that left, however late: the others must not mistake it for the one that left."""
+    """A rank replaces another one that left, however late. The others must not mistake it for the rank that left."""
     found = on_ranks(3, after_a_start_that_did_not_meet, rank, late_s, joined=False)
     assert found == [(each, 3, [10.0, 11.0, 12.0]) for each in range(3)]
 

@@ -121,7 +121,7 @@ def test_what_cannot_be_a_colour_is_refused(colors: Any, error: type[Exception],
 
 
 def glb(path: Path, colors: NDArray[Any], kind: int, of: str, textured: bool = False) -> None:
-    """A triangle with these COLOR_0, and next to it one without."""
+    """A triangle with these values of COLOR_0, next to a triangle without colours."""
     positions = np.eye(3, dtype="<f4")
     pieces = [positions.tobytes(), colors.tobytes() + bytes(-colors.nbytes % 4), np.zeros((3, 2), "<f4").tobytes()]
     starts = np.cumsum([0, *map(len, pieces)]).tolist()

@@ -238,8 +238,8 @@ def test_every_point_of_a_range_is_in_a_voxel_and_no_other(
 
 
 def test_under_spconvs_name_the_grid_ends_where_spconvs_does() -> None:
-    """The range becomes the nearest whole number of cells: of 0 to 1, the last tenth is not covered; of 0 to 0.8, cells
-    reach beyond it."""
+    """The range becomes the nearest whole number of cells: for 0 to 1, the last tenth is not covered; for 0 to 0.8, the
+    cells reach beyond the end."""
     points = torch.tensor([[0.85], [0.95], [0.89]])
     for high, kept in ((1.0, [0, -1, 0]), (0.8, [0, -1, 0])):
         make = PointToVoxel([0.3], [0.0, high], 1, 9, 9)

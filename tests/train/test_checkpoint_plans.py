@@ -16,7 +16,7 @@ from rooftop.train.checkpoints.plans import Held, box_of, part_of, planned
 
 
 def held_by(tp: int, dp: int, stages: int, shared: bool) -> list[list[Held]]:
-    """The parts that the ranks of a layout have of a model with all kinds of parameters; each stage has a layer, and
+    """The parts that the ranks of a layout hold of a model with all kinds of parameters; each stage has a layer, and
     the first and last stage a tied embedding."""
     ranks = []
     for stage in range(stages):

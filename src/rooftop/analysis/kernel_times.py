@@ -48,8 +48,8 @@ class KernelTimes:
 
 
 def in_launch_order(kernels: Sequence[Kernel]) -> list[Kernel]:
-    """Kernels in the order in which the host launched them; those of one CUDA graph, which is one launch, in order of
-    start.
+    """Kernels in the order in which the host launched them; kernels of one CUDA graph, which is one launch, are in
+    order of their start.
     """
     return sorted(kernels, key=lambda kernel: (kernel.correlation_id, kernel.start_ns))
 

@@ -30,7 +30,7 @@ from rooftop.hardware.ceilings import write_whole
 FORMAT = 1
 RECORD = "_rooftop.json"
 PART_BYTES = 64 << 20  # largest part in memory
-# an interrupted run loses at most the rows of this time, or of 2% of its time; longer waits keep parts few
+# an interrupted run loses at most the rows of this time, or of 2% of its time; with longer waits there are fewer parts
 FIRST_PART_S = 10.0
 PART_SHARE = 0.02
 

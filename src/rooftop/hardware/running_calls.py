@@ -78,7 +78,8 @@ class RunningCalls:
         self._calls.append(_Call(name, threading.get_ident(), id(frame), frame.f_code, within))
 
     def leave(self, frame: FrameType) -> str | None:
-        """Record the end of a call that this frame or its caller runs, and of all calls above it. Return its name.
+        """Record the end of a call that this frame or its caller runs, and the ends of all calls above it. Return its
+        name.
 
         The name is None if the call began before the hooks existed.
         """

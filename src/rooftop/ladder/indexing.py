@@ -120,7 +120,7 @@ def warps_with_work(layout: Layout, rows: int, columns: int, capability: tuple[i
 
 
 def predicted(layout: Layout, c: Tensor) -> str:
-    """Both predictions in words; empty where there is no compiler to say how many registers the kernel has."""
+    """Both predictions in words; empty if no compiler is available to count the kernel's registers."""
     capability, units = (torch.cuda.get_device_capability(c.device), processors(c)) if c.is_cuda else WITHOUT_GPU
     (rows, columns), where = c.shape, "predicted" if c.is_cuda else "predicted for an H200"
     try:

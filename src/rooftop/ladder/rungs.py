@@ -148,7 +148,7 @@ NEEDS_TRITON = 'needs Triton: pip install "rooftop[triton]"'
 
 
 def triton_missing(device: torch.device) -> str:
-    """Why Triton's kernels cannot run on the device; empty where they can."""
+    """Why Triton's kernels cannot run on the device; empty if they can."""
     try:
         import triton  # noqa: F401
     except ImportError:

@@ -229,12 +229,12 @@ class MatExpr(Arithmetic, Shaped):
 
 
 def minimum(a: Operand, b: Operand) -> MatExpr:
-    """The smaller of two, element by element; NaN if either is."""
+    """The smaller of two, element by element; NaN if one of them is NaN."""
     return _of_two("min", a, b)
 
 
 def maximum(a: Operand, b: Operand) -> MatExpr:
-    """The larger of two, element by element; NaN if either is."""
+    """The larger of two, element by element; NaN if one of them is NaN."""
     return _of_two("max", a, b)
 
 

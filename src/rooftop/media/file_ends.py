@@ -86,7 +86,7 @@ def _length(first: bytes, most: int) -> int:
 
 
 def is_webp(file: BinaryIO) -> bool:
-    """Whether a file, from its beginning on, is a WebP picture; animated or not."""
+    """Whether the beginning of a file is that of a WebP picture, animated or not."""
     file.seek(0)
     head = file.read(12)
     return head[:4] == b"RIFF" and head[8:] == b"WEBP"

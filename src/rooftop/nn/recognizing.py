@@ -127,7 +127,7 @@ class Recognized:
     weight: Tensor
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """One tensor (..., columns), under the module's own name for it; the result is like it."""
+        """One tensor (..., columns), under the module's own name for it; the result has the same shape and dtype."""
         eps, offset = self._rms_norm
         input: Any = keywords.get(self._argument) if keywords else inputs[0] if inputs else None
         as_usual = isinstance(input, Tensor) and input.dtype in FLOATS and input.dim() > 0

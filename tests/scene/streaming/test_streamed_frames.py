@@ -261,7 +261,7 @@ def test_at_rest_a_picture_becomes_the_resident_one(paged_ball: Geometry, paged_
 def test_both_culls_ask_for_the_same_pages(
     paged_ball: Geometry, paged_knot: Geometry, cuda_on_cpu: Counter[str]
 ) -> None:
-    """From one queue and level by level; with most pages absent, and as they come."""
+    """Clusters are culled from one queue and level by level, with most pages absent, and while pages arrive."""
     scene = crowd(paged_ball, paged_knot)
     pool_bytes = int(0.3 * (paged_ball.pages + paged_knot.pages)) * SLOT
     cuda, warp = (

@@ -264,7 +264,10 @@ def command() -> None:
     help="Write checkpoints in the background from a copy in host memory; or wait for the disk.  "
     "[default: --async-save]",
 )
-@size("--keep-last", help="Keep the last N checkpoints in --save. Older ones are removed once a new one is complete.")
+@size(
+    "--keep-last",
+    help="Keep the last N checkpoints in --save. Older checkpoints are removed once a new one is complete.",
+)
 @path(
     "--load",
     metavar="DIR",

@@ -90,7 +90,7 @@ def linear_act_descriptors(
 
 @triton.jit
 def linear_act_single(
-    x, weight, weight_more, y, z,  # descriptors, as above; weight_more: of MORE rows of weight at a time
+    x, weight, weight_more, y, z,  # descriptors, as above; weight_more: a descriptor of MORE rows of weight
     residual, bias,  # (M, N), (N,)
     rows, columns, depth, residual_row,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,

@@ -63,8 +63,8 @@ FORWARD = (
     ForwardConfig(columns=32768, rows=1, block=8192, warps=16),
 )
 
-# Rows of pairs or fours of elements, which begin at multiples of 4 or 8 bytes: one warp for each row, and more warps on
-# an SM.
+# Rows whose length is a multiple of two or four elements, so that they begin at multiples of 4 or 8 bytes: one warp for
+# each row, and more warps on an SM.
 FORWARD_NARROW = (
     ForwardConfig(columns=512, rows=4, block=128, warps=2),
     ForwardConfig(columns=1024, rows=1, block=256, warps=1),
