@@ -114,7 +114,7 @@ def main() -> int:
         try:
             for row in measured(case, ceilings, options.quick, options.peers):
                 results.add(row)
-        except Exception:  # go on, because the other cases are worth having
+        except Exception:  # continue, because the other cases are still useful
             traceback.print_exc()
             failed = True
         gc.collect()

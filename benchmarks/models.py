@@ -151,7 +151,7 @@ def main() -> int:
             for row in measure_case(case, scale, ceilings, options):
                 found["rows"].append(row)
                 write(found, options.out)
-        except Exception as error:  # go on, because the other cases are worth having
+        except Exception as error:  # continue, because the other cases are still useful
             traceback.print_exc()
             found["failed"][case.name] = f"{type(error).__name__}: {error}"
             write(found, options.out)

@@ -67,7 +67,7 @@ def row_of(name: str, batch: int, train: bool, device: torch.device, seconds: fl
     named = {key: moved(each, device, dtype) for key, each in kwargs.items()}
     models = dict(variants(model))
     ways = {key: step(each, given, named, train) for key, each in models.items()}
-    for _ in range(5):  # compiles, and gets known
+    for _ in range(5):  # compiles the call and makes it known
         made = {key: way() for key, way in ways.items()}
     error = max(error_of(made["before"], made[key]) for key in ("after", "all"))
     if error > MOST_ERROR:

@@ -483,7 +483,7 @@ def main() -> int:
     for name in options.only:
         try:
             CASES[name](options, row)
-        except Exception as error:  # go on, because the other cases are worth having
+        except Exception as error:  # continue, because the other cases are still useful
             traceback.print_exc()
             found["failed"][name] = f"{type(error).__name__}: {error}"
             write(found, options.out)

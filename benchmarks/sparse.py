@@ -190,7 +190,7 @@ def main() -> int:
                 for row in measure_case(case, scale, ceilings, options.seconds):
                     found["rows"].append(row)
                     write(found, options.out)
-        except Exception as error:  # go on, because the other cases are worth having
+        except Exception as error:  # continue, because the other cases are still useful
             traceback.print_exc()
             found["failed"][max(case.names, key=len)] = f"{type(error).__name__}: {error}"
             write(found, options.out)
@@ -289,7 +289,7 @@ def replays_of(work: Work) -> dict[str, Call]:
     for name in [name for name in work.calls if name in work.replayable]:
         try:
             found[name + REPLAYED], work.apart[name + REPLAYED] = replayed(work.calls[name])
-        except Exception as error:  # go on, because the calls themselves can be measured
+        except Exception as error:  # continue, because the calls themselves can be measured
             torch.cuda.synchronize()
             if not name.startswith(SPCONV):
                 traceback.print_exc()

@@ -99,7 +99,9 @@ def earlier_processes(path: Path) -> list[dict[str, Any]]:
 
 def fresh_process(options: argparse.Namespace) -> dict[str, Any]:
     """The measurements of all cases by a separate process."""
-    out = options.out.with_suffix(".running.json")  # written case by case; remains if this process is ended
+    out = options.out.with_suffix(
+        ".running.json"
+    )  # written after each case, so that rows remain if this process is ended
     out.parent.mkdir(parents=True, exist_ok=True)
     out.unlink(missing_ok=True)
     flags = [flag for flag in ("--advice", "--quick") if getattr(options, flag[2:])]
@@ -217,7 +219,7 @@ class Plainly:
     steady_ms: float
     latency_ms: float
     busy_ms: float
-    median_ms: float  # median of the tens
+    median_ms: float  # median of the times of ten steps
 
 
 def plainly(step: Callable[[], Any], device: str) -> Plainly:

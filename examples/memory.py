@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from rooftop.hardware import explained_memory, memory_summary, release, track
 
 MIB = 1 << 20
-LIMIT_BYTES = 512 * MIB  # memory on a GPU to which the example limits itself, to run out of it
+LIMIT_BYTES = 512 * MIB  # limit that the example sets for itself on a GPU, in order to run out of memory
 
 
 class Block(nn.Module):

@@ -21,7 +21,7 @@ from rooftop.mat import CV_8U, CV_32F, Mat
 from rooftop.media import VideoReader, VideoWriter
 
 KEPT = 0.9  # weight of a new frame in the mean
-LEVELS = 40  # a pixel whose difference, of 255, is larger counts as moving
+LEVELS = 40  # a pixel counts as moving if its difference (0 to 255) is larger
 
 
 def main() -> None:

@@ -11,9 +11,9 @@ device; 0 means new pictures at every step. The script prints COCO's mean averag
     found.png        eight of them twice: with their true boxes above, with what was found below
     loss.png         the loss of each step, on a logarithmic scale
 
-`rooftop.models.detr.small`, the network, explains why it learns fast. This script adds a higher learning rate with a
-warm-up and a cosine, and clipped gradients, which make it safe. On a GPU it uses bf16 autocast and matches on the GPU,
-and no step waits for the GPU. `rooftop train detr` trains the same network with checkpoints, curves and a page.
+`rooftop.models.detr.small`, the network, explains why it learns fast. This script adds a higher learning rate. A
+warm-up, a cosine schedule and clipped gradients make that rate safe. On a GPU it uses bf16 autocast and matches on the
+GPU, and no step waits for the GPU. `rooftop train detr` trains the same network with checkpoints, curves and a page.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def test_the_peak_counts_what_lives_at_the_same_time() -> None:
     x = kilobytes(100)  # existed before, so it does not count
     with track("cpu") as block:
         y = x + 1
-        y = y.view(-1, 4).relu()  # the sum is freed after
+        y = y.view(-1, 4).relu()  # the sum is freed afterwards
         y.mul_(2)
     assert (block.before_bytes, block.after_bytes) == (0, 100 * KB)
     assert block.peak_bytes == block.peak_increase_bytes == 200 * KB

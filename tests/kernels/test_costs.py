@@ -134,14 +134,14 @@ CASES: dict[str, tuple[Callable[[], Any], Count]] = {
         lambda: learn(kernels.linear_cross_entropy, HIDDEN, HEAD, CLASSES),
         (3 * 2 * 24 * 3 + 5 * 24, F4 * 30 + I8 * 4, F4 * (30 + 2)),
     ),
-    # a window of three lines at 5 - 1 of them, each of four pixels of one channel, to one channel
+    # a window of three lines at four places; a line has four pixels; one channel in and one out
     "conv_act": (
         lambda: kernels.conv_act(X.reshape(1, 1, 6, 4), ROW[:3].reshape(1, 1, 3, 1), OTHER[0, :1], activation="relu"),
         (2 * 16 * 3 + 2 * 16, F4 * (24 + 3 + 1), F4 * 16),
     ),
-    # a window of three lines at 4 of them, each of four pixels
+    # a window of three lines at four places; a line has four pixels
     "max_pool2d": (lambda: kernels.max_pool2d(X.reshape(1, 1, 6, 4), (3, 1), 1), (3 * 16, F4 * 24, F4 * 16)),
-    # ten pairs of three channels and two; the bias of each result; the table of four by three
+    # ten pairs of three input and two output channels; the bias of each result; the table of four by three
     "sparse_conv": (
         lambda: kernels.sparse_conv(HIDDEN, TAPS, ROW[:2], LINE, pair_count=10),
         (2 * 10 * 6 + 8, F4 * (12 + 18 + 2 + 12), F4 * 8),

@@ -421,7 +421,7 @@ def test_the_command_trains_so_and_refuses_where_there_are_no_data_ranks(on_rank
 # ---- bfloat16 ----------------------------------------------------------------------------------------------------
 
 
-# number of texts whose largest gradient errors are compared; for one text, the error of a bias with 16 elements is luck
+# number of texts whose largest gradient errors are compared; with one, the error of a small bias would be luck
 TEXTS = 4
 
 

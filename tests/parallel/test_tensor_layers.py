@@ -275,7 +275,7 @@ def test_a_window_is_of_the_last_positions(window: int) -> None:
     module = whole(lambda: ParallelSelfAttention(WIDTH, 8, 2, head_features=6, norms_epsilon=1e-5, window=window))
     x = given(attention)
     torch.testing.assert_close(module(x), by_hand(module, x, window), rtol=1e-9, atol=1e-9)
-    for begin in range(8):  # queries that are the last of more keys
+    for begin in range(8):  # the queries are the last positions of a longer row of keys
         query, key, value = torch.randn(3, 1, 8, 8, 6, dtype=F64)
         whole_text = module.attend(query, key[:, :2], value[:, :2])
         last = module.attend(query[:, :, begin:], key[:, :2], value[:, :2])

@@ -110,6 +110,6 @@ def _require_data(program: Program) -> None:
     parameters = program.module.parameters() if program.module is not None else ()
     if any(isinstance(tensor, FakeTensor) for tensor in (*parameters, *tensors_in([program.args, program.kwargs]))):
         raise ValueError(
-            f"analyze measures, but {program.name} or its input is a fake tensor, which has no data: "
-            "rooftop.predict needs none"
+            f"analyze measures, but {program.name} or its input is a fake tensor, which has no data: use "
+            "rooftop.predict, which needs no data"
         )

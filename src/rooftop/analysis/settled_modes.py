@@ -56,7 +56,7 @@ def _modes_above(mode: TorchDispatchMode) -> list[TorchDispatchMode]:
     return stack[places[-1] + 1 :] if places and getattr(mode, "_mode_key", None) is None else []
 
 
-_FLAGS = (  # each mode saves their earlier values; (where, the global, the value that a mode gives it)
+_FLAGS = (  # (object, its attribute, the value that a mode sets); each mode saves the earlier values
     ("old_dispatch_mode_flags", "_is_in_torch_dispatch_mode", lambda mode: True),
     (
         "old_non_infra_dispatch_mode_flags",

@@ -43,7 +43,7 @@ MOST_REPEATS = 5  # repetitions of watched steps that differed from the others
 
 # calls from outside any module in one watched stage; the profiler keeps 50 kB for a small call
 MOST_MODULE_CALLS = 3_000
-# a watched stage that exceeds both limits, the second in usual steps, is not a step
+# a watched stage that exceeds both limits is not a step; the second counts usual steps
 LONG_STAGE_S, LONG_STAGE_LAPS = 10.0, 20
 
 UNDISTURBED = ("warm", "before", "settling", "timed")

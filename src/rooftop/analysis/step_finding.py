@@ -107,7 +107,7 @@ class StepFinder:
         self._led = 0  # steps of the leading marker
         self._others = (
             WeakIdKeyDictionary()
-        )  # marker other than the leading one (the finder: one without object) -> _Other
+        )  # each marker except the leading one -> its _Other; the finder stands for markers without object
         self._is_over = False
         self._around = ExitStack()
         self._calls_patched = ExitStack()

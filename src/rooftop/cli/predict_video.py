@@ -23,7 +23,7 @@ from rooftop.models.conv_lstm.network import States
 from rooftop.models.conv_lstm.video import Continuation, continue_clip, load_next_frame_network
 
 MAX_SIDE = 16384  # pixels: limit of libx264
-SLACK_S = 0.0005  # as VideoReader.frames_at: 2 / 30 is frame 2 even where the file says 0.067 s
+SLACK_S = 0.0005  # as in VideoReader.frames_at: 2 / 30 s is frame 2, even if the file says 0.067 s
 
 Size = tuple[int, int]
 Progress = Callable[[str, float], None]

@@ -24,7 +24,7 @@ from rooftop.doctor.findings import (
 )
 from rooftop.doctor.requirements import asked_by
 
-PROC_DRIVER = Path("/proc/driver/nvidia")  # exists if the driver's kernel module is loaded, also in containers
+PROC_DRIVER = Path("/proc/driver/nvidia")  # exists if the driver's kernel module is loaded, even in containers
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 NVIDIA, DISPLAY = "0x10de", "0x03"  # vendor; class of display and 3D controllers
 LIBRARIES_DIFFER = 18  # NVML_ERROR_LIB_RM_VERSION_MISMATCH

@@ -1,4 +1,4 @@
-"""Climbs as a chart on one HTML page that needs no network: each rung's percent of the roof."""
+"""A chart of measured ladders on one HTML page that needs no network: each rung's percent of the roof."""
 
 from __future__ import annotations
 

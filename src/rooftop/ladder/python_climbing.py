@@ -129,7 +129,7 @@ def _roofs(ladder: SpeedLadder, device: torch.device) -> tuple[dict[str, float],
         with _threads(threads):
             found = measure_ceilings("cpu", precisions=("fp32",), transfers=False, links=False)
         roofs[which] = roof(ladder.cost, found).ms
-    roofs[ALL] = min(roofs.values())  # more cores do not raise this time; where they seem to, other programs used them
+    roofs[ALL] = min(roofs.values())  # more cores do not raise this time; if they seem to, other programs used them
     devices = [found.device]
     if device.type == "cuda":
         found = measure_ceilings(device, precisions=("fp32",), transfers=False, links=False)

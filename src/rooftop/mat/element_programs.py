@@ -246,9 +246,9 @@ class ElementProgram(Numbers):
                 return apply("minimum" if operation == "min" else "maximum", a, b)
             if any(map(is_one, each._operands)):
                 kept = apply("le" if operation == "min" else "ge", a, b)  # if both are zeros, a, as in torch.clamp
-                return apply("where", kept, a, apply("where", apply("ne", a, a), a, b))  # NaN if either is
+                return apply("where", kept, a, apply("where", apply("ne", a, a), a, b))  # NaN if one of them is NaN
             chosen = apply("lt" if operation == "min" else "gt", a, b)
-            return apply("where", apply("bitwise_or", chosen, apply("ne", a, a)), a, b)  # NaN if either is
+            return apply("where", apply("bitwise_or", chosen, apply("ne", a, a)), a, b)  # NaN if one of them is NaN
         return apply(operation, *of)
 
     def _bits(self, each: MatExpr, of: list[Expression]) -> Expression:

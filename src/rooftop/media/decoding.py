@@ -156,7 +156,7 @@ class Decoder:
         self._end = self._end_of_track()
         self._whole = True  # no seek yet: packets can be counted
         self._keys: list[int] = []  # ticks of key frames that were sent to the decoder
-        self._went_back = False  # the clock; ticks of packets are then not those of the frames
+        self._went_back = False  # whether the clock went back; ticks of packets then differ from those of frames
         self._missing = False  # whether packets at the end have given no frame
 
     def _end_of_track(self) -> int | None:

@@ -138,7 +138,7 @@ def first_flat(linear: Floats, ratio: float, least: float) -> int | None:
     """The first linear map (N, 3, 3) whose largest singular value is below `least`, or whose smallest is below `ratio`
     times its largest; None if there is none."""
     size = np.sqrt((linear * linear).sum((1, 2)))  # at least the largest singular value, and at most sqrt(3) times it
-    # The smallest singular value is at least |determinant| / largest^2. If a map passes by this bound, its singular
+    # The smallest singular value is at least |determinant| / largest^2. If that bound suffices for a map, its singular
     # values need not be computed.
     doubtful = np.flatnonzero((abs(_determinants(linear)) < 2 * ratio * size**3) | (size < 2 * least))
     if not len(doubtful):

@@ -457,7 +457,7 @@ def test_all_of_the_above_through_the_interpreter(interpreted: Callable[[str], i
 
 
 @pytest.mark.parametrize("columns", [1000, 4096, 8192, 16384, 262_144])
-@pytest.mark.parametrize("tensors", [2, 3])  # backward fetches dy and x, and the gradient of a sum beside them
+@pytest.mark.parametrize("tensors", [2, 3])  # backward fetches dy and x, and for a norm of a sum also its gradient
 def test_what_is_fetched_ahead_fits_in_shared_memory(tensors: int, columns: int) -> None:
     h200 = Device(triton=True, processors=132, shared_bytes=232_448, cuda=9)
     config = plans.config_for(tables.BACKWARD, columns) or tables.BACKWARD_LONG

@@ -46,7 +46,7 @@ def test_a_thread_that_cannot_write_prints_nothing_and_the_next_call_raises(
         raise OSError("No space left on device")
 
     monkeypatch.setattr(inner._writer, "write", full)
-    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # pytest's collects what is raised
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # not pytest's own
     writer.add_scalar("a", 1.0, 1)
     inner._worker.join()
     with pytest.raises(OSError, match="No space left"):

@@ -85,7 +85,7 @@ class PagedConfig:
 
 TILE_BYTES = 16384  # bytes of a tile's keys, and of its values: 64 positions of 128 features in half precision
 MOST_KEYS = 64
-MOST_SUMS = 8192  # largest query heads times features of a program, limited by registers
+MOST_SUMS = 8192  # largest product of query heads and features in a program, limited by registers
 
 
 def paged_config(group: int, width: int, element_bytes: int) -> PagedConfig:

@@ -44,7 +44,7 @@ def dropout_tile(
     step_there,  # () int64, the step instead of its halves, or unused
     key_low, key_high, step_low, step_high,
     rows, columns, size_1, size_2, stride_0, stride_1, stride_2, stride_3, offset,
-    dropped_words, scale,  # this many of all words drop an element, less than 2^32; float32
+    dropped_words, scale,  # number of words that drop an element, below 2^32; float32
     STEP_THERE: tl.constexpr, GROUPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write x * scale of one tile, or 0 if an element's word is below `dropped_words`."""

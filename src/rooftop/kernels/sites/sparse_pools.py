@@ -151,7 +151,7 @@ class SparsePool(NamedTuple):
         return (_sparse_pool_backward(dy, *kept),)
 
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
-        """One operation for each result, the fewest possible; for a mean also the division."""
+        """One operation for each result, which is the least possible number, and one division for a mean."""
         flops = (1 + self.average) * made[0].numel()
         read = distinct_bytes([self.features, self.neighbours])
         return Cost(read, distinct_bytes(made), {precision_of(made[0].dtype): flops} if flops else {})

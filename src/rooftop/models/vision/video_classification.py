@@ -28,7 +28,7 @@ from rooftop.media import DamagedVideoError, VideoReader
 from rooftop.models.images import IMAGENET, Preprocessing
 from rooftop.models.vision.classification import Guess, guessed
 
-SLACK_S = 0.0005  # as in VideoReader.frames_at: 2 / 30 is frame 2 even if the file says 0.067 s
+SLACK_S = 0.0005  # as in VideoReader.frames_at: 2 / 30 s is frame 2, even if the file says 0.067 s
 # torch's names for Pillow's filters
 MODES = {Image.Resampling.BILINEAR: "bilinear", Image.Resampling.BICUBIC: "bicubic"}
 
