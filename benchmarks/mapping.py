@@ -13,13 +13,13 @@ of all scales. All ways decode, prepare and compute by the same functions, with 
     Dask map_partitions    a bag of file names, a worker a GPU with a thread for each core
 
 Each way's items a second count from the first result on, since models are loaded and processes started before it;
-`seconds` is all of it, and `start` the parts before the first result. Results that were begun before the first one was
-ready count too, so items must be many.
+`seconds` is the whole time, and `start` has the parts before the first result. Results that were begun before the first
+one was ready count too, so items must be many.
 
 Two ceilings: `decoding`, by a process for each core that does nothing else, while all of them work (`decoding_alone`:
 one process, while the other cores are idle); `computing`, the device's time for batches that are ready (`calling`: the
-whole call, with copies and rows). `percent` is of the smaller one. `item` and `item_alone` are what an item costs a
-process that decodes: milliseconds of its core, those in the kernel, page faults.
+whole call, with copies and rows). `percent` refers to the smaller one. `item` and `item_alone` are the costs of an item
+in a decoding process: milliseconds of its core, milliseconds in the kernel, and page faults.
 
 `--quick` tests the script on a CPU.
 """

@@ -93,8 +93,8 @@ def grove(count: int, width: float) -> np.ndarray:
 def covered(
     mesh: scene.Geometry, width: float, pixels: float, count: int, device: str, error: float
 ) -> dict[str, float]:
-    """The area that a tree covers in an oblique parallel view in which the tree is this many pixels wide, in units of
-    its width squared; and the triangles drawn per tree."""
+    """The area that a tree covers, in units of its width squared, and the triangles drawn per tree. The view is oblique
+    and parallel, and shows the tree this many pixels wide."""
     world = scene.Scene()
     world.add_instances(world.add_mesh(mesh), grove(count, width))
     across = SPACING * width * (math.isqrt(count - 1) + 1) + width

@@ -99,9 +99,7 @@ def earlier_processes(path: Path) -> list[dict[str, Any]]:
 
 def fresh_process(options: argparse.Namespace) -> dict[str, Any]:
     """The measurements of all cases by a separate process."""
-    out = options.out.with_suffix(
-        ".running.json"
-    )  # written after each case, so that rows remain if this process is ended
+    out = options.out.with_suffix(".running.json")  # written after each case, in case this process is ended
     out.parent.mkdir(parents=True, exist_ok=True)
     out.unlink(missing_ok=True)
     flags = [flag for flag in ("--advice", "--quick") if getattr(options, flag[2:])]

@@ -173,9 +173,7 @@ def changed(schedule: Schedule, rank: int, own: Sequence[Instruction]) -> Schedu
 def test_a_schedule_that_would_never_end_is_refused_with_who_waits_for_whom() -> None:
     schedule = schedule_of("1f1b", 2, 2)
     first = [Instruction(kind, 0, number) for kind, number in (("F", 0), ("B", 0), ("F", 1), ("B", 1))]
-    changed(
-        schedule, 0, first
-    )  # rank 1 has the backward of micro-batch 0 before the forward of 1, so the schedule ends
+    changed(schedule, 0, first)  # ends, because rank 1 runs the backward of 0 before the forward of 1
     second = [Instruction(kind, 1, number) for kind, number in (("F", 0), ("F", 1), ("B", 0), ("B", 1))]
     with pytest.raises(ValueError, match="would never end") as refused:
         changed(changed(schedule, 1, second), 0, first)

@@ -101,9 +101,8 @@ class Frame:
     hzb_at: wp.array2d(dtype=wp.int32)  # (cameras, levels) the start of each level; level 0 is the pixels
 
 
-DEPTH_SHIFT = wp.constant(
-    wp.int64(33)
-)  # near / z as float32 (at most 1, so 30 bits), then 26 bits of rank and 7 bits of triangle
+# near / z as float32 (at most 1, so 30 bits), then 26 bits of rank and 7 bits of triangle
+DEPTH_SHIFT = wp.constant(wp.int64(33))
 TRIANGLE_BITS, TRIANGLE_SHIFT = wp.constant(7), wp.constant(wp.int64(7))
 TRIANGLES = wp.constant(128)  # threads for each cluster
 RANK_MASK = wp.constant((1 << 26) - 1)
