@@ -446,8 +446,7 @@ Way = Callable[[Case, str], tuple[Callable[[], Any], int]]
 
 
 def gained(case: Case, way: Way, device: str) -> tuple[float, float, float]:
-    """The steady time of an original step, and the differences of steady and busy time to the changed step, measured in
-    turn."""
+    """The original step's steady time, and how much steady and busy time the change saves, measured in turn."""
     changed, steps = way(case, device)
     plain = case.build(device, fused=way is in_graph).run  # because the gain of the fused optimizer is a separate item
     before, after = list[float](), list[float]()

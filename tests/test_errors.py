@@ -19,7 +19,7 @@ WORDS = st.text("abcdefg_", min_size=4, max_size=10)
 
 @given(st.sets(WORDS, min_size=1), st.data())
 def test_a_name_with_one_typing_error_is_found(names: set[str], data: st.DataObject) -> None:
-    """Unless another name is equally near."""
+    """The right name is found unless another one is equally near."""
     name = data.draw(st.sampled_from(sorted(names)))
     place = data.draw(st.integers(0, len(name) - 2))
     changed = data.draw(

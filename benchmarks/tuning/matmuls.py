@@ -116,7 +116,7 @@ ODD = [
     p(128, 128, 64, 8, 3),
 ]
 
-# (M, N, K, activation, kept, residual, list of candidates, number of the list's best so far to try; 0: all)
+# (M, N, K, activation, kept, residual, list of candidates, how many of the fastest ones so far to try (0: all))
 Job = tuple[int, int, int, str, bool, bool, list[Tile], int]
 JOBS: list[Job] = [
     (4096, 4096, 4096, "sigmoid", False, False, LARGE, 0),

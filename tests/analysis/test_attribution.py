@@ -181,9 +181,9 @@ def in_a_thread(run: Callable[..., None], *arguments: Any) -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_number_of_two_threads_is_that_of_the_node_that_can_still_be_run(reentrant: bool) -> None:
-    """As on a GPU, where the numbers of both threads begin at 0. Here the other thread reaches the numbers of this
-    thread, without a frame of `backward` on its stack. Both threads are new, so that a given number is reached after
-    few nodes."""
+    """This happens on a GPU, where the numbers of both threads begin at 0. Here the other thread reaches the numbers of
+    this thread, without a frame of `backward` on its stack. Both threads are new, so that a given number is reached
+    after few nodes."""
     number = torch._C._autograd._get_sequence_nr
     run_backward = torch.autograd.Variable._execution_engine.run_backward
     net, x, slope = Recomputed(reentrant), torch.randn(3, 4, requires_grad=True), torch.ones(3, 4)

@@ -95,7 +95,7 @@ def test_each_kind_of_profiler_is_noticed_before_it_begins(begin: type) -> None:
 def test_compiled_code_beside_a_profiler_is_refused_with_the_reason(
     ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, where nothing can be observed without a profiler."""
+    """This happens on a GPU, where nothing can be observed without a profiler."""
     monkeypatch.setattr(Recording, "_runs_compiled", True)
     with found(ceilings) as recorded, profile():
         recorded.compiles()

@@ -436,7 +436,7 @@ def test_a_failure_while_one_rank_leads_is_named_at_all(launch: Launch, wrong: i
 
 
 def test_a_model_that_outlives_its_group_does_not_hang(launch: Launch) -> None:
-    """A thread of gloo still has a collective that holds a Python object, the mode that `torch.device` sets."""
+    """gloo's thread still holds a collective, and with it a Python object: the mode that `torch.device` sets."""
     found, status, errors = launch("""
         import torch.distributed.nn  # whose default arguments hold the first group for ever, if there is one by then
         from rooftop.analysis.ranks.lockstep import process_groups_kept

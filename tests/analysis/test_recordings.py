@@ -297,7 +297,7 @@ def test_a_mode_of_the_program_sees_the_program_alone(ceilings: Ceilings) -> Non
 
 
 def test_what_is_on_the_meta_device_costs_nothing(ceilings: Ceilings) -> None:
-    """As for a model that is built on the meta device before it has memory."""
+    """A model may be built on the meta device before it has memory."""
     with rooftop.recording(ceilings=ceilings) as recorded:
         nn.Linear(4096, 4096, device="meta")(torch.ones(512, 4096, device="meta"))
         torch.ones(64, 64) @ torch.ones(64, 64)
@@ -307,7 +307,7 @@ def test_what_is_on_the_meta_device_costs_nothing(ceilings: Ceilings) -> None:
 
 
 def test_a_step_of_a_loop_is_counted_as_one_step_of_analyze(ceilings: Ceilings) -> None:
-    """However many steps follow the labelled ones."""
+    """The count does not depend on how many steps follow the labelled ones."""
     with rooftop.recording(ceilings=ceilings) as recorded:
         train(NEEDED + 30, recorded)
     report = recorded.report

@@ -210,7 +210,7 @@ def test_what_a_peer_cannot_do_is_said(run: Run, stand_in: ModuleType) -> None:
 @pytest.mark.parametrize("model", ["unet", "minkunet18", "second"])
 @pytest.mark.usefixtures("short_road")
 def test_networks_in_float32_on_features_in_float16(model: str, benchmark_module: Any, stand_in: ModuleType) -> None:
-    """As on a GPU: features and the network for inference are float16, the trained network is float32."""
+    """Dtypes are those of a GPU: features and the network for inference are float16, the trained network is float32."""
     case = next(case for case in benchmark_module.CASES if case.names >= {"networks", model})
     scale = dataclasses.replace(benchmark_module.QUICK, dtype=torch.float16)
     _, works = case.works(scale)

@@ -89,7 +89,7 @@ def test_wrong_calls(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
 
 @on_cpu
 def test_without_a_gpu_the_twins_run_through_the_interpreter(tmp_path: Path) -> None:
-    """As a user calls it: the command starts the process in which Triton interprets."""
+    """The test calls the command as a user does; the command starts the process in which Triton interprets."""
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "rooftop", "ladder", "indexing", "--size", "12", "--out", "f.json"]

@@ -392,7 +392,7 @@ def test_a_stopped_ablation_goes_on_where_it_was(said: Said, fit: FitInPlace) ->
 
 
 def test_a_task_of_ones_own_trains_and_resumes(said: Said) -> None:
-    """With the real loop: a complete run, resumed at its end, and refused without --resume."""
+    """The real loop makes a complete run. The run is resumed at its end, and refused without --resume."""
     pytest.importorskip("safetensors")
     assert main([*TRAIN, "--device", "cpu", "--set", "mix.mixup=0"]) == 0
     text = said()

@@ -152,7 +152,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def descendants() -> list[psutil.Process]:
-    """Workers and decoding processes, which have their command line; not Python's tracker of resources."""
+    """The workers and decoding processes, without Python's tracker of resources."""
     found = []
     for each in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):

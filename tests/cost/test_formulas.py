@@ -286,7 +286,7 @@ ATTENTIONS = [
         4 * 2 * 4 * 8 * 16 * 4 + 2 * 4 * 8 * 16 * 4 + 2 * 4 * 8 * 4,
         3 * 2 * 4 * 8 * 16 * 4,
     ),
-    # A whole layer on (2, 5, 16) with 4 heads and 32 hidden units: 3 + 1 projections, attention, the two linear layers,
+    # A whole layer on (2, 5, 16) with 4 heads and 32 hidden units: the products are 3 + 1 projections, attention and
     # and outside the products: biases, softmax, two norms (7) and residuals (1), relu.
     Hand(
         "_transformer_encoder_layer_fwd",
@@ -803,7 +803,7 @@ def test_forward_mode_derivatives_have_costs() -> None:
 
 
 def test_causal_keys_and_values_in_one_memory_are_read_once() -> None:
-    """Like attention whose values are a part of the keys; only positions that the queries see count."""
+    """This is like attention whose values are a part of the keys; only positions that the queries see count."""
     both = torch.randn(1, 2, 16, 8)
     with CountingMode() as counted:
         F.scaled_dot_product_attention(torch.randn(1, 2, 4, 8), both, both, is_causal=True)

@@ -568,7 +568,7 @@ def test_every_operator_that_pytorch_counts_has_a_formula() -> None:
 
 
 def test_attention_of_packed_sequences() -> None:
-    """Three sequences of 40 positions in all have at least the pairs of 13, 13 and 14."""
+    """Three sequences with 40 positions in total have at least the pairs of sequences of 13, 13 and 14 positions."""
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     heads, width = 2, 8
     q, k, v = (meta(40, heads, width).requires_grad_() for _ in range(3))

@@ -82,7 +82,7 @@ def on_device(transform: ImageTransform) -> DeviceImages:
 
 @pytest.mark.parametrize("how", ["here", "threads", "processes"])
 def test_the_device_makes_the_changes_of_the_cpu(folder: Path, how: str) -> None:
-    """Over two epochs; with crops, flips, shifts and erased parts, and with JPEGs that are to be rotated."""
+    """The test reads two epochs with crops, flips, shifts and erased parts, and with JPEGs that are to be rotated."""
     transform = ImageTransform(24, AUGMENT, train=True, normalize=False)
     images = ImageFolder(folder, transform)
     options: dict[str, Any] = {"shuffle": True, "seed": 2, "workers": 2}

@@ -206,7 +206,7 @@ def test_without_colour_jitter_the_other_draws_stay() -> None:
 
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_images_that_are_normalized_on_the_device_have_the_same_bits(folder: Path, channels_last: bool) -> None:
-    """With crops, flips, RandAugment and erased parts, batch by batch."""
+    """Batches are compared one by one, with crops, flips, RandAugment and erased parts."""
     here, there = (
         ImageFolder(folder, ImageTransform(16, ALL, train=True, normalize=normalize)) for normalize in (True, False)
     )

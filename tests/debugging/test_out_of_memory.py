@@ -336,7 +336,7 @@ def limited_gpu() -> Iterator[int]:
 @pytest.mark.gpu
 def test_on_a_gpu_the_largest_tensors_have_their_module_and_line(limited_gpu: int) -> None:
     net = Wide().cuda()  # 24 x 64 MiB
-    x = torch.randn(2 * WIDTH, WIDTH, device="cuda")  # 128 MiB; the sixth layer's do not fit any more
+    x = torch.randn(2 * WIDTH, WIDTH, device="cuda")  # 128 MiB; the results of the sixth layer do not fit
     with pytest.raises(torch.OutOfMemoryError) as raised, explained_memory(net, most=60) as recording:
         net(x)
     found = recording.explanation

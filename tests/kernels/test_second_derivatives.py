@@ -190,7 +190,8 @@ def critic() -> nn.Sequential:
 
 
 def test_a_gradient_penalty_trains_a_critic_as_pytorchs() -> None:
-    """As in WGAN-GP, in float32. If the kernels are interpreted, they compute the first derivatives."""
+    """The penalty is that of WGAN-GP, in float32. If the kernels are interpreted, they compute the first
+    derivatives."""
     found = []
     for model in (critic(), critic()):
         if not found:

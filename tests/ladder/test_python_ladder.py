@@ -146,7 +146,7 @@ def test_wrong_results_and_failures_are_told_apart() -> None:
 
 
 def test_slow_and_fast_rungs_become_percents_of_their_roofs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With made-up timings: slow rungs are timed by single calls."""
+    """The timings are made up. Slow rungs are timed by single calls."""
     ladder = made_up(*[lambda: [0.0, 1.0, 2.0]] * 2)
     ms = roof(ladder.cost, ceilings_of("h200")).ms
     monkeypatch.setattr(python_climbing, "SLOW_S", -1.0)

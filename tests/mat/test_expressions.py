@@ -335,7 +335,7 @@ def test_read_only_memory_is_read_and_not_written() -> None:
 
 
 def test_in_place_is_the_assignment_of_the_expression() -> None:
-    """Also for regions, with or without a variable for them, in the existing depth."""
+    """Regions are changed in place, too, whether a variable holds them or not, and the depth stays."""
     operations: dict[str, Callable[[Any, Any], Any]] = {
         "+": operator.iadd, "-": operator.isub, "*": operator.imul, "/": operator.itruediv, "&": operator.iand,
         "|": operator.ior, "^": operator.ixor,
@@ -383,7 +383,7 @@ def test_all_that_is_not_named() -> None:
 
 
 def test_not_a_number_is_a_number_among_others() -> None:
-    """Also in large Mats, which are computed in another way than small ones."""
+    """This holds in large Mats, too, which are computed in another way than small ones."""
     for size in ((3, 4), (600, 700)):
         m = Mat(np.ones(size, np.float32))
         for e in (m + float("nan"), m - float("nan"), m * float("nan"), float("nan") / m):

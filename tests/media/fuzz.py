@@ -192,7 +192,7 @@ def declare(content: bytes, chance: random.Random) -> tuple[bytes, Ranges]:
 
 
 def _places(content: bytes, names: list[bytes]) -> list[int]:
-    """The positions of these bytes."""
+    """The positions of these names in the content."""
     places = []
     for name in names:
         at = content.find(name)

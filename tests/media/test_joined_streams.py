@@ -239,7 +239,7 @@ def test_webp_is_refused_with_what_reads_it(tmp_path: Path, make_picture: Pictur
 @pytest.mark.parametrize("codec", ["ffv1", "rawvideo", "ffvhuff", "libx265"])
 @pytest.mark.parametrize("extent", [0, 1, 2])
 def test_luma_alone_has_full_range(tmp_path: Path, codec: str, pixel_format: str, extent: int) -> None:
-    """As FFmpeg shows it, whatever range the file declares."""
+    """FFmpeg shows it in full range, too, whatever range the file declares."""
     names = [each.name for each in av.Codec(codec, "w").video_formats or []]
     if names and pixel_format not in names:
         pytest.skip(f"{codec} has no {pixel_format}")

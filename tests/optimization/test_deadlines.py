@@ -19,7 +19,7 @@ LONG_S = 30.0
 
 
 def compiles_for(seconds: float) -> None:
-    """Like a compiler: it handles the errors of its parts, and cleans up."""
+    """Code like a compiler's: it handles the errors of its parts, and cleans up."""
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
         try:

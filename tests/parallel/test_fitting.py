@@ -129,7 +129,8 @@ def trained(out: str, accumulate: int = 1) -> tuple[Any, Tensor, Tensor]:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_losses_are_the_same_for_any_number_of_ranks(accumulate: int, on_ranks: Run, tmp_path: Path) -> None:
-    """With batch norms over all ranks, mixup, augmentation, clipping, mean weights and an uneven last batch."""
+    """The training has batch norms over all ranks, mixup, augmentation, clipping, mean weights and an uneven last
+    batch."""
     expected_values, expected_row, _ = trained(str(tmp_path / "1"), accumulate)
     steps, evaluations = read_metrics(tmp_path / "1" / "metrics.jsonl")
     assert len(steps) == 6

@@ -384,7 +384,7 @@ def test_gradients_are_summed_once_a_step_where_that_is_wanted(on_ranks: Run, dt
 
 
 def gone_on_alone(training: GptTraining, folder: Path) -> list[list[float]]:
-    """With tensor parallel ranks only."""
+    """The steps after a checkpoint, with tensor parallel ranks only."""
     layout = Layout(1, 2, sequence_parallel=True)
     alone = trainer(training, layout, fully_shard=False)
     load_training(find_training(folder, training)[0], alone)

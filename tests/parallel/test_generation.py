@@ -435,7 +435,8 @@ def texts_on_gpus(dtype: torch.dtype, options: dict[str, Any]) -> dict[tuple[str
 def test_on_gpus_tokens_are_those_of_one_process(
     dtype: torch.dtype, options: dict[str, Any], margin: float, on_ranks: Run
 ) -> None:
-    """Compared up to the first token that depends on rounding, because two logits are closer than the margin."""
+    """Texts are compared up to the first token that depends on rounding: two logits there are closer than the
+    margin."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     first, second = on_ranks(2, texts_on_gpus, dtype, options, device="cuda", limit_s=240.0)

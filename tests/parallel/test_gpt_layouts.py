@@ -611,7 +611,7 @@ def test_logits_and_greedy_text_are_those_of_one_process(kind: str, on_ranks: Ru
 
 @both
 def test_recomputation_has_the_masks_of_its_own_step(kind: str) -> None:
-    """Even if the next micro-batch's forward ran in between."""
+    """This holds even if the next micro-batch's forward ran in between."""
     tokens, targets = text(CONFIGS[kind])
     found = []
     for recompute in (False, "full", "selective"):
@@ -688,7 +688,7 @@ def test_bfloat16_is_as_accurate_as_on_one_process(kind: str, on_ranks: Run) -> 
 
 @pytest.mark.gpu
 def test_on_gpus_training_is_that_of_one_process(on_ranks: Run) -> None:
-    """With NCCL. Initial values have the same bits as on the CPU."""
+    """The ranks communicate through NCCL. Initial values have the same bits as on the CPU."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     cases = cases_of(2)

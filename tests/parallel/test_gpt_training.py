@@ -170,7 +170,7 @@ def test_every_layout_trains_as_one_process(
     valid_alone: dict[bool, list[tuple[int, float]]],
     tmp_path: Path,
 ) -> None:
-    """Also with validations between the steps, which `alone` does not have."""
+    """The ranks also validate between the steps, which the training in `alone` does not."""
     ranks, layout = LAYOUTS[name]
     words = ["--data-path", str(data), "--metrics", str(tmp_path / "metrics.jsonl"), "--dtype", "float64"]
     words += validated(data)
@@ -553,7 +553,8 @@ REPLAYED = {
 def test_on_gpus_steps_from_a_graph_are_those_of_one_process(
     name: str, on_ranks: Run, data: Path, alone: list[tuple[int, float, float]], tmp_path: Path
 ) -> None:
-    """Compared with the CPU, which launches each step. Three of the five steps are launched here too."""
+    """The results are compared with the CPU's, which launches each step. Three of the five steps are launched here,
+    too."""
     ranks, layout = REPLAYED[name]
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")

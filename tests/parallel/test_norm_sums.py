@@ -308,7 +308,7 @@ def results_of_replays(rows: int, columns: int, dtype: torch.dtype, rms: bool) -
     made: list[tuple[Tensor, Tensor]] = []
 
     def three_calls() -> None:
-        """As in a model, the next call begins at once. The first two calls add other parts."""
+        """Each call begins at once after the last, as in a model. The first two calls add other parts."""
         made.clear()
         with torch.no_grad():
             parts = (part * 0.5, part * 2, part)

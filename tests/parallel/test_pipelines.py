@@ -476,7 +476,7 @@ def test_a_stage_that_gives_another_shape_ends_all_ranks(on_ranks: Run, ranks_fa
 
 @pytest.mark.gpu
 def test_on_gpus_training_is_that_of_one_process(on_ranks: Run) -> None:
-    """With NCCL."""
+    """The ranks communicate through NCCL."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     cases, steps = CASES[2], STEPS[2]

@@ -210,7 +210,7 @@ def test_ranks_with_other_settings_are_named_with_their_values(on_ranks: Run, ra
 
 
 def patient(patience_s: float, folder: Path, present: int) -> None:
-    """Ranks whose patience begins when all that are present have begun: on a busy machine one may begin late."""
+    """Join only after all `present` ranks have started, because on a busy machine one may start late."""
     (folder / os.environ["RANK"]).touch()
     while len(os.listdir(folder)) < present:
         time.sleep(0.01)

@@ -186,7 +186,7 @@ def test_a_block_keeps_what_the_docs_say(kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-7b"])
 def test_it_is_a_third_less(name: str) -> None:
-    """With the proportions of a real model, a sixteenth as wide."""
+    """The model has the proportions of a real one, and a sixteenth of its width."""
     config = replace(gpt_config(name), dropout=0.0, attention_dropout=0.0, vocabulary=17, layers=1, positions=8)
     config = replace(config, width=config.width // 16, hidden=config.hidden // 16, heads=4, kv_heads=4)
     assert per_token(config, "selective") < 2 / 3 * per_token(config, False)

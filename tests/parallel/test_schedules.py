@@ -35,7 +35,7 @@ def bubble(schedule: Schedule) -> Fraction:
 def test_each_instruction_runs_once_after_what_it_needs(
     name: tuple[str, int | None], ranks: int, micro_batches: int
 ) -> None:
-    """Also with fewer micro-batches than ranks, and a number that they do not divide."""
+    """There may be fewer micro-batches than ranks, or a number that the ranks do not divide."""
     schedule = schedule_of(name[0], ranks, micro_batches, name[1])
     times = simulate(schedule, {"F": 3, "B": 7, "I": 5, "W": 2}, transfer=1).times
     assert sorted(times) == sorted(each for own in schedule.instructions for each in own)

@@ -25,7 +25,7 @@ def resized(image: Floats, size: int) -> Floats:
     ("width", "height"), [(1, 1), (2, 2), (64, 64), (5, 1), (1, 7), (37, 23), (13, 600), (255, 256), (3, 2)]
 )
 def test_a_texel_is_the_mean_of_the_level_before(width: int, height: int) -> None:
-    """Also with odd sides, and with more rows than are processed at a time."""
+    """Sides may be odd, and there may be more rows than are processed at a time."""
     image = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
     chain = mip_chain(image)
     assert [(level.shape[1], level.shape[0]) for level in chain] == levels_of(width, height)

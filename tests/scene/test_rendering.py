@@ -61,7 +61,7 @@ def same(a: GBuffer, b: GBuffer, names: Sequence[str]) -> bool:
 
 
 def test_on_every_path_one_cluster_is_drawn(ball: Geometry, paths_of: Callable[[Geometry], Any], device: str) -> None:
-    """Whatever the distances: all of it, at one level."""
+    """At every distance, the whole surface is drawn, and no place of it at two levels."""
     scene = row_of(ball, [2.5, 6.0, 15.0, 60.0])
     renderer = Renderer(scene, device, occlusion=False)
     frame = renderer.render(AHEAD)
@@ -646,7 +646,7 @@ def test_normals_follow_their_instances(ball: Geometry, cube: Geometry, device: 
 
 
 def test_a_surface_is_lit_from_the_side_that_is_seen(built: Callable[..., Geometry], device: str) -> None:
-    """Also if its normals point away from the camera, as happens along a silhouette."""
+    """This holds even if its normals point away from the camera, as happens along a silhouette."""
     corners = np.array([[-2, -2, 0], [2, -2, 0], [0, 2, 0]], dtype=float)
     leaning = np.tile([0.0, 0.1, 1.0], (3, 1))
     scene = Scene()

@@ -94,7 +94,7 @@ def texel_of(light: Light, points: Floats) -> float:
 
 @pytest.mark.parametrize("name", LIGHTS)
 def test_shadows_are_those_that_rays_find(name: str, world: Scene, device: str) -> None:
-    """Compared for points whose neighbourhood, as large as the stated bias, is completely in light or completely in
+    """Only points are compared whose neighbourhood, as large as the stated bias, is completely in light or completely
     shadow."""
     light = LIGHTS[name]
     world.add_light(light)

@@ -391,7 +391,7 @@ def same(a: GBuffer, b: GBuffer, names: Sequence[str]) -> bool:
 
 
 def test_pages_from_a_pool_show_the_same(tmp_path: Path, device: str) -> None:
-    """Also, two renders are equal bit for bit."""
+    """The test also compares two renders, which are equal bit for bit."""
     places, faces, uv = ring(300, 150)
     scene.build(places, faces, tmp_path / "ring.rtg", uv=uv, material_table=[Material(texture=noise(64, 64))])
     world = one(tmp_path / "ring.rtg")

@@ -284,7 +284,7 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 
 @linux
 def test_a_triangle_takes_less_than_200_bytes_of_memory(tmp_path: Path) -> None:
-    """With normals and uv. All memory is counted, including the arrays that were passed in."""
+    """The mesh has normals and uv. All memory is counted, including the arrays that were passed in."""
     peaks, triangles = [], []
     for side in (240, 480):
         command = [sys.executable, "-c", PEAK, str(side), str(tmp_path / "mesh.rtg")]

@@ -61,7 +61,7 @@ def test_a_module_with_two_names() -> None:
 
 
 def test_converted_weights_are_contiguous() -> None:
-    """So they can be saved and assigned."""
+    """Only contiguous weights can be saved and assigned."""
     network, twin = a_network(), a_network().to("meta")
     converted, _ = spconv.convert_state_dict(network, saved(network, "RSKC"))
     assert all(value.is_contiguous() for value in converted.values())

@@ -223,7 +223,7 @@ def test_the_gradients_of_a_network(bound: int | None) -> None:
 
 
 def test_a_bounded_network_equals_the_other() -> None:
-    """Also in training: batch norms count only sites, and the running statistics are the same."""
+    """They are equal in training, too: batch norms count only sites, and the running statistics are the same."""
     torch.manual_seed(0)
     free, bounded = UNet().double(), UNet(bound=130).double()
     bounded.load_state_dict(free.state_dict())
@@ -554,7 +554,7 @@ def test_a_bound_that_is_too_small() -> None:
 
 
 def test_what_layers_found_wrong_is_raised_when_asked_for() -> None:
-    """As on a GPU, where layers do not wait for a check before they report an error."""
+    """GPUs need this, because layers do not wait there for a check before they go on."""
     y = UNet(bound=130).down[0](a_tensor(4, dtype=torch.float32))
     y.check()
     (faults,) = y.faults

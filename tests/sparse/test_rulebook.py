@@ -409,7 +409,7 @@ def test_wrong_sites(kind: str, bound: int | None) -> None:
 
 
 def test_faults_that_wait_are_raised_when_asked_for() -> None:
-    """As on a GPU, and through the rulebook of the inverse convolution, too."""
+    """GPUs need this. The rulebook of the inverse convolution raises the errors, too."""
     rulebook = build_rulebook(random_sites(9, 1, (6, 6)), of_kind("strided", 1, (6, 6)))
     rulebook.check()
     outputs, repeated = len(rulebook.out_indices), rulebook.in_indices[[0, 1, 2, 3, 1, 5, 6, 7, 8]]

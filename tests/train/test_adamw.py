@@ -110,7 +110,7 @@ def main_weights(device: str, keep_narrow: bool) -> tuple[nn.Module, MainWeights
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("most", [0.05, 1e9])
 def test_main_weights_are_stepped_as_one_after_another(device: str, micro_batches: int, most: float) -> None:
-    """Compared with casting to float32, clipping, stepping and rounding one after the other: equal, except that clipped
+    """The result equals casting to float32, clipping, stepping and rounding one after the other, except that clipped
     gradients are not rounded in between."""
     (model, weights), (other, plain_weights) = main_weights(device, True), main_weights(device, False)
     gradients, plain_gradients = ModelGradients(model), ModelGradients(other)

@@ -227,7 +227,7 @@ def test_a_save_that_fails_leaves_the_last_one(tmp_path: Path, monkeypatch: pyte
 def test_a_step_that_is_saved_again_is_there_all_the_time(
     done: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tested for an end after each renaming."""
+    """The process may end after any renaming."""
     one = trainer()
     one.advance()
     save_training(tmp_path, one)

@@ -241,7 +241,7 @@ def test_a_load_between_step_and_publish_is_refused() -> None:
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("graph", [False, True])
 def test_a_gpu_takes_over_what_is_loaded(door: Callable[[nn.Module, Weights], None], graph: bool) -> None:
-    """Also if steps are replayed from a CUDA graph, which reads the earlier memory."""
+    """This holds even if steps are replayed from a CUDA graph, which reads the earlier memory."""
     one = trainer(replace(TRAINING, dtype=torch.bfloat16, cuda_graph=graph), "cuda")
     for _ in range(5):
         one.advance()

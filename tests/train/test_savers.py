@@ -613,7 +613,7 @@ def ignores(pid: int, number: int) -> bool:
 
 
 def test_the_writing_process_needs_nothing_but_the_standard_library() -> None:
-    """So it starts at once, in whatever folder the training was started."""
+    """It therefore starts at once, in whatever folder the training was started."""
     program = f"""
 import runpy, sys
 runpy.run_path({checkpoint_files.__file__!r})

@@ -30,8 +30,8 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         self.z_loss = z_loss
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """input (N, V), (V,) or (N, V, ...), target (N,), () or (N, ...). The result is () or, if not reduced, like
-        target.
+        """input (N, V), (V,) or (N, V, ...), target (N,), () or (N, ...). The result has shape () or, if it is not
+        reduced, the shape of target. target.
         """
         options = {
             "ignore_index": self.ignore_index,

@@ -37,7 +37,7 @@ class Documents:
     def __post_init__(self) -> None:
         if not all(isinstance(spans, tuple) and all(_is_span(span) for span in spans) for spans in self.spans):
             raise ValueError(
-                f"Documents: expected for each sequence a tuple of (first, end) pairs of ints, got {self.spans}"
+                f"Documents: expected a tuple of (first, end) pairs of ints for each sequence, got {self.spans}"
             )
         for number, spans in enumerate(self.spans):
             borders = [0, *(end for _, end in spans)]

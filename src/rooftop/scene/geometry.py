@@ -409,7 +409,7 @@ def _sections(path: Path, data: mmap.mmap) -> tuple[int, dict[str, tuple[int, in
             raise GeometryFileError(path, f"the checksum of section {text} does not match", start)
         sections[text] = (start, size)
     if ("needs" in sections) != (version >= 3):
-        raise GeometryFileError(path, f"version {version} and section needs do not match", 8)
+        raise GeometryFileError(path, f"version {version} and the section 'needs' do not match", 8)
     for text, unit in (
         ("meta", 1),
         ("nodes", 4 * layouts.NODE_CHILDREN * layouts.CHILD_WORDS),

@@ -135,7 +135,7 @@ def assert_gate(case: Case, dtype: torch.dtype, device: str = "cpu", kernels: Se
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_it_is_the_origin(case: Case) -> None:
-    """Compared without the gate, because for few elements PyTorch's largest error can be 0 by luck."""
+    """The numerics gate is not used here, because for few elements PyTorch's largest error can be 0 by luck."""
     tensors = case.tensors(torch.float64)
     assert tensors[0] is not None
     dout = torch.randn(*tensors[0].shape[:3], case.heads * case.features, dtype=torch.float64)
@@ -399,7 +399,7 @@ def test_the_kernels_through_the_interpreter(interpreted: Callable[..., int]) ->
 
 @pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted")
 def test_half_precision_compiles_for_sm_90_without_spills() -> None:
-    """With the 32 features of Swin's heads."""
+    """The heads have 32 features, like Swin's."""
     pytest.importorskip("triton")
     from rooftop.kernels.attentions.triton_kernels import window_attentions as kernels
 

@@ -26,7 +26,7 @@ def tensors(count: int, channels: int, dtype: torch.dtype = torch.float32) -> tu
 
 
 def eager(features: Tensor, points: Tensor) -> Tensor:
-    """As a user would write it in PyTorch, in the dtype of the features."""
+    """The operator as a user would write it in PyTorch, in the dtype of the features."""
     upper = ((points + 1) / 2).to(features.dtype)
     ends = torch.stack((1 - upper, upper), 2)  # (B, 3, 2)
     u, v, w = ends.unbind(1)

@@ -77,7 +77,7 @@ def test_tables_of_any_strides(tokens: Tensor) -> None:
     ],
 )
 def test_tokens_of_any_strides(of: Callable[[Tensor], Tensor]) -> None:
-    """Also tokens whose strides are those of a single row."""
+    """Among them are tokens whose strides are those of a single row."""
     assert_gate(of(drawn(12, rows=7)), 7, 8, torch.float32)
 
 

@@ -26,7 +26,7 @@ def tensors(count: int, channels: int, dtype: torch.dtype = torch.float32) -> tu
 
 
 def eager(features: Tensor, points: Tensor) -> Tensor:
-    """As a user would write it in PyTorch, in the dtype of the features."""
+    """The operator as a user would write it in PyTorch, in the dtype of the features."""
     upper = ((points + 1) / 2).to(features.dtype)
     u, v, w = torch.stack((1 - upper, upper), 2).unbind(1)  # each of shape (B, 2)
     weights = u[:, :, None, None] * v[:, None, :, None] * w[:, None, None, :]

@@ -251,7 +251,7 @@ def test_gate_where_orders_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("programs", [64, 0])
 def test_gate_without_lists_of_pairs(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the sum in several parts, and in one part."""
+    """The sum is computed in several parts, and in one part."""
     monkeypatch.setattr(tables, "LISTED_FROM", 1 << 30)
     monkeypatch.setattr(tables, "WEIGHT_SINGLE", (WeightConfig(1 << 31, 32, 16, 16, 4, 2, programs),))
     with count_launches() as launches:

@@ -167,7 +167,7 @@ BACK = torch.tensor([[0, -1], [-1, 0], [2, -1]], dtype=torch.int32)
 
 
 def test_all_that_equal_the_maximum_get_its_gradient() -> None:
-    """As in spconv. max_pool3d gives the gradient only to the first."""
+    """spconv does the same; max_pool3d gives the gradient only to the first."""
     table = torch.tensor([[0, 1, 2], [1, -1, -1]], dtype=torch.int32)
     back = torch.tensor([[0, -1, -1], [1, 0, -1], [-1, -1, 0]], dtype=torch.int32)
     x = torch.tensor([[2.0, 1.0], [2.0, 3.0], [1.0, 3.0]], requires_grad=True)

@@ -177,7 +177,7 @@ def test_gate_of_cross_entropy(name: str, columns: int, dtype: torch.dtype, smoo
 @pytest.mark.parametrize("name", ["one", "two", "ahead"])
 @pytest.mark.parametrize(("columns", "apart"), [(1001, 0), (1001, 23), (1001, 2), (1024, 0)])
 def test_the_gradient_may_take_the_place_of_the_logits(columns: int, apart: int, name: str, clusters: Any) -> None:
-    """Also if rows have gaps of this many elements, which stay unchanged."""
+    """Rows may have gaps of `apart` elements, which stay unchanged."""
     launches = clusters(name)
     x, target = rows(9, columns, torch.bfloat16), torch.randint(columns, (9,))
     around = torch.full((9, columns + apart), math.nan, dtype=x.dtype)

@@ -189,7 +189,7 @@ def test_what_says_the_same_is_equal() -> None:
 
 @given(length=st.integers(1, 40), window=st.integers(1, 50), layers=st.integers(0, 22))
 def test_flops_of_a_window(length: int, window: int, layers: int) -> None:
-    """Compared with a count of single pairs."""
+    """The flops agree with a count of single pairs."""
     llama = replace(gpt_config("llama-1b"), window=window, window_layers=tuple(range(layers)))
     none = replace(llama, window=None, window_layers=None)
     pairs = [sum(min(place, size) for place in range(1, length + 1)) for size in (window, length)]

@@ -365,7 +365,7 @@ def test_only_models_with_values() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}], ids=str)
 def test_a_model_that_gives_no_numbers_is_an_error(options: dict[str, Any]) -> None:
-    """Either in the prompt, or in a later step, where the other sequences are reported up to that step."""
+    """This may happen in the prompt or in a later step; the tokens before that step are still reported."""
     broken = Gpt(LLAMA).eval()
     with torch.no_grad():
         broken.head.norm.weight[0] = torch.nan

@@ -88,7 +88,7 @@ def test_logits_are_transformers(what: str, folders: Any, tmp_path: Path) -> Non
 
 @every
 def test_greedy_text_is_transformers(what: str, folders: Any) -> None:
-    """Compared token for token, with prompts of different lengths together. transformers runs without its cache, which
+    """All tokens are equal, for prompts of different lengths together. transformers runs without its cache, which has
     has faults."""
     theirs, folder = folders(what)
     ours, prompts = load_gpt(folder).eval(), [TOKENS[0, :9], TOKENS[1, :2]]

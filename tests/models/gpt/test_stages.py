@@ -82,7 +82,7 @@ def test_ranks_with_several_stages_are_as_equal_as_moves_of_a_layer_make_them(
 
 
 def test_the_rank_with_the_head_has_fewer_layers_in_all() -> None:
-    """Counted over both of its stages. In the shape of a V, the first rank has the head."""
+    """The layers of both of its stages count. With stages in the shape of a V, the first rank has the head."""
     first, second, third, last = map(len, layers_of_stages(gpt_config("gpt2"), [[0, 3], [1, 2]], 1024))
     assert (first + last, second + third) == (5, 7)
 

@@ -162,7 +162,7 @@ def test_averages_without_names_are_refused(plain: Tensors, other: Tensors, tmp_
 
 
 def test_an_averaged_model(plain: Tensors, tmp_path: Path) -> None:
-    """Of torch.optim.swa_utils, which counts what it has averaged."""
+    """The model is from torch.optim.swa_utils, which counts what it has averaged."""
     model = resnet18(**SMALL)
     average = AveragedModel(model)
     average.update_parameters(model)

@@ -359,7 +359,7 @@ def test_it_fits_its_window_in_both_schemes(width: int, scheme: str, opened: Ope
 
 
 def test_other_pages_can_neither_read_nor_frame_it(chromium: Any, viewer: Viewer, tmp_path: Path) -> None:
-    """Not even a page that has the token."""
+    """Even a page that has the token cannot."""
     other = tmp_path / "other.html"
     other.write_text(f"<!doctype html><title>other</title><iframe src='{viewer.url}'></iframe>")
     page = chromium.new_page()

@@ -174,7 +174,7 @@ def test_an_overflow_of_float16_is_no_fault() -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon"])
 def test_the_device_decides_as_the_host_does(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in the first step, which creates the states of the optimizer."""
+    """They agree even in the first step, which creates the states of the optimizer."""
     how = recipe(4, optimizer, faults={"not_finite": "skip"})
     found = []
     for freely in (("cpu",), ()):

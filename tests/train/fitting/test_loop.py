@@ -191,7 +191,7 @@ def mixed(batch: Any, places: Tensor, generator_of: Any) -> Any:
 
 
 def test_the_losses_are_the_same_for_any_number_of_parts() -> None:
-    """With mixup, and with samples that are redrawn in each epoch."""
+    """The training has mixup, and samples that are redrawn in each epoch."""
     losses = [fitted(task(count=51, alter=mixed), recipe(run={"accumulate": parts}))[1].losses for parts in (1, 2, 4)]
     for other in losses[1:]:
         torch.testing.assert_close(other, losses[0], rtol=0, atol=1e-12)
@@ -269,8 +269,8 @@ def test_deterministic_algorithms_are_on_in_the_loop_only() -> None:
 
 
 def test_the_model_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for training and once for evaluation without gradients; not again for the shorter last batch, nor in later
-    epochs."""
+    """It is compiled once for training and once for evaluation without gradients, but not again for the shorter last
+    batch epochs."""
     compiled: list[bool] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -456,8 +456,8 @@ run("killed", None)
 
 @pytest.mark.parametrize(("how", "ranks"), [("threads", 1), ("processes", 1), ("processes", 2)])
 def test_killed_three_times_it_ends_with_the_same_bits(how: str, ranks: int, fork: Any, tmp_path: Path) -> None:
-    """In mid-epoch, while samples are read ahead; with repeated augmentation, dropout, batch norm, fp16, mean weights,
-    Muon."""
+    """It is killed in mid-epoch, while samples are read ahead. It has repeated augmentation, dropout, batch norm, fp16,
+    mean Muon."""
     files = {"output": tmp_path / "output", "errors": tmp_path / "errors"}
     process = fork(KILLED, how, str(ranks), environment={}, folder=tmp_path, **files)
     process.join(600)

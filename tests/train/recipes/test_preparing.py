@@ -105,7 +105,7 @@ class StopsAfter(Notes):
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_stopped_training_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
-    """Tested with everything that has a state, and after the original file is removed."""
+    """The training has everything that has a state, and continues after the original file is removed."""
     pytest.importorskip("safetensors")
     optimizer = {"name": name, "lr": 0.02, "layer_decay": 0.7, "clip": 0.5}
     model = {"weights": str(tmp_path / "start.pth"), "dropout": 0.25}

@@ -87,7 +87,7 @@ def row_norm_backward(call: Call) -> Cost:
 
 @cost_of("aten::_fused_rms_norm_backward")
 def rms_norm_backward(call: Call) -> Cost:
-    """As for layer norm, but without the mean: x̂ is one product, dx = (g - x̂ mean(g x̂)) / σ."""
+    """The cost of layer norm's backward without the mean: x̂ is one product, dx = (g - x̂ mean(g x̂)) / σ."""
     to_input, to_weight = call["output_mask"]
     return _norm_backward(call, call["grad_out"], None, call["rstd"], (to_input, to_weight, False))
 

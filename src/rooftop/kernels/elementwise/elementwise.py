@@ -538,7 +538,7 @@ def sigmoid(input: Tensor) -> Tensor:
 @repeated
 @recorded_whole
 def tanh(input: Tensor) -> Tensor:
-    """As `torch.tanh`."""
+    """The same as `torch.tanh`."""
     return _TANH(input)
 
 
@@ -552,7 +552,7 @@ def silu(input: Tensor) -> Tensor:
 @repeated
 @recorded_whole
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:
-    """As `torch.nn.functional.gelu`; approximate: "none" or "tanh".
+    """The same as `torch.nn.functional.gelu`; approximate: "none" or "tanh".
 
     Raises:
         ValueError: the approximation is unknown.

@@ -409,7 +409,7 @@ def _check_shapes(
             f"got {tuple(neighbours.shape)}"
         )
     rows = rows_of(neighbours, order)
-    for count in (rows, sites):  # not by the maximum, which sizes that depend on data do not have
+    for count in (rows, sites):  # one by one: sizes that depend on data have no maximum
         if count > MAX_ROWS:
             raise ValueError(f"sparse_conv: {count} rows exceed the range of int32: split the batch")
     check_shape("sparse_conv", "bias", bias, (weight.shape[0],))
