@@ -333,12 +333,12 @@ class Geometry:
     def _read_needs(self, start: int, length: int) -> PageNeeds:
         numbers = np.frombuffer(self._data, "<u4", length // 4, start).astype(np.int64)
         if len(numbers) <= self.pages or length % 4:
-            raise GeometryFileError(self.path, "section needs has a wrong length", start)
+            raise GeometryFileError(self.path, "section 'needs' has a wrong length", start)
         needs = PageNeeds(numbers[: self.pages + 1], numbers[self.pages + 1 :])
         wrong = needs.wrong_at()
         if wrong is not None:
             raise GeometryFileError(
-                self.path, f"section needs has impossible values for page {wrong}", start + 4 * wrong
+                self.path, f"section 'needs' has impossible values for page {wrong}", start + 4 * wrong
             )
         return needs
 

@@ -215,7 +215,7 @@ def test_cost_is_what_a_person_counts() -> None:
     ("residual", "more", "error", "message"),
     [
         (torch.randn(3, 5), {}, ValueError, r"residual of shape \(3, 4\) as input, got \(3, 5\)"),
-        (torch.randn(3, 4).half(), {}, TypeError, "expected residual of torch.float32, as input is, got torch.float16"),
+        (torch.randn(3, 4).half(), {}, TypeError, "expected residual of torch.float32, like input, got torch.float16"),
         (1.0, {}, TypeError, "residual must be a tensor, got float"),
         (torch.randn(3, 4, device="meta"), {}, ValueError, "input is on cpu, residual on meta"),
         (None, {"input_bias": torch.randn(3)}, ValueError, r"of shape \(4,\), got \(3,\)"),

@@ -632,7 +632,7 @@ def test_earlier_versions_are_streamed_with_the_same_pictures(
 
 
 def test_a_version_without_its_section_is_refused(paged_ball: Geometry, tmp_path: Path) -> None:
-    with pytest.raises(GeometryFileError, match=f"version {layouts.VERSION} and section needs do not match"):
+    with pytest.raises(GeometryFileError, match=f"version {layouts.VERSION} and the section 'needs' do not match"):
         Geometry.open(without_needs(paged_ball, tmp_path))
 
 
@@ -646,7 +646,9 @@ def test_needs_that_cannot_be_are_refused_with_their_place(paged_ball: Geometry,
     end = layouts.HEADER_BYTES + 5 * layouts.SECTION_BYTES
     struct.pack_into("<I", data, 24, zlib.crc32(data[layouts.HEADER_BYTES : end]))
     path.write_bytes(data)
-    with pytest.raises(GeometryFileError, match=f"section needs has impossible values for page {paged_ball.pages - 1}"):
+    with pytest.raises(
+        GeometryFileError, match=f"section 'needs' has impossible values for page {paged_ball.pages - 1}"
+    ):
         Geometry.open(path)
 
 

@@ -57,7 +57,7 @@ def check_command() -> None:
 @click.option(
     "--jobs", type=click.IntRange(min=1), metavar="N", help="Number of parallel processes.  [default: one per core]"
 )
-@click.option("--minimal", is_flag=True, help="Build only video, files and pipes, which takes minutes.")
+@click.option("--minimal", is_flag=True, help="Build only support for video, files and pipes; this takes minutes.")
 @done_by("rooftop.cli.media_ffmpeg:run_build")
 def build_command() -> None:
     """Build FFmpeg with cuvid, nvdec, nvenc and GPU filters, then test it.

@@ -127,8 +127,8 @@ def command() -> None:
 @size("--eval-interval", help=f"Steps between validations; the last step is always validated.  [default: {INTERVAL}]")
 @size(
     "--eval-iters",
-    help="Batches of --global-batch-size sequences in a validation, always the same ones; at most all data, each "
-    f"sequence once.  [default: {ITERS}]",
+    help="Batches of --global-batch-size sequences in a validation, always the same ones. If the data have fewer "
+    f"sequences, each is read once.  [default: {ITERS}]",
 )
 @click.option(
     "--token-dtype",
@@ -159,7 +159,9 @@ def command() -> None:
 @size(
     "--global-batch-size", help="Sequences per step, of all ranks.  [default: one micro-batch per data parallel rank]"
 )
-@size("--train-iters", default=100, show_default=True, help="Total number of steps, including those before --load.")
+@size(
+    "--train-iters", default=100, show_default=True, help="Total number of steps, including those of the loaded checkpoint."
+)
 @rate("--lr", default=3e-4, help="Learning rate of AdamW after warmup.")
 @click.option(
     "--lr-warmup-iters",

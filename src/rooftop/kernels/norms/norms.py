@@ -380,7 +380,7 @@ def check_norm(
     for argument, tensor in parameters.items():
         check_shape(name, argument, tensor, shape)
     if residual is not None and residual.dtype != input.dtype:
-        raise TypeError(f"{name}: expected residual of {input.dtype}, as input is, got {residual.dtype}")
+        raise TypeError(f"{name}: expected residual of {input.dtype}, like input, got {residual.dtype}")
     if residual is not None and residual.shape != input.shape:
         like, got = tuple(input.shape), tuple(residual.shape)
         raise ValueError(f"{name}: expected residual of shape {like} as input, got {got}")

@@ -427,7 +427,9 @@ def _check(
         may_be_wide = name in ("cell", "bias")
         if tensor.dtype != gates.dtype and not (may_be_wide and tensor.dtype == torch.float32):
             other = " or float32" if may_be_wide else ""
-            raise TypeError(f"conv_lstm_sequence: {name} must be {gates.dtype} as the gates{other}; got {tensor.dtype}")
+            raise TypeError(
+                f"conv_lstm_sequence: {name} must be {gates.dtype} like the gates{other}; got {tensor.dtype}"
+            )
     if gates.dim() != 5 or gates.shape[2] % 4 or gates.shape[0] == 0:
         raise ValueError(
             f"conv_lstm_sequence: gates must be (T, N, 4 F, H, W) with T at least 1, got {tuple(gates.shape)}"

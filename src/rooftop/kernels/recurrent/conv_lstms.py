@@ -306,7 +306,7 @@ def _check(gates: Tensor, cell: Tensor, added: Tensor | None, activation: str, r
     check_choice("conv_lstm_gates", "recurrent_activation", recurrent_activation, ACTIVATIONS)
     check_dtype("conv_lstm_gates", "gates", gates.dtype, FLOATS)
     if cell.dtype not in (gates.dtype, torch.float32):
-        raise TypeError(f"conv_lstm_gates: cell must be {gates.dtype} as the gates, or float32; got {cell.dtype}")
+        raise TypeError(f"conv_lstm_gates: cell must be {gates.dtype} like the gates, or float32; got {cell.dtype}")
     check_same_dtype("conv_lstm_gates", "gates", gates, "give both one dtype", added=added)
     if gates.dim() != 4 or gates.shape[1] % 4:
         raise ValueError(f"conv_lstm_gates: gates must be (N, 4 F, H, W), got {tuple(gates.shape)}")
