@@ -198,7 +198,7 @@ def test_what_is_wrong_is_said() -> None:
         (lambda: Chunks.whole(8).part(-1, 4), "expected a rank from 0 to 3 of at least one, got -1 of 4"),
         (lambda: Chunks.zigzag(8, 0, 0), "got 0 of 0"),
         (lambda: Chunks.whole(8).of(torch.zeros(2, 9), 1), r"expected a tensor with all 8 positions .* got \(2, 9\)"),
-        (lambda: Documents(8, [[(0, 8)]]), "expected a tuple of (first, end) pairs"),  # type: ignore[arg-type]
+        (lambda: Documents(8, [[(0, 8)]]), "expected a tuple of .* pairs of ints for each sequence"),  # type: ignore[arg-type]
         (lambda: Documents.of_tokens(torch.zeros(1, 4), 0.5), r"must be a token \(an int\), got 0.5"),  # type: ignore[arg-type]
         (lambda: Exchange(8, 0, 64, 1024, 2), "must be positive, got"),
     ],

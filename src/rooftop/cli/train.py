@@ -224,7 +224,7 @@ def check_validation_options(data: tuple[str, ...], split: str | None, interval:
     """Refuse options of a validation that exclude each other.
 
     Raises:
-        click.UsageError: they do.
+        click.UsageError: such options are given.
     """
     if data and split is not None:
         raise click.UsageError("--valid-data-path and --split both say what to validate on: leave out one of them")

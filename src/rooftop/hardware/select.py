@@ -149,7 +149,7 @@ def on_each(
         calling thread's current stream.
 
     Raises:
-        ValueError: no devices.
+        ValueError: there are no devices.
         BaseException: the first exception of a job, with the job's number and device as a note. After the first error
             no job is started; the error is raised when the running jobs have ended.
     """

@@ -67,7 +67,7 @@ def measure(
         graph: capture the call in a CUDA graph and time its replays (GPU only).
 
     Raises:
-        ValueError: `graph` on a CPU.
+        ValueError: `graph` is true and the device is a CPU.
     """
     (timing,) = compare({"": fn}, device=device, seconds=seconds, warm_up_seconds=warm_up_seconds, graph=graph).values()
     return timing

@@ -159,9 +159,7 @@ def command() -> None:
 @size(
     "--global-batch-size", help="Sequences per step, of all ranks.  [default: one micro-batch per data parallel rank]"
 )
-@size(
-    "--train-iters", default=100, show_default=True, help="Total number of steps, including those of the loaded checkpoint."
-)
+@size("--train-iters", default=100, show_default=True, help="Total number of steps, also counting those before --load.")
 @rate("--lr", default=3e-4, help="Learning rate of AdamW after warmup.")
 @click.option(
     "--lr-warmup-iters",

@@ -112,7 +112,7 @@ class SparseUNet(UShape):
         planes: channels of each level, the finest first.
 
     Raises:
-        ValueError: no levels.
+        ValueError: there are no levels.
     """
 
     def __init__(self, in_channels: int, num_classes: int, planes: Sequence[int] = PLANES) -> None:
