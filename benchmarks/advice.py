@@ -148,7 +148,7 @@ def main() -> int:
         default=[""],
         nargs="+",
         metavar="TEXT",
-        help="cases whose names have one of these; the file keeps its other rows",
+        help="only cases whose names contain one of these; the file keeps its other rows",
     )
     options = parser.parse_args()
     device = "cpu" if options.quick else "cuda"

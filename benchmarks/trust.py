@@ -50,7 +50,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/trust.json"))
     parser.add_argument("--processes", type=int, default=5)
-    parser.add_argument("--only", default=[""], nargs="+", metavar="TEXT", help="cases whose names have one of these")
+    parser.add_argument(
+        "--only", default=[""], nargs="+", metavar="TEXT", help="only cases with one of these in their names"
+    )
     parser.add_argument("--more", action="store_true", help="add these processes to those in --out")
     parser.add_argument("--advice", action="store_true", help="apply the advice, and time the result")
     parser.add_argument("--quick", action="store_true", help="small models on the CPU, to test the script")

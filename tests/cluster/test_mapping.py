@@ -283,7 +283,7 @@ def test_functions_and_closures_can_be_given() -> None:
 
 def test_memory_is_bounded_with_a_slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 60 items with results of 1 MiB, only these may have begun: items that are written, those that fit in a part,
-    and chunks."""
+    and those in the workers' chunks."""
     monkeypatch.setattr(parts_module, "PART_BYTES", 4 << 20)
     write, begun_ahead = parts_module.Parts._write, []
 

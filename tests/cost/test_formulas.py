@@ -287,7 +287,7 @@ ATTENTIONS = [
         3 * 2 * 4 * 8 * 16 * 4,
     ),
     # A whole layer on (2, 5, 16) with 4 heads and 32 hidden units: the products are 3 + 1 projections, attention and
-    # and outside the products: biases, softmax, two norms (7) and residuals (1), relu.
+    # the two linear layers; the rest is biases, softmax, two norms (7), residuals (1) and relu.
     Hand(
         "_transformer_encoder_layer_fwd",
         lambda: nn.TransformerEncoderLayer(16, 4, 32, batch_first=True).eval().requires_grad_(False)(x(2, 5, 16)),

@@ -26,7 +26,8 @@ Arguments = dict[str, Any]
 @dataclass(frozen=True)
 class Public:
     """A public function. Its tensors have names, and dimensions whose sizes are in `sizes` ("M N"). `theirs` computes
-    the same from the same tensors. There are other keywords, some of which follow from the tensors (`ours_alone`)."""
+    the same from the same tensors. `keywords` are the other arguments; `ours_alone` derives some of them from the
+    tensors."""
 
     name: str
     shapes: dict[str, str]

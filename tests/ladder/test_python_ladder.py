@@ -35,7 +35,7 @@ def known_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(python_climbing, "measure_ceilings", lambda *names, **parts: ceilings_of("h200"))
 
 
-# forked from the server of the other tests, with the modules that they preload
+# uses the server of the other tests, whose forks have the preloaded modules
 starts_processes = pytest.mark.usefixtures("fork")
 
 

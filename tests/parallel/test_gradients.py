@@ -156,7 +156,7 @@ def test_sums_begin_during_backward_and_what_goes_wrong_leaves_nothing(fail: boo
 
 
 def of_frozen_layers() -> list[bool]:
-    """The parameters that get a sum if one was frozen after the sums of gradients were set up."""
+    """The parameters whose gradients are summed if one parameter was frozen after the sums were set up."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     mine = ModelGradients(model, {"dp-cp": dist.group.WORLD})
     model[0].requires_grad_(False)

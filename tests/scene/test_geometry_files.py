@@ -312,7 +312,7 @@ def test_a_changed_page_is_found_when_it_is_read_and_the_others_serve(path: Path
 
 def resealed(data: bytearray, name: str, page: int | None = None) -> bytes:
     """The file with recomputed checksums of the changed sections and page, so that only an examination of the contents
-    the damage."""
+    finds the damage."""
     found = sections(bytes(data))
     if page is not None:
         start = found["pagetab"][0] + 16 * page

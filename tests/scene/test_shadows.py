@@ -95,7 +95,7 @@ def texel_of(light: Light, points: Floats) -> float:
 @pytest.mark.parametrize("name", LIGHTS)
 def test_shadows_are_those_that_rays_find(name: str, world: Scene, device: str) -> None:
     """Only points are compared whose neighbourhood, as large as the stated bias, is completely in light or completely
-    shadow."""
+    in shadow."""
     light = LIGHTS[name]
     world.add_light(light)
     frame = Renderer(world, device, pixel_error=0.0).render(CAMERA, OUTPUTS)

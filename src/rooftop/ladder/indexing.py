@@ -1,7 +1,7 @@
 """The indexing ladder: C = A + B of n x n float32, with grids of one, two and three dimensions laid over the matrix.
 
 The work is that of the vector ladder. Two figures are predicted before anything is measured: how many sectors of 32
-bytes a warp's access touches (4 are enough for 32 floats), and what share of the warps that the GPU can hold has work.
+bytes a warp's access touches (4 are enough for 32 floats), and how many of the warps that the GPU can hold have work.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """input (N, V), (V,) or (N, V, ...), target (N,), () or (N, ...). The result has shape () or, if it is not
-        reduced, the shape of target. target.
+        reduced, the shape of target.
         """
         options = {
             "ignore_index": self.ignore_index,

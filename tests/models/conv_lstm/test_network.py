@@ -603,4 +603,4 @@ def test_on_a_gpu_a_step_is_one_convolution_and_one_kernel() -> None:
     done = subprocess.run([sys.executable, "-c", KERNELS_OF_A_STEP], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     of_a_step = float(done.stdout.rpartition(":")[2])
-    assert 1 <= of_a_step <= 3  # cuDNN's convolution may be two
+    assert 1 <= of_a_step <= 3  # cuDNN may run its convolution as two kernels

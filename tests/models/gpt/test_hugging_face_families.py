@@ -89,7 +89,7 @@ def test_logits_are_transformers(what: str, folders: Any, tmp_path: Path) -> Non
 @every
 def test_greedy_text_is_transformers(what: str, folders: Any) -> None:
     """All tokens are equal, for prompts of different lengths together. transformers runs without its cache, which has
-    has faults."""
+    faults."""
     theirs, folder = folders(what)
     ours, prompts = load_gpt(folder).eval(), [TOKENS[0, :9], TOKENS[1, :2]]
     found = generate(ours, prompts, 20)

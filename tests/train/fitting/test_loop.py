@@ -270,7 +270,7 @@ def test_deterministic_algorithms_are_on_in_the_loop_only() -> None:
 
 def test_the_model_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is compiled once for training and once for evaluation without gradients, but not again for the shorter last
-    batch epochs."""
+    batch or in later epochs."""
     compiled: list[bool] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -457,7 +457,7 @@ run("killed", None)
 @pytest.mark.parametrize(("how", "ranks"), [("threads", 1), ("processes", 1), ("processes", 2)])
 def test_killed_three_times_it_ends_with_the_same_bits(how: str, ranks: int, fork: Any, tmp_path: Path) -> None:
     """It is killed in mid-epoch, while samples are read ahead. It has repeated augmentation, dropout, batch norm, fp16,
-    mean Muon."""
+    mean weights and Muon."""
     files = {"output": tmp_path / "output", "errors": tmp_path / "errors"}
     process = fork(KILLED, how, str(ranks), environment={}, folder=tmp_path, **files)
     process.join(600)
