@@ -73,7 +73,7 @@ HALVES, HALVES_REPLAYED = "rooftop, halves", "rooftop, halves, replayed"
 OF_TENSOR_RANKS = (OURS, HALVES, HALVES_REPLAYED, TRAINED_HALVES, REPLAYED, NATIVE)
 PEERS = (NATIVE, ASYNC, WHOLE)
 SEED, LEARNING_RATE = 1, 1e-4
-FIRST = 3  # steps whose losses are compared, and which compile
+FIRST = 3  # number of first steps, which compile and whose losses are compared
 LOSS_NOISE = (
     0.02,
     0.05,

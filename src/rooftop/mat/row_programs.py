@@ -155,7 +155,7 @@ class _Writer:
         leaves = [each for each in self.nodes if each._operation == "mat"]
         self.places = {id(each): n for n, each in enumerate(leaves)}
         self.target = len(leaves)
-        for each in self.nodes:  # numbers have registers before scratch does
+        for each in self.nodes:  # the registers of numbers come before those of scratch
             for operand in each._operands:
                 if operand._operation == "numbers":
                     self.places[id(operand)] = self.target + 1 + len(self.program.numbers)

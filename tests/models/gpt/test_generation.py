@@ -298,7 +298,12 @@ def test_a_roof_of_what_was_decoded() -> None:
 @pytest.mark.parametrize(
     ("prompts", "options", "error", "message"),
     [
-        ([[0] * 40], {}, ValueError, "prompt 0 has 40 tokens, and the model 40 positions, .*shorten it to at most 39"),
+        (
+            [[0] * 40],
+            {},
+            ValueError,
+            "prompt 0 has 40 tokens, and the model has 40 positions, .*shorten it to at most 39",
+        ),
         ([[0] * 90], {}, ValueError, "prompt 0 has 90 tokens"),
         ([[1], []], {}, ValueError, "prompt 1 is empty"),
         ([[1, 97]], {}, ValueError, "tokens of prompt 0 are from 1 to 97, those of the model from 0 to 96"),

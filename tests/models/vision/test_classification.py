@@ -146,7 +146,7 @@ def test_the_model_is_left_as_it_was(photographs: Path) -> None:
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert all(parameter.requires_grad for parameter in model.parameters())
     with pytest.raises(RuntimeError):
-        # another size than that of its head
+        # images of a size that does not fit the head
         classify(model, [photographs], preprocessing=Preprocessing(resize=9, crop=9))
     assert [module.training for module in model.modules()] == flags
 

@@ -163,7 +163,7 @@ def clipped(intervals: Iterable[Interval], start: int, end: int) -> list[Interva
 def without(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
     """The parts of the intervals that no other interval covers. Both are results of `merged`."""
     left: list[Interval] = []
-    first = 0  # the first of the others that may still cover something
+    first = 0  # index of the first other interval that does not end before this one
     for start, end in intervals:
         while first < len(others) and others[first][1] <= start:
             first += 1
