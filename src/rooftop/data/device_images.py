@@ -32,8 +32,8 @@ from rooftop.media.images import ImageDecoder, ImageFile
 from rooftop.media.nvjpeg import missing
 
 GROUP_PIXELS = 64 << 20  # of the photographs that are on the GPU at once: 192 MiB, 350 photographs of 500 x 375
-GAIN = 1.1  # of a GPU over the CPU, from which it decodes: it also has the model to compute
-MEASURED_S = 3.0  # of each way
+GAIN = 1.1  # a GPU decodes if it is this many times as fast as the CPU, because it also computes the model
+MEASURED_S = 3.0  # seconds for each way
 
 
 class Encoded(NamedTuple):
@@ -155,7 +155,7 @@ class DeviceImages:
         """Replace the files of a batch by `Pixels` on the device; leave out damaged ones, or raise.
 
         Raises:
-            InputError: a file is damaged, and damaged ones are not skipped; or the device is no GPU.
+            InputError: a file is damaged, and damaged ones are not skipped; or the device is not a GPU.
             NoImageDecoderError: NVJPEG is not available.
         """
         if made.value is None:

@@ -68,7 +68,7 @@ class Loader:
             advance.
         drop_last: whether to leave out the last samples if they do not fill a batch.
         repeats: copies of a sample in a batch, each drawn in its own way ("repeated augmentation"). Needs drop_last. An
-        epoch has as many batches as without, so it has fewer different samples.
+        epoch has as many batches as without repeats, so it has fewer different samples.
         rank, ranks: the part of each batch: consecutive places, divided as evenly as possible.
         arrive: changes a whole batch in the thread that copies it, with the loader's device and whether damaged samples
         are skipped, e.g. `DeviceImages`, which decodes files on a GPU; None: nothing.

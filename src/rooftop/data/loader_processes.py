@@ -172,7 +172,7 @@ def _started(job: Job, number: int) -> _Worker:
     context: Any = torch_multiprocessing.get_context(method)
     ours, its = context.Pipe(duplex=True)
     process = context.Process(target=_work, args=(its, job, os.getpid()), name=f"rooftop-loader-{number}", daemon=True)
-    with warnings.catch_warnings():  # that a program with threads forks: the child process takes none of their locks
+    with warnings.catch_warnings():  # about forking with threads, whose locks the child never takes
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
     its.close()

@@ -16,20 +16,20 @@ ON_ITS_WAY_S = 0.01
 
 
 class StoppedError(BaseException):
-    """The time of a `Deadline` was over. It is no `Exception`, so that code that handles errors does not handle it."""
+    """The time of a `Deadline` was over. It is not an `Exception`, so that handlers of errors do not catch it."""
 
 
 class Deadline:
     """A `with` block that raises `StoppedError` in this thread after `seconds`.
 
-    Python raises it between two of its instructions: a call into C++ ends first.
+    Python raises it between two of its instructions: a call into C++ runs to its end first.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._thread = threading.get_ident()
         self._over = threading.Event()
-        self._raised = False  # and not yet seen
+        self._raised = False  # the exception was raised, but has not arrived yet
         self._lock = threading.Lock()
 
     def __enter__(self) -> Deadline:

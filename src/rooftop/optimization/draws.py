@@ -168,7 +168,7 @@ def of_shape(given: Arguments, shape: Sequence[int], generator: torch.Generator)
 
 
 def key_of(given: Arguments) -> Any:
-    """The key that two calls must share for one to prove the other; strides are free.
+    """The key of a call. If two calls have the same key, a proof of one holds for the other; strides may differ.
 
     Raises:
         TypeError: an argument is not a tensor, number, string or structure of them.

@@ -31,7 +31,7 @@ LAUNCH_ROUNDS, LAUNCHES = 5, 200
 
 def quick_ceilings(device: torch.device) -> Ceilings:
     """The memory rates of a device, the time of its shortest kernel and of a launch, measured in a moment. Arithmetic
-    has no limit in it."""
+    is not limited in these ceilings."""
     points = []
     for size in SIZES:
         source = torch.ones(size // 8, device=device)

@@ -156,7 +156,7 @@ class Gate:
             return self._known(replace(draw, given=first, otherwise=tuple(rest)))
         try:
             truth = truth or self._truth(draw)
-        except Exception:  # such as memory for float64: then only the same bits are correct on this draw
+        except Exception:  # such as too little memory for float64: then only the same bits are correct on this draw
             truth = None
         return Known(draw, eager, truth)
 

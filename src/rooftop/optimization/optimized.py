@@ -84,7 +84,7 @@ class Optimized:
         proven: shapes that the faster module runs.
         surroundings: the model, inputs, device and versions of this result.
         without_ms: a step with the kept rules that neither compile nor capture graphs; None if all or none of them do.
-        differs: if a plan was given, how this machine, model and inputs differ from those for which the plan was found.
+        differs: if a plan was given: how this machine, model and inputs differ from those for which the plan was found.
     """
 
     module: OptimizedModule

@@ -78,7 +78,7 @@ class Search:
 
     Args:
         original: the model, in the mode in which it will run.
-        optimizer: of its training step.
+        optimizer: optimizer of its training step.
         step: how the model is run.
         gate: creates the reference for all candidates once the first one saves time.
         given: arguments of the timed calls.
@@ -122,7 +122,7 @@ class Search:
         self._limit = self.ends
         self.ends -= LAST_STEPS * self._step_s
         self._gates: dict[tuple[str, ...], Gate] = {}
-        self._profiles: dict[frozenset[str], Times] = {}  # by the kept rules
+        self._profiles: dict[frozenset[str], Times] = {}  # times by the names of the kept rules
         self._peak = self._peak_bytes(self.plain)
         self._pace = 1.0  # compile time relative to the estimate
         self._compiled: dict[frozenset[str], Compiled] = {}  # by the rules beside the compiler
@@ -226,7 +226,7 @@ class Search:
             self.changes.append(Change(rule.name, "failed", f"its prediction: {_first_line(error)}"))
             return None
 
-    # ---- one rule ------------------------------------------------------------------------------------------------
+    # ---- trying one rule -----------------------------------------------------------------------------------------
 
     def _tried(self, rule: Rule, predicted_ms: float) -> Change:
         """Try a rule with the kept ones, except those that it replaces.

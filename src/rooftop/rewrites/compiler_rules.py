@@ -93,8 +93,8 @@ class CompileBlocks(Rule):
 
 
 def compile_in_place(module: nn.Module, **options: Any) -> None:
-    """Let `torch.compile` compile the calls of a module; also of `nn.Sequential` and its subclasses, whose forward it
-    leaves uncompiled because it is PyTorch's own."""
+    """Let `torch.compile` compile the calls of a module; including `nn.Sequential` and its subclasses, whose forward it
+    would leave uncompiled because it is PyTorch's own."""
     if torch._dynamo.trace_rules.check(type(module).forward):
         inlined = torch._dynamo.external_utils.wrap_inline(module._call_impl)
         module._compiled_call_impl = torch.compile(inlined, **options)
@@ -103,7 +103,7 @@ def compile_in_place(module: nn.Module, **options: Any) -> None:
 
 
 class InOneForm:
-    """Calls of compiled code in a form for which it is compiled only once.
+    """Calls compiled code with arguments of one form, so that it is compiled only once.
 
     The compiler makes a version for each stride of an input, and for inference mode. So inputs with gaps are made
     contiguous, and inference mode becomes `torch.no_grad`.

@@ -109,7 +109,7 @@ def _is_frozen(module: nn.Module) -> bool:
     return plain and buffers.keys() == FROZEN and len({tuple(b.shape) for b in buffers.values()}) == 1
 
 
-# ---- which module follows which ------------------------------------------------------------------------------------
+# ---- order of modules ----------------------------------------------------------------------------------------------
 
 
 class Structure:

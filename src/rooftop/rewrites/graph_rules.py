@@ -52,7 +52,7 @@ class Replays:
 
     Args:
         run: function to capture, once for each signature of its arguments.
-        device: where all of it runs.
+        device: where all of `run` runs.
         state: must be the same before and after a call (see `rooftop.rewrites.graphs.capture`).
 
     A call raises the errors of `run`, and `UncapturedError` if it cannot be captured.

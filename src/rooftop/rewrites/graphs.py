@@ -41,7 +41,7 @@ class GraphReport:
 
 @dataclass
 class Graph:
-    """One captured call: it reads `inputs` and writes `outputs` (any structure)."""
+    """One captured call. It reads `inputs` and writes `outputs` (any structure)."""
 
     inputs: Sequence[Tensor]
     outputs: Any

@@ -71,7 +71,7 @@ def fused(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _own(name: str, value: Any, parameter: Tensor) -> Any:
-    """A copied value of the state; the step counter is on the parameter's device, as a fused step needs it."""
+    """A copied value of the state; the step counter goes to the parameter's device, where a fused step needs it."""
     if not isinstance(value, Tensor):
         return torch.tensor(float(value), device=parameter.device) if name == "step" else copy.copy(value)
     return value.to(parameter.device, torch.float32, copy=True) if name == "step" else value.clone()

@@ -78,7 +78,7 @@ def encode(
     columns, boxed = _columns(vertices)
     values = columns[ordered]
     base, extent = lowest(values, first), highest(values, first)
-    extent = (extent - base).view(np.uint32)  # correct even beyond 2^31
+    extent = (extent - base).view(np.uint32)  # also correct beyond 2^31
     base[:, boxed:], extent[:, boxed:] = 0, (1 << layouts.COLOR_BITS) - 1
     bits = bit_lengths(extent)
 

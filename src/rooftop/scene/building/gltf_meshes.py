@@ -1,11 +1,11 @@
-"""Convert glTF with all its geometry features into a simple form for a reader that supports less; other features raise
-an error with their name.
+"""Convert the geometry of glTF into a simple form for a reader that supports less. Unsupported features raise an error
+with their name.
 
-The simple form has triangles whose positions, normals and texture coordinates are float32, with each value in its
-place. The format allows more: integers that stand for -1..1 (quantized meshes), arrays that replace some values of
-other arrays (sparse accessors), and strips and fans of triangles. Their bytes are converted here, and written after the
-original ones. Points and lines are not surfaces, so they are ignored with a warning. Meshes compressed by Draco or
-meshoptimizer, and instances in an extension, raise an error: a reader without them would misread the file silently.
+The simple form has triangles whose positions, normals and texture coordinates are plain float32 arrays. The format
+allows more: integers that stand for -1..1 (quantized meshes), arrays that replace some values of other arrays (sparse
+accessors), and strips and fans of triangles. Their bytes are converted here, and written after the original ones.
+Points and lines are not surfaces, so they are ignored with a warning. Meshes compressed by Draco or meshoptimizer, and
+instances in an extension, raise an error: a reader without them would misread the file silently.
 
 Source: the glTF 2.0 specification of the Khronos Group, and its registry of extensions.
 """

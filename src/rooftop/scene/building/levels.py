@@ -224,7 +224,7 @@ class _Levels:
         self.streams: list[Words] = []
         self.lengths: list[Ints] = []
         self.clusters = 0
-        self.spheres = _Column(np.empty((0, 4), np.float32))  # of clusters
+        self.spheres = _Column(np.empty((0, 4), np.float32))  # spheres of clusters
         self.errors = _Column(np.empty(0, np.float32))
         self.levels = _Column(np.empty(0, np.int64))
         self.sizes = _Column(np.empty(0, np.int64))

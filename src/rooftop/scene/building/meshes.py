@@ -31,7 +31,7 @@ NEEDLE = 0.01  # height of a face over its longest edge, below which it may be r
 UV_STEPS_PER_EDGE = 8  # steps of uv per edge; more, by UV_STEP, if a texture is finer than the mesh
 UV_STEP = 2.0**-13  # largest step of uv: half a texel of a texture 4096 wide
 MOST_UV_STEPS = (1 << 30) - 1  # so that the range from the lowest to the highest has 31 bits
-LARGEST, SMALLEST = 2.0**60, 2.0**-60  # a mesh, and a step of its grid: squares stay far from float32's limits
+LARGEST, SMALLEST = 2.0**60, 2.0**-60  # extent of a mesh, and step of its grid: squares stay far from float32's limits
 MOST_MATERIALS = 1 << layouts.MATERIAL_BITS
 
 

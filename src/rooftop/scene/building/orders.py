@@ -10,7 +10,7 @@ import numpy.typing as npt
 from rooftop.scene.building.ragged import starts_of
 from rooftop.scene.building.workers import CHUNK, Stage, chunks, give_back, shared
 
-BITS = 20  # of each axis
+BITS = 20  # bits for each axis
 HALF = 15  # bits of the key in each of the two sorts of `ordering`
 PARTS = 1 << HALF
 MOST_PIECES = 64  # pieces of the faces; each has a count for each part

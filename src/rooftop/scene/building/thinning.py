@@ -43,7 +43,7 @@ ROUNDS = 4
 # number of samples of a picture that hit triangles; minimum and maximum number of samples along its side
 HITS, SIDES = 10_000, (64, 512)
 LOOKS = 2  # maximum number of times that a group's coverage is measured
-OVERLAP = 1.5  # areas grow by this power of the missing area, because much of the growth is hidden
+OVERLAP = 1.5  # areas grow by this power of the ratio of areas, because much of the growth is hidden
 LEAST, LARGE = 1e-30, 1e30
 
 

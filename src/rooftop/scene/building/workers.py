@@ -41,12 +41,12 @@ Call = Callable[[Any, Any], Any]  # functions, called with a state and an item
 
 TOKEN = struct.Struct("<I")
 NO_MORE = (1 << 32) - 1  # a token: the stage is done for the worker that takes it
-# number of the call, of the stage and of the mail; the mail's start in memory, and its bytes
+# numbers of the call, the stage and the mail; start of the mail in memory, and its bytes
 COMMAND = struct.Struct("<IIQQQ")
 LENGTH = struct.Struct("<Q")
 MOST_TOKENS = 8192  # a pipe holds 16,384 of four bytes
 PIPE_BYTES = 1 << 20  # size of a pipe for results; with the usual 64 KB, a worker waits for its reader
-ALIGNMENT = 64  # of the arrays that are sent
+ALIGNMENT = 64  # alignment of the arrays that are sent
 CHUNK = 1 << 18  # rows of an array that are processed together
 SHORT = 1 << 15  # rows for a thread: few, because the C library keeps the memory that each thread allocated
 _DONE, _RESULT, _ERROR = range(3)
@@ -113,7 +113,7 @@ class _WithoutState:
         return self.work(item)
 
 
-ALONE = Workers(1)  # no other process than the calling one
+ALONE = Workers(1)  # work in the calling process alone
 
 
 def cpus() -> int:

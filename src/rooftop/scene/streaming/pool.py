@@ -93,7 +93,7 @@ class Pool:
         return bool((self.slots.state[target] == RESIDENT).all())
 
     def best_target(self) -> Mask:
-        """(pages,) as many of these pages, from the first on, as fit."""
+        """(pages,) the pages to load: the most wanted ones, as many as fit."""
         return best_that_fit(self.slots, self.requests.use().pixels)
 
     def load(self, target: Mask, alone: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The requests of culling: how much a frame wants each page, and which of the wanted pages are absent.
+"""The requests of culling: how urgently a frame needs each page, and which of these pages are absent.
 
 The culls write `wanted`; `collect` turns it into ages and a list of absent pages. The list follows the frame's counters
 in one tensor, so the host (`answers.py`) reads both at once, when it waits for the frame anyway.

@@ -1,4 +1,4 @@
-"""The last step of `level_cull.py` if pages may be absent. Its twin in CUDA C++ is `cull_groups<true>`.
+"""The last step of `level_cull.py`, for scenes whose pages may be absent. Its twin in CUDA C++ is `cull_groups<true>`.
 
 A cluster is drawn if it is fine enough, or if the page of the clusters from which it was made is absent. Every group
 that would be drawn requests its page, present or absent, with the error in pixels of its replacement. So a frame's

@@ -1,8 +1,8 @@
 """Agreement of the ranks once per step, in the background.
 
 Each rank sends a few numbers. One step later every rank gets the minimum of each number over all ranks. So all ranks
-act alike after the same step. They save because one rank was told to stop, start the next part of a save because all
-have finished the previous one, or raise because one could not write.
+act alike after the same step. For example, they save because one rank was told to stop, they start the next part of a
+save because all have finished the previous one, or raise because one could not write.
 
     step 7     says [0]          hears what was said at step 6
     step 8     says [-1] here    hears [0]

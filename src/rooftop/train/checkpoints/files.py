@@ -8,7 +8,7 @@
 Each block has its own checksum, so that a reader of some rows of a piece can check only these rows. The checksums are
 computed during the writing and enter the header last, so a truncated file has none.
 
-This file imports only the standard library. Run as a script, this file writes a checkpoint during the training. The
+This file imports only the standard library. Run as a script, it writes a checkpoint during the training. The
 process starts in a tenth of a second, and reads the data from memory that it shares with the training.
 """
 

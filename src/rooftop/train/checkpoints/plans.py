@@ -6,9 +6,9 @@ ranks.
     rank 2 holds   layers.1.up[0:64]    norm        rank 2 writes   layers.1.up[0:64]
     ...
 
-Ranks tell each other what they hold (`Held`); the plan needs no reasons. Parts that several ranks hold go to the ranks
-with the least to write. Data and context parallel ranks hold the same parts, tensor parallel ranks the same norms and
-shared heads, and pipeline stages the same tied embedding. Large parts are first cut by rows.
+Ranks tell each other what they hold (`Held`); the plan does not need to know why they hold it. Parts that several ranks
+hold go to the ranks with the least to write. Data and context parallel ranks hold the same parts, tensor parallel ranks
+the same norms and shared heads, and pipeline stages the same tied embedding. Large parts are first cut by rows.
 """
 
 from __future__ import annotations

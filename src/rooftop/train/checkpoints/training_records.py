@@ -45,7 +45,7 @@ class TrainingRecord:
         step: the last step before it was saved.
         layout: layout of the ranks that saved it: the sizes of `Layout`, and "words".
         training: the fields of `GptTraining` and of its `GptConfig`, as JSON values.
-        data: source, number of tokens, fingerprint, and whether they were text; empty if unknown.
+        data: source, number of tokens, fingerprint, and whether the tokens were text; empty if unknown.
         index_checksum: checksum of index.json, for format 2.
     """
 

@@ -80,7 +80,7 @@ def other_data(found: str | Path, tokens: Tokens | Mixture) -> str | None:
     """Describe how the data differ from those of the checkpoint; None if they are the same, or if the checkpoint does
     not record its data.
 
-    Other data are no error, because they may be intended.
+    Other data are not an error, because they may be intended.
     """
     saved = read_record(found).data
     if saved.get("fingerprint") in (None, tokens.fingerprint()):

@@ -1,4 +1,4 @@
-"""Validation: means over the samples of all ranks, which count each sample once."""
+"""Validation: means over the samples of all ranks. Each sample counts once."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ class _Fitting:
         self.reason = ""
         self.before = 0
         self._looked_at = 0  # entries of the loader's list of skipped samples
-        self._damaged: set[int] = set()  # samples told of; each pass skips them again
+        self._damaged: set[int] = set()  # samples that were already reported; each pass skips them again
         self._loading_told = False
         self._unread: list[Tensor] = []
 
@@ -246,7 +246,7 @@ class _Fitting:
             report(f"loading {saved.folder}")
             self.stepper.load(saved.state)
             self._take_over(saved.progress)
-        self.agreement.gathered(None)  # all have read, before rank 0 writes
+        self.agreement.gathered(None)  # rank 0 writes only after all ranks have read
         if self.first:
             self.folder.begin(self.recipe)
             self.lines = MetricLines(self.folder.out / METRICS, self.before)

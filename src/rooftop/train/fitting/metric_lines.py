@@ -1,4 +1,4 @@
-"""OUT/metrics.jsonl: a line of JSON for each step and each evaluation, also of a training that is resumed.
+"""OUT/metrics.jsonl: a line of JSON for each step and each evaluation, even if the training is resumed.
 
     {"step": 3, "epoch": 0.1, "loss": 2.1, "grad_norm": 1.4, "learning_rate": 0.1, ...}
     {"step": 30, "epoch": 1.0, "values": {"loss": 1.2, "accuracy": 0.8}, "best": true}

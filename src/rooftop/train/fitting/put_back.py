@@ -1,4 +1,4 @@
-"""Restores tensors if a flag on the device is set, without a read by the host.
+"""Restores tensors if a flag on the device is set, without waiting for the device.
 
     kept = PutBack()
     kept.take(tensors)       # copies

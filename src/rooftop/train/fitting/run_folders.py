@@ -71,7 +71,7 @@ class Saved:
     state: Any
 
 
-# ---- which training it is ------------------------------------------------------------------------------------------
+# ---- identity of a training ----------------------------------------------------------------------------------------
 
 
 def identity_of(task: Task, recipe: Recipe) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class Stepper:
 
     Args:
         steps: number of steps of the whole run, for the learning rate.
-        group: of the ranks; None: there is only one.
+        group: group of the ranks; None: there is only one rank.
         sums: another group of the same ranks, for the sums of the gradients.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""The metrics file: a line of JSON per step, also for a training that is resumed.
+"""The metrics file: a line of JSON per step, even if the training is resumed.
 
 A resumed training repeats the steps after its checkpoint. So the old lines of these steps are removed, and so is a
 partial line of a killed process. The file then has each step once, in order.

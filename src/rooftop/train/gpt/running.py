@@ -72,7 +72,7 @@ def run_steps(
     Args:
         interval: number of steps that are read and reported together. The first step is reported alone, because it
             takes longer.
-        roof: of a step.
+        roof: roof of a step.
         validation: when and on what the model is validated; its time does not count in that of the steps. A training
             that is asked to stop is not validated.
         save: folder of checkpoints; one is saved after the last step. Leaving the loop early gives up a checkpoint that

@@ -44,7 +44,7 @@ from rooftop.train.tokens.batches import Batches
 from rooftop.train.tokens.mixtures import Mixture
 from rooftop.train.tokens.tokens import Tokens
 
-BETAS = (0.9, 0.95)  # of Adam, as GPT-3 and Llama were trained
+BETAS = (0.9, 0.95)  # Adam's betas for GPT-3 and Llama
 IGNORED = -100  # a target that does not count
 
 
@@ -185,11 +185,11 @@ class GptTrainer:
     def validation_loss(self, batches: Batches, sequences: int) -> float:
         """Return the mean loss over the first sequences of some data, without dropout, the same on all ranks.
 
-        All ranks call it. Steps after it are the same, bit for bit, as without it. It waits for the device.
+        All ranks call it. It does not change a single bit of the steps that follow. It waits for the device.
 
         Args:
             batches: the data, in batches of `training.global_batch` sequences of `training.length` tokens.
-            sequences: how many to read, from 1; each counts once, also those of a last batch that is not full.
+            sequences: how many to read, from 1. Each counts once, even in a last batch that is not full.
         """
         size, length = self.training.micro_batch, self.training.length
         places = torch.tensor([[part * size + place for place in range(size)] for part in self._parts])

@@ -16,8 +16,8 @@ from rooftop.train.tokens.batches import Batches
 from rooftop.train.tokens.mixtures import Mixture
 from rooftop.train.tokens.tokens import Tokens
 
-SEED = 0  # of the order: trainings with other seeds have the same validation
-INTERVAL, ITERS = 1000, 100  # Megatron-LM's
+SEED = 0  # seed of the order, so that trainings with any seed have the same validation
+INTERVAL, ITERS = 1000, 100  # Megatron-LM's defaults
 
 
 class Validation:

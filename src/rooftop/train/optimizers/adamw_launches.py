@@ -1,9 +1,9 @@
 """Launches of AdamW: one kernel for all weights of the same dtypes, which finds them in a table of addresses.
 
-A launch takes the host longer than the GPU takes to step a million elements, and Python code for each weight takes as
-long again. So the plan of a step is kept for the next one, and everything that may have changed is compared for all
-weights at once. Usually none has changed: gradients keep the previous step's addresses, and the table on the GPU stays
-valid.
+A launch takes the host longer than the GPU takes to step a million elements, and Python code for each weight takes the
+same time once more. So the plan of a step is kept for the next one, and everything that may have changed is compared
+for all weights at once. Usually none has changed: gradients keep the previous step's addresses, and the table on the
+GPU stays valid.
 
 A CUDA graph would copy the table from the host at each replay. So a captured step launches a kernel for each weight,
 which costs the host nothing in a replay.

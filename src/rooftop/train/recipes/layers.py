@@ -44,7 +44,7 @@ class _Unit:
         chained: whether the layer is a member of a chain.
         between: whether the layer is a member of a chain and precedes another chain inside the same chain.
         leaf: whether the layer has no modules of its own.
-        norm, own: whether the layer is a norm, and whether it consists of the direct parameters of a divided module.
+        norm, own: whether the layer is a norm; whether it consists of the direct parameters of a divided module.
     """
 
     names: list[str]

@@ -265,7 +265,7 @@ def ablate(
         results: the result of `results_of`; with several ranks, read before any rank trains.
         train: trains one run. It may resume an interrupted run.
         metric: the compared metric of the last evaluation; maximize: whether more is better.
-        told: called after each run with the run, its metric, and the ablation so far.
+        told: function called after each run, with the run, its metric, and the ablation so far.
         write: whether this process writes results; with several ranks, the first one.
 
     Returns:

@@ -38,14 +38,14 @@ from rooftop.train.tasks.task import Task
 
 DIGITS = "digits"
 PYAV = Extra("media", "av", "av", "videos")
-FRAMES, SIDE = 12, 32  # of a sequence; pixels of its shorter side
-LARGE_FRAMES, LARGE_SIDE, LARGE_TOGETHER = 20, 64, 2  # of Keras's example
-PASS, JUDGED = 1600, 32  # moving sequences of an epoch, and that are held out
-HIGHEST_SEED = 1 << 40  # of a sequence of training; held-out ones have higher ones
-SETTLED_BY = 8  # batches that give the norms' statistics at the end
+FRAMES, SIDE = 12, 32  # frames of a sequence, and pixels of its shorter side
+LARGE_FRAMES, LARGE_SIDE, LARGE_TOGETHER = 20, 64, 2  # as in Keras's example
+PASS, JUDGED = 1600, 32  # moving sequences of an epoch, and held-out ones
+HIGHEST_SEED = 1 << 40  # highest seed of a training sequence; held-out sequences have higher seeds
+SETTLED_BY = 8  # batches from which the norms' statistics are computed at the end
 LEAST, MOST = 0.01, 0.99  # copied frames are squeezed into these, or their cross entropy would have no bound
-TRAINED_PART = 0.8  # of each video, from its start
-SHOWN, SHOWN_SIDE = 2, 96  # examples: how many, pixels of a frame at least
+TRAINED_PART = 0.8  # share of each video that is for training, from its start
+SHOWN, SHOWN_SIDE = 2, 96  # number of examples, and least pixels along a frame's side
 
 OF_DIGITS: Values = {
     "run": {"epochs": 1, "batch": 8},

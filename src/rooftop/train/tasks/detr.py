@@ -5,7 +5,7 @@
     shapes       eight pictures of coloured shapes to memorize: a test that network, losses and boxes fit together
     new-shapes   new pictures of shapes at each step, and others for evaluation; for a GPU a folder in COCO's format:
     annotations/instances_train*.json and instances_val*.json beside folders of photographs with the same names; or
-    instances.json beside photographs, and a tenth of these is held out
+    instances.json beside photographs, of which a tenth is then held out
 
 For shapes, the model is a small network with random initial weights; for a folder, a DETR on a ResNet-50. `judge`
 returns COCO's figures; the best checkpoint has the highest "AP".
@@ -43,10 +43,10 @@ from rooftop.train.tasks.task import Task
 BY_HEART, NEW = "shapes", "new-shapes"
 SCIPY = Extra("detection", "scipy", "scipy", "matching objects")
 COCO = Extra("detection", "pycocotools", "pycocotools", "COCO's figures")
-PICTURES = 8  # learned by heart
-PASS = 12_800  # new pictures of a pass
+PICTURES = 8  # pictures to memorize
+PASS = 12_800  # new pictures in a pass
 JUDGED = 256  # new pictures that are held out
-FIRST_SEED = 1 << 32  # of the held-out ones; those of training have lower ones
+FIRST_SEED = 1 << 32  # first seed of the held-out pictures; training pictures have lower seeds
 SIDE = 64  # pixels of a picture of shapes
 SHORTER, LONGER = 800, 1333  # pixels of photographs
 HELD_OUT = 10  # one photograph in this many is held out if a folder has no instances_val
@@ -76,7 +76,7 @@ FOLDERS_ON_GPU: Values = {"run": {"batch": 16}}
 
 
 def defaults(data: str | None, cuda: bool) -> Values:
-    """Of the recipe."""
+    """Defaults of the recipe."""
     gpu = GPU if cuda else {}
     if data in (None, BY_HEART):
         return over(SHAPES, gpu)
@@ -120,7 +120,7 @@ def build(data: str | None, recipe: Recipe) -> Task:
 def _normalized(
     normalizer: Normalizer, batch: tuple[Sequence[Tensor], Sequence[Target]]
 ) -> tuple[list[Tensor], Sequence[Target]]:
-    """Normalize the images that came as bytes; the others are normalized."""
+    """Normalize the images that came as bytes; the others are normalized already."""
     images, targets = batch
     return [image if image.is_floating_point() else normalizer.image(image) for image in images], targets
 
@@ -298,7 +298,7 @@ def _model(recipe: Recipe, found: _Pictures, generated: bool) -> tuple[Detr, dic
     return model, {"model": name, "options": options, "classes": names, "sides": list(found.sides)}
 
 
-# ---- what it finds ---------------------------------------------------------------------------------------------
+# ---- detected objects ------------------------------------------------------------------------------------------
 
 
 def judged(found: _Pictures, batch: int, model: nn.Module, device: torch.device) -> dict[str, float]:

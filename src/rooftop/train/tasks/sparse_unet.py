@@ -38,10 +38,10 @@ from rooftop.train.tasks.task import Task
 
 SCANS = "scans"
 WARP = Extra("sparse", "warp", "warp-lang", "sparse convolution")
-FEATURES = 6  # of a voxel: where its points lie in it (3), height, intensity, whether that is known
+FEATURES = 6  # of a voxel: mean place of its points in it (3), height, intensity, whether the intensity is known
 SLOTS = 8  # points of a voxel that are looked at
-WITHOUT_INTENSITY = 0.2  # share of training scans that lose theirs
-FIRST_SEED = 1 << 20  # of training scans; those of held-out ones count from 0
+WITHOUT_INTENSITY = 0.2  # share of training scans whose intensities are dropped
+FIRST_SEED = 1 << 20  # first seed of training scans; seeds of held-out scans count from 0
 VOXEL_M = {"street": 0.3, "room": 0.1}
 FINE_M = {"street": 0.1, "room": 0.04}
 SHOWN = 1  # examples
@@ -64,7 +64,7 @@ ON_GPU: Values = {
 
 
 def defaults(data: str | None, cuda: bool) -> Values:
-    """Of the recipe."""
+    """Defaults of the recipe."""
     return over(ON_CPU, ON_GPU) if cuda else ON_CPU
 
 
@@ -224,13 +224,13 @@ def voxels_of(rows: Rows) -> Voxels:
 
 
 class Scans:
-    """Simulated scans as `rows_of` gives them.
+    """Simulated scans in the form that `rows_of` returns.
 
     Args:
         setting: the kind of scene and scanner.
         first_seed, count: first seed, and number of scans.
         voxel_m: edge of a cube.
-        changing: whether a training varies each scan at random.
+        changing: whether each scan is varied at random in training.
     """
 
     def __init__(self, setting: Setting, first_seed: int, count: int, voxel_m: float, changing: bool = False) -> None:
@@ -293,7 +293,7 @@ def accuracies(model: nn.Module, rows: Rows) -> dict[str, Tensor]:
     return {"accuracy": sums[0] / sums[1]}
 
 
-# ---- what it says ----------------------------------------------------------------------------------------------
+# ---- labels and metrics ----------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()

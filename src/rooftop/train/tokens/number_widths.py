@@ -4,10 +4,8 @@ If 32-bit tokens are read as 16-bit numbers, every second number is the upper ha
 vocabularies above 65,536. At the right width, numbers at even and odd places are alike. So the means of even and odd
 places decide:
 
-| of each pair of halves | mean of the upper by that of the lower |
-|---|---|
-| one number of twice the width | below 1/64: a vocabulary of 256 thousand tokens has an upper half of 3 at most |
-| two numbers | near 1 |
+| a pair of neighbours is | mean at odd places / mean at even places | |---|---| | one number of twice the width | below
+1/64: a vocabulary of 256 thousand tokens has an upper half of 3 at most | | two numbers | near 1 |
 
 Ratios in between are refused, and so are bytes and big-endian numbers.
 """

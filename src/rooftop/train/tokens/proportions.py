@@ -125,7 +125,7 @@ def _draws(parts, behind, drawn, period, which, numbers):  # type: ignore[no-unt
         for source in range(sources):
             behind[source] += parts[source]
             if behind[source] >= least:
-                left = (most - behind[source]) // parts[source]  # draws that may go to other sources before
+                left = (most - behind[source]) // parts[source]  # number of draws that may go to other sources first
                 if found < 0 or left < soonest:
                     found, soonest = source, left
         behind[found] -= period

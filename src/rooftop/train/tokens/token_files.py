@@ -1,12 +1,9 @@
 """Files of integers as tokens: their dtype comes from a file beside them, a header, or their numbers.
 
-| of a `.bin` | source of the dtype |
-|---|---|
-| `.idx` beside it | Megatron-LM's index (`megatron_indexes`) |
-| 256 int32 first: 20240520, 1, tokens | llm.c's header of GPT-2's tokens: uint16 follow |
-| 256 int32 first: 20240801, 7, tokens | llm.c's header of Llama 3's tokens: uint32 follow |
-| `meta.pkl` beside it | nanoGPT's characters: uint16, and the vocabulary size |
-| nothing | its numbers (`number_widths`) |
+| beside or in a `.bin` | source of the dtype | |---|---| | `.idx` beside it | Megatron-LM's index (`megatron_indexes`)
+| | 256 int32 first: 20240520, 1, tokens | llm.c's header of GPT-2's tokens: uint16 follow | | 256 int32 first:
+20240801, 7, tokens | llm.c's header of Llama 3's tokens: uint32 follow | | `meta.pkl` beside it | nanoGPT's characters:
+uint16, and the vocabulary size | | nothing | its numbers (`number_widths`) |
 
 Source: llm.c `dev/data/data_common.py`; nanoGPT `data/shakespeare_char/prepare.py`.
 """
@@ -140,7 +137,7 @@ def _llmc_numbers(path: Path, kind: str | None) -> Numbers | None:
     size = path.stat().st_size
     header = np.fromfile(path, "<i4", min(size, LLMC_HEADER_BYTES) // 4)
     magic = int(header[0]) if len(header) else 0
-    # After the count a header has only zeros. Otherwise this is no header, and the first token happens to be this
+    # After the count a header has only zeros. Otherwise this is not a header, and the first token happens to be this
     # number.
     if magic not in LLMC_TOKENS | LLMC_OTHERS or header[32:].any():
         return None

@@ -15,7 +15,7 @@ from rooftop.doctor.extras import Extra
 from rooftop.errors import MissingExtraError
 
 SCIKIT_LEARN = Extra("ladder", "sklearn", "scikit-learn", "the digits")
-TRAINED_ON = 1500  # of scikit-learn's 1797 digits
+TRAINED_ON = 1500  # number of scikit-learn's 1797 digits that are for training
 
 
 @cache
