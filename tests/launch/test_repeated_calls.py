@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import inspect
+import subprocess
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -601,7 +603,7 @@ def test_a_broken_source_is_reported_and_not_tried_again(tmp_path: Path, monkeyp
     assert not usable
     assert str(extension.failed) in why
     started: list[Any] = []
-    extension.load_when_built(started.append)
+    extension.ask(started.append, "Python")
     assert not started
     assert not list(tmp_path.rglob("*.partial"))
     assert not list(tmp_path.rglob("*.building"))
@@ -692,6 +694,39 @@ def test_it_is_compiled_in_the_background(tmp_path: Path, monkeypatch: pytest.Mo
     assert extension.state() == (True, f"compiled, {extension.path}")
 
 
+@needs_compiler
+def test_a_build_waits_for_another_process_that_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROOFTOP_CACHE", str(tmp_path))
+    extension = Extension("part", _tiny(tmp_path))
+    other = extension.path.with_name(f"{extension.path.name}.1.building")
+    other.parent.mkdir(parents=True)
+    other.touch()
+    with ThreadPoolExecutor(1) as pool:
+        built = pool.submit(extension.build)
+        time.sleep(1.0)
+        assert not built.done()
+        monkeypatch.setattr(extension, "_compile", lambda: pytest.fail("it compiled, too"))
+        subprocess.run(extension._command(extension.path), check=True)
+        assert built.result(timeout=60).__name__ == "part"
+
+
+def test_waiting_without_a_compiler_warns_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROOFTOP_CACHE", str(tmp_path))
+    monkeypatch.setenv("ROOFTOP_COMPILED_CALLS", "wait")
+    monkeypatch.setattr(cpp_extensions, "compiler", lambda: None)
+    with pytest.warns(UserWarning, match=r"=wait: Python reads, because part\.cpp needs a C\+\+ compiler"):
+        Extension("part", _tiny(tmp_path)).ask(pytest.fail, "Python reads")
+
+
+def test_a_part_that_is_left_out_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROOFTOP_CACHE", str(tmp_path))
+    monkeypatch.setenv("ROOFTOP_COMPILED_CALLS", "0")
+    extension = Extension("part", _tiny(tmp_path))
+    extension.ask(pytest.fail, "Python reads")
+    assert extension.state() == (False, "left out by ROOFTOP_COMPILED_CALLS=0")
+    assert not list(tmp_path.rglob("*.building"))
+
+
 def _tiny(folder: Path) -> Path:
     source = folder / "part.cpp"
     source.write_text(
@@ -704,7 +739,7 @@ def _tiny(folder: Path) -> Path:
 
 def _in_background(extension: Extension) -> list[Any]:
     loaded: list[Any] = []
-    extension.load_when_built(loaded.append)
+    extension.ask(loaded.append, "Python")
     for thread in threading.enumerate():
         if thread.name == "rooftop-part":
             thread.join(120)

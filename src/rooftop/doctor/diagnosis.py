@@ -237,6 +237,16 @@ def _compiled_calls(part: str) -> Finding | None:
     return Finding(part, "absent", f"{found}, so Python makes each call, which takes some 3 times as long")
 
 
+def _page_reader(part: str) -> Finding | None:
+    """The C++ part that reads the pages of scenes, where scenes can be rendered."""
+    if not version_of("warp-lang"):
+        return None
+    usable, found = import_module("rooftop.scene.streaming.page_reader").extension.state()
+    if usable:
+        return Finding(part, "works", found)
+    return Finding(part, "absent", f"{found}, so Python reads the pages of streamed scenes, which holds up frames")
+
+
 # ---- optional parts ----------------------------------------------------------------------------------------------
 
 
@@ -311,6 +321,7 @@ PARTS: tuple[Part, ...] = (
     Part("Triton", _triton),
     Part("torch.compile", _compile, needed=False),
     Part("Compiled calls", _compiled_calls, needed=False),
+    Part("Compiled reads", _page_reader, needed=False),
     Part("Built on torch", extensions_part, needed=False),
     Part("Ceilings cache", _cache),
     Part("Shared memory", _shared_memory, needed=False),

@@ -1,7 +1,7 @@
 """C++ parts of Rooftop: compiled when they are first needed, in the background, and stored in the cache.
 
 Installing Rooftop compiles nothing. A part must have a twin in Python that is used until it is there, and on machines
-without a C++ compiler.
+without a C++ compiler. `ROOFTOP_COMPILED_CALLS=0` leaves all parts out, and `wait` waits for them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import sysconfig
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, cached_property
@@ -63,6 +64,11 @@ def compiler() -> tuple[str, ...] | None:
     return None
 
 
+def left_out() -> bool:
+    """Whether `ROOFTOP_COMPILED_CALLS=0` leaves all parts out."""
+    return os.environ.get("ROOFTOP_COMPILED_CALLS") == "0"
+
+
 class Extension:
     """A module of Python in one C++ file, which may use PyTorch.
 
@@ -91,6 +97,8 @@ class Extension:
 
     def state(self) -> tuple[bool, str]:
         """Whether it can be used, now or later, and one line that says why (not)."""
+        if left_out():
+            return False, "left out by ROOFTOP_COMPILED_CALLS=0"
         if self.path.exists():
             return True, f"compiled, {self.path}"
         if self.failed.exists():
@@ -114,33 +122,47 @@ class Extension:
             raise RuntimeError(f"{self.source.name} needs a C++ compiler: install g++, or set CXX to yours")
         try:
             self.failed.unlink(missing_ok=True)
-            self._compile().wait()
+            self._compile_once()
         except OSError as error:
             raise RuntimeError(f"{self.source.name} was not compiled: {error}") from error
         if not self.path.exists():
             raise RuntimeError(f"{self.source.name} was not compiled: {self.state()[1]}")
         return self._load()
 
-    def load_when_built(self, then: Callable[[Any], None]) -> None:
-        """Give the module to `then`: at once if it is stored, else from a thread when it is compiled, if that is
-        possible."""
-        if (module := self._stored()) is not None:
+    def ask(self, then: Callable[[Any], None], twin: str) -> None:
+        """Give the module to `then`, unless it is left out: at once if it is stored, else from a thread when it is
+        compiled, if that is possible. With `ROOFTOP_COMPILED_CALLS=wait`, compile it before this returns.
+
+        Args:
+            twin: what Python does instead, for the warning that the module cannot be compiled.
+        """
+        if os.environ.get("ROOFTOP_COMPILED_CALLS") == "wait":
+            try:
+                then(self.build())
+            except RuntimeError as error:  # what the user called must not fail for this
+                warnings.warn(f"ROOFTOP_COMPILED_CALLS=wait: {twin}, because {error}", stacklevel=3)
+        elif left_out():
+            return
+        elif (module := self._stored()) is not None:
             then(module)
         elif compiler() is not None and not self.failed.exists():
             name = f"rooftop-{self.name}"
             threading.Thread(target=self._await, args=(then,), name=name, daemon=True).start()
 
     def _await(self, then: Callable[[Any], None]) -> None:
-        """Compile it unless another process does, and wait for the file."""
         with suppress(OSError):  # of a cache that cannot be written: `rooftop doctor` says so
-            others = self.path.parent.glob(f"{self.path.name}.*.building")
-            if not any(time.time() - each.stat().st_mtime < PATIENCE_S for each in others):
-                self._compile().wait()
-            end = time.monotonic() + PATIENCE_S
-            while not self.path.exists() and not self.failed.exists() and time.monotonic() < end:
-                time.sleep(0.5)
+            self._compile_once()
             if (module := self._stored(keep_error=True)) is not None:
                 then(module)
+
+    def _compile_once(self) -> None:
+        """Compile it unless another process does, and wait for the file, or for what the compiler said."""
+        others = self.path.parent.glob(f"{self.path.name}.*.building")
+        if not any(time.time() - each.stat().st_mtime < PATIENCE_S for each in others):
+            self._compile().wait()
+        end = time.monotonic() + PATIENCE_S
+        while not self.path.exists() and not self.failed.exists() and time.monotonic() < end:
+            time.sleep(0.5)
 
     def _stored(self, keep_error: bool = False) -> Any:
         """The module, if it is stored. A file that cannot be loaded, as after a full disk, is deleted."""

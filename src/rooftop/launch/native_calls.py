@@ -6,7 +6,6 @@ It is compiled in the background when a GPU first runs a known operator, and sto
 from __future__ import annotations
 
 import os
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ from torch.autograd import forward_ad
 
 from rooftop.launch import counters, known_calls, triton_launch
 from rooftop.launch.compiled_kernels import is_watched
-from rooftop.launch.cpp_extensions import Extension
+from rooftop.launch.cpp_extensions import Extension, left_out
 from rooftop.launch.lessons import Lesson, lesson_of
 
 module: Any = None
@@ -41,17 +40,9 @@ _asked = False
 def ask() -> None:
     """Load the compiled part if it is stored, else have it compiled in the background. Further calls do nothing."""
     global _asked
-    how = os.environ.get("ROOFTOP_COMPILED_CALLS", "1")
-    if _asked or how == "0":
-        return
-    _asked = True
-    if how != "wait":
-        _extension.load_when_built(_start)
-        return
-    try:
-        build()
-    except RuntimeError as error:  # an operator's call must not fail for this
-        warnings.warn(f"ROOFTOP_COMPILED_CALLS=wait: Python makes all calls, because {error}", stacklevel=2)
+    if not _asked and not left_out():
+        _asked = True
+        _extension.ask(_start, "Python makes all calls")
 
 
 def build() -> None:
@@ -65,8 +56,6 @@ def build() -> None:
 
 def state() -> tuple[bool, str]:
     """For `rooftop doctor`: whether known calls run without Python, or will, and why (not)."""
-    if os.environ.get("ROOFTOP_COMPILED_CALLS") == "0":
-        return False, "left out by ROOFTOP_COMPILED_CALLS=0"
     return _extension.state()
 
 

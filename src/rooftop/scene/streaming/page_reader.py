@@ -2,17 +2,15 @@
 
 It is compiled in the background when the first pool is made, and stored in Rooftop's cache. Until then, and on machines
 without a C++ compiler, Python does the same: `loading.PythonReader` and `plans.plan_in_python`, with the same results.
-`ROOFTOP_COMPILED_CALLS=0` leaves it out, and `ROOFTOP_COMPILED_CALLS=wait` waits for it.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from rooftop.launch.cpp_extensions import Extension
+from rooftop.launch.cpp_extensions import Extension, left_out
 
 extension = Extension("page_reader", Path(__file__).with_suffix(".cpp"))
 _module: Any = None
@@ -23,16 +21,12 @@ _asking = Lock()
 def compiled() -> Any:
     """The module, or None as long as Python does its work. The first call has it compiled."""
     global _asked
-    how = os.environ.get("ROOFTOP_COMPILED_CALLS", "1")
-    if how == "0":
+    if left_out():
         return None
     with _asking:
         if not _asked:
             _asked = True
-            if how == "wait":
-                _keep(extension.build())
-            else:
-                extension.load_when_built(_keep)
+            extension.ask(_keep, "Python reads and plans")
     return _module
 
 
