@@ -239,6 +239,29 @@ def test_hooks_see_gradients_and_saved_tensors(made: Callable[[], int]) -> None:
         assert len(seen) > before
 
 
+class Enough(Exception):  # noqa: N818  # as checkpointing ends a recomputation
+    pass
+
+
+@needs_kernels
+@pytest.mark.parametrize("calls", range(6))
+def test_a_hook_that_raises_ends_the_call_and_nothing_is_called_again(calls: int, made: Callable[[], int]) -> None:
+    """Whichever call of the function it is: one that is made in Python, observed, or known."""
+    x, weight = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    for _ in range(calls):
+        kernels.layer_norm(x, 8, weight)
+    packed: list[Tensor] = []
+
+    def pack(t: Tensor) -> Tensor:
+        packed.append(t)
+        raise Enough
+
+    for tries in range(1, 5):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), pytest.raises(Enough):
+            kernels.layer_norm(x, 8, weight)
+        assert len(packed) == tries
+
+
 @needs_kernels
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputation(reentrant: bool, made: Callable[[], int]) -> None:

@@ -98,6 +98,7 @@ class TrainingReplays:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._lock:
             key, given = signature((args, kwargs), lambda t: (tuple(t.shape), t.stride(), t.dtype, t.requires_grad))
+            key = key, tuple(parameter.requires_grad for parameter in self.model.parameters())
             last = self._last() if self._last is not None else None
             if last is not None and not last.done:
                 return self.run(*args, **kwargs)
