@@ -239,7 +239,7 @@ def test_hooks_see_gradients_and_saved_tensors(made: Callable[[], int]) -> None:
         assert len(seen) > before
 
 
-class Enough(Exception):  # noqa: N818  # as checkpointing ends a recomputation
+class Enough(Exception):  # as checkpointing ends a recomputation
     pass
 
 

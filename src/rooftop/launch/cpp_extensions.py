@@ -50,6 +50,18 @@ finally:
 """
 
 
+def asked() -> str:
+    """What $ROOFTOP_COMPILED_CALLS asks for: "0", no compiled part; "1", as usual; "wait", wait for the compilation.
+
+    Unset and empty are "1". Any other value is "1", with a warning, because an operator's call must not fail for this.
+    """
+    found = os.environ.get("ROOFTOP_COMPILED_CALLS") or "1"
+    if found not in ("0", "1", "wait"):
+        warnings.warn(f"ROOFTOP_COMPILED_CALLS={found} is ignored: expected 0, 1 or wait", stacklevel=3)
+        return "1"
+    return found
+
+
 @cache
 def compiler() -> tuple[str, ...] | None:
     """The command of the C++ compiler: $CXX, which may have options or a prefix as in `ccache g++`; else g++, c++ or
@@ -62,11 +74,6 @@ def compiler() -> tuple[str, ...] | None:
         if words and (found := shutil.which(words[0])):
             return found, *words[1:]
     return None
-
-
-def left_out() -> bool:
-    """Whether `ROOFTOP_COMPILED_CALLS=0` leaves all parts out."""
-    return os.environ.get("ROOFTOP_COMPILED_CALLS") == "0"
 
 
 class Extension:
@@ -97,7 +104,7 @@ class Extension:
 
     def state(self) -> tuple[bool, str]:
         """Whether it can be used, now or later, and one line that says why (not)."""
-        if left_out():
+        if asked() == "0":
             return False, "left out by ROOFTOP_COMPILED_CALLS=0"
         if self.path.exists():
             return True, f"compiled, {self.path}"
@@ -136,12 +143,13 @@ class Extension:
         Args:
             twin: what Python does instead, for the warning that the module cannot be compiled.
         """
-        if os.environ.get("ROOFTOP_COMPILED_CALLS") == "wait":
+        how = asked()
+        if how == "wait":
             try:
                 then(self.build())
             except RuntimeError as error:  # what the user called must not fail for this
                 warnings.warn(f"ROOFTOP_COMPILED_CALLS=wait: {twin}, because {error}", stacklevel=3)
-        elif left_out():
+        elif how == "0":
             return
         elif (module := self._stored()) is not None:
             then(module)

@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 
 from rooftop.launch import counters, known_calls, triton_launch
 from rooftop.launch.compiled_kernels import is_watched
-from rooftop.launch.cpp_extensions import Extension, left_out
+from rooftop.launch.cpp_extensions import Extension, asked
 from rooftop.launch.lessons import Lesson, lesson_of
 
 module: Any = None
@@ -40,7 +40,7 @@ _asked = False
 def ask() -> None:
     """Load the compiled part if it is stored, else have it compiled in the background. Further calls do nothing."""
     global _asked
-    if not _asked and not left_out():
+    if not _asked and asked() != "0":
         _asked = True
         _extension.ask(_start, "Python makes all calls")
 

@@ -84,6 +84,8 @@ class Loader:
     """
 
     def __init__(self, graph: PageGraph, words: Tensor, threads: int = THREADS) -> None:
+        if threads < 1:
+            raise ValueError(f"expected at least one thread that reads pages, got {threads}")
         self.in_flight = 0
         self.host_bytes = BUFFERS * layouts.PAGE_BYTES
         self._graph = graph
@@ -92,7 +94,13 @@ class Loader:
         staged = torch.empty(BUFFERS, SLOT_WORDS, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
         table = np.stack([files[graph.mesh_of], graph.offsets, graph.lengths, graph.checksums], axis=1)
         self._memory = table, staged, words, threads
-        self._reader = _reader(*self._memory)
+        self._process = os.getpid()
+        try:
+            self._reader = _reader(*self._memory)
+        except BaseException:
+            for file in set(files.tolist()):
+                os.close(file)
+            raise
         self._put_back: list[Arrivals] = []
         self._held = [self._reader]  # what `close` ends
         self.close = weakref.finalize(self, _end, self._held, files.tolist(), self._memory)
@@ -102,6 +110,7 @@ class Loader:
         smallest order, and of these those with the smallest number."""
         if not len(pages):
             return
+        self._check_process()
         if not self.in_flight and isinstance(self._reader, PythonReader) and page_reader.compiled() is not None:
             self._reader.close()
             self._held[0] = self._reader = _reader(*self._memory)
@@ -110,16 +119,28 @@ class Loader:
 
     def arrived(self) -> Arrivals:
         """The pages that arrived since the last call; does not wait."""
-        return self._taken(self._reader.arrived()) if self.in_flight else NONE
+        if not self.in_flight:
+            return NONE
+        self._check_process()
+        return self._taken(self._reader.arrived())
 
     def wait(self) -> Arrivals:
         """Wait for everything that is in flight, and return it. An interrupt loses none."""
+        self._check_process()
         return self._taken(self._reader.take(self.in_flight - sum(map(len, self._put_back))))
 
     def put_back(self, arrivals: Arrivals) -> None:
         """Let the next call return these pages, too."""
         self._put_back.append(arrivals)
         self.in_flight += len(arrivals)
+
+    def _check_process(self) -> None:
+        """A forked process has none of the threads, and would wait for them forever."""
+        if self._process != os.getpid():
+            raise RuntimeError(
+                "a forked process cannot read the pages of a renderer that it did not make: make the renderer there, "
+                'or start the process with multiprocessing\'s "spawn"'
+            )
 
     def _taken(self, results: Ints) -> Arrivals:
         wrong = results[results[:, 2] != READ]
@@ -174,13 +195,17 @@ class PythonReader:
         self._tasks: list[tuple[Any, ...]] = []  # a heap
         self._done: list[tuple[int, ...]] = []
         self._changed = threading.Condition()  # of the above
-        self._leaving = False
-        self._workers = [
-            threading.Thread(target=self._work, args=(_Upload(words, memory),), name="rooftop-pages", daemon=True)
-            for memory in staged[:threads]
-        ]
-        for worker in self._workers:
-            worker.start()
+        self._leaving, self._process = False, os.getpid()
+        self._workers: list[threading.Thread] = []
+        try:
+            for memory in staged[:threads]:
+                upload = _Upload(words, memory)
+                worker = threading.Thread(target=self._work, args=(upload,), name="rooftop-pages", daemon=True)
+                worker.start()
+                self._workers.append(worker)
+        except BaseException:
+            self.close()  # those that have started
+            raise
 
     def load(self, pages: Ints, slots: Ints, urgency: float, orders: npt.NDArray[np.float64]) -> None:
         """Read pages, as `Loader.load`."""
@@ -201,7 +226,9 @@ class PythonReader:
         return np.array(found, np.int64).reshape(-1, RESULT_COLUMNS)
 
     def close(self) -> None:
-        """End the threads after their present page."""
+        """End the threads after their present page. A forked process has none of them."""
+        if self._process != os.getpid():
+            return
         with self._changed:
             self._leaving = True
             self._changed.notify_all()

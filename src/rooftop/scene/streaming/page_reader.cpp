@@ -28,6 +28,7 @@
 #include <queue>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -183,6 +184,13 @@ struct Result {
 
 class Reader {
  public:
+  // A forked process has none of the threads, so nothing can be joined or destroyed there.
+  struct Deleter {
+    void operator()(Reader* reader) const {
+      if (reader->process_ == getpid()) delete reader;
+    }
+  };
+
   // table: for each page its file, offset, length and checksum; staged: memory of `buffers` pages, from which the device
   // copies; slots: the pool's memory.
   Reader(Array<int64_t> table, int threads, int buffers, uintptr_t staged, uintptr_t slots, int64_t page_bytes, bool on_gpu, int most_merged)
@@ -196,8 +204,14 @@ class Reader {
     sigset_t all, before;  // signals are for the threads of Python, which may have to wake for them
     sigfillset(&all);
     pthread_sigmask(SIG_BLOCK, &all, &before);
-    if (on_gpu) threads_.emplace_back([this] { copy_all(); });
-    for (int k = 0; k < threads; ++k) threads_.emplace_back([this] { read_all(); });
+    try {
+      if (on_gpu) threads_.emplace_back([this] { copy_all(); });
+      for (int k = 0; k < threads; ++k) threads_.emplace_back([this] { read_all(); });
+    } catch (const std::system_error&) {
+      pthread_sigmask(SIG_SETMASK, &before, nullptr);
+      close();  // those that have started
+      throw std::runtime_error("can't start new thread");
+    }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     for (auto& thread : threads_) pthread_setname_np(thread.native_handle(), "rooftop-pages");
   }
@@ -242,11 +256,7 @@ class Reader {
   }
 
   void close() {
-    if (getpid() != process_) {  // a fork has none of the threads
-      for (auto& thread : threads_) thread.detach();
-      threads_.clear();
-      return;
-    }
+    if (process_ != getpid()) return;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (leaving_) return;
@@ -585,11 +595,12 @@ PYBIND11_MODULE(ROOFTOP_MODULE, module) {
     const std::string bytes = data;
     return crc_of(reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size());
   });
-  py::class_<Reader>(module, "Reader")
+  py::class_<Reader, std::unique_ptr<Reader, Reader::Deleter>>(module, "Reader")
       .def(py::init([](Array<int64_t> table, int threads, int buffers, uintptr_t staged, uintptr_t slots, int64_t page_bytes, bool on_gpu,
                        int most_merged) {
         if (table.ndim() != 2 || table.shape(1) != TABLE_COLUMNS) throw std::invalid_argument("a table of other columns");
-        return std::make_unique<Reader>(table, threads, buffers, staged, slots, page_bytes, on_gpu, most_merged);
+        return std::unique_ptr<Reader, Reader::Deleter>(
+            new Reader(table, threads, buffers, staged, slots, page_bytes, on_gpu, most_merged));
       }))
       .def("load", &Reader::load)
       .def("arrived", &Reader::arrived)

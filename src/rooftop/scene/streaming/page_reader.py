@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from rooftop.launch.cpp_extensions import Extension, left_out
+from rooftop.launch.cpp_extensions import Extension, asked
 
 extension = Extension("page_reader", Path(__file__).with_suffix(".cpp"))
 _module: Any = None
@@ -21,12 +21,12 @@ _asking = Lock()
 def compiled() -> Any:
     """The module, or None as long as Python does its work. The first call has it compiled."""
     global _asked
-    if left_out():
+    if asked() == "0":
         return None
     with _asking:
         if not _asked:
             _asked = True
-            extension.ask(_keep, "Python reads and plans")
+            extension.ask(_keep, "Python reads all pages")
     return _module
 
 
