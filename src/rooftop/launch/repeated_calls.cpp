@@ -709,11 +709,16 @@ PyObject* known_result(Calls* self, PyObject* const* given, size_t count, PyObje
     facts.clear();
     return nullptr;
   }
+  // Hooks see the same tensors on each call, as checkpointing expects, and may raise: then nothing is called again.
+  const bool hooked = at::SavedTensorDefaultHooks::is_enabled() && at::SavedTensorDefaultHooks::get_hooks(false);
   auto found = self->known->find(facts);
-  if (found == self->known->end()) return nullptr;
+  if (found == self->known->end()) {
+    if (hooked) facts.clear();
+    return nullptr;
+  }
   const std::shared_ptr<Plan> plan = found->second;
-  if (plan->recording && at::SavedTensorDefaultHooks::is_enabled() && at::SavedTensorDefaultHooks::get_hooks(false)) {
-    facts.clear();  // hooks see the same tensors on each call, as checkpointing expects
+  if (plan->recording && hooked) {
+    facts.clear();
     return nullptr;
   }
   Made made;

@@ -100,7 +100,7 @@ def _calls_of(function: Callable[..., Any]) -> Any:
         try:
             with native_calls.teaching(given) as lesson:
                 result = function(*arguments, **options)
-        except Exception:  # it went through PyTorch's dispatcher, which has other messages
+        except (TypeError, ValueError, RuntimeError):  # it went through PyTorch's dispatcher, which has other messages
             return function(*arguments, **options)
         if lesson is None:
             seen[facts] -= 1  # another thread's call was observed: the next one may be
