@@ -27,7 +27,12 @@ Examples:
     help="A folder, with one file per frame, named by its number; or FILE.npy, one uint8 array (T, 3, H, W).",
 )
 @click.option(
-    "--every", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Keep every N-th frame."
+    "--every",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Keep every N-th frame, from the first one that --start keeps.",
 )
 @start_option
 @end_option
