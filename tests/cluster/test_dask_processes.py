@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
 import pytest
 from PIL import Image
 
-from rooftop.cluster import map_items
+from rooftop.cluster import dask_processes, map_items
 from rooftop.cluster.dask_processes import ProcessBeside, division_beside
+from rooftop.cluster.events import Event
 from rooftop.cluster.items import Decoding, Item
 from rooftop.cluster.local_workers import Division
 from rooftop.cluster.targets import callable_target
@@ -168,3 +171,68 @@ def test_it_is_used_where_it_pays(job: Job) -> None:
     assert division_beside(job, "cpu", 16) is None
     assert division_beside(job, "cuda", 1) is None
     assert division_beside(Job(job.target, Decoding("text"), 1), "cuda", 16) is None
+
+
+def test_a_timeout_within_the_process_reaches_the_thread_that_asked(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Late:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def has_room(self, careful: bool) -> bool:
+            return True
+
+        def give(self, chunk: Chunk) -> None:
+            raise TimeoutError("the network is gone")
+
+        def take(self, seconds: float) -> list[Event]:
+            return []
+
+        def close(self, at_once: bool) -> None:
+            pass
+
+    monkeypatch.setattr(dask_processes, "LocalWorkers", Late)
+    beside = ProcessBeside(job, Division(1, 1, 1, "cpu"))
+    found: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            beside.do(chunk(tmp_path, 0, range(1)))
+        except TimeoutError as error:
+            found.append(error)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(10)
+    assert not asking.is_alive()
+    assert [str(error) for error in found] == ["the network is gone"]
+
+
+def test_processes_that_several_threads_start_leave_the_parent_as_it_was(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = multiprocessing.get_context("spawn")
+    mains, start = [], context.Process.start
+
+    def slowly(process: BaseProcess) -> None:
+        mains.append(sys.modules["__main__"])
+        time.sleep(0.2)
+        start(process)
+
+    monkeypatch.setattr(context.Process, "start", slowly)
+    main, threads = sys.modules["__main__"], os.environ.get("OMP_NUM_THREADS")
+    besides = []
+    for _ in range(3):
+        besides.append(ProcessBeside(job, Division(1, 1, 1, "cpu")))
+        time.sleep(0.05)
+    try:
+        until = time.monotonic() + 30
+        while len(mains) < 3 and time.monotonic() < until:
+            time.sleep(0.05)
+    finally:
+        for each in besides:
+            each.close()
+    assert len(set(map(id, mains))) == 3
+    assert sys.modules["__main__"] is main
+    assert os.environ.get("OMP_NUM_THREADS") == threads

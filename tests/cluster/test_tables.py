@@ -129,3 +129,31 @@ def test_an_error_is_one_line_of_some_length() -> None:
     assert Failure.of(InputError("a.jpg is damaged")).why == "a.jpg is damaged"
     assert Failure.of(KeyError()).why == "KeyError"
     assert len(Failure.of(ValueError("x" * 10_000)).why) == 500
+
+
+@pytest.mark.parametrize("big", [2**63, -(2**63) - 1, 2**70])
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("shape", [lambda n: n, lambda n: [0, n], lambda n: {"deep": n}], ids=["n", "list", "dict"])
+def test_an_integer_that_no_column_holds_is_an_error_of_its_row(shape: Any, place: int, big: int) -> None:
+    results = [{"n": shape(7)}] * 2
+    results[place] = {"n": shape(big)}
+    rows, errors, _ = rows_of(results)
+    assert errors == 1
+    assert "too large" in rows[place]["error"]
+    assert rows[1 - place]["n"] == shape(7)
+
+
+def test_values_that_fit_alone_but_not_in_one_list_of_python() -> None:
+    rows, errors, _ = rows_of([{"n": 1}, {"n": True}, {"n": 2.0}])
+    assert (errors, [row["n"] for row in rows]) == (0, [1, 1, 2])
+    rows, errors, _ = rows_of([{"n": [1]}, {"n": [True, False]}])
+    assert (errors, [row["n"] for row in rows]) == (0, [[1], [1, 0]])
+
+
+@pytest.mark.parametrize("value", [2, 0, 1.0, [2]])
+def test_a_number_becomes_no_boolean(value: Any) -> None:
+    first = [True] if isinstance(value, list) else True
+    rows, errors, _ = rows_of([{"n": first}, {"n": value}])
+    assert errors == 1
+    assert (rows[0]["n"], rows[1]["n"]) == (first, None)
+    assert "instead of" in rows[1]["error"]

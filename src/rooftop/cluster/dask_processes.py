@@ -13,7 +13,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from multiprocessing.util import Finalize
 
@@ -74,12 +74,10 @@ class ProcessBeside:
         """
         asked = _Asked(chunk, Future())
         self._inbox.put(asked)
-        while True:
-            try:
-                return asked.done.result(timeout=1.0)
-            except TimeoutError:
-                if not self._thread.is_alive() and not asked.done.done():
-                    raise self._error or ModelRunError("the run has ended") from None
+        while not wait([asked.done], timeout=1.0).done:  # `result` cannot tell its timeout from a TimeoutError within
+            if not self._thread.is_alive() and not asked.done.done():
+                raise self._error or ModelRunError("the run has ended")
+        return asked.done.result()
 
     def close(self) -> None:
         """End the process. Threads that wait for chunks get an error."""

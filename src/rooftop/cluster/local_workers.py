@@ -220,6 +220,9 @@ class LocalWorkers:
             worker.end()
 
 
+_STARTING = threading.Lock()  # of one process at a time: what the child inherits belongs to the whole parent
+
+
 class _Worker:
     """The parent's view of a process."""
 
@@ -234,7 +237,7 @@ class _Worker:
             target=_work, args=(other, self.status, division, number, time.monotonic()), name=f"rooftop-map-{number}",
             daemon=False,
         )  # fmt: skip
-        with _started_from_nothing(), _of_any_parent(), _environment(division, number):
+        with _STARTING, _started_from_nothing(), _of_any_parent(), _environment(division, number):
             self.process.start()
         other.close()
         self._outbox: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()

@@ -20,6 +20,7 @@ from rooftop.errors import InputError
 
 FIXED = ("input", "place", "error")
 MOST_CHARACTERS = 500  # longest error
+REFUSALS = (ValueError, TypeError, OverflowError)  # of values that pyarrow cannot take, besides its own exceptions
 ATOMS = frozenset({bool, int, float, str, bytes, type(None)})  # types of values that hold no arrays or tensors
 
 
@@ -127,7 +128,7 @@ def learned(columns: Any | None, row: Row) -> Any:
     def field(name: str, value: Any) -> Any:
         try:
             return pa.field(name, _type_of(value))
-        except (pa.ArrowException, ValueError, TypeError) as error:
+        except (pa.ArrowException, *REFUSALS) as error:
             raise InputError(
                 f"column {name!r}: a {type(value).__name__} cannot be put into a table: expected numbers, text, "
                 "bytes, dates, arrays, tensors, and lists and dicts of them"
@@ -177,11 +178,12 @@ def to_batch(
         values = [None if isinstance(each, Failure) else _nested(each[field.name]) for each in checked]
         try:
             arrays.append(_column(values, field.type))
-        except (pa.ArrowException, ValueError, TypeError):  # find the row
+        except (pa.ArrowException, *REFUSALS):  # find the row
+            alone = []
             for number, value in enumerate(values):
                 try:
-                    _column([value], field.type)
-                except (pa.ArrowException, ValueError, TypeError) as error:
+                    alone.append(_column([value], field.type))
+                except (pa.ArrowException, *REFUSALS) as error:
                     said = " ".join(str(error).split())[:200]
                     got = type(value).__name__
                     why = f"{got} instead of {field.type} as in the first result ({said})"
@@ -191,6 +193,9 @@ def to_batch(
                             "even when empty"
                         )
                     checked[number] = Failure(f"column {field.name!r}: {why}")
+            if len(alone) == len(values):  # each fits, but not in one array of Python's values: [True] and [1]
+                arrays.append(pa.concat_arrays(alone))
+                continue
             return to_batch(items, checked, columns)  # now these rows are null in all columns
     errors = [each.why if isinstance(each, Failure) else None for each in checked]
     fixed = [[item.input for item in items], [item.place for item in items], errors]
@@ -203,7 +208,7 @@ def _column(values: list[Any], kind: Any) -> Any:
     """Convert values to a type without loss: 2.0 is an integer, 1.5 and "2" are not.
 
     Raises:
-        ArrowException, ValueError, TypeError: pyarrow refuses the values, or a value is of another kind.
+        ArrowException, ValueError, TypeError, OverflowError: pyarrow refuses the values, or a value is of another kind.
     """
     pa = load_arrow()
     found = pa.array(values)
@@ -217,10 +222,13 @@ def _column(values: list[Any], kind: Any) -> Any:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two types are both numbers, both text, or nested in the same way; an unknown type matches any other."""
+    """Whether values of type `one` may become `other`: both are numbers, both text, or nested in the same way; an
+    unknown type matches any other. A boolean may become a number, but a number no boolean."""
     pa = load_arrow()
     if pa.types.is_null(one) or pa.types.is_null(other):
         return True
+    if pa.types.is_boolean(other) and not pa.types.is_boolean(one):
+        return False  # 2 would become True
     numbers = [pa.types.is_boolean(each) or pa.types.is_primitive(each) for each in (one, other)]
     if any(numbers) or one.num_fields != other.num_fields:
         return all(numbers) and pa.types.is_temporal(one) == pa.types.is_temporal(other)
