@@ -379,3 +379,52 @@ def test_wrong_arguments(augment: dict[str, float], said: str) -> None:
         ImageTransform(0)
     with pytest.raises(InputError, match=r"expected \(3, H, W\), torch.uint8"):
         ImageTransform(16)(torch.zeros(1, 4, 4))
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_square_of_a_very_long_photograph_is_made_without_the_rest(
+    train: bool, turned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sides: list[int] = []
+    resize = Image.Image.resize
+
+    def watched(image: Image.Image, size: tuple[int, int], *args: Any, **kwargs: Any) -> Image.Image:
+        sides.extend(size)
+        return resize(image, size, *args, **kwargs)
+
+    transform = ImageTransform(32, {"crop": 0.9} if train else None, train=train, normalize=False)
+    long = photograph(1, 4000) if turned else photograph(4000, 1)
+    monkeypatch.setattr(Image.Image, "resize", watched)
+    pixels = transform(long, np.random.default_rng(0) if train else None)
+    assert isinstance(pixels, Pixels)
+    assert pixels.values.shape == (32, 32, 3)
+    assert max(sides, default=0) <= 32
+
+
+@pytest.mark.parametrize("margin", [0.0, 0.2])
+def test_the_square_is_that_of_the_whole_photograph(margin: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    transform = ImageTransform(32, {"crop": 1 - margin}, normalize=False)
+    image = photograph(600, 90)
+    whole = transform(image).values.int()
+    monkeypatch.setattr(image_transforms, "LONGEST", 1)
+    part = transform(image).values.int()
+    assert (part - whole).abs().max() <= 4
+    assert (part - transform(photograph(600, 90, seed=1)).values.int()).abs().max() > 40
+
+
+@pytest.mark.parametrize("name", list(image_transforms._Augment.__dataclass_fields__))
+@pytest.mark.parametrize("value", ["0.5", None, True, [1], 1j])
+def test_a_setting_that_is_no_number_is_named(name: str, value: Any) -> None:
+    with pytest.raises(InputError, match=rf"augment\.{name} is .*: expected a"):
+        ImageTransform(8, {name: value}, train=True)
+
+
+def test_sizes_and_operations_are_integers() -> None:
+    for value in (1.5, float("nan")):
+        with pytest.raises(InputError, match=r"rand_augment is .*: expected an integer"):
+            ImageTransform(8, {"rand_augment": value})
+    for size in (1.5, "8", None, True, 0):
+        with pytest.raises(InputError, match=r"size is .*: expected an integer of 1 or more"):
+            ImageTransform(size)  # type: ignore[arg-type]
+    assert ImageTransform(np.int64(8), {"detail": np.float32(0.5), "rand_augment": np.int32(1)}).size == 8

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ ERASED_PARTS, ERASED_ASPECTS = (0.02, 1 / 3), (0.3, 3.3)
 TRIES = 10  # attempts to draw a shape that fits
 MARGIN = 256 / 224  # shorter side in validation / side of the central square, as for ImageNet
 JUDGED_REDUCTION = 2.0  # validation images are decoded at least at twice their final size
+LONGEST = 16  # times the shorter side; a longer image is cut first: one of 5000 x 1 pixels became 1 GB, 2 s
 VECTORIZED = torch.backends.cpu.get_cpu_capability().startswith("AVX")
 """Whether PyTorch resizes bytes with vector instructions: 0.17 ms for a crop of 350 x 290 pixels, Pillow 0.52 ms.
 Without them PyTorch takes 1.3 ms.
@@ -104,8 +106,8 @@ class ImageTransform:
         std: Sequence[float] = STD,
         normalize: bool = True,
     ) -> None:
-        if size < 1:
-            raise InputError(f"size is {size}: expected 1 or more")
+        if not _is_a(Integral, size) or size < 1:
+            raise InputError(f"size is {size!r}: expected an integer of 1 or more")
         self.size, self.train, self.mean, self.std = size, train, tuple(mean), tuple(std)
         self.augment, self.normalize = _augment_of(augment), normalize
 
@@ -179,6 +181,16 @@ class ImageTransform:
             values.numpy()[:, top:bottom, left:right] = 0.0
         return values
 
+    def _centre(self, image: Image.Image, resized: tuple[int, int]) -> Image.Image:
+        """The central square of an image that would become very long: only the square is resized."""
+        start: list[float] = []
+        end: list[float] = []
+        for length, new in zip(image.size, resized, strict=True):
+            first = round((new - self.size) / 2)
+            start.append(first * length / new)
+            end.append(min((first + self.size) * length / new, length))
+        return image.resize((self.size, self.size), Image.Resampling.BILINEAR, (start[0], start[1], end[0], end[1]))
+
     @property
     def shorter_side(self) -> int:
         """The shorter side of the whole image, in pixels, before the central square is cut out."""
@@ -187,6 +199,8 @@ class ImageTransform:
     def _central(self, image: Image.Image) -> Image.Image:
         side, short = self.shorter_side, min(image.size)
         resized = (side * image.width // short, side * image.height // short)
+        if max(resized) > LONGEST * side:
+            return self._centre(image, resized)
         if resized != image.size:
             image = image.resize(resized, Image.Resampling.BILINEAR)
         left, top = round((image.width - self.size) / 2), round((image.height - self.size) / 2)
@@ -235,6 +249,12 @@ def _augment_of(given: Any) -> _Augment:
         found = _Augment(**given)
     else:
         found = _Augment(**{name: getattr(given, name) for name in known if hasattr(given, name)})
+    for name in known:
+        value, kind = getattr(found, name), Integral if name == "rand_augment" else Real
+        if not _is_a(kind, value):
+            raise InputError(
+                f"augment.{name} is {value!r}: expected {'an integer' if kind is Integral else 'a number'}"
+            )
     if not (0 < found.crop <= 1 and all(0 <= value <= 1 for value in (found.flip, found.shift, found.erase))):
         raise InputError(f"{found}: expected crop, flip, shift and erase from 0 to 1, and crop above 0")
     if not 0 < found.detail <= 1:
@@ -244,6 +264,10 @@ def _augment_of(given: Any) -> _Augment:
     if found.rand_augment < 0 or not 0 <= found.magnitude <= 10:
         raise InputError(f"{found}: expected rand_augment of 0 or more, and magnitude from 0 to 10")
     return found
+
+
+def _is_a(kind: Any, value: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _image_of(pixels: Tensor) -> Image.Image:
