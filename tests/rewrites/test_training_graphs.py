@@ -186,3 +186,21 @@ def test_training_on_a_gpu_is_the_same_over_many_steps() -> None:
     for (name, one), other in zip(plain.state_dict().items(), model.state_dict().values(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=name)
     assert replayed.turns == 5
+
+
+def test_parameters_that_are_frozen_and_thawed_between_steps() -> None:
+    plain, model, replayed = pair()
+    x = torch.randn(5, 6)
+    for frozen in ((), (0,), (0, 1, 5), (3,), (2, 4), ()):  # as many as before, but others, too
+        found = []
+        for call, own in ((plain, plain), (replayed, model)):
+            parameters = list(own.layers.parameters())
+            for place, parameter in enumerate(parameters):
+                parameter.requires_grad_(place not in frozen)
+                parameter.grad = None
+            torch.manual_seed(1)
+            call(x)["y"].square().mean().backward()
+            found.append([parameter.grad for parameter in parameters])
+        for place, (one, other) in enumerate(zip(*found, strict=True)):
+            assert (one is None) == (other is None) == (place in frozen)
+            assert one is None or torch.equal(one, other)
