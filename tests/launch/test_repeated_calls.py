@@ -664,7 +664,7 @@ def test_waiting_without_a_compiler_warns_once_and_calls_go_on(monkeypatch: pyte
     monkeypatch.setenv("ROOFTOP_COMPILED_CALLS", "wait")
     monkeypatch.setattr(cpp_extensions, "compiler", lambda: None)
     monkeypatch.setattr(native_calls, "_extension", Extension("no_such_part", Path(__file__)))
-    monkeypatch.setattr(native_calls, "_asked", False)
+    monkeypatch.setattr(native_calls, "has_asked", False)
     monkeypatch.setattr(known_calls, "after_known", [native_calls.ask])
     with pytest.warns(UserWarning, match=r"=wait: Python makes all calls, because .* needs a C\+\+ compiler") as warned:
         known_calls.became_known()

@@ -15,7 +15,8 @@ from torch import Tensor
 from rooftop.launch import known_calls, native_calls
 from rooftop.launch.driver_launches import for_driver
 from rooftop.launch.known_calls import Memory, Step, Zeros
-from rooftop.launch.lessons import Called, Lesson, Part
+from rooftop.launch.lessons import ANY, Called, Lesson, Part, Varied
+from rooftop.launch.row_counts import Code, codes_of, value_of
 
 ALLOCATED, NOT_ALLOCATED = -1, -2  # by the plan; by an operator of PyTorch, or not at all because nothing uses it
 
@@ -57,22 +58,23 @@ def plan_of(lesson: Lesson, places: Places, results: Sequence[Result], kind: str
     memory: list[tuple[Any, ...]] = []
     for source, each in enumerate(places.memory, count):
         if isinstance(each, Memory) and (source in needed or lesson.is_used(source)):
-            memory.append((each.shape, each.strides, each.dtype, ALLOCATED))
+            memory.append((each.shape, each.strides, each.dtype, ALLOCATED, places.formulas(source - count)))
         else:
-            memory.append(((), (), torch.int32, each.size if isinstance(each, Zeros) else NOT_ALLOCATED))
+            memory.append(((), (), torch.int32, each.size if isinstance(each, Zeros) else NOT_ALLOCATED, []))
     description = {
         "device": lesson.device,
         "memory": memory,
-        "launches": [_launch_of(step) for step in lesson.launched],
+        "launches": _launches_of(lesson),
         "results": [tuple(each) for each in results],
         "kind": kind,
+        "varies": lesson.varies,
+        "conditions": list(dict.fromkeys(map(tuple, lesson.conditions))),
         "recording": recording,
     }
     try:
         return native_calls.module.Plan(description)
     except ValueError:  # the driver does not say what a kernel takes, or it takes something else
-        launches = [_launch_of(step, by_driver=False) for step in lesson.launched]
-        return native_calls.module.Plan({**description, "launches": launches})
+        return native_calls.module.Plan({**description, "launches": _launches_of(lesson, by_driver=False)})
 
 
 class Places:
@@ -89,6 +91,16 @@ class Places:
         self.lesson = lesson
         self.memory = lesson.memory()
         self.shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+
+    def formulas(self, place: int) -> list[Code]:
+        """The formulas of the sizes of memory, if they vary."""
+        shape = self.lesson.shapes.get(place + len(self.lesson.given))
+        return [] if shape is None else codes_of(shape)
+
+    def is_varied(self, place: int) -> bool:
+        """Whether the sizes of memory differ from call to call."""
+        source = place + len(self.lesson.given)
+        return source in self.lesson.shapes or (self.lesson.varies and source in self.lesson.fresh)
 
     def of(self, tensor: Tensor) -> int | None:
         """The index in `memory` of the memory that a tensor fills; None if it has other memory."""
@@ -109,11 +121,15 @@ class Places:
         if place is None or unseen or type(result) is not Tensor or isinstance(self.memory[place], Zeros):
             raise Unplanned("a result is not what was observed to be computed")
         shape = tuple(result.shape), result.stride()
+        made = self.lesson.sources[place + len(self.lesson.given)]
+        if self.is_varied(place) and shape != (tuple(made.shape), made.stride()):
+            raise Unplanned("a result is a view of memory whose size varies")
         if self.shapes.setdefault(place, shape) != shape:
             raise Unplanned("two results of other shapes share memory")
         if isinstance(self.memory[place], Memory):
             self.memory[place] = Memory(*self.shapes[place], result.dtype, None)
-        return Result(len(self.lesson.given) + place, *shape)
+        source = len(self.lesson.given) + place
+        return Result(source, ANY, ANY) if self.is_varied(place) else Result(source, *shape)
 
     def of_gradient(self, gradient: Tensor | None) -> Result:
         """The same for a gradient, which may also be a view of a given tensor, such as an expanded slope."""
@@ -123,6 +139,12 @@ class Places:
         if type(gradient) is not Tensor or gradient.dtype != self.lesson.given[source].dtype:
             raise Unplanned("a gradient is neither computed nor a view")
         offset = int(gradient.storage_offset() - self.lesson.given[source].storage_offset())
+        if self.lesson.varies:
+            whole = self.lesson.given[source]
+            if offset or (gradient.shape, gradient.stride()) != (whole.shape, whole.stride()):
+                raise Unplanned("a gradient is a view of a tensor, and sizes vary")
+            if source in self.lesson.shapes:
+                return Result(source, ANY, ANY)
         return Result(source, tuple(gradient.shape), gradient.stride(), offset)
 
     def of_argument(self, tensor: Tensor) -> int:
@@ -133,6 +155,8 @@ class Places:
         whole = self.lesson.given[source]
         if not is_view(whole, tensor):
             raise Unplanned("an operator that autograd records takes a part of a tensor")
+        if source in self.lesson.shapes and tensor.shape != whole.shape:
+            raise Unplanned("an operator that autograd records takes another shape of a tensor whose size varies")
         return source
 
 
@@ -159,7 +183,11 @@ def _is_dense(tensor: Tensor) -> bool:
 # ---- launches --------------------------------------------------------------------------------------------------------
 
 
-def _launch_of(step: Step | Called, by_driver: bool = True) -> dict[str, Any]:
+def _launches_of(lesson: Lesson, by_driver: bool = True) -> list[dict[str, Any]]:
+    return [_launch_of(step, lesson.varied.get(i), by_driver) for i, step in enumerate(lesson.launched)]
+
+
+def _launch_of(step: Step | Called, varied: Varied | None = None, by_driver: bool = True) -> dict[str, Any]:
     """A launch for the driver, or for Python where the driver cannot make it alone; or a call of PyTorch's operator."""
     if isinstance(step, Called):
         schema = step.func._schema
@@ -169,8 +197,24 @@ def _launch_of(step: Step | Called, by_driver: bool = True) -> dict[str, Any]:
             "arguments": {name: _argument(each) for name, each in step.arguments.items()},
             "made": step.made,
         }
-    described = for_driver(step) if by_driver and step.compiled is not None else None
+    described = for_driver(step, varied) if by_driver and step.compiled is not None else None
+    if described is None and varied is not None:
+        described = {"python": partial(_launch_varying, step, *varied)}
     return described or {"python": partial(known_calls.launch_steps, (step,))}
+
+
+def _launch_varying(
+    step: Step, grid: Sequence[Any], numbers: dict[int, Any], sources: Sequence[Any], values: Sequence[int]
+) -> None:
+    """Launch a kernel whose grid and some of whose arguments, by their places, are formulas of these values."""
+    given = step.given.copy()
+    for place, code in numbers.items():
+        given[place] = value_of(code, values)
+    # interpreted kernels only take addresses, but the tensor must not be larger than the memory
+    pointers = tuple(each._replace(view=(each.view[0], torch.Size((1,)), (1,))) for each in step.pointers)
+    sizes = tuple(value_of(code, values) for code in grid)
+    if 0 not in sizes:
+        known_calls.launch_steps((step._replace(grid=sizes, given=given, pointers=pointers),), sources)
 
 
 def _argument(value: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rooftop.launch.known_calls import Step
+from rooftop.launch.lessons import Varied
 
 _FORMATS = {
     "i1": "?", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q", "u64": "Q",
@@ -19,8 +20,8 @@ _FORMATS = {
 }  # fmt: skip
 
 
-def for_driver(step: Step) -> dict[str, Any] | None:
-    """The launch; None if Triton has to make it."""
+def for_driver(step: Step, varied: Varied | None = None) -> dict[str, Any] | None:
+    """The launch, with the formulas of its sizes if they vary; None if Triton has to make it."""
     assert step.compiled is not None
     compiled: Any = step.compiled.whole
     about = compiled.metadata
@@ -30,6 +31,7 @@ def for_driver(step: Step) -> dict[str, Any] | None:
     pointers = {each.place: each for each in step.pointers}
     maps = iter(getattr(about, "tensordesc_meta", None) or ())
     packed, patches, replaced = _Parameters(), [], []
+    numbers, formulas = [], {} if varied is None else varied.numbers
     values = [*step.given, *step.compiled.constants]
     for i, (name, value) in enumerate(zip(step.kernel.arg_names, values, strict=True)):
         kind = compiled.src.signature[name]
@@ -52,6 +54,8 @@ def for_driver(step: Step) -> dict[str, Any] | None:
                 return None
             packed.add(bytes(8))
         elif kind in _FORMATS:
+            if i in formulas:
+                numbers.append((len(packed.offsets), formulas[i]))
             packed.add(struct.pack(_FORMATS[kind], value))
         else:
             return None
@@ -69,6 +73,8 @@ def for_driver(step: Step) -> dict[str, Any] | None:
         "sizes": packed.sizes,
         "patches": patches,
         "maps": replaced,
+        "grid_formulas": [] if varied is None else varied.grid,
+        "numbers": numbers,
     }
 
 

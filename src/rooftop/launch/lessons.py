@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from rooftop.launch import known_calls
 from rooftop.launch.known_calls import Memory, Observer, Step, Zeros, observing
+from rooftop.launch.row_counts import VARIABLE, Code, Condition, Count, code_of, codes_of
 
 _UNKNOWN_RESULTS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 """Tags of operators whose results may have other shapes, or end in Python."""
@@ -93,29 +95,128 @@ class Record(NamedTuple):
     once: bool
 
 
+FIRST, LAST, ITSELF, NONE = 0, 1, 2, -1
+"""Which size of a tensor varies from call to call; an argument that is a number varies itself."""
+ANY = (-1,)
+"""The shape of a tensor that is not the same in each call."""
+
+
+class Varied(NamedTuple):
+    """The formulas of a launch whose sizes vary: of its grid, and of its arguments by their places."""
+
+    grid: list[Code]
+    numbers: dict[int, Code]
+
+
 class Lesson(Observer):
     """Observes a call.
 
     Attributes:
         given: its tensors; all that are not empty have memory of their own.
         owned: indices of those that operators may change.
+        varying: for each of the tensors, which of its sizes varies; empty: none.
+        shapes: shapes of sources with sizes that vary, in `Count`s.
+        varied: the formulas of launches, by their index.
+        conditions: what decisions depend on, of sizes that vary.
         read: the sources that operators of PyTorch take.
         records: what autograd records.
     """
 
-    def __init__(self, given: list[Tensor], owned: frozenset[int] = frozenset()) -> None:
-        super().__init__(given)
-        self.given, self.owned = given, owned
+    def __init__(
+        self, given: Sequence[Tensor | int], owned: frozenset[int] = frozenset(), varying: Sequence[int] = ()
+    ) -> None:
+        tensors = [each for each in given if isinstance(each, Tensor)]
+        super().__init__(tensors)
+        self.given, self.owned = tensors, owned
+        self.varying = [which for each, which in zip(given, varying, strict=False) if isinstance(each, Tensor)]
+        self.shapes: dict[int, tuple[int, ...]] = {}
+        self.varied: dict[int, Varied] = {}
+        self.conditions: list[Condition] = []
+        self.values: list[int] = []  # of the variables
+        if varying:
+            self._name_sizes(given, varying)
         self.records: list[Record] = []
         self.read: set[int] = set()
         self.fresh: set[int] = set()  # sources that operators of PyTorch allocated
-        self.source_of = {self.key(each): i for i, each in enumerate(given) if each.numel()}
-        if len(self.source_of) < sum(each.numel() > 0 for each in given):
+        self.source_of = {self.key(each): i for i, each in enumerate(tensors) if each.numel()}
+        if len(self.source_of) < sum(each.numel() > 0 for each in tensors):
             self.refuse("its tensors share memory")
         elif not self.source_of:
             self.refuse("its tensors have no memory")
 
     key: Callable[[Tensor], int] = staticmethod(lambda tensor: tensor.untyped_storage().data_ptr())
+
+    def _name_sizes(self, given: Sequence[Tensor | int], varying: Sequence[int]) -> None:
+        """Give each size that varies a variable, and equal sizes the same one, as the compiled part does."""
+        source = 0
+        for each, which in zip(given, varying, strict=True):
+            if isinstance(each, Tensor):
+                if which in (FIRST, LAST):
+                    shape: list[int] = list(each.shape)
+                    place = 0 if which == FIRST else each.dim() - 1
+                    shape[place] = self._variable(shape[place])
+                    self.shapes[source] = tuple(shape)
+                source += 1
+            elif which == ITSELF:
+                self._variable(each)
+
+    def _variable(self, value: int) -> Count:
+        if value not in self.values:
+            self.values.append(value)
+        return Count.of(value, (VARIABLE, self.values.index(value)), self.conditions)
+
+    @property
+    def varies(self) -> bool:
+        """Whether the plan is for calls of other sizes, too."""
+        return bool(self.values)
+
+    def size(self, tensor: Tensor, dim: int) -> int:
+        """The size of a tensor, as a `Count` if it varies."""
+        if not self.varies:
+            return tensor.shape[dim]
+        source = self.source(tensor)
+        if source is None or source in self.fresh:
+            self.refuse("a size is that of other memory")
+        elif (shape := self.shapes.get(source)) is not None:
+            if self._is_whole_source(tensor, source):
+                return shape[dim]
+            self.refuse("a size is that of a part of a tensor")
+        return tensor.shape[dim]
+
+    def number(self, number: int) -> int:
+        """A number among the arguments, as a `Count` if it varies."""
+        return self._variable(number) if number in self.values else number
+
+    def has_shape(self, made: Tensor, shape: Sequence[int]) -> None:
+        """Note the shape of new memory."""
+        source = self.source(made)
+        if source is not None and any(type(each) is Count for each in shape):
+            self.shapes[source] = tuple(shape)
+
+    def _is_whole_source(self, tensor: Tensor, source: int) -> bool:
+        whole = self.sources[source]
+        return tensor.shape == whole.shape and tensor.stride() == whole.stride()
+
+    def launch(
+        self, start: Callable[..., Any], kernel: Any, grid: tuple[int, ...], device: torch.device, args: Sequence[Any],
+        parameters: dict[str, Any],
+    ) -> None:  # fmt: skip
+        """Launch a kernel by `start`, and record the launch with the formulas of its sizes."""
+        counts = {place: each for place, each in enumerate(args) if type(each) is Count}
+        if self.varies and get_ident() == self.thread:
+            about = getattr(kernel, "params", None)  # not of interpreted kernels
+            for place, each in counts.items():
+                if each >= 1 << 31:
+                    self.refuse("a launch with a size of 64 bits")
+                if about is not None and about[place].do_not_specialize:
+                    continue
+                if each != 1:  # Triton compiles for these facts
+                    each.is_by_16()
+        plain = [int(each) if type(each) is Count else each for each in args]
+        before = len(self.launched)
+        super().launch(start, kernel, tuple(int(each) for each in grid), device, plain, parameters)
+        if self.varies and len(self.launched) > before:
+            self.varied[before] = Varied(codes_of(grid), {place: code_of(each) for place, each in counts.items()})
 
     def refuse(self, why: str) -> None:
         """Have such calls made in Python."""
@@ -167,13 +268,21 @@ class Lesson(Observer):
             return [self._part(each) for each in value]
         if not isinstance(value, Tensor):
             return value
-        if value.numel() == 0 and type(value) is Tensor and value.device == self.device:
+        if value.numel() == 0 and type(value) is Tensor and value.device == self.device and not self.varies:
             return value  # nothing is read from it, so that it can be given again
         source = self.source(value)
         if source is None or value.layout != torch.strided or value.dtype != self.sources[source].dtype:
             self.refuse("an operator of PyTorch takes other memory")
             return None
         self.read.add(source)
+        if source in self.shapes:
+            if not self._is_whole_source(value, source):
+                self.refuse("an operator of PyTorch takes a part of a tensor whose size varies")
+            return Part(source, ANY, ANY, 0)
+        if source in self.fresh and self.varies:
+            if not self._is_whole_source(value, source):
+                self.refuse("an operator of PyTorch takes a part of what another one made")
+            return Part(source, ANY, ANY, 0)
         offset = (value.data_ptr() - self.sources[source].data_ptr()) // value.itemsize
         return Part(source, tuple(value.shape), value.stride(), offset)
 
@@ -205,9 +314,17 @@ class Lesson(Observer):
 
 
 @contextmanager
-def lesson_of(given: list[Tensor], owned: frozenset[int] = frozenset()) -> Iterator[Lesson | None]:
-    """Observe what this thread does in the block with these tensors; None if another thread is observed."""
-    with observing(Lesson(given, owned)) as lesson:
+def lesson_of(
+    given: Sequence[Tensor | int], owned: frozenset[int] = frozenset(), varying: Sequence[int] = ()
+) -> Iterator[Lesson | None]:
+    """Observe what this thread does in the block with these tensors; None if another thread is observed.
+
+    Args:
+        given: tensors, and numbers that vary.
+        owned: indices of the tensors that operators may change.
+        varying: for each of `given`, which of its sizes varies; empty: none.
+    """
+    with observing(Lesson(given, owned, varying)) as lesson:
         if lesson is None:
             yield None
             return

@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from rooftop.launch import counters, known_calls, triton_launch
 from rooftop.launch.compiled_kernels import is_watched
 from rooftop.launch.cpp_extensions import Extension, asked
-from rooftop.launch.lessons import Lesson, lesson_of
+from rooftop.launch.lessons import ITSELF, NONE, Lesson, lesson_of
 
 module: Any = None
 """The compiled part; None until it is there."""
@@ -32,16 +32,16 @@ after_start: list[Callable[[], None]] = []
 reasons: dict[str, str] = {}
 """Why calls of a function are made in Python: the reason for the last one that was observed, by its name."""
 _extension = Extension("repeated_calls", Path(__file__).with_name("repeated_calls.cpp"))
-_asked = False
+has_asked = False
 
 # ---- the compiled part ----------------------------------------------------------------------------------------------
 
 
 def ask() -> None:
     """Load the compiled part if it is stored, else have it compiled in the background. Further calls do nothing."""
-    global _asked
-    if not _asked and asked() != "0":
-        _asked = True
+    global has_asked
+    if not has_asked and asked() != "0":
+        has_asked = True
         _extension.ask(_start, "Python makes all calls")
 
 
@@ -106,19 +106,32 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def is_due(seen: Counter[bytes], facts: bytes, at: int) -> bool:
-    """Whether this call is to be observed: once only, because what cannot be planned stays so."""
+HOPELESS = 1 << 62
+"""A number of calls after which none is observed."""
+
+
+def is_due(seen: Counter[bytes], facts: bytes, at: int, varies: bool = False) -> bool:
+    """Whether this call is to be observed: once only, because what cannot be planned stays so. If sizes vary, the plans
+    so far did not hold for this call's sizes, so that it is observed, too.
+    """
     if len(seen) >= known_calls.MOST_KNOWN:
         seen.clear()
     seen[facts] += 1
-    return seen[facts] == at
+    return at <= seen[facts] < HOPELESS if varies else seen[facts] == at
 
 
 @contextmanager
-def teaching(given: list[Tensor], owned: frozenset[int] = frozenset()) -> Iterator[Lesson | None]:
-    """Observe what this thread does, in Python; None if another thread is observed. `owned`: which of the tensors the
-    call may change."""
-    with lesson_of(given, owned) as lesson:
+def teaching(
+    given: Sequence[Tensor | int], owned: frozenset[int] = frozenset(), varying: Sequence[int] = ()
+) -> Iterator[Lesson | None]:
+    """Observe what this thread does, in Python; None if another thread is observed.
+
+    Args:
+        given: the call's tensors, and its numbers that vary.
+        owned: which of the tensors the call may change.
+        varying: for each of `given`, which of its sizes varies; empty: none.
+    """
+    with lesson_of(given, owned, varying) as lesson:
         if lesson is None:
             yield None
             return
@@ -127,6 +140,20 @@ def teaching(given: list[Tensor], owned: frozenset[int] = frozenset()) -> Iterat
             yield lesson
         finally:
             module.set_teaching(False)
+
+
+def given_of(values: Sequence[Any], varying: Sequence[int]) -> tuple[list[Tensor | int], list[int]]:
+    """The tensors of a call, and its numbers that vary; and which of their sizes varies."""
+    if not varying:
+        return list(tensors_in(values)), []
+    given: list[Tensor | int] = []
+    which: list[int] = []
+    for place, each in enumerate(values):
+        mine = varying[place] if place < len(varying) else NONE
+        found = [each] if mine == ITSELF else tensors_in([each])
+        given += found
+        which += [mine] * len(found)
+    return given, which
 
 
 def tensors_in(values: Sequence[Any]) -> list[Tensor]:

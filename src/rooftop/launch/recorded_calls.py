@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from rooftop.launch import native_calls
 from rooftop.launch.call_plans import Places, Result, Unplanned, is_view, plan_of
-from rooftop.launch.lessons import Lesson, Record
+from rooftop.launch.lessons import ANY, FIRST, NONE, Lesson, Record
+from rooftop.launch.row_counts import Count
 
 BACKWARD_LESSON_AT = 1
 """The backward with the same facts that is observed."""
@@ -23,6 +25,7 @@ class Backward:
     Attributes:
         recording: the compiled part's handle, which does not keep it alive.
         owned: which of the kept tensors nobody else has, so that backward may change them.
+        varying: which sizes of the kept tensors and of the slopes vary; empty: none.
     """
 
     def __init__(self, name: str, record: Record, owned: frozenset[int]) -> None:
@@ -32,6 +35,7 @@ class Backward:
         self._lists = [_is_list(a) for a in record.arguments]
         self.recording: Any = None
         self.owned = owned
+        self.varying: list[int] = []
         self._seen: Counter[bytes] = Counter()
 
     def __call__(
@@ -42,9 +46,12 @@ class Backward:
         wanted: list[bool],
         slopes: list[Tensor | None],
     ) -> list[Tensor | None]:
-        if not facts or not native_calls.is_due(self._seen, facts, BACKWARD_LESSON_AT):
+        if not facts or not native_calls.is_due(self._seen, facts, BACKWARD_LESSON_AT, bool(self.varying)):
             return self._gradients(kept, weak, wanted, slopes)
-        with native_calls.teaching([each for each in (*kept, *slopes) if each is not None], self.owned) as lesson:
+        pairs = zip((*kept, *slopes), self.varying or [NONE] * (len(kept) + len(slopes)), strict=True)
+        given = [(each, which) for each, which in pairs if each is not None]
+        varying = [which for _, which in given] if self.varying else []
+        with native_calls.teaching([each for each, _ in given], self.owned, varying) as lesson:
             found = self._gradients(kept, weak, wanted, slopes)
         if lesson is None:
             self._seen[facts] -= 1
@@ -53,6 +60,7 @@ class Backward:
             plan = self._plan_of(lesson, found)
         except Unplanned as reason:
             native_calls.reasons[f"{self.name}, backward"] = str(reason)
+            self._seen[facts] = native_calls.HOPELESS
         else:
             if native_calls.module.keep_backward(self.recording, facts, plan):
                 self._seen.clear()
@@ -122,7 +130,7 @@ def recording_of(
     kept, owned = [], set()
     for i, each in enumerate(record.kept):
         about = tuple(each.shape), each.dtype
-        if each.numel() == 0 and not each.requires_grad:
+        if each.numel() == 0 and not each.requires_grad and not lesson.varies:
             kept.append((-1, False, *about))  # any empty tensor is like it
             continue
         place = places.of(each)
@@ -140,16 +148,50 @@ def recording_of(
     if any(lesson.given[i].requires_grad and not each.requires_grad for i, each in zip(edges, tensors, strict=True)):
         raise Unplanned("the operator takes a detached tensor")
     backward = Backward(name, record, frozenset(owned))
+    varying_kept, varying_slopes = _varying_of(lesson, [source for source, *_ in kept], of_operator)
+    backward.varying = [*varying_kept, *varying_slopes]
     return {
         "name": record.name,
-        "kept": kept,
+        "kept": [
+            (source, output, ANY if source in lesson.shapes else shape, dtype) for source, output, shape, dtype in kept
+        ],
         # a tensor that only the call had, is gone
         "weak": [next((i for i, given in enumerate(lesson.given) if given is each), -1) for each in record.weak],
         "edges": edges,
-        "edge_sizes": [tuple(lesson.given[place].shape) for place in edges],
-        "slope_sizes": [tuple(each.shape) for each in record.results],
+        "edge_sizes": [ANY if place in lesson.shapes else tuple(lesson.given[place].shape) for place in edges],
+        "slope_sizes": [
+            ANY if which != NONE else tuple(each.shape)
+            for each, which in zip(record.results, varying_slopes or [NONE] * len(record.results), strict=True)
+        ],
+        "varying_kept": varying_kept,
+        "varying_slopes": varying_slopes,
         "slopes": slopes,
         "watched": watched,
         "zeros": record.zeros,
         "backward": backward,
     }, backward
+
+
+def _varying_of(lesson: Lesson, kept: Sequence[int], of_operator: Sequence[int | None]) -> tuple[list[int], list[int]]:
+    """Which size of each kept tensor, by its source, and of each slope varies; empty lists if none does in this call.
+
+    Raises:
+        Unplanned: a size varies that is not the first one.
+    """
+    if not lesson.varies:
+        return [], []
+    count = len(lesson.given)
+
+    def which(source: int) -> int:
+        if source < count:
+            return lesson.varying[source]
+        shape = lesson.shapes.get(source)
+        if shape is None:
+            return NONE
+        if any(type(each) is Count for each in shape[1:]):
+            raise Unplanned("backward takes memory of which another size than the first varies")
+        return FIRST
+
+    return [which(source) for source in kept], [
+        NONE if place is None else which(count + place) for place in of_operator
+    ]

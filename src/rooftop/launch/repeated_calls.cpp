@@ -144,6 +144,22 @@ void put(Facts& facts, Value value) {
   facts.append(reinterpret_cast<const char*>(&value), sizeof value);
 }
 
+// Sizes that vary from call to call, such as the number of sites of a cloud. Facts do not contain their values, but say
+// which are equal.
+struct Varying {
+  std::vector<int64_t> values;
+
+  void put_size(Facts& facts, int64_t value) {
+    size_t i = 0;
+    while (i < values.size() && values[i] != value) ++i;
+    if (i == values.size()) values.push_back(value);
+    put(facts, char(i));
+  }
+};
+constexpr int FIRST = 0, LAST = 1, ITSELF = 2, NONE = -1;  // which size varies; of an argument that is a number, itself
+constexpr int64_t MOST_ELEMENTS = 1 << 30;  // of a tensor whose size varies: its offsets have 32 bits
+const std::vector<int64_t> ANY{-1};         // sizes of a tensor that are not the same in each call
+
 void put_tensor(Facts& facts, const Tensor& tensor) {
   const at::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   put(facts, 't');
@@ -158,18 +174,38 @@ void put_tensor(Facts& facts, const Tensor& tensor) {
   facts.append(reinterpret_cast<const char*>(strides.data()), strides.size() * sizeof(int64_t));
 }
 
+// The same for a tensor of which one size varies. False: a plan cannot be made of it.
+bool put_varying(Facts& facts, const Tensor& tensor, int which, Varying& varying) {
+  const at::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  const auto sizes = impl.sizes();
+  if (sizes.empty() || !tensor.is_contiguous() || tensor.numel() == 0 || tensor.numel() > MOST_ELEMENTS) return false;
+  put(facts, 'v');
+  put(facts, impl.key_set().raw_repr());
+  put(facts, impl.dtype().id());
+  put(facts, impl.device().index());
+  put(facts, char(impl.requires_grad()));
+  put(facts, char(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) & 15));
+  put(facts, char(sizes.size()));
+  const size_t place = which == FIRST ? 0 : sizes.size() - 1;
+  for (size_t i = 0; i < sizes.size(); ++i)
+    if (i == place) varying.put_size(facts, sizes[i]);
+    else put(facts, sizes[i]);
+  return true;
+}
+
 bool is_plain(const Tensor& tensor) {
   return tensor.defined() && tensor.layout() == at::kStrided && !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() &&
          tensor.has_storage() && !tensor.is_meta() && !tensor.key_set().has(c10::DispatchKey::Python);
 }
 
 // Add the facts of an argument, and its tensors. False: it is of another kind, or a proxy.
-bool put_argument(Facts& facts, Tensors& tensors, PyObject* each, int depth = 0) {
+bool put_argument(Facts& facts, Tensors& tensors, PyObject* each, Varying& varying, int which = NONE, int depth = 0) {
   PyTypeObject* type = Py_TYPE(each);
   if (type == reinterpret_cast<PyTypeObject*>(THPVariableClass) || type == python.parameter) {
     const Tensor& tensor = THPVariable_Unpack(each);
     if (!is_plain(tensor)) return false;
-    put_tensor(facts, tensor);
+    if (which == NONE) put_tensor(facts, tensor);
+    else if (!put_varying(facts, tensor, which, varying)) return false;
     tensors.push_back(tensor);
   } else if (each == Py_None) {
     put(facts, 'n');
@@ -178,9 +214,10 @@ bool put_argument(Facts& facts, Tensors& tensors, PyObject* each, int depth = 0)
   } else if (type == &PyLong_Type) {
     int overflow = 0;
     const long long value = PyLong_AsLongLongAndOverflow(each, &overflow);
-    if (overflow) return false;
-    put(facts, 'i');
-    put(facts, value);
+    if (overflow || (which == ITSELF && value < 1)) return false;
+    put(facts, which == ITSELF ? 'I' : 'i');
+    if (which == ITSELF) varying.put_size(facts, value);
+    else put(facts, value);
   } else if (type == &PyFloat_Type) {
     put(facts, 'f');
     put(facts, PyFloat_AS_DOUBLE(each));
@@ -205,7 +242,7 @@ bool put_argument(Facts& facts, Tensors& tensors, PyObject* each, int depth = 0)
     const Py_ssize_t size = PySequence_Fast_GET_SIZE(each);
     put(facts, size);
     for (Py_ssize_t i = 0; i < size; ++i)
-      if (!put_argument(facts, tensors, PySequence_Fast_GET_ITEM(each, i), depth + 1)) return false;
+      if (!put_argument(facts, tensors, PySequence_Fast_GET_ITEM(each, i), varying, NONE, depth + 1)) return false;
   } else {
     return false;
   }
@@ -239,10 +276,54 @@ bool put_modes(Facts& facts) {
 
 // ---- plans ----------------------------------------------------------------------------------------------------------
 
+// A number computed from sizes that vary (row_counts.py).
+struct Formula {
+  std::vector<int64_t> code;
+
+  int64_t of(const std::vector<int64_t>& values) const {
+    int64_t stack[64];
+    int top = 0;
+    for (size_t i = 0; i + 1 < code.size(); i += 2) {
+      if (code[i] == 0) {
+        stack[top++] = values[code[i + 1]];
+      } else if (code[i] == 1) {
+        stack[top++] = code[i + 1];
+      } else {
+        const int64_t right = stack[--top], left = stack[--top];
+        int64_t made = 0;
+        if (code[i] == 2) made = left + right;
+        else if (code[i] == 3) made = left * right;
+        else if (right) made = left / right - (left % right != 0 && (left < 0) != (right < 0));  // as in Python
+        stack[top++] = made;
+      }
+    }
+    return stack[0];
+  }
+};
+constexpr size_t MOST_CODE = 128;  // so that the stack is large enough
+
+struct Condition {
+  Formula formula;
+  int kind;
+  bool held;
+
+  bool holds(const std::vector<int64_t>& values) const {
+    const int64_t value = formula.of(values);
+    return (kind == 0 ? value < 0 : kind == 1 ? value == 0 : value % 16 == 0) == held;
+  }
+};
+
+struct Number {  // a parameter of a kernel
+  int parameter;
+  size_t size;
+  Formula formula;
+};
+
 struct Memory {
   std::vector<int64_t> sizes, strides;
   at::ScalarType dtype;
   int64_t zeros = -1;  // or so many of the stream's zeroed counters; -2: an operator of PyTorch allocates it, if anything does
+  std::vector<Formula> formulas;  // of sizes that vary; the memory is then contiguous
 };
 
 struct Patch {
@@ -275,6 +356,8 @@ struct Launch {
   std::string parameters;          // values, with 0 for pointers
   std::vector<int> offsets;        // of each parameter
   std::vector<Patch> patches;
+  std::vector<Formula> grid;       // if sizes vary
+  std::vector<Number> numbers;
   std::vector<Patch> maps;  // tensor maps (CUtensorMap), whose address is replaced
 };
 
@@ -297,11 +380,25 @@ struct Plan {
   char kind = 't';           // 't': a tensor, '(': a tuple, '[': a list
   at::Device device = at::kCPU;
   std::shared_ptr<Recording> recording;
+  bool varies = false;                // whether it holds for calls of other sizes, too,
+  std::vector<Condition> conditions;  // namely under these
 };
-using Known = std::unordered_map<Facts, std::shared_ptr<Plan>>;
+using Known = std::unordered_map<Facts, std::vector<std::shared_ptr<Plan>>>;
+
+std::shared_ptr<Plan> find(const Known& known, const Facts& facts, const std::vector<int64_t>& values) {
+  const auto found = known.find(facts);
+  if (found == known.end()) return nullptr;
+  for (const auto& plan : found->second)
+    if (std::all_of(plan->conditions.begin(), plan->conditions.end(), [&](const Condition& each) { return each.holds(values); }))
+      return plan;
+  return nullptr;
+}
 
 // A tensor in the memory of another one, of which neither autograd nor version counters know.
 Tensor part_of(const Tensor& source, const View& view) {
+  if (view.sizes == ANY)
+    return source.requires_grad() ? Tensor(source.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), true))
+                                  : source;
   if (source.sizes() == at::IntArrayRef(view.sizes) && source.strides() == at::IntArrayRef(view.strides) && !view.offset &&
       !source.requires_grad())
     return source;
@@ -313,6 +410,7 @@ Tensor part_of(const Tensor& source, const View& view) {
 // A gradient in the memory of another tensor. A whole tensor stays the same object: autograd then sees that others have
 // it, too, and copies it before it accumulates into it.
 Tensor view_of(const Tensor& source, const View& view) {
+  if (view.sizes == ANY) return source;
   if (source.sizes() == at::IntArrayRef(view.sizes) && source.strides() == at::IntArrayRef(view.strides) && !view.offset)
     return source;
   return source.as_strided(view.sizes, view.strides, source.storage_offset() + view.offset);
@@ -336,12 +434,13 @@ void call_operator(const OperatorCall& call, Tensors& sources) {
     if (call.made[i] >= 0 && !sources[call.made[i]].defined()) sources[call.made[i]] = stack[i].toTensor();
 }
 
-void launch(const Launch& step, const Tensors& sources, void* stream) {
+void launch(const Launch& step, const Tensors& sources, void* stream, const std::vector<int64_t>* counts) {
   if (!step.python.is_none()) {
     py::list given(sources.size());
     for (size_t i = 0; i < sources.size(); ++i)
       PyList_SET_ITEM(given.ptr(), i, checked(THPVariable_Wrap(sources[i])));
-    PyObject* done = checked(PyObject_CallOneArg(step.python.ptr(), given.ptr()));
+    const py::object numbers = counts ? py::object(py::cast(*counts)) : py::object();
+    PyObject* done = checked(PyObject_CallFunctionObjArgs(step.python.ptr(), given.ptr(), numbers.ptr(), nullptr));
     Py_DECREF(done);
     return;
   }
@@ -357,7 +456,16 @@ void launch(const Launch& step, const Tensors& sources, void* stream) {
     char* address = const_cast<char*>(static_cast<const char*>(sources[map.source].const_data_ptr())) + map.offset;
     if (const int error = driver().replace(pointers[map.parameter], address)) driver_failed("a tensor descriptor", error);
   }
+  for (const Number& each : step.numbers) {
+    const int64_t value = each.formula.of(*counts);  // little-endian, so that its first bytes are the narrow number
+    std::memcpy(pointers[each.parameter], &value, each.size);
+  }
   LaunchConfig config = step.config;
+  for (size_t i = 0; i < step.grid.size(); ++i) {
+    const int64_t size = step.grid[i].of(*counts);
+    if (size == 0) return;
+    config.grid[i] = unsigned(size);
+  }
   LaunchAttribute attribute = step.attribute;
   config.stream = stream;
   config.attributes = &attribute;
@@ -383,7 +491,7 @@ Tensor zeros(at::Device device, void* stream, int64_t count) {
 }
 
 // Do what a plan says. False: another device is current, or there are no counters.
-bool run(const Plan& plan, const Tensors& tensors, Made& made) {
+bool run(const Plan& plan, const Tensors& tensors, Made& made, const std::vector<int64_t>& values) {
   void* stream = nullptr;
   if (plan.device.is_cuda()) {
     const auto index = plan.device.index();
@@ -402,6 +510,15 @@ bool run(const Plan& plan, const Tensors& tensors, Made& made) {
     } else if (each.zeros >= 0) {
       memory = zeros(plan.device, stream, each.zeros);
       if (!memory.defined()) return false;
+    } else if (!each.formulas.empty()) {
+      std::vector<int64_t> sizes;
+      int64_t elements = 1;
+      for (const Formula& formula : each.formulas) {
+        sizes.push_back(formula.of(values));
+        if (sizes.back() <= 0 || sizes.back() > MOST_ELEMENTS / elements) return false;
+        elements *= sizes.back();
+      }
+      memory = at::empty(sizes, at::TensorOptions().dtype(each.dtype).device(plan.device));
     } else {
       memory = at::empty_strided(each.sizes, each.strides, at::TensorOptions().dtype(each.dtype).device(plan.device));
     }
@@ -413,7 +530,7 @@ bool run(const Plan& plan, const Tensors& tensors, Made& made) {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     for (const Launch& each : plan.launches)
       if (each.call) call_operator(*each.call, sources);
-      else launch(each, sources, stream);
+      else launch(each, sources, stream, plan.varies ? &values : nullptr);
   }
   for (size_t i = 0; i < made.memory.size(); ++i) made.memory[i] = sources[tensors.size() + i];
   const int count = int(tensors.size());
@@ -462,6 +579,7 @@ struct Recording {
   std::vector<std::vector<int64_t>> slope_sizes; // of the operator's results with gradients, in order
   std::vector<int> slopes;                       // for each result of the call that autograd watches, which of these
   std::vector<int> watched;                      // those results, as indices of `Plan::results`
+  std::vector<int> varying_kept, varying_slopes; // which size of each varies; empty: none
   bool zeros;                                    // whether an undefined gradient counts as zeros
   py::object backward;  // (facts, kept, weak, wanted, slopes) to gradients of the operator's tensors; teaches this recording
   Known known;          // plans of backward; a result for each edge
@@ -504,7 +622,7 @@ variable_list by_python(const Recording& how, const Facts& facts, const Tensors&
 // With the shapes of the call's tensors, of which the operator's are views.
 variable_list shaped(const Recording& how, variable_list& results) {
   for (size_t i = 0; i < results.size(); ++i)
-    if (results[i].defined() && results[i].sizes() != at::IntArrayRef(how.edge_sizes[i]))
+    if (results[i].defined() && how.edge_sizes[i] != ANY && results[i].sizes() != at::IntArrayRef(how.edge_sizes[i]))
       results[i] = results[i].reshape(how.edge_sizes[i]);
   return std::move(results);
 }
@@ -559,8 +677,9 @@ struct Recorded : torch::autograd::Node {
       Tensor slope = given[i];
       const int place = how->slopes[i];
       if (!slope.defined() && how->zeros) slope = input_metadata(i).zeros_like();
-      if (slope.defined() && slope.sizes() != at::IntArrayRef(how->slope_sizes[place]))
+      if (slope.defined() && how->slope_sizes[place] != ANY && slope.sizes() != at::IntArrayRef(how->slope_sizes[place]))
         slope = slope.reshape(how->slope_sizes[place]);
+      if (slope.defined() && !how->varying_slopes.empty() && how->varying_slopes[place] != NONE) slope = slope.contiguous();
       any = any || slope.defined();
       slopes[place] = slope;
     }
@@ -568,31 +687,34 @@ struct Recorded : torch::autograd::Node {
     const NodePointer self = pointer_to<NodePointer>(this);
     for (size_t i = 0; i < saved.size(); ++i) {
       Tensor tensor = saved[i].unpack(how->kept[i].output ? self : NodePointer());
-      if (tensor.sizes() != at::IntArrayRef(how->kept[i].sizes)) tensor = tensor.view(how->kept[i].sizes);
+      if (how->kept[i].sizes != ANY && tensor.sizes() != at::IntArrayRef(how->kept[i].sizes)) tensor = tensor.view(how->kept[i].sizes);
       kept.push_back(tensor);
     }
     Facts facts;
     bool plain = !at::GradMode::is_enabled() && put_modes(facts);
     Tensors sources;
-    for (const Tensors* each : {&kept, &slopes})
-      for (const Tensor& tensor : *each) {
-        if (!plain) break;
+    Varying varying;
+    for (const Tensors* each : {&kept, &slopes}) {
+      const std::vector<int>& which = each == &kept ? how->varying_kept : how->varying_slopes;
+      for (size_t i = 0; plain && i < each->size(); ++i) {
+        Tensor tensor = (*each)[i];
         if (!tensor.defined()) {
           put(facts, 'n');
         } else if (is_plain(tensor)) {
-          put_tensor(facts, tensor);
+          if (which.empty() || which[i] == NONE) put_tensor(facts, tensor);
+          else plain = put_varying(facts, tensor, which[i], varying);
           sources.push_back(tensor);
         } else {
           plain = false;
         }
       }
+    }
     for (size_t i = 0; i < how->edges.size(); ++i) put(facts, char(task_should_compute_output(i)));
     put(facts, char(torch::autograd::get_current_graph_task_keep_graph()));  // else backward may change what it keeps
     if (plain) {
-      auto found = how->known.find(facts);
       Made made;
-      const std::shared_ptr<Plan> plan = found == how->known.end() ? nullptr : found->second;  // others may drop it
-      if (plan && run(*plan, sources, made)) return shaped(*how, made.results);
+      const std::shared_ptr<Plan> plan = find(how->known, facts, varying.values);  // others may drop it
+      if (plan && run(*plan, sources, made, varying.values)) return shaped(*how, made.results);
     }
     std::vector<bool> wanted;
     for (size_t i = 0; i < how->edges.size(); ++i) wanted.push_back(task_should_compute_output(i));
@@ -645,9 +767,12 @@ struct Recorded : torch::autograd::Node {
     const auto how = found == recordings.end() ? nullptr : found->second.lock();
     TORCH_CHECK(how, "the call that this backward belongs to was forgotten: run its forward again");
     Tensors slopes(how->slope_sizes.size());
-    for (size_t i = 0; i < given.size(); ++i)
-      if (given[i].defined()) slopes[how->slopes[i]] = given[i].reshape(how->slope_sizes[how->slopes[i]]);
-    for (size_t i = 0; i < kept.size(); ++i) kept[i] = kept[i].view(how->kept[i].sizes);
+    for (size_t i = 0; i < given.size(); ++i) {
+      const std::vector<int64_t>& sizes = how->slope_sizes[how->slopes[i]];
+      if (given[i].defined()) slopes[how->slopes[i]] = sizes == ANY ? given[i] : given[i].reshape(sizes);
+    }
+    for (size_t i = 0; i < kept.size(); ++i)
+      if (how->kept[i].sizes != ANY) kept[i] = kept[i].view(how->kept[i].sizes);
     try {
       variable_list results = by_python(*how, Facts(), kept, Tensors(how->weak.size()), wanted, slopes);
       return shaped(*how, results);
@@ -693,17 +818,20 @@ struct Calls {
   PyObject* function;  // as Python has it
   PyObject* miss;      // (facts, tensors, arguments, names) calls it, and may teach this object
   Known* known;
+  std::vector<int>* varying;  // which size of each argument varies; shorter or empty: none
 };
 
 // The result where a plan is known; nullptr where Python has to call. `facts` is empty where no plan is possible.
 PyObject* known_result(Calls* self, PyObject* const* given, size_t count, PyObject* names, Facts& facts, Tensors& tensors) {
   facts.reserve(256);
   bool plain = put_modes(facts);
+  Varying varying;
+  const auto which = [&](size_t i) { return i < self->varying->size() ? (*self->varying)[i] : NONE; };
   const size_t all = count + (names ? PyTuple_GET_SIZE(names) : 0);
   for (size_t i = 0; plain && i < all; ++i) {
     if (i >= count) put(facts, 'k');  // f("a", 1) is another call than f(a=1)
-    if (i >= count) plain = put_argument(facts, tensors, PyTuple_GET_ITEM(names, i - count));
-    plain = plain && put_argument(facts, tensors, given[i]);
+    if (i >= count) plain = put_argument(facts, tensors, PyTuple_GET_ITEM(names, i - count), varying);
+    plain = plain && put_argument(facts, tensors, given[i], varying, i < count ? which(i) : NONE);
   }
   if (!plain || tensors.empty()) {
     facts.clear();
@@ -711,18 +839,17 @@ PyObject* known_result(Calls* self, PyObject* const* given, size_t count, PyObje
   }
   // Hooks see the same tensors on each call, as checkpointing expects, and may raise: then nothing is called again.
   const bool hooked = at::SavedTensorDefaultHooks::is_enabled() && at::SavedTensorDefaultHooks::get_hooks(false);
-  auto found = self->known->find(facts);
-  if (found == self->known->end()) {
+  const std::shared_ptr<Plan> plan = find(*self->known, facts, varying.values);
+  if (!plan) {
     if (hooked) facts.clear();
     return nullptr;
   }
-  const std::shared_ptr<Plan> plan = found->second;
   if (plan->recording && hooked) {
     facts.clear();
     return nullptr;
   }
   Made made;
-  if (!run(*plan, tensors, made)) {
+  if (!run(*plan, tensors, made, varying.values)) {
     facts.clear();
     return nullptr;
   }
@@ -778,6 +905,7 @@ void destroy(PyObject* object) {
   PyObject_GC_UnTrack(object);
   clear(object);
   delete reinterpret_cast<Calls*>(object)->known;
+  delete reinterpret_cast<Calls*>(object)->varying;
   Py_TYPE(object)->tp_free(object);
 }
 
@@ -803,13 +931,14 @@ Calls* calls_of(py::handle object) {
   return reinterpret_cast<Calls*>(object.ptr());
 }
 
-py::object make_calls(py::object function, py::object miss) {
+py::object make_calls(py::object function, py::object miss, std::vector<int> varying) {
   Calls* self = PyObject_GC_New(Calls, &CallsType);
   if (!self) throw py::error_already_set();
   self->vectorcall = call;
   self->function = function.release().ptr();
   self->miss = miss.release().ptr();
   self->known = new Known();
+  self->varying = new std::vector<int>(std::move(varying));
   PyObject_GC_Track(reinterpret_cast<PyObject*>(self));
   return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(self));
 }
@@ -850,6 +979,17 @@ std::shared_ptr<OperatorCall> operator_of(const py::dict& given) {
   return made;
 }
 
+Formula formula_of(std::vector<int64_t> code) {
+  if (code.size() > MOST_CODE) throw py::value_error("a formula is too long");
+  return {std::move(code)};
+}
+
+std::vector<Formula> formulas_of(const std::vector<std::vector<int64_t>>& codes) {
+  std::vector<Formula> made;
+  for (const auto& each : codes) made.push_back(formula_of(each));
+  return made;
+}
+
 Launch launch_of(const py::dict& given) {
   Launch made;
   made.python = given["python"];
@@ -872,6 +1012,9 @@ Launch launch_of(const py::dict& given) {
   made.parameters = given["parameters"].cast<std::string>();
   made.offsets = given["offsets"].cast<std::vector<int>>();
   const auto sizes = given["sizes"].cast<std::vector<size_t>>();
+  made.grid = formulas_of(given["grid_formulas"].cast<std::vector<std::vector<int64_t>>>());
+  for (auto each : given["numbers"].cast<std::vector<std::pair<int, std::vector<int64_t>>>>())
+    made.numbers.push_back({each.first, sizes[each.first], formula_of(each.second)});
   for (auto each : given["patches"].cast<std::vector<std::tuple<int, int, int64_t>>>())
     made.patches.push_back({std::get<0>(each), std::get<1>(each), std::get<2>(each)});
   for (auto each : given["maps"].cast<std::vector<std::tuple<int, int, int64_t>>>())
@@ -895,8 +1038,12 @@ Launch launch_of(const py::dict& given) {
 std::shared_ptr<Plan> plan_of(const py::dict& given) {
   auto plan = std::make_shared<Plan>();
   plan->device = reinterpret_cast<THPDevice*>(given["device"].cast<py::object>().ptr())->device;
-  for (auto each : given["memory"].cast<std::vector<std::tuple<std::vector<int64_t>, std::vector<int64_t>, py::object, int64_t>>>())
-    plan->memory.push_back({std::get<0>(each), std::get<1>(each), dtype_of(std::get<2>(each)), std::get<3>(each)});
+  plan->varies = given["varies"].cast<bool>();
+  for (auto each : given["conditions"].cast<std::vector<std::tuple<std::vector<int64_t>, int, bool>>>())
+    plan->conditions.push_back({formula_of(std::get<0>(each)), std::get<1>(each), std::get<2>(each)});
+  using Codes = std::vector<std::vector<int64_t>>;
+  for (auto each : given["memory"].cast<std::vector<std::tuple<std::vector<int64_t>, std::vector<int64_t>, py::object, int64_t, Codes>>>())
+    plan->memory.push_back({std::get<0>(each), std::get<1>(each), dtype_of(std::get<2>(each)), std::get<3>(each), formulas_of(std::get<4>(each))});
   for (auto each : given["launches"].cast<std::vector<py::dict>>()) plan->launches.push_back(launch_of(each));
   for (auto each : given["results"].cast<std::vector<std::tuple<int, std::vector<int64_t>, std::vector<int64_t>, int64_t>>>())
     plan->results.push_back({std::get<0>(each), std::get<1>(each), std::get<2>(each), std::get<3>(each)});
@@ -915,6 +1062,8 @@ std::shared_ptr<Plan> plan_of(const py::dict& given) {
     made->slope_sizes = how["slope_sizes"].cast<std::vector<std::vector<int64_t>>>();
     made->slopes = how["slopes"].cast<std::vector<int>>();
     made->watched = how["watched"].cast<std::vector<int>>();
+    made->varying_kept = how["varying_kept"].cast<std::vector<int>>();
+    made->varying_slopes = how["varying_slopes"].cast<std::vector<int>>();
     made->zeros = how["zeros"].cast<bool>();
     made->backward = how["backward"];
     plan->recording = made;
@@ -922,11 +1071,15 @@ std::shared_ptr<Plan> plan_of(const py::dict& given) {
   return plan;
 }
 
+constexpr size_t MOST_PLANS = 64;  // for calls that differ only in sizes that vary
+
 // Whether all others were dropped before, because there were too many.
 bool keep(Known& known, const std::string& facts, std::shared_ptr<Plan> plan) {
   const bool full = known.size() >= MOST_KNOWN;
   if (full) known.clear();
-  known[facts] = std::move(plan);
+  auto& plans = known[facts];
+  if (!plan->varies || plans.size() >= MOST_PLANS) plans.clear();
+  plans.push_back(std::move(plan));
   return full;
 }
 

@@ -24,10 +24,10 @@ from torch import Tensor
 from rooftop.launch import known_calls, native_calls
 from rooftop.launch.call_plans import Places, Unplanned, plan_of
 from rooftop.launch.lessons import Lesson
-from rooftop.launch.native_calls import build, calls_made, reasons, state
+from rooftop.launch.native_calls import HOPELESS, build, calls_made, reasons, state
 from rooftop.launch.recorded_calls import recording_of
 
-__all__ = ["build", "calls_made", "forget", "in_python", "reasons", "repeated", "state"]
+__all__ = ["build", "calls_made", "forget", "in_python", "reasons", "repeated", "repeated_rows", "state"]
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -44,11 +44,13 @@ class _Function(NamedTuple):
     Attributes:
         now: a list of one item: who makes its calls, if not Python.
         compiled: a list of its compiled calls, once they are there.
+        varying: see `repeated_rows`.
     """
 
     function: Callable[..., Any]
     now: list[Any]
     compiled: list[Any]
+    varying: tuple[int, ...] = ()
 
 
 # ---- public functions ------------------------------------------------------------------------------------------------
@@ -61,11 +63,7 @@ def repeated(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
     modes. It may compute anything: a call that does more than run one operator of `declare(..., known=...)` is always
     made in Python.
     """
-    place: list[Any] = [None]
-    with native_calls.starting:
-        _functions.append(_Function(function, place, []))
-        if native_calls.module is not None:
-            _compile(_functions[-1])
+    place = _place_of(function)
 
     @wraps(function)
     def call(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
@@ -76,6 +74,44 @@ def repeated(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
 
     function.outermost = call  # type: ignore[attr-defined]  # for the programs of torch.fx
     return call
+
+
+def repeated_rows(*varying: int) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """Decorate a function whose known calls run without Python, also with other numbers of rows.
+
+    Its operators get sizes that vary by `row_counts.size`, allocate memory of such sizes by `row_counts.allocate`, and
+    compute with them as `Count`s can. A call has positional arguments only.
+
+    Args:
+        varying: for each argument, which of its sizes varies: FIRST, LAST, NONE; or ITSELF for a number.
+    """
+
+    def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
+        place = _place_of(function, varying)
+
+        @wraps(function)
+        def call(*arguments: Any) -> Result:
+            if torch.compiler.is_compiling():
+                return function(*arguments)
+            calls = place[0]
+            if calls is None:
+                if not native_calls.has_asked and arguments[0].is_cuda:
+                    native_calls.ask()
+                return function(*arguments)
+            return calls(*arguments)  # type: ignore[no-any-return]
+
+        return call
+
+    return decorate
+
+
+def _place_of(function: Callable[..., Any], varying: tuple[int, ...] = ()) -> list[Any]:
+    place: list[Any] = [None]
+    with native_calls.starting:
+        _functions.append(_Function(function, place, [], varying))
+        if native_calls.module is not None:
+            _compile(_functions[-1])
+    return place
 
 
 def forget() -> None:
@@ -90,17 +126,18 @@ def forget() -> None:
 known_calls.also_forget(forget)
 
 
-def _calls_of(function: Callable[..., Any]) -> Any:
+def _calls_of(function: Callable[..., Any], varying: tuple[int, ...] = ()) -> Any:
     seen = _seen.setdefault(f"{function.__module__}.{function.__qualname__}", Counter())
 
     def miss(facts: bytes, *arguments: Any, **options: Any) -> Any:
-        if not native_calls.is_due(seen, facts, LESSON_AT):
+        if not native_calls.is_due(seen, facts, LESSON_AT, bool(varying)):
             return function(*arguments, **options)
-        given = native_calls.tensors_in((*arguments, *options.values()))
+        given, which = native_calls.given_of((*arguments, *options.values()), varying)
         try:
-            with native_calls.teaching(given) as lesson:
+            with native_calls.teaching(given, varying=which) as lesson:
                 result = function(*arguments, **options)
         except (TypeError, ValueError, RuntimeError):  # it went through PyTorch's dispatcher, which has other messages
+            seen[facts] = HOPELESS
             return function(*arguments, **options)
         if lesson is None:
             seen[facts] -= 1  # another thread's call was observed: the next one may be
@@ -109,12 +146,13 @@ def _calls_of(function: Callable[..., Any]) -> Any:
             plan = _plan_of(function.__name__, lesson, result)
         except Unplanned as reason:
             reasons[function.__name__] = str(reason)
+            seen[facts] = HOPELESS
         else:
             if native_calls.module.keep(calls, facts, plan):
                 seen.clear()  # there were too many plans, and all were dropped
         return result
 
-    calls = native_calls.module.make_calls(function, miss)
+    calls = native_calls.module.make_calls(function, miss, list(varying))
     return calls
 
 
@@ -140,7 +178,7 @@ def _enter(blocks: int) -> None:
 
 
 def _compile(function: _Function) -> None:
-    function.compiled.append(_calls_of(function.function))
+    function.compiled.append(_calls_of(function.function, function.varying))
     function.now[0] = None if _blocks else function.compiled[0]
 
 

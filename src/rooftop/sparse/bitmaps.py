@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rooftop.launch.row_counts import allocate, size
 from rooftop.launch.triton_launch import INTERPRETED, launch, require_triton
 from rooftop.sparse.geometries import MAX_DIMS, Geometry
 from rooftop.sparse.hash_tables import Tables, no_faults
@@ -53,11 +54,12 @@ def fit_bitmaps(indices: Tensor, shape: Geometry) -> bool:
         return False
     cells = max(_cells(shape, shape.in_shape), _cells(shape, shape.out_shape))
     farthest = max(*shape.padding, *(size * step for size, step in zip(shape.ksize, shape.dilation, strict=True)))
-    if indices.shape[0] == 0 or cells == 0 or farthest > MAX_STEP:
+    rows = size(indices, 0)
+    if rows == 0 or cells == 0 or farthest > MAX_STEP:
         return False
     if max(shape.stride) > MAX_STRIDE or shape.kernel_volume > MAX_VOLUME:
         return False
-    return cells <= min(MAX_CELLS, max(FEW_CELLS, CELLS_PER_SITE * indices.shape[0]))
+    return cells <= min(MAX_CELLS, max(FEW_CELLS, CELLS_PER_SITE * rows))
 
 
 def submanifold_by_bitmap(indices: Tensor, shape: Geometry) -> Tables:
@@ -68,8 +70,8 @@ def submanifold_by_bitmap(indices: Tensor, shape: Geometry) -> Tables:
     sites, faults = indices.contiguous(), no_faults(indices)
     sizes = (shape.batch_size, *_four(shape.in_shape, 1))
     bitmap = _counted(_marked(sites, sizes, faults, shape))
-    count, volume, device = len(sites), shape.kernel_volume, sites.device
-    row_of, neighbours = faults.new_empty(count), faults.new_empty(count, volume)
+    count, volume, device = size(indices, 0), shape.kernel_volume, sites.device
+    row_of, neighbours = allocate(faults, count), allocate(faults, count, volume)
     constants: dict[str, Any] = {"DIMS": shape.dims, "num_warps": WARPS}
     launch(
         kernels.place_sites, (-(-count // SITES),), device, sites, *bitmap, row_of, count, *sizes, ROWS=SITES,
@@ -85,14 +87,23 @@ def submanifold_by_bitmap(indices: Tensor, shape: Geometry) -> Tables:
 
 def regular_by_bitmap(indices: Tensor, shape: Geometry, bound: int | None) -> Tables:
     """Arguments and results as in `hash_tables.regular_by_hash`."""
+    cells, words, counts, faults = reach_by_bitmap(indices, shape)
+    outputs = all_outputs(indices, shape, counts, faults) if bound is None else bound
+    out_indices, neighbours = pair_by_bitmap(indices, cells, words, counts, faults, shape, outputs)
+    return out_indices, neighbours, cells, faults
+
+
+def reach_by_bitmap(indices: Tensor, shape: Geometry) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The cell of the output of each input at each offset, (N, K) int32; `Bitmap`'s words and counts of all outputs;
+    and the faults."""
     require_triton()
     from rooftop.sparse import bitmap_kernels as kernels
 
     sites, faults = indices.contiguous(), no_faults(indices)
     in_sizes, out_sizes = (_four(grid, 1) for grid in (shape.in_shape, shape.out_shape))
     _marked(sites, (shape.batch_size, *in_sizes), faults, shape)  # only needed for the faults
-    count, volume, device = len(sites), shape.kernel_volume, sites.device
-    cells, words = faults.new_empty(count, volume), _words(_cells(shape, shape.out_shape), device)
+    count, volume, device = size(indices, 0), shape.kernel_volume, sites.device
+    cells, words = allocate(faults, count, volume), _words(_cells(shape, shape.out_shape), device)
     steps = (*_four(shape.padding, 0), *_four(shape.dilation, 1))
     strides = {f"STRIDE_{dim}": size for dim, size in enumerate(_four(shape.stride, 1))}
     tile = _tile(volume)
@@ -101,20 +112,28 @@ def regular_by_bitmap(indices: Tensor, shape: Geometry, bound: int | None) -> Ta
         kernels.reach_outputs, grid, device, sites, words, cells, count, shape.batch_size, *in_sizes, *out_sizes,
         *steps, **strides, **_ksize(shape), DIMS=shape.dims, TRANSPOSED=shape.transpose, **tile, num_warps=WARPS,
     )  # fmt: skip
-    bitmap = _counted(words)
-    outputs = _all_outputs(indices, shape, bitmap, faults) if bound is None else bound
-    neighbours = torch.full((outputs, volume), -1, dtype=torch.int32, device=device)
-    out_cells = torch.full((outputs,), -1, dtype=torch.int32, device=device)
-    out_indices = indices.new_empty(outputs, 1 + shape.dims)
+    return cells, *_counted(words), faults
+
+
+def pair_by_bitmap(
+    indices: Tensor, cells: Tensor, words: Tensor, counts: Tensor, faults: Tensor, shape: Geometry, outputs: int
+) -> tuple[Tensor, Tensor]:
+    """The indices of the outputs and their neighbours; replaces cells by rows of outputs, in place."""
+    from rooftop.sparse import bitmap_kernels as kernels
+
+    count, volume, device = size(cells, 0), shape.kernel_volume, cells.device
+    tile = _tile(volume)
+    neighbours, out_cells = allocate(cells, outputs, volume).fill_(-1), allocate(cells, outputs).fill_(-1)
+    out_indices = allocate(indices, outputs, 1 + shape.dims)
     launch(
-        kernels.pair_outputs, grid, device, cells, *bitmap, neighbours, out_cells, faults, count, len(words), outputs,
-        VOLUME=volume, **tile, num_warps=WARPS,
+        kernels.pair_outputs, _grid(count, volume, tile), device, cells, words, counts, neighbours, out_cells, faults,
+        count, len(words), outputs, VOLUME=volume, **tile, num_warps=WARPS,
     )  # fmt: skip
     launch(
-        kernels.name_outputs, (-(-outputs // SITES),), device, out_cells, out_indices, outputs, *out_sizes,
-        DIMS=shape.dims, ROWS=SITES, num_warps=WARPS,
+        kernels.name_outputs, (-(-outputs // SITES),), device, out_cells, out_indices, outputs,
+        *_four(shape.out_shape, 1), DIMS=shape.dims, ROWS=SITES, num_warps=WARPS,
     )  # fmt: skip
-    return out_indices, neighbours, cells, faults
+    return out_indices, neighbours
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------
@@ -125,8 +144,9 @@ def _marked(sites: Tensor, sizes: tuple[int, ...], faults: Tensor, shape: Geomet
     from rooftop.sparse.bitmap_kernels import mark_sites
 
     words = _words(math.prod(sizes), sites.device)
+    rows = size(sites, 0)
     launch(
-        mark_sites, (-(-len(sites) // SITES),), sites.device, sites, words, faults, len(sites), *sizes,
+        mark_sites, (-(-rows // SITES),), sites.device, sites, words, faults, rows, *sizes,
         DIMS=shape.dims, ROWS=SITES, num_warps=WARPS,
     )  # fmt: skip
     return words
@@ -142,9 +162,9 @@ def _counted(words: Tensor) -> Bitmap:
     return Bitmap(words, torch.cumsum(counts, 0, dtype=torch.int32))
 
 
-def _all_outputs(indices: Tensor, shape: Geometry, bitmap: Bitmap, faults: Tensor) -> int:
+def all_outputs(indices: Tensor, shape: Geometry, counts: Tensor, faults: Tensor) -> int:
     """The number of outputs. This waits for the device, and raises if the device found errors in the sites."""
-    repeated, outside, _, outputs = torch.cat([faults, bitmap.counts[-1:]]).tolist()
+    repeated, outside, _, outputs = torch.cat([faults, counts[-1:]]).tolist()
     if repeated or outside:
         check_sites(indices, shape.batch_size, shape.in_shape)
     return int(outputs)

@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rooftop.kernels import sparse_conv
+from rooftop.kernels.operands.autocasting import under_autocast
 from rooftop.kernels.sites.launches import has_table
+from rooftop.kernels.sites.sparse_convs import conv_of_rulebook
 from rooftop.sparse.geometries import PerDimension, geometry
 from rooftop.sparse.rulebook import Rulebook, build_rulebook, get_indice_pairs
 from rooftop.sparse.table_orders import by_kernels
@@ -59,6 +61,7 @@ def convolve(features: Tensor, weight: Tensor, bias: Tensor | None, rulebook: Ru
             f"expected features with a row for each of the {rulebook.in_indices.shape[0]} inputs of the rulebook, got "
             f"{tuple(features.shape)}"
         )
+    features, weight, bias = cast_by_autocast(features, weight, bias)
     records = torch.is_grad_enabled()
     kernels = by_kernels(features) and features.dtype != torch.float64
     of_features, of_weight = records and features.requires_grad, records and weight.requires_grad
@@ -68,11 +71,20 @@ def convolve(features: Tensor, weight: Tensor, bias: Tensor | None, rulebook: Ru
     pairs = table.pairs if kernels and of_weight else None
     neighbours = None if has_table(order) else table.rows()
     reverse = None if reached is None or has_table(reverse_order) else reached.rows()
+    listed, counts = (None, None) if pairs is None else pairs
     found = [
-        sparse_conv(each, matrices, some, neighbours, reverse, order=order, reverse_order=reverse_order, pairs=pairs)
+        conv_of_rulebook(each, matrices, some, neighbours, reverse, order, reverse_order, listed, counts)
         for each, matrices, some in by_group(features, weight, bias, groups)
     ]
     return found[0] if groups == 1 else torch.cat(found, 1)
+
+
+def cast_by_autocast(features: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operands in the dtype of autocast, if it is on."""
+    if not under_autocast(features):
+        return features, weight, bias
+    narrow = torch.get_autocast_dtype(features.device.type)
+    return features.to(narrow), weight.to(narrow), None if bias is None else bias.to(narrow)
 
 
 def by_group(

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rooftop.launch.repeated_calls import repeated
 from rooftop.sparse.site_norms import site_norm
 from rooftop.sparse.tensor import SparseConvTensor
 
@@ -167,7 +168,7 @@ def batch_normalized(norm: nn.BatchNorm1d, x: SparseConvTensor) -> SparseConvTen
     if not differs_from_torch(norm, x):
         return x.replace_feature(nn.BatchNorm1d.forward(norm, x.features))
     if x.padded:
-        return x.replace_feature(_normalized_by_sites(norm, x.features, x.indices[:, 0] >= 0))
+        return x.replace_feature(_normalized_by_sites(norm, x.features, x.rows_with_sites()))
     return x.replace_feature(_normalized_by_running(norm, x.features))
 
 
@@ -186,18 +187,30 @@ def _normalized_by_sites(norm: nn.BatchNorm1d, features: Tensor, sites: Tensor) 
     running = (norm.running_mean, norm.running_var)
     y, mean, var, count, _, _ = site_norm(features, sites, norm.weight, norm.bias, *running, norm.eps)
     if norm.training and norm.running_mean is not None:
-        _update(norm, mean, var, count[0], count[0] > 1)
+        _update(norm, mean, var, count)
     return y  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
-def _update(norm: nn.BatchNorm1d, mean: Tensor, var: Tensor, count: Tensor, enough: Tensor) -> None:
+def _update(norm: nn.BatchNorm1d, mean: Tensor, var: Tensor, count: Tensor) -> None:
     """Update the running statistics as `torch.nn.BatchNorm1d` does, with the unbiased variance."""
     running_mean, running_var, batches = norm.running_mean, norm.running_var, norm.num_batches_tracked
     if running_mean is None or running_var is None or batches is None:
         raise ValueError("a batch norm without running statistics has none to update")
+    _follow(running_mean, running_var, batches, mean, var, count, norm.momentum)
+
+
+@repeated
+def _follow(
+    running_mean: Tensor, running_var: Tensor, batches: Tensor, mean: Tensor, var: Tensor, counts: Tensor,
+    momentum: float | None,
+) -> Tensor:  # fmt: skip
+    """Change the running statistics in place if there were at least two sites; return the unbiased variance."""
+    count = counts[0]
+    enough = count > 1
     batches += enough
-    share = enough / batches.clamp(min=1) if norm.momentum is None else enough * norm.momentum
+    share = enough / batches.clamp(min=1) if momentum is None else enough * momentum
     unbiased = var * count / (count - 1).clamp(min=1)
     running_mean.lerp_(mean.to(running_mean.dtype), share.to(running_mean.dtype))
     running_var.lerp_(unbiased.to(running_var.dtype), share.to(running_var.dtype))
+    return unbiased

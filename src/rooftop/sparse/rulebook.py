@@ -18,7 +18,7 @@ CPU and for grids that are too large for one bit per cell; `rulebook_reference` 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -28,9 +28,20 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from rooftop.cost import Cost, distinct_bytes
+from rooftop.launch.fast_path import only_infers, unwatched
+from rooftop.launch.lessons import FIRST, ITSELF, NONE
 from rooftop.launch.operators import declare
+from rooftop.launch.repeated_calls import repeated_rows
+from rooftop.launch.row_counts import given
 from rooftop.launch.warp_launch import launch_warp
-from rooftop.sparse.bitmaps import fit_bitmaps, regular_by_bitmap, submanifold_by_bitmap
+from rooftop.sparse.bitmaps import (
+    all_outputs,
+    fit_bitmaps,
+    pair_by_bitmap,
+    reach_by_bitmap,
+    regular_by_bitmap,
+    submanifold_by_bitmap,
+)
 from rooftop.sparse.geometries import MAX_ROWS, NO_KEY, Geometry, PerDimension, geometry, whole_number
 from rooftop.sparse.hash_tables import Tables, load_kernels, regular_by_hash, submanifold_by_hash
 from rooftop.sparse.sites import check_indices, check_sites, checks_values, keys_of, sites_of
@@ -290,12 +301,17 @@ def build_rulebook(indices: Tensor, shape: Geometry, num_out_act_bound: int | No
     bounded = num_out_act_bound is not None and not shape.subm
     sizes = (shape.in_shape, shape.out_shape, shape.ksize, shape.stride, shape.padding, shape.dilation)
     has_any_size = num_out_act_bound is None and not shape.subm
-    build: Callable[..., Tables] = _sparse_rulebook
-    if has_any_size and _is_traced_by_dynamo():
-        build = without_num_out_act_bound
-    out_indices, neighbours, reached, faults = build(
-        indices, shape.batch_size, *map(list, sizes), shape.subm, shape.transpose, num_out_act_bound
-    )
+    arguments: tuple[Any, ...] = (indices, shape.batch_size, *map(list, sizes), shape.subm, shape.transpose)
+    if shape.subm:
+        neighbours, faults = _submanifold(*arguments)
+    elif has_any_size and _is_traced_by_dynamo():
+        out_indices, neighbours, reached, faults = without_num_out_act_bound(*arguments, None)
+    elif not has_any_size:
+        out_indices, neighbours, reached, faults = _bounded(*arguments, num_out_act_bound)
+    elif _is_unseen(indices) and fit_bitmaps(indices, shape) and not checks_values(indices):
+        out_indices, neighbours, reached, faults = _counted(indices, shape, arguments)
+    else:
+        out_indices, neighbours, reached, faults = _sparse_rulebook(*(*arguments, None))
     version, table = version_of(indices), NeighbourTable(neighbours, indices.shape[0])
     if shape.subm:
         return Rulebook(shape, indices, indices, table, None, faults, version=version)
@@ -327,9 +343,8 @@ class SparseRulebook(NamedTuple):
     bound: int | None
 
     def run(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        indices, batch_size, in_shape, out_shape, ksize, stride, padding, dilation, subm, transpose, bound = self
-        grids, steps = (tuple(in_shape), tuple(out_shape)), (tuple(stride), tuple(padding), tuple(dilation))
-        shape = Geometry(batch_size, *grids, tuple(ksize), *steps, subm, transpose)
+        indices, subm, bound = self.indices, self.subm, self.bound
+        shape = _shape_of(*self[1:-1])
         by_bitmap = fit_bitmaps(indices, shape)
         if subm:
             tables = submanifold_by_bitmap(indices, shape) if by_bitmap else submanifold_by_hash(indices, shape)
@@ -359,7 +374,50 @@ class SparseRulebook(NamedTuple):
         return Cost(distinct_bytes([self.indices]), distinct_bytes(made))
 
 
-_sparse_rulebook = declare("sparse_rulebook", SparseRulebook)
+_sparse_rulebook = declare("sparse_rulebook", SparseRulebook, known="itself")
+
+
+@repeated_rows(FIRST)
+def _submanifold(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Neighbours and faults of a submanifold convolution."""
+    _, neighbours, _, faults = _sparse_rulebook(*(*arguments, None))
+    return neighbours, faults
+
+
+@repeated_rows(FIRST)
+def _bounded(*arguments: Any) -> Tables:
+    return _sparse_rulebook(*arguments)
+
+
+def _is_unseen(indices: Tensor) -> bool:
+    """Whether nothing has to see the operator, so that its parts can be called instead."""
+    return unwatched(indices) or (not torch.compiler.is_compiling() and only_infers((indices,)))
+
+
+def _counted(indices: Tensor, shape: Geometry, arguments: tuple[Any, ...]) -> Tables:
+    """The tables of all outputs, in two known calls: the host waits between them for the number of outputs."""
+    cells, words, counts, faults = _reached_cells(*arguments)
+    outputs = all_outputs(indices, shape, counts, faults)
+    out_indices, neighbours = _paired(indices, cells, words, counts, faults, outputs, *arguments[1:])
+    return out_indices, neighbours, cells, faults
+
+
+@repeated_rows(FIRST)
+def _reached_cells(indices: Tensor, *sizes: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return reach_by_bitmap(indices, _shape_of(*sizes))
+
+
+@repeated_rows(FIRST, FIRST, NONE, NONE, NONE, ITSELF)
+def _paired(
+    indices: Tensor, cells: Tensor, words: Tensor, counts: Tensor, faults: Tensor, outputs: int, *sizes: Any
+) -> tuple[Tensor, Tensor]:
+    return pair_by_bitmap(indices, cells, words, counts, faults, _shape_of(*sizes), given(outputs))
+
+
+def _shape_of(batch_size: Any, *rest: Any) -> Geometry:
+    """The geometry from the operator's arguments, whose sizes are lists."""
+    in_shape, out_shape, ksize, stride, padding, dilation = map(tuple, rest[:6])
+    return Geometry(batch_size, in_shape, out_shape, ksize, stride, padding, dilation, *rest[6:])
 
 
 def _is_traced_by_dynamo() -> bool:

@@ -98,7 +98,7 @@ def normalize_sites(
 
 @triton.jit
 def site_gradient_sums(
-    dy, x, sites, center, rate, sums,  # (N, C), (N, C), (N,), (C,), (C,), (2, P, C)
+    dy, x, sites, center, rate, sums, products,  # (N, C), (N, C), (N,), (C,), (C,), (P, C), (P, C)
     rows, length,
     CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -119,7 +119,7 @@ def site_gradient_sums(
         scaled += tl.sum(tl.where(known[:, None], slope * (value - middle) * scale, 0.0), axis=0)
     place = part * CHANNELS + column
     tl.store(sums + place, plain, mask=inside)
-    tl.store(sums + tl.num_programs(0) * CHANNELS + place, scaled, mask=inside)
+    tl.store(products + place, scaled, mask=inside)
 
 
 @triton.jit

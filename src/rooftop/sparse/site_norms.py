@@ -18,7 +18,10 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Cost, distinct_bytes, precision_of
+from rooftop.launch.lessons import FIRST
 from rooftop.launch.operators import declare, no_second_derivative
+from rooftop.launch.repeated_calls import repeated_rows
+from rooftop.launch.row_counts import allocate, size
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
 
 Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -90,7 +93,7 @@ def _tile(x: Tensor) -> dict[str, int]:
 
 def _parts(x: Tensor, tile: dict[str, int]) -> tuple[int, int]:
     """The number of parts into which the rows are divided for their sums, and the length of a part."""
-    tiles = -(-x.shape[0] // tile["ROWS"])
+    tiles = -(-size(x, 0) // tile["ROWS"])
     each = -(-tiles // (PARTS_PER_SM * processors(x)))
     return -(-tiles // each), each * tile["ROWS"]
 
@@ -103,11 +106,11 @@ def _forward(
     from rooftop.sparse.site_norm_kernels import merge_moments, normalize_sites, site_moments
 
     x, sites = x.contiguous(), sites.contiguous()
-    rows, channels = x.shape
+    rows, channels = size(x, 0), x.shape[1]
     tile = _tile(x)
     (parts, length), blocks = _parts(x, tile), -(-channels // tile["COLUMNS"])
-    means, squares = torch.empty(2, parts, channels, dtype=_wide(x), device=x.device).unbind(0)
-    counts = means.new_empty(parts)
+    means, squares = (allocate(x, parts, channels, dtype=_wide(x)) for _ in range(2))
+    counts = allocate(means, parts)
     launch(site_moments, (parts, blocks), x.device, x, sites, means, squares, counts, rows, length, **tile)
     mean, var, center, rate = (means.new_empty(channels) for _ in range(4))
     count = means.new_empty(1)
@@ -116,7 +119,7 @@ def _forward(
         merge_moments, (blocks,), x.device, means, squares, counts, running_mean, running_var, mean, var, center, rate,
         count, parts, eps, CHANNELS=channels, RUNNING=running, PARTS=MERGED, COLUMNS=tile["COLUMNS"], num_warps=WARPS,
     )  # fmt: skip
-    y = torch.empty_like(x)
+    y = allocate(x, rows, channels)
     affine = weight is not None and bias is not None
     grid = (-(-rows // tile["ROWS"]), blocks)
     launch(normalize_sites, grid, x.device, x, sites, center, rate, weight, bias, y, rows, AFFINE=affine, **tile)
@@ -131,15 +134,15 @@ def _backward(
     from rooftop.sparse.site_norm_kernels import site_gradient, site_gradient_sums
 
     dy, x, sites = dy.contiguous(), x.contiguous(), sites.contiguous()
-    tile = _tile(x)
-    (parts, length), blocks = _parts(x, tile), -(-x.shape[1] // tile["COLUMNS"])
-    sums = torch.empty(2, parts, x.shape[1], dtype=rate.dtype, device=x.device)
-    launch(site_gradient_sums, (parts, blocks), x.device, dy, x, sites, center, rate, sums, x.shape[0], length, **tile)
+    tile, rows, channels = _tile(x), size(x, 0), x.shape[1]
+    (parts, length), blocks = _parts(x, tile), -(-channels // tile["COLUMNS"])
+    sums = [allocate(x, parts, channels, dtype=rate.dtype) for _ in range(2)]
+    launch(site_gradient_sums, (parts, blocks), x.device, dy, x, sites, center, rate, *sums, rows, length, **tile)
     dbias, dweight = (each.sum(0) for each in sums)
-    dx = torch.empty_like(x)
+    dx = allocate(x, rows, channels)
     launch(
-        site_gradient, (-(-x.shape[0] // tile["ROWS"]), blocks), x.device, dy, x, sites, center, rate, weight, dbias,
-        dweight, count, dx, x.shape[0], AFFINE=weight is not None, RUNNING=by_running, **tile,
+        site_gradient, (-(-rows // tile["ROWS"]), blocks), x.device, dy, x, sites, center, rate, weight, dbias, dweight,
+        count, dx, rows, AFFINE=weight is not None, RUNNING=by_running, **tile,
     )  # fmt: skip
     return dx, dweight, dbias
 
@@ -220,9 +223,19 @@ class SiteNormBackward(NamedTuple):
         return Cost(read, distinct_bytes(made), {precision_of(self.x.dtype): flops} if flops else {})
 
 
-site_norm = declare("site_norm", SiteNorm, slopes=1)
+_site_norm = declare("site_norm", SiteNorm, slopes=1, known="itself")
 _site_norm_backward = declare(
     "site_norm_backward",
     SiteNormBackward,
     derivative=no_second_derivative("site_norm", "torch.nn.functional.batch_norm"),
+    known="itself",
 )
+
+
+@repeated_rows(FIRST, FIRST)
+def site_norm(
+    x: Tensor, sites: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
+    running_var: Tensor | None, eps: float,
+) -> Six:  # fmt: skip
+    """The results of `SiteNorm`. Known calls run without Python, also with other numbers of rows."""
+    return _site_norm(x, sites, weight, bias, running_mean, running_var, eps)

@@ -17,7 +17,10 @@ from torch import Tensor
 from rooftop.cost import Cost, distinct_bytes
 from rooftop.kernels.sites import launches as sparse_conv_launches
 from rooftop.kernels.sites import tables
+from rooftop.launch.lessons import FIRST, ITSELF, LAST, NONE
 from rooftop.launch.operators import declare
+from rooftop.launch.repeated_calls import repeated_rows
+from rooftop.launch.row_counts import given
 from rooftop.launch.triton_launch import INTERPRETED
 
 
@@ -69,7 +72,7 @@ class RowPairs(NamedTuple):
     sites: int
 
     def run(self) -> tuple[Tensor, Tensor]:
-        return sparse_conv_launches.pairs_of(*self)
+        return sparse_conv_launches.pairs_of(self.neighbours, given(self.sites))
 
     def fake(self) -> tuple[Tensor, Tensor]:
         rows, taps = self.neighbours.shape
@@ -101,9 +104,27 @@ class RowBlocks(NamedTuple):
         return Cost(distinct_bytes([masks]), distinct_bytes(made))
 
 
-row_order = declare("sparse_row_order", RowOrder)
-row_pairs = declare("sparse_row_pairs", RowPairs)
-row_blocks = declare("sparse_row_blocks", RowBlocks)
+_row_order = declare("sparse_row_order", RowOrder, known="itself")
+_row_pairs = declare("sparse_row_pairs", RowPairs, known="itself")
+_row_blocks = declare("sparse_row_blocks", RowBlocks, known="itself")
+
+
+@repeated_rows(FIRST)
+def row_order(neighbours: Tensor) -> Tensor:
+    """The result of `RowOrder`."""
+    return _row_order(neighbours)
+
+
+@repeated_rows(FIRST, ITSELF)
+def row_pairs(neighbours: Tensor, sites: int) -> tuple[Tensor, Tensor]:
+    """The results of `RowPairs`."""
+    return _row_pairs(neighbours, sites)
+
+
+@repeated_rows(LAST, NONE)
+def row_blocks(order: Tensor, taps: int) -> tuple[Tensor, Tensor]:
+    """The results of `RowBlocks`."""
+    return _row_blocks(order, taps)
 
 
 @dataclass(eq=False)

@@ -69,6 +69,12 @@ class SparseConvTensor:
         self.grid, self.voxel_num, self.padded = grid, voxel_num, padded
         self.faults: tuple[Faults, ...] = ()
 
+    _with_sites: tuple[int, Tensor] | None = None  # the version of the indices, and which rows are sites
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state for copies, whose tensors have their own versions."""
+        return {name: value for name, value in self.__dict__.items() if name != "_with_sites"}
+
     @classmethod
     def from_dense(cls, x: Tensor) -> SparseConvTensor:
         """The cells of a dense tensor (B, *spatial_shape, C), channels last, that are not zero in all channels.
@@ -153,7 +159,19 @@ class SparseConvTensor:
         new.spatial_shape, new.indice_dict = list(spatial_shape), self.indice_dict
         new.grid, new.voxel_num = self.grid, self.voxel_num
         new.padded, new.faults = self.padded or padded, self.faults
+        new._with_sites = self._with_sites if indices is self.indices else None
         return new
+
+    def rows_with_sites(self) -> Tensor:
+        """(N,) bool: the rows that are sites. Results of layers with the same indices share it. An input does not keep
+        it: its indices may be changed between replays of a CUDA graph."""
+        if torch.compiler.is_compiling() or not self.faults:
+            return self.indices[:, 0] >= 0
+        if torch.is_inference_mode_enabled() or self.indices.is_inference():  # autograd could not save it
+            return self.indices[:, 0] >= 0
+        if self._with_sites is None or self._with_sites[0] != self.indices._version:
+            self._with_sites = self.indices._version, self.indices[:, 0] >= 0
+        return self._with_sites[1]
 
     def check(self) -> None:
         """Raise `ValueError` if earlier layers found an error: a site out of range, a repeated site, or too small a

@@ -17,6 +17,8 @@ from rooftop.kernels.operands.launch_data import WordConstants, is_wide, power_o
 from rooftop.kernels.operands.references import without_kernels
 from rooftop.kernels.sites import tables
 from rooftop.kernels.sites.tables import RowsConfig, WeightConfig
+from rooftop.launch import known_calls
+from rooftop.launch.row_counts import Count, allocate, size
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
 
 # ---- launches --------------------------------------------------------------------------------------------------
@@ -25,7 +27,8 @@ from rooftop.launch.triton_launch import INTERPRETED, launch, processors, requir
 def rows_tile(rows: int, out_channels: int, channels: int, features: Tensor) -> WordConstants:
     """Launch parameters of `sparse_conv_rows` for M results with O channels, and operands with C channels."""
     table = tables.SINGLE if features.dtype == torch.float32 else tables.HALF
-    return _rows_tile(table, rows, out_channels, channels, processors(features))
+    find = _rows_tile.__wrapped__ if type(rows) is Count else _rows_tile
+    return find(table, rows, out_channels, channels, processors(features))
 
 
 @lru_cache(maxsize=4096)  # cached, because the computation takes as long as a small launch
@@ -50,7 +53,8 @@ def weight_tile(
     """Launch parameters of `sparse_conv_weight_gradient` if no tap has more than `length` pairs: its tile, the number
     of parts (of all pairs if they are listed, else of each tap), and the maximum number of pieces."""
     table = tables.WEIGHT_SINGLE if features.dtype == torch.float32 else tables.WEIGHT_HALF
-    return _weight_tile(table, out_channels, channels, taps, length, listed, processors(features))
+    find = _weight_tile.__wrapped__ if type(length) is Count else _weight_tile
+    return find(table, out_channels, channels, taps, length, listed, processors(features))
 
 
 @lru_cache(maxsize=4096)
@@ -87,9 +91,9 @@ def _power_of_two(channels: int) -> int:
 
 def neighbour_masks(neighbours: Tensor) -> Tensor:
     """(M, ceil(T / 32)) int32 of a table (M, T) int32: bit t % 32 of word t // 32 is set if row m has tap t."""
-    rows, taps = neighbours.shape
+    rows, taps = size(neighbours, 0), neighbours.shape[1]
     words = -(-taps // 32)
-    masks = torch.empty(rows, words, dtype=torch.int32, device=neighbours.device)
+    masks = allocate(neighbours, rows, words, dtype=torch.int32)
     if without_kernels(neighbours.device):
         masks.zero_()
         for tap in range(taps):
@@ -113,15 +117,14 @@ def rows_by_mask(masks: Tensor) -> Tensor:
     and similar masks are close to each other, by a Gray code whose slowest bit is the rarest tap in a sample. Only the
     64 rarest bits of longer masks are compared.
     """
-    rows, words = masks.shape
-    if rows == 0 or words == 0:
-        return torch.arange(rows, device=masks.device)
+    if masks.numel() == 0:
+        return torch.arange(masks.shape[0], device=masks.device)
     return _mask_keys(masks.contiguous()).sort(stable=True).indices
 
 
 def _mask_keys(masks: Tensor) -> Tensor:
     """(M,) integers that increase along the Gray code."""
-    rows, words = masks.shape
+    rows, words = size(masks, 0), masks.shape[1]
     if without_kernels(masks.device):
         bits = ((masks[:, :, None] >> torch.arange(32)) & 1).flatten(1).long()
         rarest_first = bits[torch.arange(tables.SAMPLE) * rows // tables.SAMPLE].sum(0).sort(stable=True).indices[:64]
@@ -132,7 +135,7 @@ def _mask_keys(masks: Tensor) -> Tensor:
     from rooftop.kernels.sites.triton_kernels.sparse_convs import count_bits, mask_keys
 
     counts = torch.empty(32 * words, dtype=torch.int32, device=masks.device)
-    keys = torch.empty(rows, dtype=torch.int32 if words == 1 else torch.int64, device=masks.device)
+    keys = allocate(masks, rows, dtype=torch.int32 if words == 1 else torch.int64)
     launch(
         count_bits, (words,), masks.device, masks, counts, rows, WORDS=words,
         SAMPLE=tables.SAMPLE, ROWS=tables.SAMPLE_ROWS,
@@ -148,7 +151,7 @@ def _mask_keys(masks: Tensor) -> Tensor:
 def sorted_table(neighbours: Tensor, order: Tensor) -> Tensor:
     """(1 + ceil(T / 32) + T, M) int32 of a table (M, T) and an order (M,) of its rows: the order, the rows' masks, and
     the sites tap by tap, all in that order. So the part that a tile of the convolution reads is contiguous."""
-    rows, taps = neighbours.shape
+    rows, taps = size(neighbours, 0), neighbours.shape[1]
     words = -(-taps // 32)
     if without_kernels(neighbours.device):
         at = order.long()
@@ -157,7 +160,7 @@ def sorted_table(neighbours: Tensor, order: Tensor) -> Tensor:
     from rooftop.kernels.sites.triton_kernels.sparse_convs import sort_table
 
     given, order = neighbours.contiguous(), order.contiguous()
-    table = torch.empty(1 + words + taps, rows, dtype=torch.int32, device=given.device)
+    table = allocate(given, 1 + words + taps, rows, dtype=torch.int32)
     launch(
         sort_table, (-(-rows // tables.SORT_ROWS),), given.device, given, order, table, rows,
         TAPS=taps, WIDE=is_wide(table),
@@ -170,9 +173,10 @@ def row_order(neighbours: Tensor) -> Tensor:
     """The order of a table (M, T) for `sparse_conv`: its `sorted_table` if TABLES_SORTED is set, else only the order
     (M,). `row_order_shape` is its shape. Tables with fewer than SORTED_FROM rows keep their order.
     """
-    rows = neighbours.shape[0]
+    rows = size(neighbours, 0)
     if rows < tables.SORTED_FROM:
-        order = torch.arange(rows, dtype=torch.int32, device=neighbours.device)
+        known_calls.depends("the order of few rows is PyTorch's")
+        order = torch.arange(int(rows), dtype=torch.int32, device=neighbours.device)
     else:
         order = rows_by_mask(neighbour_masks(neighbours))
     return sorted_table(neighbours, order) if tables.TABLES_SORTED and rows <= tables.MOST_SORTED else order.int()
@@ -197,7 +201,7 @@ def unsorted_table(table: Tensor, taps: int) -> Tensor:
 def blocks_of(table: Tensor, taps: int) -> tuple[Tensor, Tensor]:
     """The blocks of BLOCK_ROWS rows of a `sorted_table` that have a neighbour at a tap: (T, ceil(M / BLOCK_ROWS))
     int32, ascending, and their number (T,) int32. Values past that number are undefined."""
-    rows = table.shape[1]
+    rows = size(table, 1)
     blocks = -(-rows // tables.BLOCK_ROWS)
     if without_kernels(table.device):
         known = torch.nn.functional.pad(table[table.shape[0] - taps :] >= 0, (0, blocks * tables.BLOCK_ROWS - rows))
@@ -207,8 +211,8 @@ def blocks_of(table: Tensor, taps: int) -> tuple[Tensor, Tensor]:
     from rooftop.kernels.sites.triton_kernels.sparse_convs import block_bits, list_blocks
 
     table = table.contiguous()
-    bits = torch.empty(-(-taps // 32), blocks, dtype=torch.int32, device=table.device)
-    lists = torch.empty(taps, blocks, dtype=torch.int32, device=table.device)
+    bits = allocate(table, -(-taps // 32), blocks, dtype=torch.int32)
+    lists = allocate(table, taps, blocks, dtype=torch.int32)
     counts = torch.empty(taps, dtype=torch.int32, device=table.device)
     launch(
         block_bits, (blocks,), table.device, table, bits, rows, blocks, TAPS=taps, WIDE=is_wide(table),
@@ -225,7 +229,7 @@ def blocks_of(table: Tensor, taps: int) -> tuple[Tensor, Tensor]:
 def pairs_of(neighbours: Tensor, sites: int) -> tuple[Tensor, Tensor]:
     """The pairs of each tap of a table (M, T) of N sites: (2, T, min(M, N)) int32, first sites, then rows, ascending by
     row. The second result, (T,) int32, is the number of pairs of each tap; values past it are undefined."""
-    rows, taps = neighbours.shape
+    rows, taps = size(neighbours, 0), neighbours.shape[1]
     capacity = min(rows, sites)
     if without_kernels(neighbours.device):
         return _pairs_by_torch(neighbours, sites, capacity)
@@ -233,8 +237,8 @@ def pairs_of(neighbours: Tensor, sites: int) -> tuple[Tensor, Tensor]:
     from rooftop.kernels.sites.triton_kernels.sparse_convs import count_pairs, list_pairs, start_pairs
 
     table, blocks = neighbours.contiguous(), -(-rows // tables.PAIR_ROWS)
-    pairs = torch.empty(2, taps, capacity, dtype=torch.int32, device=table.device)
-    counts, starts = torch.empty(2, taps, blocks, dtype=torch.int32, device=table.device).unbind(0)
+    pairs = allocate(table, 2, taps, capacity, dtype=torch.int32)
+    counts, starts = (allocate(table, taps, blocks, dtype=torch.int32) for _ in range(2))
     totals = torch.empty(taps, dtype=torch.int32, device=table.device)
     tile: WordConstants = {"ROWS": tables.PAIR_ROWS, "WIDTH": _width(taps), "TAPS": taps, "WIDE": is_wide(table, pairs)}
     launch(count_pairs, (blocks,), table.device, table, counts, sites, rows, **tile, num_warps=tables.TABLE_WARPS)
@@ -270,10 +274,10 @@ def rows_of(neighbours: Tensor | None, order: Tensor | None) -> int:
         ValueError: neither a table nor a sorted table is given.
     """
     if neighbours is not None:
-        return neighbours.shape[0]
+        return size(neighbours, 0)
     if order is None or not has_table(order):
         raise ValueError("sparse_conv: expected neighbours, or an order that contains them: use row_order")
-    return order.shape[1]
+    return size(order, 1)
 
 
 def _width(taps: int) -> int:
@@ -298,9 +302,9 @@ def convolved(
     from rooftop.kernels.sites.triton_kernels.sparse_convs import sparse_conv_rows
 
     features = features.contiguous()
-    (sites, channels), (out_channels, taps) = features.shape, weight.shape[:2]
+    sites, channels, (out_channels, taps) = size(features, 0), features.shape[1], weight.shape[:2]
     rows = rows_of(neighbours, order)
-    out = features.new_empty(rows, out_channels)
+    out = allocate(features, rows, out_channels)
     if features.numel() == 0 or out.numel() == 0:
         return out.zero_() if bias is None else out.copy_(bias)
     if order is None and rows >= tables.SORTED_FROM and neighbours is not None:
@@ -338,8 +342,8 @@ def weight_gradient(
     from rooftop.kernels.sites.triton_kernels.sparse_convs import sparse_conv_weight_gradient, sum_pieces
 
     dy, features = dy.contiguous(), features.contiguous()
-    (rows, out_channels), (sites, channels) = dy.shape, features.shape
-    if out_channels * channels * rows * sites == 0:
+    rows, out_channels, sites, channels = size(dy, 0), dy.shape[1], size(features, 0), features.shape[1]
+    if dy.numel() * features.numel() == 0:
         return features.new_zeros(out_channels, taps, channels)
     if has_table(order) and (pairs is None or pairs[0].dim() == 2):
         assert order is not None
@@ -353,11 +357,11 @@ def weight_gradient(
         table, block = pairs[0], 0
     lists, counts = (None, None) if pairs is None else (t.contiguous() for t in pairs)
     listed = lists is not None
-    capacity = rows if lists is None else lists.shape[-1]
+    capacity = rows if lists is None else size(lists, lists.dim() - 1)
     tile, parts, pieces = weight_tile(out_channels, channels, taps, capacity * max(1, block), listed, features)
     out = features.new_empty(out_channels, taps, channels)
     whole = parts == 1 and not listed
-    sums = out if whole else torch.empty(pieces, out_channels, channels, dtype=torch.float32, device=out.device)
+    sums = out if whole else allocate(out, pieces, out_channels, channels, dtype=torch.float32)
     constants: WordConstants = {
         "LISTED": listed, "BLOCK": block, "TAPS": taps, "LANES": power_of_two(taps), "CHANNELS": channels,
         "OUT_CHANNELS": out_channels, "WIDE": is_wide(features, dy, table, sums, *(() if lists is None else (lists,))),
@@ -381,6 +385,8 @@ def _product(features: Tensor) -> WordConstants:
     """The precision of products of tiles: for float32 it is TF32 if PyTorch's switch for convolutions allows that."""
     if features.dtype != torch.float32:
         return _HALF_PRODUCT
+    if features.is_cuda:
+        known_calls.depends("PyTorch's switch for TF32")
     tf32 = matrix_precision(features, convolution=True) == "tf32"
     return {"PRECISION": "tf32" if tf32 else "ieee", "WIDEN": INTERPRETED, "BY_BLOCK": not tf32}
 

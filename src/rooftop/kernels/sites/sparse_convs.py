@@ -34,7 +34,10 @@ from rooftop.kernels.operands.references import by_reference
 from rooftop.kernels.sites.launches import convolved, has_table, rows_of, sorted_table, unsorted_table, weight_gradient
 from rooftop.kernels.sites.neighbour_tables import check_neighbours, check_reverse
 from rooftop.kernels.sites.tables import BLOCK_ROWS
+from rooftop.launch.lessons import FIRST, LAST, NONE
 from rooftop.launch.operators import declare, no_second_derivative, no_tangents, without_autocast
+from rooftop.launch.repeated_calls import repeated_rows
+from rooftop.launch.row_counts import Count
 from rooftop.launch.symbolic import recorded_whole
 
 TABLE = (torch.int32,)  # dtypes of tables
@@ -277,9 +280,12 @@ class SparseConvBackward(NamedTuple):
         return Cost(distinct_bytes(needed), distinct_bytes(made), flops)
 
 
-_sparse_conv = declare("sparse_conv", SparseConv)
+_sparse_conv = declare("sparse_conv", SparseConv, known="itself")
 _sparse_conv_backward = declare(
-    "sparse_conv_backward", SparseConvBackward, derivative=no_second_derivative("sparse_conv", PLAIN)
+    "sparse_conv_backward",
+    SparseConvBackward,
+    derivative=no_second_derivative("sparse_conv", PLAIN),
+    known="itself",
 )
 
 
@@ -373,6 +379,21 @@ def sparse_conv(
     )  # fmt: skip
 
 
+@repeated_rows(FIRST, NONE, NONE, FIRST, FIRST, LAST, LAST, LAST, NONE)
+def conv_of_rulebook(
+    features: Tensor, weight: Tensor, bias: Tensor | None, neighbours: Tensor | None, reverse: Tensor | None,
+    order: Tensor | None, reverse_order: Tensor | None, listed: Tensor | None, counts: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """`sparse_conv` with the tables of a rulebook, whose sizes match; `listed` and `counts` are its pairs.
+
+    Known calls run without Python, also with other numbers of rows.
+    """
+    pairs = None if listed is None or counts is None else (listed, counts)
+    return sparse_conv(
+        features, weight, bias, neighbours, reverse, order=order, reverse_order=reverse_order, pairs=pairs
+    )
+
+
 def _check(
     features: Tensor, weight: Tensor, bias: Tensor | None, neighbours: Tensor | None, reverse: Tensor | None,
     order: Tensor | None, reverse_order: Tensor | None, pairs: tuple[Tensor, Tensor] | None,
@@ -408,7 +429,9 @@ def _check_shapes(
             f"sparse_conv: expected neighbours (M, {taps}), a column for each tap of weight {tuple(weight.shape)}, "
             f"got {tuple(neighbours.shape)}"
         )
-    rows = rows_of(neighbours, order)
+    rows = neighbours.shape[0] if neighbours is not None else rows_of(neighbours, order)
+    if type(rows) is Count:  # calls with other numbers of rows have the same equal ones
+        rows = int(rows)
     for count in (rows, sites):  # one by one: sizes that depend on data have no maximum
         if count > MAX_ROWS:
             raise ValueError(f"sparse_conv: {count} rows exceed the range of int32: split the batch")
