@@ -142,6 +142,7 @@ def test_hooks_double_use_and_second_backward(device: str) -> None:
     assert repeated_calls.calls_made() - before >= 12, repeated_calls.reasons  # slopes of a sum are expanded, too
 
 
+@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
 def test_all_through_the_interpreter(interpreted: Callable[..., int]) -> None:
     if cpp_extensions.compiler() is None:
         pytest.skip("no C++ compiler")
