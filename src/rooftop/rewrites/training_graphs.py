@@ -8,6 +8,7 @@ autograd may keep a gradient and add the next one to it.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -201,6 +202,15 @@ class _Replay(torch.autograd.Function):
         return None, None, None, *gradients
 
 
+@contextmanager
+def _quiet_about_streams() -> Iterator[None]:
+    """PyTorch warns if a parameter was used on another stream before, since accumulating would wait. Nothing is
+    accumulated here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match", UserWarning)
+        yield
+
+
 class _Capture:
     """Captures both graphs on one stream, into one pool of memory."""
 
@@ -221,7 +231,7 @@ class _Capture:
         current = torch.cuda.current_stream(device)
         stream.wait_stream(current)
         try:
-            with capturing, torch.cuda.device(device), torch.cuda.stream(stream):
+            with capturing, torch.cuda.device(device), torch.cuda.stream(stream), _quiet_about_streams():
                 outputs = forward()
                 backward(outputs)
                 if found := waits(lambda: backward(forward())):
