@@ -15,8 +15,8 @@ from torch import Tensor
 
 from rooftop.launch import triton_launch
 
-STREAM_COUNTERS = 4096  # for each stream: 16 KiB
-CAPTURED_COUNTERS = 1 << 18  # for all captured launches of a device: 1 MiB
+STREAM_COUNTERS = 4096  # counters of a stream: 16 KiB
+CAPTURED_COUNTERS = 1 << 18  # counters for all captured launches of a device: 1 MiB
 
 
 @dataclass
@@ -44,7 +44,7 @@ def counters(device: torch.device, count: int) -> Tensor | None:
 
 
 def counters_now(device: torch.device, count: int) -> Tensor | None:
-    """`counters` without an observer, for a count that a stream has."""
+    """`counters` without an observer, for a `count` within a stream's supply."""
     if device.type != "cuda":
         return _stream_zeros(device, 0)[:count]
     with torch.cuda.device(device):

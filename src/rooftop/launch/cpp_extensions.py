@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 
-PATIENCE_S = 600  # for a compilation, which takes less than a minute on most machines
+PATIENCE_S = 600  # limit for a compilation, which takes less than a minute on most machines
 
-# Runs apart from this process, which may end before it. It compiles to another name, and then renames the file.
+# A separate process runs this, so that it may outlive the present one. It compiles to another name, then renames it.
 _BUILDER = """
 import json, os, subprocess, sys
 command, partial, path, failed, building = json.loads(sys.argv[1])
@@ -37,7 +37,7 @@ os.nice(10)
 try:
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
     said = None if done.returncode == 0 else done.stdout
-except OSError as error:  # the compiler is no program
+except OSError as error:  # the compiler cannot be run
     said = f"error: {error}".encode()
 try:
     if said is None:
@@ -80,7 +80,7 @@ class Extension:
     """A module of Python in one C++ file, which may use PyTorch.
 
     Args:
-        name: of the module; the macro ROOFTOP_MODULE when the file is compiled.
+        name: name of the module; the macro ROOFTOP_MODULE has it when the file is compiled.
         source: the file.
     """
 
@@ -89,7 +89,7 @@ class Extension:
 
     @cached_property
     def path(self) -> Path:
-        """Where it is stored: a file for each source, PyTorch and Python."""
+        """The compiled file, one for each version of the source, PyTorch and Python."""
         from rooftop.hardware.measuring import cache_folder
 
         versions = (self.source.read_text(), torch.__version__, sys.version, sysconfig.get_platform())
@@ -99,11 +99,11 @@ class Extension:
 
     @property
     def failed(self) -> Path:
-        """What the compiler said if it failed."""
+        """The file with the compiler's messages, which exists if the compilation failed."""
         return self.path.with_name(f"{self.path.name}.failed")
 
     def state(self) -> tuple[bool, str]:
-        """Whether it can be used, now or later, and one line that says why (not)."""
+        """Whether the module can be used, now or later, and the reason in one line."""
         if asked() == "0":
             return False, "left out by ROOFTOP_COMPILED_CALLS=0"
         if self.path.exists():
@@ -118,7 +118,7 @@ class Extension:
         return True, f"to be compiled when it is first needed, by {shlex.join(command)}"
 
     def build(self) -> Any:
-        """Compile it unless it is stored; return the module.
+        """Compile the module unless it is stored, and return it.
 
         Raises:
             RuntimeError: there is no C++ compiler, or it failed, or the cache cannot be written.
@@ -158,7 +158,7 @@ class Extension:
             threading.Thread(target=self._await, args=(then,), name=name, daemon=True).start()
 
     def _await(self, then: Callable[[Any], None]) -> None:
-        with suppress(OSError):  # of a cache that cannot be written: `rooftop doctor` says so
+        with suppress(OSError):  # the cache may not be writable, which `rooftop doctor` reports
             self._compile_once()
             if (module := self._stored(keep_error=True)) is not None:
                 then(module)
@@ -181,7 +181,7 @@ class Extension:
         except ImportError as error:
             with suppress(OSError):
                 self.path.unlink()
-                if keep_error:  # it was compiled just now: another time would not help
+                if keep_error:  # it was compiled just now, so compiling it again would not help
                     self.failed.write_text(f"error: {error}")
             return None
 

@@ -36,7 +36,7 @@ with ThreadPoolExecutor(1) as _thread:
     _UNWATCHED = _thread.submit(_include_set).result()
     _INFERRING = _thread.submit(torch.inference_mode()(_include_set)).result()
 
-# ---- what has to see a call ---------------------------------------------------------------------------------------
+# ---- observers of a call ------------------------------------------------------------------------------------------
 
 
 def is_plain(arguments: Sequence[Any]) -> bool:
@@ -54,7 +54,8 @@ def _unseen(arguments: Sequence[Any]) -> bool:
 
 
 def _are_plain(arguments: Sequence[Any]) -> bool:
-    """Whether all tensors, also those in lists, are plain PyTorch tensors: no meta, lazily negated or zero tensors."""
+    """Whether all tensors, including those in lists, are plain PyTorch tensors: no meta, lazily negated or zero
+    tensors."""
     for argument in arguments:
         kind = type(argument)
         if kind in _NO_TENSORS:
@@ -68,7 +69,7 @@ def _are_plain(arguments: Sequence[Any]) -> bool:
 
 
 def requires_grad(arguments: Sequence[Any]) -> bool:
-    """Whether any of the tensors requires a gradient, also in lists."""
+    """Whether any of the tensors requires a gradient; lists are searched, too."""
     for argument in arguments:
         kind = type(argument)
         if kind in _NO_TENSORS:

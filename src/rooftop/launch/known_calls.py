@@ -49,7 +49,7 @@ _forgets: list[Callable[[], None]] = []
 
 
 def facts_of(arguments: Sequence[Any]) -> tuple[Any, ...] | None:
-    """All that the decisions of an operator depend on; None for arguments of other kinds."""
+    """Everything on which the decisions of an operator depend; None for arguments of other kinds."""
     facts: list[Any] = []
     for each in arguments:
         kind = type(each)
@@ -104,7 +104,7 @@ after_known: list[Callable[[], None]] = []
 
 
 def depends(why: str) -> None:
-    """Say that what an operator does depends on more than facts, so that Python has to decide it at each call."""
+    """Report that the work of an operator depends on more than facts, so Python must make each of its calls."""
     if (here := lesson_here()) is not None:
         here.refuse(why)
 
@@ -209,7 +209,7 @@ class Steps(NamedTuple):
     kind: type
 
     def run(self, arguments: Sequence[Any]) -> Any:
-        """The results for arguments with the same facts; NotImplemented if counters are missing."""
+        """The results for arguments with the same facts; NotImplemented if no counters are left."""
         device = self.device
         made: list[Any] = []
         for each in self.memory:
@@ -237,7 +237,7 @@ class Steps(NamedTuple):
 
 
 def launch_steps(steps: Sequence[Step], sources: Sequence[Any]) -> None:
-    """Launch kernels with pointers to these sources, on the current device. Sources that are not there yet are None."""
+    """Launch kernels with pointers to these sources, on the current device. Sources that do not exist yet are None."""
     addresses = [0 if each is None else each.data_ptr() for each in sources]
     for kernel, compiled, grid, given, pointers, parameters in steps:
         given = given.copy()
@@ -264,11 +264,11 @@ def _view(source: Tensor, offset: int, dtype: torch.dtype, shape: torch.Size, st
 
 _one_at_a_time = Lock()
 lesson: Any = None
-"""Who observes a call of a public function now (lessons.py), in one of the threads."""
+"""The object that observes a call of a public function now (lessons.py), in one of the threads; or None."""
 
 
 def lesson_here() -> Any:
-    """Who observes a call of this thread; None if nobody does."""
+    """The object that observes a call of this thread; None if there is none."""
     now = lesson  # another thread may end it
     return now if now is not None and now.thread == get_ident() else None
 
@@ -281,8 +281,8 @@ def _observed(run: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, A
 
 
 def _observe(run: Callable[..., Any], arguments: Sequence[Any], tensors: list[Tensor]) -> tuple[Any, Observer | None]:
-    """Return the result, and who observed it: None if another thread is observing a call, or a tensor is given twice,
-    so that whose memory is used would not be clear."""
+    """Return the result and the observer. There is no observer if another thread is observing a call, or if a tensor is
+    given twice, because it would then be unclear which of the two a launch uses."""
     if len({id(each) for each in tensors}) < len(tensors):
         return run(*arguments), None
     with observing(Observer(tensors)) as observer:
@@ -317,18 +317,18 @@ def observing(observer: Observer) -> Iterator[Observer | None]:
 
 
 class Observer(TorchDispatchMode):
-    """Sees allocations, views and launches of one call. `why` is the first thing that was anything else."""
+    """Records allocations, views and launches of one call. `why` describes the first other operation; "" for none."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
         self.thread = get_ident()
         self.why = "" if len({each.device for each in tensors}) == 1 else "tensors on several devices, or none"
         self.device = tensors[0].device if tensors else torch.device("cpu")
-        self.sources = list(tensors)  # and allocations
+        self.sources = list(tensors)  # followed by allocations
         self.source_of = {self.key(each): i for i, each in enumerate(tensors)}
-        self.alive: list[Tensor] = []  # an id is that of one tensor as long as it lives
+        self.alive: list[Tensor] = []  # kept alive, because Python reuses the ids of dead objects
         self.launched: list[Any] = []  # steps
-        self.zeros_of: dict[int, int] = {}  # counts of counters among the sources
+        self.zeros_of: dict[int, int] = {}  # for counters among the sources: their number
         self.paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -397,7 +397,7 @@ class Observer(TorchDispatchMode):
                     self._is_other(f"a launch with {type(each).__name__}")
                 continue
             source = self.source_of.get(self.key(each))
-            if each.numel() == 0:  # it has no address
+            if each.numel() == 0:  # an empty tensor has no address
                 given[place] = each if triton_launch.INTERPRETED else 0
                 continue
             if source is None:
@@ -429,7 +429,7 @@ class Observer(TorchDispatchMode):
             self._is_other("a launch that is not Triton's")
 
     def steps(self, places: tuple[int, ...], result: Any) -> Steps | None:
-        """The observed steps; None if the call did anything else."""
+        """The observed steps; None if the call did anything other than these."""
         count = len(places)
         kind = Tensor if isinstance(result, Tensor) else type(result)
         if self.why or kind not in (Tensor, tuple, list):
@@ -451,11 +451,12 @@ class Observer(TorchDispatchMode):
         return Steps(self.device, places, memory, tuple(self.launched), tuple(results), kind)
 
     def is_used(self, source: int) -> bool:
-        """Whether a launch has a pointer to it. A result without one was computed by what nobody observed."""
+        """Whether a launch has a pointer to it. A result without one was computed by something that was not
+        observed."""
         return any(pointer.source == source for step in self.launched for pointer in step.pointers)
 
     def _is_whole(self, result: Tensor, source: int) -> bool:
-        """Whether a result is an allocation; torch.empty gives another object for it."""
+        """Whether a result is an allocation, perhaps as another Python object for the same tensor."""
         return _is_same(self.sources[source], result)
 
     def _like(self, memory: Tensor, places: tuple[int, ...]) -> int | None:

@@ -1,5 +1,5 @@
-"""What one call of a public function does, from its tensors to its results: allocations, launches of Triton kernels,
-and PyTorch's own operators, in order.
+"""Lessons: records of what one call of a public function does, from its tensors to its results. They list allocations,
+launches of Triton kernels, and PyTorch's own operators, in order.
 
 `call_plans.py` makes plans of lessons, for the next calls with the same facts.
 """
@@ -19,15 +19,15 @@ from rooftop.launch.known_calls import Memory, Observer, Step, Zeros, observing
 from rooftop.launch.row_counts import VARIABLE, Code, Condition, Count, code_of, codes_of
 
 _UNKNOWN_RESULTS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-"""Tags of operators whose results may have other shapes, or end in Python."""
+"""Tags of operators whose results may have other shapes in another call, or are Python values."""
 
 
 class Operator(NamedTuple):
     """How a lesson runs an operator of Rooftop.
 
     Attributes:
-        run: from its arguments to its results.
-        settings: from its arguments to what else its decisions depend on; None: on nothing.
+        run: computes the results from the arguments. settings: returns, from the arguments, the other values on which
+        decisions depend; None: there are none.
         changes: indices of the arguments that it changes.
     """
 
@@ -37,7 +37,7 @@ class Operator(NamedTuple):
 
 
 operators: dict[Any, Operator] = {}
-"""Those whose decisions depend on facts alone, by overload."""
+"""The operators whose decisions depend on facts alone, by overload."""
 
 
 class Fresh(NamedTuple):
@@ -48,8 +48,8 @@ class Part(NamedTuple):
     """A tensor among the arguments of a `Called`: where it is in its source.
 
     Attributes:
-        source: index among the tensors of the call and, after them, what was allocated.
-        offset: elements from the source's beginning.
+        source: index among the tensors of the call, which allocations follow. offset: elements from the source's
+        beginning.
     """
 
     source: int
@@ -62,8 +62,9 @@ class Called(NamedTuple):
     """A call of PyTorch's own operator.
 
     Attributes:
-        arguments: by the names of its schema; a tensor is a `Part`.
-        made: for each result its source, which is `Fresh`, or an argument that the operator changed; -1: no tensor.
+        arguments: the arguments, by their names in the operator's schema; a tensor is a `Part`.
+        made: for each result, the index of its source: `Fresh` memory, or an argument that the operator changed; -1 if
+        it is not a tensor.
     """
 
     func: Any
@@ -75,8 +76,7 @@ class Record(NamedTuple):
     """How autograd records an operator.
 
     Attributes:
-        arguments: of the operator.
-        results: those that have gradients.
+        arguments: arguments of the operator. results: the results that have gradients.
         kept: tensors that backward needs.
         weak: tensors that backward uses if they still live unchanged.
         gradients: from (kept, weak, wanted of each argument, slopes) to gradients of the arguments; trailing ones may
@@ -219,7 +219,7 @@ class Lesson(Observer):
             self.varied[before] = Varied(codes_of(grid), {place: code_of(each) for place, each in counts.items()})
 
     def refuse(self, why: str) -> None:
-        """Have such calls made in Python."""
+        """Let Python make calls like this one, for this reason."""
         self.why = self.why or why
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -248,7 +248,7 @@ class Lesson(Observer):
         results = made if isinstance(made, tuple | list) else (made,)
         only_numbers = not any(
             isinstance(each, Tensor) for each in results
-        )  # Python decides by them, as by `is_nonzero`
+        )  # Python may branch on such results, as on that of `is_nonzero`
         if only_numbers or len(results) != len(schema.returns):
             self.refuse(str(func))
             return
@@ -269,7 +269,7 @@ class Lesson(Observer):
         if not isinstance(value, Tensor):
             return value
         if value.numel() == 0 and type(value) is Tensor and value.device == self.device and not self.varies:
-            return value  # nothing is read from it, so that it can be given again
+            return value  # only its address is used, never its contents, so it can be passed again
         source = self.source(value)
         if source is None or value.layout != torch.strided or value.dtype != self.sources[source].dtype:
             self.refuse("an operator of PyTorch takes other memory")
@@ -291,7 +291,7 @@ class Lesson(Observer):
         return self.source_of.get(self.key(tensor)) if tensor.numel() else None
 
     def memory(self) -> list[Memory | Zeros | Fresh]:
-        """What was allocated: the sources after the given tensors."""
+        """The allocations: the sources after the given tensors."""
         count = len(self.given)
         return [
             Zeros(self.zeros_of[i])

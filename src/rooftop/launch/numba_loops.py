@@ -72,7 +72,7 @@ def compiled_loop(source: str, name: str, constants: Mapping[str, Any]) -> Calla
 
 
 def kept_loop(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of a loop that is compiled once and stored on disk for other processes, if it can be stored."""
+    """Decorator for a loop that is compiled once and, if possible, stored on disk for other processes."""
     import numba
 
     try:

@@ -110,8 +110,8 @@ def declare(
         slopes: the number of leading results that have gradients; None: all. A list of tensors is one result.
         derivative: `no_second_derivative(...)`, which raises, for a backward operator without a derivative.
         known: whether all decisions of `run` depend on shapes, strides, dtypes, alignment, device and other values
-            alone. They are then made once (known_calls.py). A function, from the arguments to a value of Python, gives
-            the settings that they depend on, too. "itself": `run` remembers its decisions itself.
+            alone. They are then made once (known_calls.py). A function instead of True returns, from the arguments, a
+            Python value for the other settings on which they depend. "itself": `run` remembers its decisions itself.
     """
     made: Any = signature
     schema = torch.library.infer_schema(_prototype(made), mutates_args=mutates)

@@ -1,9 +1,10 @@
-"""Calls of public functions that were made before: allocations, launches and autograd's node in C++, without Python.
+"""Repeats earlier calls of public functions without Python: allocations, launches and autograd's node are made in C++.
 
-A small kernel runs shorter than Python takes to check arguments, view them as rows and find the launch. For arguments
-with the same facts (shapes, strides, dtypes, devices, alignment, values that are not tensors) and the same modes of
-PyTorch, all of this has the same outcome. So a call is observed once: if it runs one operator that only allocates and
-launches, a plan of it is given to `repeated_calls.cpp`, which makes the next such call. Its results have the same bits.
+A small kernel runs for less time than Python needs to check arguments, view them as rows and find the launch. For
+arguments with the same facts (shapes, strides, dtypes, devices, alignment, values that are not tensors) and the same
+modes of PyTorch, all of this has the same outcome. So a call is observed once: if it runs one operator that only
+allocates and launches, a plan of it is given to `repeated_calls.cpp`, which makes the next such call. Its results have
+the same bits.
 
 The C++ part is compiled in the background when a GPU first runs a known operator, and stored in Rooftop's cache. Until
 then, and on machines without a C++ compiler, Python makes the calls. `ROOFTOP_COMPILED_CALLS=0` leaves it out, and
@@ -34,16 +35,16 @@ Result = TypeVar("Result")
 LESSON_AT = 3
 """The call with the same facts that is observed. By then the operator's own launches are compiled."""
 _functions: list[_Function] = []
-_seen: dict[str, Counter[bytes]] = {}  # calls with the same facts that Python made, by function
-_blocks = 0  # of `in_python` that are open
+_seen: dict[str, Counter[bytes]] = {}  # for each function: the number of calls that Python made with the same facts
+_blocks = 0  # number of open `in_python` blocks
 
 
 class _Function(NamedTuple):
     """A function of `repeated`.
 
     Attributes:
-        now: a list of one item: who makes its calls, if not Python.
-        compiled: a list of its compiled calls, once they are there.
+        now: a list of one item: the object that makes the calls, or None for Python. compiled: a list of the compiled
+        calls, once they exist.
         varying: see `repeated_rows`.
     """
 
@@ -57,7 +58,7 @@ class _Function(NamedTuple):
 
 
 def repeated(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """The same function, whose known calls run without Python once the compiled part is there.
+    """The same function, whose known calls run without Python once the compiled part is loaded.
 
     The outcome of the function's own decisions must depend on nothing but the facts of its arguments and on PyTorch's
     modes. It may compute anything: a call that does more than run one operator of `declare(..., known=...)` is always
@@ -136,11 +137,11 @@ def _calls_of(function: Callable[..., Any], varying: tuple[int, ...] = ()) -> An
         try:
             with native_calls.teaching(given, varying=which) as lesson:
                 result = function(*arguments, **options)
-        except (TypeError, ValueError, RuntimeError):  # it went through PyTorch's dispatcher, which has other messages
+        except (TypeError, ValueError, RuntimeError):  # it went through PyTorch's dispatcher, whose messages differ
             seen[facts] = HOPELESS
             return function(*arguments, **options)
         if lesson is None:
-            seen[facts] -= 1  # another thread's call was observed: the next one may be
+            seen[facts] -= 1  # another thread was being observed: observe the next call
             return result
         try:
             plan = _plan_of(function.__name__, lesson, result)
@@ -158,7 +159,7 @@ def _calls_of(function: Callable[..., Any], varying: tuple[int, ...] = ()) -> An
 
 @contextmanager
 def in_python() -> Iterator[None]:
-    """Within the block, Python makes all calls, of all threads, those of backward included."""
+    """Within the block, Python makes all calls of all threads, including those of backward."""
     _enter(1)
     try:
         yield
@@ -167,7 +168,7 @@ def in_python() -> Iterator[None]:
 
 
 def _enter(blocks: int) -> None:
-    """Note that so many more blocks of `in_python` are open, in any threads."""
+    """Change the number of open `in_python` blocks, over all threads."""
     global _blocks
     with native_calls.starting:
         _blocks += blocks
@@ -200,7 +201,7 @@ def _plan_of(name: str, lesson: Lesson, result: Any) -> Any:
     found: list[Tensor | None] = list(result) if isinstance(result, tuple | list) else [result]
     kind = "[" if type(result) is list else "(" if type(result) is tuple else "t"
     if kind == "t" and type(result) is not Tensor:
-        raise Unplanned("its result is no tensor")
+        raise Unplanned("its result is not a tensor")
     places = Places(lesson)
     results = [places.of_result(each) for each in found]
     if len(places.shapes) < len(results) - found.count(None):

@@ -19,7 +19,7 @@ from torch import Tensor
 from rooftop.errors import MissingExtraError
 from rooftop.launch.triton_launch import record_launch
 
-_LOADING = Lock()  # two threads must not start Warp, or load kernels in a first launch, at the same time
+_LOADING = Lock()  # two threads must not start Warp, or load kernels at a first launch, at the same time
 _LOADED: set[tuple[torch.device, str]] = set()
 
 

@@ -1,8 +1,8 @@
 """The Triton kernels of the rulebook by bitmaps; `bitmaps.py` launches them and explains them.
 
 A cell is the row-major number of (batch, four coordinates); grids with fewer dimensions have leading ones of size 1.
-Bit cell % 32 of word cell // 32 is set if there is a site. `counts` are the set bits of all words up to and including
-each, so that a site's rank among all sites follows from its word alone. Offsets are numbered as in `rulebook.py`.
+Bit cell % 32 of word cell // 32 is set if there is a site. For each word, `counts` has the number of set bits up to its
+end, so that a site's rank among all sites follows from its word alone. Offsets are numbered as in `rulebook.py`.
 `faults` is as in `Rulebook`.
 """
 

@@ -28,9 +28,11 @@ from rooftop.sparse.sites import check_sites
 
 MAX_CELLS = 2**31 - 64  # cells are numbered as int32, and a read may go one word beyond
 MAX_STEP = 2**29  # limit for the distance between sites, so that sums of coordinates fit in int32
-MAX_STRIDE = 2**31 - 1  # as sites are int32
+MAX_STRIDE = 2**31 - 1  # because sites are int32
 MAX_VOLUME = 32 * 65535  # CUDA allows this many programs in a grid's second dimension; each takes 32 offsets
-CELLS_PER_SITE = 4096  # above this, clearing and counting the words takes longer than hashing (predicted)
+CELLS_PER_SITE = (
+    4096  # with more cells for each site, clearing and counting words takes longer than hashing (predicted)
+)
 FEW_CELLS = 2**24  # 512 K words, which are cleared and counted in microseconds
 SITES, WORDS, PAIRS = 256, 1024, 1024  # per program: sites, words, and pairs of a site and an offset
 WARPS = 4

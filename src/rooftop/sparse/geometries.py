@@ -11,7 +11,7 @@ MAX_DIMS = 4
 MAX_ROWS = 2**31 - 1  # tables hold rows as int32
 NO_KEY = 2**63 - 1  # the largest int64, sorted after all keys
 EMPTY = -1  # marks a free slot in a hash table of keys
-NO_ROOM = 2  # the index of a rulebook's fault
+NO_ROOM = 2  # indices of a rulebook's faults
 
 PerDimension = int | Sequence[int]
 

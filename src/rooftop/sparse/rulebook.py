@@ -50,7 +50,7 @@ from rooftop.sparse.table_orders import NeighbourTable, row_pairs
 WORD_BITS = 32
 
 
-# ---- what is known of it ---------------------------------------------------------------------------------------
+# ---- state of a rulebook ---------------------------------------------------------------------------------------
 
 
 class Faults(NamedTuple):

@@ -18,7 +18,7 @@ Four = wp.types.vector(length=geometries.MAX_DIMS, dtype=wp.int64)
 
 EMPTY = wp.constant(wp.int64(geometries.EMPTY))
 NO_KEY = wp.constant(wp.int64(geometries.NO_KEY))
-MIX = wp.constant(wp.uint64(0xFF51AFD7ED558CCD))  # of MurmurHash3's finalizer
+MIX = wp.constant(wp.uint64(0xFF51AFD7ED558CCD))  # constant of MurmurHash3's finalizer
 HALF = wp.constant(wp.uint64(33))
 # In a table that is half full, runs of n full slots are rarer than exp(-0.19 n). So a run of this length means that the
 # table has no room.
