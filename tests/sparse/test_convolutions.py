@@ -447,7 +447,10 @@ def test_a_key_that_has_another_rulebook() -> None:
         (spconv.SubMConv3d(3, 3, 3, dilation=2, indice_key="a"), r"this layer is.*dilation \(2, 2, 2\)"),
         (spconv.SparseConv3d(3, 3, 3, 2, 1, indice_key="a"), r"submanifold.*this layer is regular.*stride \(2, 2, 2\)"),
         (spconv.SparseInverseConv3d(3, 3, 3, "a"), "rulebook of a submanifold convolution, which keeps its sites"),
-        (spconv.SparseInverseConv3d(3, 3, 3, "b"), r"no layer left a rulebook under indice_key 'b' \(there: 'a'\)"),
+        (
+            spconv.SparseInverseConv3d(3, 3, 3, "b"),
+            r"no layer left a rulebook under indice_key 'b' \(stored keys: 'a'\)",
+        ),
     ]
     for conv, message in wrong:
         with pytest.raises(ValueError, match=message):

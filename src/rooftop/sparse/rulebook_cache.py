@@ -114,8 +114,7 @@ def inverse_rulebook(x: SparseConvTensor, ksize: Sizes, indice_key: str) -> Rule
         known = ", ".join(map(repr, x.indice_dict)) or "none"
         raise ValueError(
             f"no layer left a rulebook under indice_key {indice_key!r} (stored keys: {known}): give the same key to "
-            "the "
-            "strided layer that this one inverts. Kernels of size 1 with stride 1 leave no rulebook"
+            "the strided layer that this one inverts. Kernels of size 1 with stride 1 leave no rulebook"
         )
     if found.subm:
         raise ValueError(
