@@ -157,7 +157,7 @@ class Loader:
         return self._batches(epoch, start, epochs * len(self))
 
     def _batches(self, epoch: int, start: int, end: int) -> Iterator[LoadedBatch]:
-        """The batches from `start` to before `end`, which both count from the beginning of `epoch`."""
+        """The batches from `start` up to `end`, without it. Both count from the beginning of `epoch`."""
         number, found, skipped = start, 0, len(self.skipped)
         while number < end:
             way = self._choice.trial

@@ -148,7 +148,7 @@ class Places:
         return Result(source, tuple(gradient.shape), gradient.stride(), offset)
 
     def of_argument(self, tensor: Tensor) -> int:
-        """The given tensor of which an operator's argument is a view with the same elements in the same order."""
+        """The index of the given tensor that an operator's argument is a view of, with all elements in their order."""
         source = self.lesson.source(tensor)
         if source is None or source >= len(self.lesson.given):
             raise Unplanned("an operator that autograd records takes a tensor that the call computed")
@@ -206,7 +206,8 @@ def _launch_of(step: Step | Called, varied: Varied | None = None, by_driver: boo
 def _launch_varying(
     step: Step, grid: Sequence[Any], numbers: dict[int, Any], sources: Sequence[Any], values: Sequence[int]
 ) -> None:
-    """Launch a kernel whose grid and some of whose arguments, by their places, are formulas of these values."""
+    """Launch a kernel. Formulas give its grid and some of its arguments from `values`; `numbers` has the formula of an
+    argument by its place."""
     given = step.given.copy()
     for place, code in numbers.items():
         given[place] = value_of(code, values)

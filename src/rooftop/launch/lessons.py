@@ -167,7 +167,7 @@ class Lesson(Observer):
 
     @property
     def varies(self) -> bool:
-        """Whether the plan is for calls of other sizes, too."""
+        """Whether calls with other sizes can use the plan."""
         return bool(self.values)
 
     def size(self, tensor: Tensor, dim: int) -> int:

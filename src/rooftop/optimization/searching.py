@@ -255,7 +255,7 @@ class Search:
         found = [same + opaque, same] if opaque else [same]
         others = [kept for kept in self.kept if kept.infers]  # the optimizer's and those about memory stay
         if rule.name == WHOLE and len(found[0]) < len(others):
-            found.append(others)  # what a user would try first must not be faster
+            found.append(others)  # compared with what a user would try first
         return found
 
     def _tried_instead(self, rule: Rule, replaced: Sequence[Rule], predicted_ms: float) -> Change:

@@ -136,7 +136,7 @@ class Gpt(nn.Module):
             a whole. Layers are called by their parts: hooks of a block and of its modules do not run.
         context: the ranks that share sequences (`rooftop.parallel.contexts`); None: this one has whole sequences.
         device, dtype: device and dtype of the parameters; PyTorch's defaults if not given. Parameters are cast after
-            all of them are created. So a model that fits only in a narrow dtype must be built on the meta device.
+            all of them are created. So build a model that is too large in PyTorch's default dtype on the meta device.
 
     Raises:
         ValueError: the model lacks one of the layers, or they are out of order; the ranks cannot split a size; a part

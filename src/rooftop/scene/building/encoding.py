@@ -141,8 +141,9 @@ def _number(corners, starts, first, owned, local, kinds, ordered, references, mo
         corners: (T, 3). starts, first: where the triangles and vertices of each cluster begin.
         owned: (N,) the clusters' vertices.
         local: (T, 3) corners in the new numbers, kinds: (T,), ordered: (N,) vertices in the new order, written.
-        references: (C,) stored corners, most: (C,) the largest of them, explicit: (C,) whether there are such
-            triangles, written.
+        references: (C,) number of stored corners, written.
+        most: (C,) the largest stored corner, written.
+        explicit: (C,) whether the cluster has triangles that store all their corners, written.
     """
     number = np.empty(256, np.int64)
     for cluster in range(len(starts) - 1):

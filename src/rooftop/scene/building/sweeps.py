@@ -158,8 +158,8 @@ def _fan(keys, starts, ranks, order, in_fans):  # type: ignore[no-untyped-def]
             end = begin + 1
             while end < count and most[end] == most[begin]:
                 end += 1
-            # A vertex whose triangles are all visited later appears first with the earliest of them. Triangles with
-            # such a vertex come last, the other way around: the first introduces it, and the next continues around it.
+            # If all triangles of a vertex are visited later, the earliest of them introduces the vertex. Triangles with
+            # such a vertex go last, in reverse order: the first introduces it, and the next continues around it.
             for row in range(begin, end):
                 late[row] = appears[before[row]] == most[row] or appears[after[row]] == most[row]
                 previous[row], head[row], place[row] = -1, row, 0

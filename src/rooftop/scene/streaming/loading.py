@@ -130,7 +130,7 @@ class Loader:
         return self._taken(self._reader.take(self.in_flight - sum(map(len, self._put_back))))
 
     def put_back(self, arrivals: Arrivals) -> None:
-        """Let the next call return these pages, too."""
+        """Return these pages again with the next call."""
         self._put_back.append(arrivals)
         self.in_flight += len(arrivals)
 

@@ -68,8 +68,8 @@ class Slots:
         return sorted(found)
 
     def take(self, pages: Ints) -> Ints:
-        """Take a free slot for each of these absent pages, each after those that it needs; all others that it needs
-        must be held. A lost page keeps its own slot. Returns the slots."""
+        """Take a free slot for each of these absent pages, and return the slots. A page must come after the pages that
+        it needs, unless these have slots already. A lost page keeps its own slot."""
         state = self.state[pages]
         absent = pages[state == ABSENT]
         assert len(absent) + np.count_nonzero(state == LOST) == len(pages)

@@ -5,7 +5,7 @@
     shapes       eight pictures of coloured shapes to memorize: a test that network, losses and boxes fit together
     new-shapes   new pictures of shapes at each step, and others for evaluation; for a GPU a folder in COCO's format:
     annotations/instances_train*.json and instances_val*.json beside folders of photographs with the same names; or
-    instances.json beside photographs, of which a tenth is then held out
+    instances.json beside photographs; a tenth of the photographs is then held out
 
 For shapes, the model is a small network with random initial weights; for a folder, a DETR on a ResNet-50. `judge`
 returns COCO's figures; the best checkpoint has the highest "AP".
