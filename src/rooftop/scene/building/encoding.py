@@ -142,7 +142,7 @@ def _number(corners, starts, first, owned, local, kinds, ordered, references, mo
         owned: (N,) the clusters' vertices.
         local: (T, 3) corners in the new numbers, kinds: (T,), ordered: (N,) vertices in the new order, written.
         references: (C,) number of stored corners, written.
-        most: (C,) the largest stored corner, written.
+        most: (C,) the largest stored reference, written.
         explicit: (C,) whether the cluster has triangles that store all their corners, written.
     """
     number = np.empty(256, np.int64)
