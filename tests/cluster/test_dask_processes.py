@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import sys
@@ -138,14 +139,27 @@ def test_who_waits_at_the_end_of_the_run_gets_an_error(
     assert not alive
 
 
-def _as_a_dask_worker(job: Job, given: Chunk) -> None:
+# A spawned process imports its function by name, and the modules of the tests have none that it finds.
+AS_A_DASK_WORKER = """
+from rooftop.cluster.dask_processes import ProcessBeside
+from rooftop.cluster.local_workers import Division
+from rooftop.cluster.working import Outcome
+
+
+def do(job, given):
     beside = ProcessBeside(job, Division(1, 1, 1, "cpu", decoders=2))
     assert isinstance(beside.do(given), Outcome)  # not closed: leaving Python ends it
+"""
 
 
-def test_a_daemonic_process_can_have_one_and_ends_with_it(job: Job, tmp_path: Path) -> None:
+def test_a_daemonic_process_can_have_one_and_ends_with_it(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = chunk(tmp_path, 0, range(5))
-    process = multiprocessing.get_context("spawn").Process(target=_as_a_dask_worker, args=(job, given), daemon=True)
+    (tmp_path / "as_a_dask_worker.py").write_text(AS_A_DASK_WORKER)
+    monkeypatch.syspath_prepend(tmp_path)
+    do = importlib.import_module("as_a_dask_worker").do
+    process = multiprocessing.get_context("spawn").Process(target=do, args=(job, given), daemon=True)
     process.start()
     process.join(120)
     assert process.exitcode == 0
