@@ -86,6 +86,12 @@ def test_nothing_is_fetched_from_anywhere(report: dict[str, Any]) -> None:
     assert "https://" not in page
 
 
+def test_the_flag_tells_the_percent_above_which_it_is_shown(report: dict[str, Any]) -> None:
+    ops = [{**report["ops"][0], "flagged": True}, *report["ops"][1:]]
+    assert "More than 102% of its roof" in render_page({**report, "ops": ops})
+    assert "of its roof: an error" not in render_page(report)
+
+
 def test_names_cannot_break_out(report: dict[str, Any]) -> None:
     page = without_plotly(render_page(hostile(report)))
     assert "<script>alert" not in page

@@ -254,6 +254,25 @@ def test_calls_with_more_than_launches_run_each_time(
         assert len(ran) == 4, name
 
 
+def test_functions_of_facts_may_be_called(launched: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch dispatches some functions of dtypes as operators."""
+    kernel = triton.jit(constants_last)
+    monkeypatch.setattr(known_calls, "ON_CPU", True)
+    ran: list[int] = []
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        ran.append(1)
+        y = torch.empty_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+        launch(kernel, (2,), CPU, x, y, 1, 1, 0.5, True, SIZE=16, KIND=0)
+        return y
+
+    again = known_calls.remembering(run)
+    for _ in range(4):
+        again(torch.ones(3, 4))
+    assert len(ran) == 2
+    assert len(launched) == 4
+
+
 def test_known_calls_of_several_threads(launched: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = triton.jit(constants_last)
     monkeypatch.setattr(known_calls, "ON_CPU", True)

@@ -113,6 +113,27 @@ def test_results_and_gradients_are_those_of_python(device: str, made: Callable[[
         assert made() >= 2, (name, repeated_calls.reasons)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("device", DEVICES)
+def test_strides_of_dimensions_of_size_1_do_not_matter(device: str, batch: int, made: Callable[[], int]) -> None:
+    skip_without_kernels(device)
+    x = torch.randn(batch, 9, 4, 16, device=device).transpose(1, 2).requires_grad_()
+    cosines, sines = (torch.randn(9, 8, device=device) for _ in range(2))
+    calls = {"rope": lambda: kernels.rope(x, cosines, sines)}
+    if device == "cuda":
+        calls["attention"] = lambda: kernels.attention(x, x.detach() * 2, x.detach() * 3)
+    for name, call in calls.items():
+
+        def both(call: Callable[[], Tensor] = call) -> list[Tensor]:
+            result = call()
+            return [result.detach(), *torch.autograd.grad(result, x, torch.full_like(result, 0.5))]
+
+        with repeated_calls.in_python():
+            expected = both()
+        assert same([expected, *several(both)]), name
+        assert made() >= 5, (name, repeated_calls.reasons)
+
+
 @needs_kernels
 def test_other_shapes_strides_dtypes_and_values_are_other_calls(made: Callable[[], int]) -> None:
     x = torch.randn(4, 6)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rooftop.launch.strides import Dims, merged
+from rooftop.launch.strides import Dims, merged, same_layout
 
 
 def places(dims: Dims, n: int) -> list[int]:
@@ -43,3 +43,14 @@ def test_dimensions_of_one_are_left_out() -> None:
     x: Tensor = torch.zeros(1, 4, 1, 5, 1)
     assert merged(x.shape, x.stride()) == [(20, (1,))]
     assert merged((1, 1), (7, 3)) == []
+
+
+def test_the_layout_of_a_tensor_is_its_shape_and_the_strides_of_larger_dimensions() -> None:
+    x = torch.zeros(1, 3, 4)
+    for other, same in [
+        (x.as_strided((1, 3, 4), (99, 4, 1)), True),
+        (x.as_strided((1, 3, 4), (12, 1, 3)), False),
+        (x.view(3, 4), False),
+        (x.view(3, 1, 4), False),
+    ]:
+        assert same_layout(x, other) == same_layout(other, x) == same

@@ -15,6 +15,7 @@ import jinja2
 from markupsafe import Markup
 
 from rooftop.analysis.formats import percent_interval_text, percent_text, quantity_text, short_reason, time_text
+from rooftop.analysis.report_contents import FLAGGED_PERCENT
 from rooftop.errors import MissingExtraError
 
 PARTS = (
@@ -74,6 +75,7 @@ def render_page(report: Mapping[str, Any]) -> str:
         columns=[column for column in COLUMNS if not (report["predicted"] and column[0] in MEASURED_COLUMNS)],
         ranks=_rank_bars(report["ranks"]) if report["ranks"] else None,
         rank_parts=RANK_PARTS,
+        flagged_percent=f"{FLAGGED_PERCENT:g}",
         total_ms=sum(op["measured_ms"] for op in report["ops"]) or 1.0,
         style=Markup((files / "page.css").read_text(encoding="utf-8")),
         script=Markup((files / "page.js").read_text(encoding="utf-8")),

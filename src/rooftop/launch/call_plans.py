@@ -161,9 +161,13 @@ class Places:
 
 
 def is_view(whole: Tensor, part: Tensor) -> bool:
-    """Whether `part` is `whole.view(part.shape)`."""
+    """Whether `part` is `whole`, or `whole.view(part.shape)` if its shape differs. A view of the same shape may have
+    other strides in dimensions of size 1.
+    """
     if whole.numel() != part.numel() or whole.data_ptr() != part.data_ptr() or whole.dtype != part.dtype:
         return False
+    if whole.shape == part.shape:
+        return whole.stride() == part.stride()
     try:
         return whole.detach().view(part.shape).stride() == part.stride()
     except RuntimeError:

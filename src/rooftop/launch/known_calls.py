@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rooftop.launch import triton_launch
 from rooftop.launch.compiled_kernels import Compiled, is_descriptor, is_watched
@@ -343,8 +344,9 @@ class Observer(TorchDispatchMode):
             for each in made if isinstance(made, list | tuple) else (made,):
                 self.source_of[self.key(each)] = self.source_of[self.key(args[0])]
                 self.alive.append(each)
-        else:
+        elif not func._schema.returns or any(isinstance(each, Tensor) for each in tree_leaves((args, kwargs, made))):
             self.called(func, args, kwargs or {}, made)
+        # else a function of facts, such as `promote_types`
         return made
 
     key: Callable[[Tensor], int] = staticmethod(id)

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 Dims = list[tuple[int, tuple[int, ...]]]
 """(size, a stride of each tensor), the outermost dimension first."""
+
+
+def same_layout(one: Tensor, other: Tensor) -> bool:
+    """Whether both tensors have the same shape and the same offset of each element. The stride of a dimension of size 1
+    does not matter.
+    """
+    strides = zip(one.shape, one.stride(), other.stride(), strict=False)
+    return one.shape == other.shape and all(a == b for size, a, b in strides if size != 1)
 
 
 def merged(sizes: Sequence[int], *strides: Sequence[int]) -> Dims:

@@ -17,13 +17,14 @@ from torch import Tensor
 from rooftop.cost import CountingMode
 from rooftop.kernels import embedding
 from rooftop.kernels.lookups import tables
-from rooftop.kernels.lookups.tables import RunsConfig
+from rooftop.kernels.lookups.tables import FewConfig, RunsConfig
 from rooftop.launch import INTERPRETED, count_launches
 from rooftop.nn import Embedding
 from rooftop.testing import assert_as_accurate
 
 if INTERPRETED:  # short chunks, so that a few items already cross chunks and need two levels
     tables.RUNS = RunsConfig(chunk=8, ahead=4, columns=16, warps=1)
+    tables.FEW = FewConfig(most=12, items=4, columns=16, warps=1)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -44,7 +45,8 @@ def assert_gate(
     with count_launches() as launches:
         y, dweight = results(embedding, tokens, weight, dy, padding)
     if (INTERPRETED or device == "cuda") and dy.numel():
-        assert launches["add_runs"] >= 1
+        few = tokens.numel() <= tables.FEW.most
+        assert (launches["add_equal"], launches["add_runs"] >= 1) == (int(few), not few)
         assert launches["gather_rows"] == (width * weight.element_size() % 16 == 0)
     assert torch.equal(y, F.embedding(tokens, weight))
     eager = results(F.embedding, tokens, weight, dy, padding)[1]
@@ -101,15 +103,25 @@ torch.cuda.synchronize()
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("shape", "rows", "width"), [((3, 50), 20, 8), ((40,), 1000, 7), ((0,), 5, 4), ((5,), 5, 40), ((7,), 3, 0)]
+    ("shape", "rows", "width"),
+    [
+        ((3, 50), 20, 8),
+        ((40,), 1000, 7),
+        ((0,), 5, 4),
+        ((5,), 5, 40),
+        ((7,), 3, 0),
+        ((2, 6), 4, 9),
+        ((9,), 2, 8),
+    ],
 )
 def test_gate(shape: tuple[int, ...], rows: int, width: int, dtype: torch.dtype) -> None:
     assert_gate(drawn(*shape, rows=rows), rows, width, dtype)
 
 
 @pytest.mark.parametrize("padding", [0, 3, -1])
-def test_padding_gets_no_gradient(padding: int) -> None:
-    tokens = drawn(30, rows=5)
+@pytest.mark.parametrize("count", [10, 30])
+def test_padding_gets_no_gradient(padding: int, count: int) -> None:
+    tokens = drawn(count, rows=5)
     assert_gate(tokens, 5, 8, torch.float32, padding)
     weight = torch.randn(5, 8, requires_grad=True)
     embedding(tokens, weight, padding).sum().backward()
@@ -139,14 +151,16 @@ def test_runs_of_any_lengths(runs: list[tuple[int, int]]) -> None:
     torch.testing.assert_close(weight.grad, expected, rtol=0, atol=0)
 
 
-def test_four_runs_give_the_same_bits() -> None:
-    tokens, weight, dy = drawn(60, rows=3), torch.randn(3, 5), torch.randn(60, 5)
+@pytest.mark.parametrize("count", [12, 60])
+def test_four_runs_give_the_same_bits(count: int) -> None:
+    tokens, weight, dy = drawn(count, rows=3), torch.randn(3, 5), torch.randn(count, 5)
     first, *others = [results(embedding, tokens, weight, dy, None)[1] for _ in range(4)]
     assert all(torch.equal(first, other) for other in others)
 
 
-def test_nan_stays_with_its_token() -> None:
-    tokens, dy = drawn(80, rows=4), torch.randn(80, 3)
+@pytest.mark.parametrize("count", [11, 80])
+def test_nan_stays_with_its_token(count: int) -> None:
+    tokens, dy = drawn(count, rows=4), torch.randn(count, 3)
     dy[5, 1] = torch.nan
     _, gradient = results(embedding, tokens, torch.randn(4, 3), dy, None)
     found = gradient.isnan().nonzero().tolist()
@@ -232,6 +246,8 @@ def test_gate_on_a_gpu(rows: int, width: int, dtype: torch.dtype) -> None:
     assert_gate(drawn(5, 1003, rows=rows), rows, width, dtype, device="cuda")
     often = torch.minimum(drawn(5, 1003, rows=rows), drawn(1003, rows=4))
     assert_gate(often, rows, width, dtype, 0, device="cuda")
+    for few in (often.view(-1)[:2048], often.view(-1)[:1], drawn(300, rows=rows)):
+        assert_gate(few, rows, width, dtype, 0, device="cuda")
 
 
 @pytest.mark.gpu

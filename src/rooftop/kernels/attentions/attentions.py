@@ -33,6 +33,7 @@ from rooftop.kernels.operands.checks import check_dtype, check_finite, check_ten
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.launch.operators import declare, no_second_derivative, no_tangents, without_autocast
 from rooftop.launch.repeated_calls import repeated
+from rooftop.launch.strides import same_layout
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import launch, require_triton
 
@@ -195,8 +196,7 @@ def _backward(
 def _in_order_of(x: Tensor, query: Tensor) -> Tensor:
     """x with its elements in memory in the order of the query's elements; the shapes are equal."""
     target = torch.empty_like(query)
-    same = all(a == b for a, b, n in zip(x.stride(), target.stride(), x.shape, strict=True) if n > 1)
-    return x if same else target.copy_(x)
+    return x if same_layout(x, target) else target.copy_(x)
 
 
 def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:

@@ -1,7 +1,8 @@
 """Embeddings: look up rows of a table. The gradient is deterministic, and fast for any distribution of tokens.
 
 Forward copies rows and is memory-bound; a program copies a piece of several rows. Backward adds up the gradients of
-equal tokens. It sorts the tokens (stably, so that equal ones keep their order), and each program adds the runs of one
+equal tokens. For few tokens, the program of a token's first place looks for its later places and adds their rows. For
+more, backward sorts the tokens (stably, so that equal ones keep their order), and each program adds the runs of one
 chunk in float32. A run within a chunk is then finished. The partial sums of runs that cross a boundary, at most two for
 each chunk, form a list of the same kind in the same order, 16 times shorter. The same kernel adds up that list, and so
 on until one chunk is left. So many programs share the work on a very frequent token, no addition is atomic, and the

@@ -34,14 +34,32 @@ def gather(input: Tensor, weight: Tensor) -> Tensor:
 
 def add_rows(dy: Tensor, tokens: Tensor, rows: int, padding: int) -> Tensor:
     """(rows, D): for each token, the sum of its rows of dy (N, D); tokens (N,)."""
-    require_triton()
-    from rooftop.kernels.lookups.triton_kernels.embeddings import add_runs
-
-    width, runs = dy.shape[1], tables.RUNS
-    table = torch.zeros(rows, width, dtype=dy.dtype, device=dy.device)
+    table = torch.zeros(rows, dy.shape[1], dtype=dy.dtype, device=dy.device)
     if dy.numel() == 0 or rows == 0:
         return table
+    require_triton()
     dy = dy if dy.stride(1) == 1 else dy.contiguous()
+    add = _add_few if tokens.numel() <= tables.FEW.most else _add_sorted
+    add(table, dy, tokens, padding)
+    return table
+
+
+def _add_few(table: Tensor, dy: Tensor, tokens: Tensor, padding: int) -> None:
+    """Each program looks for the rows of one token."""
+    from rooftop.kernels.lookups.triton_kernels.embeddings import add_equal
+
+    (rows, width), items, config = table.shape, tokens.numel(), tables.FEW
+    columns = min(config.columns, power_of_two(width))
+    sizes, tile = (items, width, rows, padding, dy.stride(0)), {"ITEMS": config.items, "COLUMNS": columns}
+    grid = (items, -(-width // columns))
+    launch(add_equal, grid, dy.device, dy, tokens.contiguous(), table, *sizes, **tile, num_warps=config.warps)
+
+
+def _add_sorted(table: Tensor, dy: Tensor, tokens: Tensor, padding: int) -> None:
+    """Each program adds runs of equal tokens."""
+    from rooftop.kernels.lookups.triton_kernels.embeddings import add_runs
+
+    (rows, width), runs = table.shape, tables.RUNS
     if rows < 1 << 31:
         tokens = tokens.to(torch.int32)  # the sort then has half the work
     ordered, order = torch.sort(tokens, stable=True)
@@ -57,7 +75,7 @@ def add_rows(dy: Tensor, tokens: Tensor, rows: int, padding: int) -> Tensor:
         grid, indirect = (chunks, -(-width // columns)), values is dy
         launch(add_runs, grid, dy.device, *tensors, *sizes, INDIRECT=indirect, **tile)
         if chunks == 1:
-            return table
+            return
         values, stride, places, ordered = sums, width, order, sum_tokens
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from rooftop.kernels.operands.references import without_kernels
 from rooftop.kernels.reductions.plans import PLACES, Direction, ReductionPlan, choose
 from rooftop.launch.counters import counters
+from rooftop.launch.strides import same_layout
 from rooftop.launch.triton_launch import launch, launches_early, processors, require_triton
 
 
@@ -70,7 +71,7 @@ def reduce_into(out: Tensor, x: Tensor, kind: str, dims: Sequence[int]) -> None:
 def backward(plan: ReductionPlan, dx: Tensor, dy: Tensor, x: Tensor, y: Tensor, kind: str, dims: Sequence[int]) -> None:
     """Fills dx, which is dense."""
     require_triton()
-    x = x if x.stride() == dx.stride() else torch.empty_like(dx).copy_(x)
+    x = x if same_layout(x, dx) else torch.empty_like(dx).copy_(x)
     dy, y = dy.contiguous(), y.contiguous()
     if not plan.copied:
         _spread(plan, dx, dy, x, y, kind, dims)

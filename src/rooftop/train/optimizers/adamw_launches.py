@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from rooftop.launch.strides import same_layout
 from rooftop.launch.triton_launch import INTERPRETED, Repeated, launch
 from rooftop.parallel.sharded_data import local_of
 from rooftop.parallel.uploads import uploaded
@@ -94,7 +95,7 @@ class AdamWPlan:
         self.narrow: list[Tensor | None] = []  # the model's weight, if it has the same memory layout
         self._apart: list[tuple[Tensor, Tensor]] = []  # otherwise the model's weight, with the tensor that is stepped
         for own, weight in zip(models, self.weights, strict=True):
-            alike = own is not None and own.stride() == weight.stride()
+            alike = own is not None and same_layout(own, weight)
             self.narrow.append(own.detach() if own is not None and alike else None)
             if own is not None and not alike:
                 self._apart.append((own, weight))
@@ -276,7 +277,7 @@ def _triton_dtype(dtype: torch.dtype) -> Any:
 
 def _alike(gradient: Tensor, weight: Tensor) -> Tensor:
     """The gradient in the memory layout of the weight."""
-    if gradient.stride() == weight.stride():
+    if same_layout(gradient, weight):
         return gradient
     return torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
 

@@ -23,6 +23,34 @@ def gather_rows(
 
 
 @triton.jit
+def add_equal(
+    values, tokens, table,  # (items, D); (items,); (V, D)
+    items, width, table_rows, skipped, value_stride,
+    ITEMS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The sum of the rows of one token, by the program of its first place. Programs of later places store nothing."""
+    first = tl.program_id(0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    token = tl.load(tokens + first)
+    earlier = 0
+    for begin in range(0, first, ITEMS):
+        place = begin + tl.arange(0, ITEMS)
+        other = tl.load(tokens + place, mask=place < first, other=-1)
+        earlier += tl.sum(((other == token) & (place < first)).to(tl.int32), 0)
+    if (earlier == 0) & (token >= 0) & (token < table_rows) & (token != skipped):
+        total = tl.zeros((COLUMNS,), tl.float32)
+        for begin in range(first, items, ITEMS):
+            place = begin + tl.arange(0, ITEMS)
+            equal = (tl.load(tokens + place, mask=place < items, other=-1) == token) & (place < items)
+            if tl.sum(equal.to(tl.int32), 0) > 0:
+                rows = values + place.to(tl.int64)[:, None] * value_stride + column[None, :]
+                inside = equal[:, None] & (column < width)[None, :]
+                total += tl.sum(tl.load(rows, mask=inside, other=0.0).to(tl.float32), 0)
+        target = table + token.to(tl.int64) * width + column
+        tl.store(target, total.to(table.dtype.element_ty), mask=column < width)
+
+
+@triton.jit
 def add_runs(
     values, order, tokens,  # (*, D) rows; (items,) row numbers, or None: item i is row i; (items,) in order
     table, sums, sum_tokens,  # (V, D); (2 * programs, D) float32; (2 * programs,)
