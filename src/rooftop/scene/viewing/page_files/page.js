@@ -518,7 +518,7 @@ function report(about, ms, full) {
     row("large triangles", count(stats.large_triangles)), row("levels of detail", runs(stats.levels)),
     ...(!stats.streaming ? [] : [
       row("pages resident", count(stats.streaming.resident)), row("pages missing", count(stats.streaming.missing)),
-      row("off by, pixels", Number(stats.streaming.error_pixels.toPrecision(3)))]),
+      row("surface error, pixels", Number(stats.streaming.error_pixels.toPrecision(3)))]),
     ...(stats.shadow_maps ? [row("shadow maps drawn", count(stats.shadow_maps))] : []),
     ...(about.memory_bytes === null ? [] : [row("memory on the device", bytes(about.memory_bytes))]));
   element("status").textContent = `${about.size.join(" × ")}${full ? "" : " while moving"} · ${milliseconds(ms)} ms from asking to seeing`;
