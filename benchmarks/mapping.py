@@ -8,7 +8,8 @@ ResNet-50 classifies photographs and clips of a video, and DETR finds objects in
 Photographs are JPEG, 500 x 375, quality 90: crops of real ones if scikit-image or scikit-learn is installed, else noise
 of all scales. All ways decode, prepare and compute by the same functions, with the same batches, and write Parquet:
 
-    rooftop                `map_items` as it is called; with threads that decode; through a Dask scheduler here
+    rooftop                `map_items` as it is called; with two workers on a GPU, each with half of the cores; with
+                           threads that decode; through a Dask scheduler here
     DataLoader             a loop over torch's, a process for each core
     Dask map_partitions    a bag of file names, a worker a GPU with a thread for each core
 
@@ -244,7 +245,7 @@ WORKS: dict[str, Callable[[Path, argparse.Namespace], Work]] = {
     "clips": clips,
 }
 
-WAYS = ("rooftop", "rooftop, threads", "rooftop, Dask", "DataLoader", "Dask map_partitions")
+WAYS = ("rooftop", "rooftop, two workers", "rooftop, threads", "rooftop, Dask", "DataLoader", "Dask map_partitions")
 
 # ---- ways --------------------------------------------------------------------------------------------------------
 
@@ -262,6 +263,7 @@ def rows_of(work: Work, folder: Path, device: str, wanted: Sequence[str]) -> Ite
     yield row | {"item_alone": costs_alone, "item": costs}
     ways: tuple[Callable[[Path], Measured], ...] = (
         partial(by_map, work, device, {} if device == "cuda" else {"decoders": CORES}),
+        partial(by_map, work, device, {"workers": 2} | ({} if device == "cuda" else {"decoders": CORES // 2})),
         partial(by_map, work, device, {"decoders": 0}),
         partial(by_dask_map, work, device),
         partial(by_loader, work, items, device),
