@@ -570,3 +570,10 @@ def test_batches_on_a_gpu(how: str, workers: int) -> None:
             found.append((batch.value, batch.places.tolist(), batch.indices.tolist()))
     on_cpu = torch.utils._pytree.tree_map_only(Tensor, Tensor.cpu, found)
     assert [(plain(value), places, indices) for value, places, indices in on_cpu] == expected
+
+
+def test_more_workers_than_the_machine_can_use_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rooftop.data.loader._cpus", lambda: 2)
+    assert Loader(Drawn(8), 4, how="threads", workers=32).workers == 32
+    with pytest.raises(InputError, match=r"workers=500: expected at most 32, since this process may use 2 CPUs"):
+        Loader(Drawn(8), 4, workers=500)

@@ -168,6 +168,28 @@ def test_what_has_no_gradient_is_not_captured() -> None:
         TrainingReplays(model, model, CPU, run_again)(torch.ones(1, 2))
 
 
+def test_calls_that_cannot_be_captured_later_run_the_model() -> None:
+    plain, model, replayed = pair()
+    x = torch.randn(5, 6)
+    replayed(x)["y"].sum().backward()
+    plain.load_state_dict(model.state_dict())
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    plain.requires_grad_(False)
+    model.requires_grad_(False)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        expected = plain(x)["y"]
+        torch.manual_seed(seed)
+        assert torch.equal(replayed(x)["y"], expected)
+    assert replayed.turns == len(replayed._pairs) == 1
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+    for parameter in learned:
+        parameter.requires_grad_()
+    replayed(x)["y"].sum().backward()
+    assert replayed.turns == 2, "the graphs are still there"
+
+
 @pytest.mark.gpu
 def test_training_on_a_gpu_is_the_same_over_many_steps() -> None:
     device = torch.device("cuda")

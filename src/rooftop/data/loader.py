@@ -36,6 +36,7 @@ WAYS = ("here", "threads", "processes")
 TRIAL_HERE = 2  # batches of a trial of this way; the first one includes warm-up
 MOST_TRIAL = 4  # batches of a trial of another way
 MOST_WORKERS = 32  # unless told otherwise
+WORKERS_OF_A_CPU = 16  # more of them would only take memory, also where they wait for a slow disk
 
 
 class LoadedBatch(NamedTuple):
@@ -61,7 +62,8 @@ class Loader:
         shuffle, seed: whether to shuffle, and the seed of the order and of the samples' draws.
         how: "here" (in the training loop itself), "threads", "processes", or "auto": the fastest way, found by timing
             the first batches of each.
-        workers: threads or processes; 0: from the number of CPUs, divided equally among the ranks of a machine.
+        workers: threads or processes, at most 16 for each CPU; 0: from the number of CPUs, divided equally among the
+            ranks of a machine.
         ahead: batches that are made in advance.
         collate: makes a batch from a list of samples. The work of PyTorch's `default_collate` is divided among the
             workers. With another function, one worker makes a whole batch, and at least one batch per worker is made in
@@ -109,6 +111,11 @@ class Loader:
             raise InputError(f'on_damage is {on_damage!r}: expected "stop" or "skip"')
         if workers < 0 or ahead < 1:
             raise InputError(f"workers={workers}, ahead={ahead}: expected workers of 0 or more and ahead of 1 or more")
+        if workers > WORKERS_OF_A_CPU * (cpus := _cpus()):
+            raise InputError(
+                f"workers={workers}: expected at most {WORKERS_OF_A_CPU * cpus}, since this process may use {cpus} "
+                "CPUs; 0 chooses a number"
+            )
         order = Order(len(samples), batch, shuffle, seed, drop_last, rank, ranks, repeats)
         self.workers, self.ahead = workers or _usual_workers(ranks), ahead
         self._job = Job(samples, order, collate, pieces_of(collate, self.workers), on_damage == "skip")
@@ -278,5 +285,9 @@ def _worth_trying(workers: int, on_gpu: bool, thread_safe: bool) -> tuple[str, .
 
 def _usual_workers(ranks: int) -> int:
     """The number of workers: one per CPU that this process may use, divided among the ranks of the machine."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(MOST_WORKERS, cpus // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))))
+    return max(1, min(MOST_WORKERS, _cpus() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))))
+
+
+def _cpus() -> int:
+    """The number of CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

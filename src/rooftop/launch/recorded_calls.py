@@ -185,6 +185,8 @@ def _varying_of(lesson: Lesson, kept: Sequence[int], of_operator: Sequence[int |
     def which(source: int) -> int:
         if source < count:
             return lesson.varying[source]
+        if source in lesson.fresh:
+            raise Unplanned("backward takes memory that an operator of PyTorch made, and sizes vary")
         shape = lesson.shapes.get(source)
         if shape is None:
             return NONE

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rooftop.rewrites.candidates import Candidate, Rule, Times, only_on_gpu
-from rooftop.rewrites.graphs import Graph, Graphs
+from rooftop.rewrites.graphs import Graph, Graphs, UncapturedError
 from rooftop.rewrites.structures import mapped, signature
 from rooftop.rewrites.training_graphs import TrainingReplays
 
@@ -55,7 +55,8 @@ class Replays:
         device: where all of `run` runs.
         state: must be the same before and after a call (see `rooftop.rewrites.graphs.capture`).
 
-    A call raises the errors of `run`, and `UncapturedError` if it cannot be captured.
+    A call raises the errors of `run`. The first call raises `UncapturedError` if it cannot be captured. Later calls
+    that cannot be captured run `run`.
     """
 
     def __init__(self, run: Callable[..., Any], device: torch.device, state: Callable[[], Hashable]) -> None:
@@ -68,9 +69,14 @@ class Replays:
             key, given = signature((args, kwargs), lambda t: (tuple(t.shape), t.stride(), t.dtype))
             entry = self.graphs.find(key)
             if entry is None:
-                entry = self._captured(key, given, args, kwargs)
-            assert isinstance(entry, Graph), "the capture raised an exception"
-            return mapped(entry(given), torch.clone)
+                first = not self.graphs.entries
+                try:
+                    entry = self._captured(key, given, args, kwargs)
+                except UncapturedError as error:
+                    if first:
+                        raise
+                    return error.outputs
+            return mapped(entry(given), torch.clone) if isinstance(entry, Graph) else self.run(*args, **kwargs)
 
     def _captured(self, key: Hashable, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
         with torch.no_grad():

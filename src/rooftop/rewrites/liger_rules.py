@@ -109,7 +109,7 @@ def is_swiglu(module: nn.Module) -> bool:
     same: Any = copy.copy(module)
     same._modules = dict(module._modules)
     with torch.random.fork_rng([]), torch.no_grad():
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # `torch.manual_seed` would change the generators of GPUs, too
         for name, sizes in zip(PROJECTIONS, ((4, 6), (4, 6), (6, 4)), strict=True):
             same._modules[name] = nn.Linear(*sizes)
         x = torch.randn(5, 4)

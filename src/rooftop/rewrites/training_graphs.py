@@ -79,7 +79,8 @@ class TrainingReplays:
         device: a GPU.
         record: captures both graphs; tests pass another one.
 
-    A call raises the errors of `run`, and `UncapturedError` if it cannot be captured.
+    A call raises the errors of `run`. The first call raises `UncapturedError` if it cannot be captured. Later calls
+    that cannot be captured, for example because all parameters are frozen, run the model.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class TrainingReplays:
         self.turns = 0
         self._record = record or _Capture(device)
         self._pairs: OrderedDict[Hashable, _Pair] = OrderedDict()
+        self._uncaptured: set[Hashable] = set()
         self._last: weakref.ref[_Turn] | None = None
         self._lock = Lock()
 
@@ -101,11 +103,17 @@ class TrainingReplays:
             key, given = signature((args, kwargs), lambda t: (tuple(t.shape), t.stride(), t.dtype, t.requires_grad))
             key = key, tuple(parameter.requires_grad for parameter in self.model.parameters())
             last = self._last() if self._last is not None else None
-            if last is not None and not last.done:
+            if (last is not None and not last.done) or key in self._uncaptured:
                 return self.run(*args, **kwargs)
             pair = self._pairs.get(key)
             if pair is None:
-                pair = self._pairs[key] = self._recorded(given, args, kwargs)
+                try:
+                    pair = self._pairs[key] = self._recorded(given, args, kwargs)
+                except UncapturedError:
+                    if not self._pairs:
+                        raise
+                    self._uncaptured.add(key)
+                    return self.run(*args, **kwargs)
                 while len(self._pairs) > MOST_PAIRS:
                     if self.device.type == "cuda":
                         torch.cuda.synchronize(self.device)  # its memory must not be reused while it runs

@@ -256,16 +256,29 @@ def test_channels_last_and_autocast_reach_the_model() -> None:
     assert what.model.weight.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_deterministic_algorithms_are_on_in_the_loop_only() -> None:
-    on: list[bool] = []
+@pytest.mark.parametrize("workspace", [None, ":16:8"])
+@pytest.mark.parametrize("mode", [0, 1, 2])
+def test_deterministic_algorithms_are_on_in_the_loop_only(
+    mode: int, workspace: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on: list[tuple[int, bool]] = []
+    name, debug_mode = "CUBLAS_WORKSPACE_CONFIG", torch.get_deterministic_debug_mode
+    monkeypatch.delenv(name, raising=False)
+    if workspace is not None:
+        monkeypatch.setenv(name, workspace)
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        on.append(torch.are_deterministic_algorithms_enabled())
+        on.append((debug_mode(), name in os.environ))
         return loss_of(model, batch)
 
-    fitted(task(loss=loss), recipe(run={"deterministic": True, "steps": 1}))
-    assert all(on)
-    assert not torch.are_deterministic_algorithms_enabled()
+    try:
+        torch.set_deterministic_debug_mode(mode)
+        fitted(task(loss=loss), recipe(run={"deterministic": True, "steps": 1}))
+        assert set(on) == {(2, True)}
+        assert debug_mode() == mode
+        assert os.environ.get(name) == workspace
+    finally:
+        torch.set_deterministic_debug_mode(0)
 
 
 def test_the_model_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:

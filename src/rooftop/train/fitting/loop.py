@@ -109,20 +109,26 @@ def fit(
         return fitting.run(resume, save_every, interval or (INTERVAL if world.device.type == "cuda" else 1))
 
 
+CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
 @contextmanager
 def _settings_of_torch(recipe: Recipe, device: torch.device) -> Iterator[None]:
     """Use deterministic algorithms or fast convolutions; random number generators are restored afterwards."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark, workspace = torch.backends.cudnn.benchmark, os.environ.get(CUBLAS_WORKSPACE)
     if recipe.run.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
+        os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")  # without it cuBLAS is not deterministic
         torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = not recipe.run.deterministic
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
             yield
         finally:
-            torch.use_deterministic_algorithms(before[0])
-            torch.backends.cudnn.benchmark = before[1]
+            torch.use_deterministic_algorithms(before, warn_only=warns)
+            torch.backends.cudnn.benchmark = benchmark
+            if workspace is None:
+                os.environ.pop(CUBLAS_WORKSPACE, None)
 
 
 @contextmanager

@@ -109,7 +109,7 @@ class Stepper:
         """
         self.task.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        torch.manual_seed(dropout_seed(self.recipe.run.seed, number, self.rank))
+        self._seed(dropout_seed(self.recipe.run.seed, number, self.rank))
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         for part in parts:
             if part.weight == 0:  # all samples of the part are damaged
@@ -170,6 +170,13 @@ class Stepper:
         if self._sums is not None:
             self._sums.sum_()
         return [each.grad for each in self.trained if each.grad is not None], pending()
+
+    def _seed(self, seed: int) -> None:
+        """Seed the generators of this rank. `torch.manual_seed` would seed those of the process's other GPUs, too."""
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):
+                torch.cuda.manual_seed(seed)
 
     def _judged(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         """Return (whether the step is skipped, whether its numbers are a fault), bool on the device."""
