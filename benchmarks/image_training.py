@@ -83,6 +83,13 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
     "cpu, processes, half detail": {"augment": {"decode": "cpu", "detail": 0.5}, "loading": {"how": "processes"}},
     "gpu, threads": {"augment": {"decode": "gpu"}, "loading": {"how": "threads"}},
     "gpu, processes": {"augment": {"decode": "gpu"}, "loading": {"how": "processes"}},
+    **{
+        f"gpu {share:.0%}, processes": {
+            "augment": {"decode": "gpu", "gpu_share": share},
+            "loading": {"how": "processes"},
+        }
+        for share in (0.25, 0.5)
+    },
 }
 """Ways to load, as values of a recipe."""
 

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from rooftop.data import ImageFolder, ImageTransform, Loader, Pixels, device_images
+from rooftop.data import ImageFolder, ImageTransform, Loader, Part, Pixels, device_images
 from rooftop.data.device_crops import changed_by_torch
 from rooftop.data.device_images import (
     DeviceImages,
@@ -106,6 +106,71 @@ def test_the_device_makes_the_changes_of_the_cpu(folder: Path, how: str) -> None
     assert isinstance(decoder, PillowsNvjpeg)
     assert decoder.by_pillow["PNG"] == 4  # two in each epoch
     assert max(decoder.groups) == 3
+
+
+@pytest.mark.parametrize("how", ["here", "threads", "processes"])
+@pytest.mark.parametrize("share", [1e-9, 0.5])
+def test_the_cpu_decodes_its_share_itself(folder: Path, how: str, share: float) -> None:
+    transform = ImageTransform(24, AUGMENT, train=True, normalize=False)
+    images = ImageFolder(folder, transform)
+    options: dict[str, Any] = {"shuffle": True, "seed": 2, "workers": 2}
+    arrive = on_device(transform)
+    files = EncodedImages(images, share)
+    on_cpu = [isinstance(files[index][0], Pixels) for index in range(len(files))]
+    with Loader(files, 3, how=how, collate=encoded_batch, arrive=arrive, **options) as there:
+        for epoch in range(2):
+            here = Loader(images, 3, how="here", **options)
+            for one, other in zip(here.batches(epoch), there.batches(epoch), strict=True):
+                (expected, labels), (found, same_labels) = one.value, other.value
+                assert torch.equal(found.erased, expected.erased)
+                assert torch.equal(labels, same_labels)
+                assert torch.equal(one.indices, other.indices)
+                for index, values, others in zip(one.indices, expected.values, found.values, strict=True):
+                    apart = (values.float() - others.float()).abs()
+                    assert torch.equal(values, others) if on_cpu[index] else apart.mean() < 6
+    assert on_cpu.count(True) == {1e-9: 7, 0.5: 3}[share]  # index 0 always belongs to the device
+    decoder = arrive._decoders[CPU]
+    assert isinstance(decoder, PillowsNvjpeg)
+    assert sum(decoder.groups) + decoder.by_pillow["PNG"] == 2 * on_cpu.count(False)  # in two epochs
+
+
+def test_a_share_is_spread_evenly() -> None:
+    for share in (0.1, 0.27, 0.9):
+        files = EncodedImages.__new__(EncodedImages)
+        files.share = share
+        found = [files._by_device(index) for index in range(20_000)]
+        for first in range(0, 20_000, 1000):
+            assert abs(sum(found[first : first + 1000]) - 1000 * share) < 4
+        assert abs(sum(found[::10]) - 2000 * share) < 30
+
+
+@pytest.mark.parametrize("share", [0, -0.1, 1.5, float("nan")])
+def test_a_share_out_of_range_is_refused(folder: Path, share: float) -> None:
+    with pytest.raises(InputError, match="expected a number above 0, up to 1"):
+        EncodedImages(ImageFolder(folder, ImageTransform(24, train=True, normalize=False)), share)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_damaged_file_of_either_part_is_named_or_skipped(folder: Path, skip: bool) -> None:
+    transform = ImageTransform(16, AUGMENT, train=True, normalize=False)
+    files = EncodedImages(ImageFolder(folder, transform), 0.5)
+    places = [next(i for i in range(6) if isinstance(files[i][0], Pixels) == on_cpu) for on_cpu in (True, False)]
+    for place in places:
+        path = Path(files.name(place))
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    arrive, options = on_device(transform), {"collate": encoded_batch, "how": "here"}
+    if not skip:
+        for place in places:
+            with pytest.raises(InputError, match=re.escape(Path(files.name(place)).name)):
+                list(Loader(Part(files, [place]), 1, arrive=arrive, **options))
+        return
+    loader = Loader(files, len(files), arrive=arrive, on_damage="skip", **options)
+    (batch,) = loader
+    assert sorted(each.sample for each in loader.skipped) == sorted(places)
+    left = [index for index in range(len(files)) if index not in places]
+    assert batch.indices.tolist() == batch.places.tolist() == left
+    assert batch.value[1].tolist() == [files.labels[index] for index in left]
+    assert len(batch.value[0].values) == len(left)
 
 
 def test_a_comparison_sees_a_wrong_change() -> None:

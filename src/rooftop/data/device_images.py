@@ -8,6 +8,9 @@
 The random numbers are those of `ImageTransform`, drawn by the workers. The pixels are close to those of the CPU, but
 not equal: NVJPEG's colours differ a little, and so does the arithmetic of resizing. RandAugment and colour jitter need
 Pillow's operations, so they stay on the CPU.
+
+A GPU that decodes everything has less time for the training step. So the CPU can decode a fixed part of the photographs
+(`share`), always the same ones.
 """
 
 from __future__ import annotations
@@ -19,13 +22,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from rooftop.data.device_crops import changed, moved
 from rooftop.data.headspace import loader_rate
 from rooftop.data.image_folders import ImageFolder
 from rooftop.data.image_transforms import Drawn, ImageTransform
 from rooftop.data.loader import Loader
-from rooftop.data.pieces import Damaged, Made, damage_in_words
+from rooftop.data.pieces import Damaged, Made, collated, damage_in_words
 from rooftop.data.pixels import Pixels
 from rooftop.errors import InputError
 from rooftop.media.images import ImageDecoder, ImageFile
@@ -34,6 +38,7 @@ from rooftop.media.nvjpeg import missing
 GROUP_PIXELS = 64 << 20  # of the photographs that are on the GPU at once: 192 MiB, 350 photographs of 500 x 375
 GAIN = 1.1  # a GPU decodes if it is this many times as fast as the CPU, because it also computes the model
 MEASURED_S = 3.0  # seconds for each way
+GOLDEN = 2654435769  # 2^32 divided by the golden ratio: its multiples spread evenly, modulo 2^32
 
 
 class Encoded(NamedTuple):
@@ -45,35 +50,49 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """A batch of files. Their contents are one tensor, which a process hands over by shared memory.
+    """A batch of files, and of images that the CPU decoded. The contents of the files are one tensor, which a process
+    hands over by shared memory.
 
     Attributes:
         content: uint8, all contents one after another.
         ends: where each content ends.
         files: the files without their contents.
-        drawn: the changes of each.
+        drawn: the changes of each file.
+        places: places of the files in the batch; the other places are those of `decoded`, in order.
+        decoded: the decoded images; None: there are none.
     """
 
     content: Tensor
     ends: list[int]
     files: list[ImageFile]
     drawn: list[Drawn]
+    places: list[int]
+    decoded: Pixels | None = None
 
     @classmethod
-    def of(cls, samples: Sequence[Encoded]) -> EncodedBatch:
-        """Put the files together."""
-        contents = [np.frombuffer(each.file.content, np.uint8) for each in samples]
+    def of(cls, samples: Sequence[Encoded | Pixels]) -> EncodedBatch:
+        """Put the files and the images together."""
+        files = [(place, each) for place, each in enumerate(samples) if isinstance(each, Encoded)]
+        contents = [np.frombuffer(each.file.content, np.uint8) for _, each in files]
+        decoded = [each for each in samples if isinstance(each, Pixels)]
         return cls(
-            torch.from_numpy(np.concatenate(contents)),
+            torch.from_numpy(np.concatenate([np.empty(0, np.uint8), *contents])),
             np.cumsum([len(each) for each in contents]).tolist(),
-            [replace(each.file, content=b"") for each in samples],
-            [each.drawn for each in samples],
+            [replace(each.file, content=b"") for _, each in files],
+            [each.drawn for _, each in files],
+            [place for place, _ in files],
+            collated(decoded, default_collate) if decoded else None,
         )
+
+    def decoded_places(self) -> list[int]:
+        """The places of the decoded images in the batch."""
+        count = 0 if self.decoded is None else len(self.decoded.values)
+        return sorted(set(range(len(self.files) + count)).difference(self.places))
 
     def whole_files(self) -> list[ImageFile]:
         """The files with their contents, which are parts of `content`."""
         whole = self.content.numpy().data
-        starts = [0, *self.ends[:-1]]
+        starts = [0, *self.ends][:-1]
         return [
             replace(file, content=whole[start:end])
             for file, start, end in zip(self.files, starts, self.ends, strict=True)
@@ -87,38 +106,46 @@ class EncodedBatch:
             if place > start and pixels > GROUP_PIXELS:
                 yield range(start, place)
                 start, pixels = place, file.shape[0] * file.shape[1]
-        yield range(start, len(self.files))
+        if start < len(self.files):
+            yield range(start, len(self.files))
 
 
 class EncodedImages:
     """The files of an `ImageFolder`, which `DeviceImages` decodes.
 
     Args:
-        images: its transform draws the changes.
+        images: its transform draws the changes. With a share below 1, it must not normalize.
+        share: the part of the files that `DeviceImages` decodes, above 0 and up to 1. The other samples are those of
+            `images`. An index always belongs to the same part.
 
     Raises:
-        InputError: the transform has changes that only the CPU makes.
+        InputError: the transform has changes that only the CPU makes, or the share is out of range.
     """
 
-    def __init__(self, images: ImageFolder) -> None:
+    def __init__(self, images: ImageFolder, share: float = 1.0) -> None:
+        if not 0 < share <= 1:
+            raise InputError(f"share is {share!r}: expected a number above 0, up to 1")
         if not isinstance(images.transform, ImageTransform):
             raise InputError("a GPU decodes photographs only for an ImageTransform")
         if reason := only_on_cpu(images.transform):
             raise InputError(f"a GPU does not make these changes: {reason}; use the CPU (augment.decode=cpu)")
-        self.images, self.transform = images, images.transform
+        self.images, self.transform, self.share = images, images.transform, share
         self.classes, self.labels, self.paths = images.classes, images.labels, images.paths
 
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, index: int) -> tuple[Encoded, int]:
-        return self._read(index, None)
+    def __getitem__(self, index: int) -> tuple[Encoded | Pixels, int]:
+        return self._read(index, None) if self._by_device(index) else self.images[index]
 
-    def draw(self, index: int, generator: np.random.Generator) -> tuple[Encoded, int]:
-        return self._read(index, generator)
+    def draw(self, index: int, generator: np.random.Generator) -> tuple[Encoded | Pixels, int]:
+        return self._read(index, generator) if self._by_device(index) else self.images.draw(index, generator)
 
     def name(self, index: int) -> str:
         return self.images.name(index)
+
+    def _by_device(self, index: int) -> bool:
+        return index * GOLDEN % (1 << 32) < self.share * (1 << 32)
 
     def _read(self, index: int, generator: np.random.Generator | None) -> tuple[Encoded, int]:
         file = ImageFile.of(self.images.content(index), self.name(index))
@@ -132,8 +159,8 @@ def only_on_cpu(transform: ImageTransform) -> str:
     return ", ".join(f"{name}={value:g}" for name, value in switches.items() if value and transform.train)
 
 
-def encoded_batch(samples: Sequence[tuple[Encoded, int]]) -> tuple[EncodedBatch, Tensor]:
-    """A batch of files; its labels are (N,) int64."""
+def encoded_batch(samples: Sequence[tuple[Encoded | Pixels, int]]) -> tuple[EncodedBatch, Tensor]:
+    """A batch of files and decoded images; its labels are (N,) int64."""
     return EncodedBatch.of([each for each, _ in samples]), torch.tensor([label for _, label in samples])
 
 
@@ -162,13 +189,15 @@ class DeviceImages:
             return made
         batch, labels = made.value
         decoder, files = self._decoder(device), batch.whole_files()
-        results, kept, damaged = [], [], list(made.damaged)
+        results, erased, kept, damaged = [], [], [], list(made.damaged)
         for group in batch.groups():
-            images, whole = decoder.decode_each([files[place] for place in group]), []
-            for place, pixels in zip(group, images, strict=True):
-                index, name = int(made.indices[place]), files[place].name
+            images, whole = decoder.decode_each([files[number] for number in group]), []
+            for number, pixels in zip(group, images, strict=True):
+                place, drawn = batch.places[number], batch.drawn[number]
+                index, name = int(made.indices[place]), files[number].name
                 if isinstance(pixels, Tensor):
-                    whole.append((pixels, batch.drawn[place]))
+                    whole.append((pixels, drawn))
+                    erased.append(drawn.erased or (0, 0, 0, 0))
                     kept.append(place)
                 elif skip:
                     damaged.append(Damaged(index, name, str(pixels)))
@@ -176,11 +205,18 @@ class DeviceImages:
                     raise InputError(damage_in_words(index, name, pixels)) from pixels
             if whole:
                 results.append(changed([each for each, _ in whole], [drawn for _, drawn in whole], self.transform))
-        value = None
-        if kept:
-            values = results[0] if len(results) == 1 else torch.cat(results)
-            erased = torch.tensor([batch.drawn[place].erased or (0, 0, 0, 0) for place in kept], dtype=torch.int16)
-            value = [Pixels(values, moved(erased, values.device)), moved(labels[kept], values.device)]
+        borders = torch.tensor(erased, dtype=torch.int16).view(-1, 4)
+        if batch.decoded is not None:
+            results.append(moved(batch.decoded.values, decoder.device))
+            borders = torch.cat([borders, batch.decoded.erased])
+            kept += batch.decoded_places()
+        if not kept:
+            return Made(None, made.places[kept], made.indices[kept], tuple(damaged), made.finished)
+        values, order = torch.cat(results) if len(results) > 1 else results[0], np.argsort(kept)
+        if batch.decoded is not None and batch.files:
+            values = values.index_select(0, moved(torch.from_numpy(order), values.device))
+        kept = sorted(kept)
+        value = [Pixels(values, moved(borders[order], values.device)), moved(labels[kept], values.device)]
         return Made(value, made.places[kept], made.indices[kept], tuple(damaged), made.finished)
 
     def _decoder(self, device: torch.device | None) -> ImageDecoder:

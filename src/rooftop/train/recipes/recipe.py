@@ -145,6 +145,8 @@ class Augment:
             sees fewer different ones. Source: Hoffer et al. 2020, arXiv:1901.09335.
         decode: where JPEGs of the training images are decoded and cropped: "cpu", "gpu", or "auto": the faster one,
             which rooftop train measures at the start. A GPU gives slightly different pixels.
+        gpu_share: with decode = "gpu", the part of the images that the GPU decodes; the CPU decodes the others. A GPU
+            that decodes all has less time for the step.
         detail: least number of decoded pixels for each pixel of a random crop, along a side; 1: as many. Below 1 the
             CPU decodes more JPEGs at 1/2, 1/4 or 1/8 of their size: faster, but these crops are blurred.
         size: side of the training images in pixels; 0: the task's.
@@ -162,6 +164,7 @@ class Augment:
     erase: float = 0.0
     repeats: int = 1
     decode: str = "cpu"
+    gpu_share: float = 1.0
     detail: float = 1.0
     size: int = 0
     test_size: int = 0
@@ -404,6 +407,7 @@ _RULES: list[tuple[str, Any, str]] = [
     ("augment.erase", *_between(0, 1)),
     ("augment.repeats", *_from(1)),
     ("augment.decode", *_among("cpu", "gpu", "auto")),
+    ("augment.gpu_share", lambda value: 0 < value <= 1, "a number above 0, up to 1"),
     ("augment.detail", lambda value: 0 < value <= 1, "a number above 0, up to 1"),
     ("augment.size", *_from(0)),
     ("augment.test_size", *_from(0)),

@@ -237,7 +237,7 @@ def _of_folders(folder: Path, roots: tuple[Path, Path], recipe: Recipe) -> _Imag
     transforms = _transforms(recipe, _usual_size(ImageFolder(roots[0])))
     images, valid = (ImageFolder(root, transform) for root, transform in zip(roots, transforms, strict=True))
     on_gpu = recipe.augment.decode == "gpu"
-    train = EncodedImages(images) if on_gpu else images
+    train = EncodedImages(images, recipe.augment.gpu_share) if on_gpu else images
     if len(train.classes) < 2:
         raise InputError(f"{roots[0]} has one class, {train.classes[0]}: expected one subfolder of images per class")
     if tuple(train.classes) != tuple(valid.classes):
