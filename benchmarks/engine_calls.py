@@ -90,8 +90,8 @@ def row_of(model: nn.Module, x: Tensor, rounds: int) -> dict[str, Any]:
 
 
 def check(ours: Tensor, theirs: Tensor, peer: nn.Module, x: Tensor) -> None:
-    """Check, before timing, that the engine is as accurate as PyTorch's model: compared with the same weights and images
-    in float64, its root mean square error is at most twice as large.
+    """Check, before timing, that the engine is as accurate as PyTorch's model. Compared with the same weights and
+    images in float64, its root mean square error is at most twice as large.
     """
     with torch.no_grad():
         exact = copy.deepcopy(peer).double()(x.double())
