@@ -205,7 +205,7 @@ def test_two_states_of_the_heap_are_told_apart(measured: Profile, ceilings: Ceil
         return [n for n in reported(measured, ceilings, steps(100.0), **changes).notes if n.startswith("A step took")]
 
     (note,) = noted(OtherState(PageFaults(3.0, 0.1), steps(80.0)))
-    assert note.startswith("A step took 7,001 pages of memory from the system at first, and 3 later,")
+    assert note.startswith("A step took 7,001 pages of memory from the system at first, and 3 pages later,")
     assert "lasted 80 ms" in note
     assert "which makes some 20 ms of launch gap" in note
     assert "MALLOC_TRIM_THRESHOLD_" in note

@@ -286,13 +286,13 @@ def test_a_trace_is_one_that_chrome_reads(run: Run, tmp_path: Path) -> None:
         (["train.py", "--counters"], "--counters needs a model in one process: it excludes scripts, --predict and"),
         (
             ["train.py", "--predict", "h200"],
-            "--predict needs a model, but a script runs unchanged: name a callable in the script instead, train:NAME",
+            "a script runs unchanged: name a callable in the script instead, train.py:NAME",
         ),
         (["train.py", "--compile"], "--compile needs a model"),
         (["train.py", "--train", "--input", "2x3"], "--input, --train: a script runs unchanged"),
         (
             ["train.py", "--dtype", "bf16"],
-            "--dtype: a script runs unchanged; name a callable in the script instead, train:NAME",
+            "--dtype: a script runs unchanged; name a callable in the script instead, train.py:NAME",
         ),
         (["net.build"], "did you mean net:build?"),
         (["train.py", "--epochs", "1"], "put the script's own arguments after --: train.py -- --epochs"),

@@ -192,7 +192,7 @@ def _noise(profile: Profile, ceilings: Ceilings) -> list[str]:
     seen += drifted
     if faults_ms > NOISY * wall.ms:
         seen.append(
-            f"a step took {profile.faults.count:,.0f} pages of memory from the system in about "
+            f"a step took {_pages(profile.faults.count)} of memory from the system in about "
             f"{time_text(faults_ms)}; the number differs from process to process"
         )
     fastest, half = time_text(wall.low_ms), time_text(wall.high_ms)
@@ -205,6 +205,11 @@ def _noise(profile: Profile, ceilings: Ceilings) -> list[str]:
         f"Disturbed: {'; '.join(seen)}. Ignore differences and gains below {time_text(unsure_ms)}; on a quiet "
         "machine the step may be faster."
     ]
+
+
+def _pages(count: float) -> str:
+    """The mean number of pages of a step in words."""
+    return f"{count:,.0f} pages" if count >= 1.5 else "one page" if count >= 0.5 else f"{count:.1g} pages"
 
 
 def _two_states(profile: Profile) -> list[str]:
@@ -223,7 +228,7 @@ def _two_states(profile: Profile) -> list[str]:
     part_ms = min(part_ms, profile.wall.ms - profile.busy_ms)
     gap = f"; operators were timed later, which makes some {time_text(part_ms)} of launch gap" if part_ms > 0 else ""
     return [
-        f"A step took {faults.count:,.0f} pages of memory from the system at first, and {others.count:,.0f} later, "
+        f"A step took {_pages(faults.count)} of memory from the system at first, and {_pages(others.count)} later, "
         f"beside the records of this analysis{lasted}: malloc keeps or returns freed memory, depending on what else "
         f"it holds. The wall time is from the first steps{gap}. To make a program always keep its memory, start it "
         f"with: {KEEP_MEMORY}"

@@ -229,7 +229,7 @@ def _check_combination(
         option = "--predict" if machine else "--compile"
         raise click.UsageError(
             f"{option} needs a model, but a script runs unchanged: name a callable in the script instead, "
-            f"{_callable_in(target)}"
+            f"{target}:NAME"
         )
     if machine and (compile_mode or trace):
         raise click.UsageError("--predict runs nothing, so there is nothing to compile or to trace")
@@ -263,15 +263,8 @@ def _check_script_options(script: str, options: dict[str, Any]) -> None:
     if given:
         raise click.UsageError(
             f"{', '.join(given)}: a script runs unchanged; name a callable in the script instead, "
-            f"{_callable_in(script)}"
+            f"{script}:NAME"
         )
-
-
-def _callable_in(script: str) -> str:
-    """Convert a script's path to a target: "src/train.py" becomes "src.train:NAME", where NAME is a callable in the
-    script.
-    """
-    return ".".join(Path(script).with_suffix("").parts) + ":NAME"
 
 
 def _ceilings_of(machine: str) -> Ceilings:

@@ -79,8 +79,8 @@ def compile(
 
     Raises:
         CompilationError: the compiler failed; the message has its log and the line of the source.
-        MissingExtraError: NVRTC, `cuda.core` or a CUDA header is not installed: the message has the command. TypeError:
-            no Python value can be passed for a kernel parameter, or source or name is not a str.
+        MissingExtraError: NVRTC, `cuda.core` or a CUDA header is not installed: the message has the command.
+        TypeError: no Python value can be passed for a kernel parameter, or source or name is not a str.
         ValueError: there is no GPU to compile for, or NVRTC does not know the architecture.
     """
     for what, text in (("source", source), ("name", name)):

@@ -5,7 +5,7 @@
 | | gives |
 |---|---|
 | `SparseMaxPool1d` to `4d` | the maximum of the sites in each window, where there is one |
-| `SparseAvgPool1d` to `4d` | their mean: the sum divided by their number, not by the size of the window |
+| `SparseAvgPool1d` to `3d` | their mean: the sum divided by their number, not by the size of the window |
 | `SparseGlobalMaxPool`, `SparseGlobalAvgPool` | maximum or mean of all sites of a batch element, as a dense tensor |
 
 A pooling with an `indice_key` stores its rulebook under that key, and a `SparseInverseConv3d` with the same key leads

@@ -21,6 +21,7 @@ Examples:
   rooftop analyze my_pkg.net:build --compile max-autotune
   rooftop analyze my_pkg.net:build --train --predict h200
   rooftop analyze train.py -- --epochs 1
+  torchrun --nproc-per-node 8 -m rooftop analyze train.py    one report, with a table of the ranks
 """
 
 

@@ -477,6 +477,7 @@ def fused(function: Function) -> Fused:
 
     Raises:
         TypeError: the function uses an operation that is not elementwise, or a tensor that is not its argument.
+        AttributeError: it uses a method that is not elementwise, such as `x.sum()`.
     """
     return Fused(function)
 

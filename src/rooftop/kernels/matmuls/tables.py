@@ -146,8 +146,8 @@ class LinearPlan:
     """How a call of `linear_act` is computed.
 
     Attributes:
-        backend: "descriptors" or "pointers" (one Triton kernel), "library" (cuBLAS, and one more pass if its epilogues
-            lack an operation), "reference" (plain PyTorch).
+        backend: "descriptors", "pointers" or "single" (one Triton kernel), "library" (cuBLAS, and one more pass if its
+            epilogues lack an operation), "reference" (plain PyTorch).
         tile: the kernel's parameters.
         reason: why this plan was chosen.
     """

@@ -213,7 +213,8 @@ def mean(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch
 def amax(input: Tensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
     """The maximum over some dimensions or all, as `torch.amax`: NaN if any element is NaN.
 
-    Elements that tie share the gradient equally. Arguments are those of `sum`; the result has the input's dtype.
+    Elements that tie share the gradient equally. Arguments are those of `sum`, except that `()` means all
+    dimensions; the result has the input's dtype.
 
     Raises:
         TypeError, ValueError: as in `sum`; also for the maximum of no elements.
