@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("photographs", nargs="+", type=Path)
     parser.add_argument("--model", default="resnet50")
     parser.add_argument("--weights", default="DEFAULT")
-    parser.add_argument("--at-least", type=float, default=0.3, help="least probability with which a class counts")
+    parser.add_argument("--at-least", type=float, default=0.3, help="list classes with at least this probability")
     options = parser.parse_args()
     try:
         model, preprocessing = load_classifier(options.model, options.weights)

@@ -2,9 +2,9 @@
 
     python examples/compiled.py [--batch 256] [--features 512] [--whole]
 
-The same network is analyzed twice, as it is and compiled, and the two reports are compared. Compiling closes two gaps:
-operators between matrix products are fused into one kernel each (fusion headroom), and there are fewer launches (launch
-gap). Matrix products stay unchanged.
+The script analyzes the same network twice, uncompiled and compiled, and compares the two reports. Compiling closes two
+gaps: operators between matrix products are fused into one kernel each (fusion headroom), and there are fewer launches
+(launch gap). Matrix products stay unchanged.
 
 Between its layers the network reads a value (`.item()`), which the compiler cannot keep in a graph (a graph break). The
 report of the compiled model names that line, the reason, and the time to compile the rest. On a GPU such a read also
@@ -63,7 +63,7 @@ def main() -> None:
     print(f"launch gap     {before.launch_gap_ms:.3f} -> {after.launch_gap_ms:.3f} ms")
     print(f"launches       {eager.summary.kernels} -> {compiled.summary.kernels}")
     if comparison.significant:
-        print(f"compiled, it takes {1 / comparison.speedup:.0%} of the time")
+        print(f"the compiled network takes {1 / comparison.speedup:.0%} of the time")
     else:
         print(f"no change beyond the noise of {comparison.noise:.0%}")
 

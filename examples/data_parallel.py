@@ -3,10 +3,10 @@
     python examples/data_parallel.py [--devices cuda:0 cuda:1] [--batch 10] [--steps 20]
 
 `scatter` splits a batch, `replicate` copies the network to every device, `parallel_apply` runs each copy on its share
-in its own thread, and `gather` joins the results. All four are differentiable: one backward pass adds the gradients of
-all copies to the network's own parameters. `DataParallel` does the four steps in one call.
+in its own thread, and `gather` joins the results. All four steps are differentiable: one backward pass adds the
+gradients of all copies to the network's own parameters. `DataParallel` does the four steps in one call.
 
-The devices are all GPUs, or the CPU twice where there are fewer than two.
+The devices are all GPUs. With fewer than two GPUs, the CPU counts as two devices.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def network() -> nn.Sequential:
 def four_steps(model: nn.Module, x: Tensor, devices: list[str]) -> Tensor:
     shares = scatter(x, devices)
     print(f"scatter: {len(x)} samples -> {', '.join(f'{len(share)} on {share.device}' for share in shares)}")
-    replicas = replicate(model, devices[: len(shares)])  # the first is the model itself
+    replicas = replicate(model, devices[: len(shares)])  # the first replica is the model itself
     sizes = [sum(parameter.numel() for parameter in replica.parameters()) for replica in replicas]
     print(
         f"replicate: {len(replicas)} networks of {sizes[0]} parameters; gradients of the copies flow back to the first"
@@ -82,7 +82,7 @@ def main() -> None:
     losses = [train(model, x, target, options.steps) for model in (parallel, alone)]
     apart = difference(list(parallel.parameters()), list(alone.parameters()))
     print(f"{options.steps} steps of training: loss {losses[0]:.4f}, alone {losses[1]:.4f}")
-    print(f"parameters after them differ by {apart:.1e}")
+    print(f"the trained parameters differ by {apart:.1e}")
 
 
 if __name__ == "__main__":

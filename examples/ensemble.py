@@ -2,8 +2,8 @@
 
     python examples/ensemble.py [--models 4] [--epochs 150]
 
-Networks with different initial weights and training points make different mistakes. The mean of their answers is
-usually better than a single answer, and where they disagree the answer is less certain. The task is to say whether a
+Networks with different initial weights and training points make different mistakes. The mean of the models' answers is
+usually better than a single answer. Where the models disagree, the answer is less certain. The task is to say whether a
 point is inside a ring.
 
 `on_each` is a queue of jobs: each device takes the next one when it is free, so jobs need not take equally long, and
@@ -11,7 +11,7 @@ results come in the order of the jobs. `Ensemble` holds one model on each device
 at the same time and gathers their outputs on the first device. `select_devices` chooses the GPUs with the most free
 memory; if there are too few, its error says why each GPU does not qualify.
 
-Without a GPU the same runs on the CPU, one thread for each model.
+Without a GPU the models run on the CPU, one thread for each.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def points(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def train(device: torch.device, seed: int, epochs: int) -> nn.Module:
-    """A job of `on_each`, which passes the free device. Each seed also draws its own training points."""
+    """Train one model: a job of `on_each`, which passes a free device. Each seed also draws its own training points."""
     x, inside = (each.to(device) for each in points(300, seed))
     start = torch.Generator().manual_seed(seed)
     network = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1), nn.Flatten(0))
@@ -78,7 +78,7 @@ def main() -> None:
     print(f"all together: {right(probability - 0.5, inside):.1%} right")
     agreed = (logits > 0).all(0) | (logits <= 0).all(0)
     share, correct = float(agreed.float().mean()), right(logits[0][agreed], inside[agreed])
-    print(f"all agree on {share:.1%} of the points; of these {correct:.1%} right")
+    print(f"all agree on {share:.1%} of the points; {correct:.1%} of those answers are right")
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
     python examples/field.py [--rocks 10000] [--detail 7] [--size 960x540] [--sun 1,0.6,-0.7] [--out field]
 
-A rock is a ball that is cut flat at random and roughened, as noisy as a scan. Memory holds one rock; each instance is
-only a transform. The pictures show the shaded field, its instances, clusters and levels, and how often each pixel was
-covered. The camera moves a little between two frames, and the second frame culls what the surfaces of the first one
-hide. With --sun, the direction of the sunlight, rocks and hills cast shadows; the second frame reuses the shadow maps
-of the first.
+A rock is a ball with random flat cuts and noise like that of a 3D scan. Memory holds one rock; each instance is only a
+transform. The pictures show the shaded field, its instances, clusters and levels, and how often each pixel was covered.
+The camera moves a little between two frames, and the second frame culls what the surfaces of the first one hide. With
+--sun, the direction of the sunlight, rocks and hills cast shadows; the second frame reuses the shadow maps of the
+first.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     python examples/fused_expression.py [--rows 512] [--columns 1024]
 
 Eager PyTorch reads and writes every tensor once for each operator. `fused` traces the function once, writes a Triton
-kernel that reads each input once and writes the result once, and does the same with its derivative. Here that is
-compared in bytes, by Rooftop's own cost counting; on a GPU the kernel runs, elsewhere PyTorch computes the same.
+kernel that reads each input once and writes the result once, and does the same with its derivative. The script compares
+the bytes that both versions move, by Rooftop's own cost counting. On a GPU the kernel runs; elsewhere PyTorch computes
+the same function.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     python examples/generate_text.py [--text FILE] [--steps 300] [--batch 16] [--prompt "import "] [--new 200]
 
-Without --text it reads the examples beside this one, so that it writes something that looks like Python. The network is
-trained for seconds on a GPU and for minutes on a CPU; the text it writes then looks right but makes no sense.
+Without --text the script reads the examples beside this one, so that the model writes something that looks like Python.
+The network is trained for seconds on a GPU and for minutes on a CPU; the text it writes then looks right but makes no
+sense.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python examples/gpt_against_bigram.py [steps]
 
-A bigram model knows only the last byte. Its probabilities are counts in the training part. They are mixed with the
-frequencies of single bytes and with a uniform distribution, so that no byte of the validation part has probability 0.
-Both losses are means over the same bytes of the validation part, in nats.
+A bigram model knows only the last byte. The model's probabilities are counts in the training part. The counts are mixed
+with the frequencies of single bytes and with a uniform distribution, so that no byte of the validation part has
+probability 0. The losses of both models are means over the same bytes of the validation part, in nats.
 """
 
 from __future__ import annotations

@@ -12,12 +12,11 @@ simple rules serve as baselines: the most frequent class for every point, and th
 height. The files in --out are
 
     labels.png       a scene that it never saw: the truth, what the network says, and where it errs
-    labels.pth       what --weights takes, to label without training
-    labelled.ply     with --points: your cloud (.ply or .npy, in metres, z up) with a label and colour for each point
-    labelled.png     and its picture
+    labels.pth weights for --weights, to label without training labelled.ply with --points: your cloud (.ply or .npy, in
+    metres, z up) with a label and colour for each point labelled.png a picture of labelled.ply
 
 Heights count from the ground: the height below which a hundredth of the points lie. Each training scan is rotated,
-mirrored and scaled at random each time. One in five gets no intensities, so that the network can also label clouds
+mirrored and scaled at random each time. One scan in five gets no intensities, so that the network can also label clouds
 without intensities.
 """
 
@@ -56,7 +55,7 @@ from rooftop.train.tasks.sparse_unet import (
     voxels_of,
 )
 
-BIN_M, BINS = 0.1, 256  # bins of the rule by height; the last bin has everything above it
+BIN_M, BINS = 0.1, 256  # bins of the rule by height; the last bin includes all greater heights
 FARTHEST_M = 10_000  # the largest extent of a cloud, because its coordinates are float32
 FIRST_SEED = 1 << 20  # first seed of training scans; seeds of test scans count from 0
 
@@ -149,7 +148,8 @@ def watched(steps: range, what: str) -> Iterable[int]:
 
 
 def by_height(seen: Sequence[Scan], classes: int) -> Tensor:
-    """The most frequent class at each height, int64 (BINS,); the most frequent of all where there were no points."""
+    """The most frequent class at each height, int64 (BINS,); a bin without points gets the most frequent class of
+    all."""
     cells = torch.cat([bins(scan.xyz) * classes + scan.labels for scan in seen])
     counts = torch.bincount(cells, minlength=BINS * classes).view(BINS, classes)
     return counts.argmax(1).where(counts.any(1), counts.sum(0).argmax())
@@ -160,7 +160,7 @@ def bins(xyz: Tensor) -> Tensor:
 
 
 def report(model: Model, seen: Sequence[Scan], others: Sequence[Scan], out: Path) -> None:
-    """Prints the figures and draws a scene."""
+    """Print the figures and draw a scene."""
     setting, classes = SETTINGS[model.setting], len(SETTINGS[model.setting].classes)
     rule = by_height(seen, classes)
     most = torch.cat([scan.labels for scan in seen]).bincount().argmax()
@@ -222,7 +222,7 @@ def own(path: Path) -> Cloud:
     cloud = read(path)
     reach = float((cloud.xyz.amax(0) - cloud.xyz.amin(0)).max())
     if reach > FARTHEST_M:
-        raise InputError(f"{path} reaches over {reach:,.0f} m, of {FARTHEST_M:,} m at most: leave stray points out")
+        raise InputError(f"{path} spans {reach:,.0f} m, more than {FARTHEST_M:,} m: remove stray points")
     return cloud
 
 
@@ -242,11 +242,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=list(RECIPES), default="cpu")
     parser.add_argument("--setting", choices=list(SETTINGS), help="the kind of scenes to generate (default: street)")
-    parser.add_argument("--steps", type=int, help="of training")
+    parser.add_argument("--steps", type=int, help="number of training steps")
     parser.add_argument("--scans", type=int, help="number of training scans, each used repeatedly")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("lidar"), metavar="DIR")
-    parser.add_argument("--points", type=Path, metavar="FILE", help="a cloud of yours to label: .ply or .npy")
+    parser.add_argument("--points", type=Path, metavar="FILE", help="your point cloud to label: .ply or .npy")
     parser.add_argument(
         "--weights", type=Path, metavar="FILE", help="label --points with these weights, without training"
     )

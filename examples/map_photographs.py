@@ -32,7 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("photographs", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, default=Path("described.parquet"))
-    parser.add_argument("--workers", type=int, help="processes (one for each four cores)")
+    parser.add_argument("--workers", type=int, help="number of processes (default: one for each four cores)")
     options = parser.parse_args()
     try:
         report = map_items(

@@ -11,7 +11,7 @@ grows with depth. A forward pass without gradients frees each intermediate resul
 inputs of each block and recomputes the rest. Half the batch halves the activations, but not the memory of the
 parameters.
 
-All of this runs on the CPU. On a GPU the example then runs out of memory on purpose, within a limit that it sets, and
+All four ways run on the CPU. On a GPU the example then runs out of memory on purpose, within a limit that it sets, and
 shows the modules and lines that hold the memory (`explained_memory`).
 """
 

@@ -1,11 +1,11 @@
-"""From meshes to a sparse network: rendered depth becomes points, these become voxels that a network labels.
+"""From meshes to a sparse network: rendered depth becomes points, and points become voxels that a network labels.
 
     python examples/mesh_to_points.py [--views 6] [--size 128] [--steps 40] [--out points.npy]
 
 Rocks and rings lie on a floor, and cameras stand around them. For each pixel the renderer returns the distance of the
-surface and its instance. This gives points with labels that nobody had to draw. A small network of sparse convolutions
-learns from four such scenes to tell floor, rock and ring apart, and is tested on another scene. With --out the script
-writes the points of that scene: x, y, z and the predicted label.
+surface and its instance. The result is a cloud of points with labels that nobody had to draw. A small network of sparse
+convolutions learns from four such scenes to tell floor, rock and ring apart, and is tested on another scene. With --out
+the script writes the points of the test scene: x, y, z and the predicted label.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def scanned(world: scene.Scene, kinds: Tensor, views: int, size: int, device: st
 
 
 def voxels(xyz: Tensor, kinds: Tensor) -> tuple[spconv.SparseConvTensor, Tensor]:
-    """The cells that have points, with the features 1, height and number of points; and the kind of each cell."""
+    """The cells that have points, each with its kind and the features 1, height and number of points."""
     columns = [xyz, xyz[:, 2:], torch.ones_like(xyz[:, :1]), torch.nn.functional.one_hot(kinds, len(KINDS)).float()]
     sums, indices = spconv.voxelize(torch.cat(columns, 1), [VOXEL] * 3, EXTENT, "sum")  # (V, 5 + 3), (V, 4)
     count = sums[:, 4:5]
@@ -142,7 +142,7 @@ def main() -> None:
     for kind, name in enumerate(KINDS):
         among = torch.eq(target, kind)
         right, wrong = (said[among] == kind).sum(), (said[~among] == kind).sum()
-        print(f"{name:6} {float(right / (among.sum() + wrong)):.1%} of what is or is called so is both")
+        print(f"{name:6} {float(right / (among.sum() + wrong)):.1%} intersection over union")
     if options.out is not None:
         cell = ((other - other.new_tensor(EXTENT[:3])) / VOXEL).floor().long()  # (N, 3) x, y, z
         labels = torch.full(sites.spatial_shape, -1, device=other.device)  # z, y, x

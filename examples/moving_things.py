@@ -1,9 +1,9 @@
-"""Mark moving objects in a video: each frame is compared with a mean of earlier frames, by expressions of arrays.
+"""Mark moving objects in a video: array expressions compare each frame with a mean of earlier frames.
 
     python examples/moving_things.py [walk.mp4] [--out moving.mp4] [--device cpu|cuda|auto]
 
-Without a video it makes one, a ball that crosses noise. Frames are Mats that share the memory of the reader's tensors,
-so on a GPU nothing is copied to the host before the video is written.
+Without a video the script makes one, a ball that crosses noise. Frames are Mats that share the memory of the reader's
+tensors, so on a GPU nothing is copied to the host before the video is written.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Draws a point cloud from a .ply or .npy file.
+"""Draw a point cloud from a .ply or .npy file.
 
     python examples/point_clouds.py FILE [--out picture.png]
 
-The cloud is shown from the side and from above, coloured by its labels or else by height.
+The cloud is shown from the side and from above, coloured by label, or by height if it has no labels.
 """
 
 from __future__ import annotations

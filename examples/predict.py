@@ -2,10 +2,10 @@
 
     python examples/predict.py [--machine h200] [--layers 12] [--width 768] [--tokens 1024]
 
-Nothing is run and nothing is allocated: the model is built on fake tensors, which have shapes and no data, and each
-operator takes its roof on the other machine, whose ceilings were measured there. The result is a lower bound for eager
-PyTorch; real kernels are slower. It still shows whether launches (then a larger batch is free), memory or arithmetic
-bound the step, and what bfloat16 changes, before you buy or rent the machine.
+Nothing is run and nothing is allocated: the model is built on fake tensors, which have shapes but no data. Each
+operator takes its roof time, from ceilings measured on the other machine. The result is a lower bound for eager
+PyTorch; real kernels are slower. The prediction still shows, before you buy or rent the machine, whether launches (then
+a larger batch is free), memory or arithmetic bound the step. It also shows what bfloat16 changes.
 
 `--machine` takes a machine that Rooftop knows, or a file that was written there with `rooftop ceilings -o FILE`.
 """

@@ -20,7 +20,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--count", type=int, default=16)
-    parser.add_argument("--side", type=int, default=128, help="pixels")
+    parser.add_argument("--side", type=int, default=128, help="side of each picture in pixels")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     path = write(draw(options.count, options.side, options.seed), options.folder)

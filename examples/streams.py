@@ -10,8 +10,9 @@ written.
 2. The allocator must *know* that a second stream uses a tensor (`record_stream`), otherwise it reuses the memory as
    soon as the tensor is freed, while the other stream still reads it.
 
-`on_stream` and `join` do both, in both directions. `check_streams` watches operators and waits, and names the missing
-call and the lines of both uses. It finds the mistake even if the result happened to be right.
+`on_stream` and `join` do both, waiting and recording, in both directions. `check_streams` watches operators and waits,
+and names the missing call and the lines of both uses. `check_streams` finds the mistake even if the result happened to
+be right.
 
 Only NVIDIA GPUs have streams. On the CPU the same code runs in order (`side_stream()` is None), so there is no mistake
 to find.

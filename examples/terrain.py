@@ -2,9 +2,9 @@
 
     python examples/terrain.py [--triangles 500000] [--ground 2048] [--frames 6] [--size 960x540] [--out terrain]
 
-The mountains are ridged noise (Musgrave, in Ebert et al. 2003, "Texturing and Modeling", chapter 16). They are built
-once into levels of detail (`terrain.rtg` in the folder). Then each frame draws as many triangles as its pixels need,
-whether the mountains have a hundred thousand or a hundred million. A picture of the levels comes with each shaded
+The mountains are ridged noise (Musgrave, in Ebert et al. 2003, "Texturing and Modeling", chapter 16). The mountains are
+built once into levels of detail (`terrain.rtg` in the folder). Each frame draws only as many triangles as its pixels
+need, whether the mountains have a hundred thousand or a hundred million. A picture of the levels comes with each shaded
 picture: red is the original mesh, and each further colour has half the triangles. --ground paints grass, rock and snow
 on a texture of that width in texels. The texture is finer than the triangles, and the renderer filters it.
 
@@ -38,7 +38,7 @@ def heights(x: Floats, y: Floats, seed: int = 0) -> Floats:
     """Metres above the plain, for places (0..1) in the square."""
     random = np.random.default_rng(seed)
     total, weight, size = np.zeros_like(x), np.ones_like(x), 1.0
-    turn = np.array([[0.8, -0.6], [0.6, 0.8]])  # so that no two octaves have their grid along the same lines
+    turn = np.array([[0.8, -0.6], [0.6, 0.8]])  # rotates the grid of each octave, so that no two grids align
     place = np.stack([x, y], -1) * 3.0
     for _ in range(OCTAVES):
         ridge = (1.0 - np.abs(_noise(place + random.uniform(0, 64, 2), random))) ** 2

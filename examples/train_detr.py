@@ -8,12 +8,13 @@ the network is tested on pictures that it has never seen. `--pictures` sets the 
 device; 0 means new pictures at every step. The script prints COCO's mean average precision ("mAP"), and writes to --out
 
     pictures/        the test pictures: PNG files and instances.json in COCO's format (examples/shapes.py)
-    found.png        eight of them twice: with their true boxes above, with what was found below
-    loss.png         the loss of each step, on a logarithmic scale
+    found.png eight of them: true boxes above, predicted boxes below loss.png the loss of each step, on a logarithmic
+    scale
 
-`rooftop.models.detr.small`, the network, explains why it learns fast. This script adds a higher learning rate. A
-warm-up, a cosine schedule and clipped gradients make that rate safe. On a GPU it uses bf16 autocast and matches on the
-GPU, and no step waits for the GPU. `rooftop train detr` trains the same network with checkpoints, curves and a page.
+The docstring of `rooftop.models.detr.small` explains why this network learns fast. This script adds a higher learning
+rate. A warm-up, a cosine schedule and clipped gradients make that rate safe. On a GPU the script uses bf16 autocast and
+matches boxes on the GPU, and no step waits for the GPU. `rooftop train detr` trains the same network with checkpoints,
+curves and a page.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ class Training:
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
         self.device = device
         self.model = network(recipe).to(device)
-        # Three of four queries have no object here. Nearly all of COCO's 100 queries have none, so COCO uses 0.1.
+        # Three of four queries have no object here. With COCO, nearly all of 100 queries have no object, so 0.1 is used
+        # there.
         matcher = Matcher(batched=device.type == "cuda")
         self.criterion = SetCriterion(self.model.num_classes, matcher, no_object=0.3).to(device)
         self.optimizer = torch.optim.AdamW(

@@ -2,8 +2,8 @@
 
     python examples/train_on_clips.py [--steps 60] [--device cpu|cuda]
 
-Each video pans over a pattern, to the left or to the right; a clip of it is labelled by its file. `ClipLoader` decodes
-the next batches, by NVDEC where there is one, while the network learns from this one.
+Each video pans over a pattern, to the left or to the right; a clip takes its label from its file. While the network
+learns from one batch, `ClipLoader` decodes the next ones, by NVDEC if the GPU has it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
             nn.Conv3d(16, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(16, 2),
         ).to(options.device)  # fmt: skip
         learn(network, seen, options.steps, options.device)
-        print(f"right of clips of other videos: {right(network, unseen, options.device):.0%}")
+        print(f"accuracy on clips of other videos: {right(network, unseen, options.device):.0%}")
 
 
 def learn(network: nn.Module, clips: ClipDataset, steps: int, device: str) -> None:

@@ -5,8 +5,8 @@
 `rooftop.analyze` runs a model again and again on the same input. `rooftop.recording` watches the loop that you have:
 put it in a `with` block and call `step()` at the end of each iteration. Three steps warm up, one runs under the
 profiler, three are labelled, the next ones are timed undisturbed, and the rest run unwatched, so a long training loses
-only seconds. The report includes waits for data and work outside of modules. Here the loop makes its batches on the
-host, which a measurement of the model alone would not show.
+only seconds. The report includes waits for data and work outside of modules. The loop of this example makes its batches
+on the host, which a measurement of the model alone would not show.
 
 With fewer steps than `NEEDED`, the report covers only the first step, and says so.
 """

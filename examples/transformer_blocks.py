@@ -4,8 +4,8 @@
 
 The blocks are a GPT-2 block between its embedding and its loss, a Llama block (RMS norm, rotary embedding, SwiGLU) and
 a Swin block (attention in shifted windows). Each pair of classes has the same parameters under the same names, so a
-checkpoint of one also loads into the other. On a GPU the script times both, forward and called eagerly.
-`benchmarks/kernels/blocks.py` times them at sizes that fill a GPU, and from CUDA graphs. At the end
+checkpoint of either class also loads into the other. On a GPU the script times the eager forward pass of both.
+`benchmarks/kernels/blocks.py` times the blocks at sizes that fill a GPU, and from CUDA graphs. At the end
 `rooftop.nn.replace` shows what it can replace by itself.
 """
 
@@ -53,7 +53,8 @@ class Gpt(nn.Module):
 
 
 class RooftopGpt(nn.Module):
-    """The same with Rooftop: matrix products include additions and activations, and the logits are never stored."""
+    """`Gpt` with Rooftop's operators: matrix products include additions and activations, and the logits are never
+    stored."""
 
     def __init__(self, width: int, heads: int, tokens: int) -> None:
         super().__init__()
@@ -87,7 +88,7 @@ def heads_of(packed: Tensor, heads: int) -> tuple[Tensor, ...]:
 
 
 class Llama(nn.Module):
-    """One block."""
+    """A Llama block with torch.nn."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -97,7 +98,7 @@ class Llama(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(2 * width, width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x (B, S, W), cos and sin (S, D / 2); like x."""
+        """x (B, S, W), cos and sin (S, D / 2); returns x's shape."""
         query, key, value = heads_of(self.qkv(self.norm_1(x)), self.heads)
         query, key = turned(query, cos, sin), turned(key, cos, sin)
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -107,7 +108,7 @@ class Llama(nn.Module):
 
 
 class RooftopLlama(nn.Module):
-    """The same."""
+    """`Llama` with Rooftop's operators."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -119,7 +120,7 @@ class RooftopLlama(nn.Module):
         self.act = rooftop.nn.SwiGLU()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x (B, S, W), cos and sin (S, D / 2); like x."""
+        """x (B, S, W), cos and sin (S, D / 2); returns x's shape."""
         query, key, value = heads_of(self.qkv(self.norm_1(x)), self.heads)
         query, key = rope_pair(query, key, cos, sin)
         seen = attention(query, key, value, is_causal=True)
@@ -143,7 +144,7 @@ def angles(positions: int, features: int) -> tuple[Tensor, Tensor]:
 
 
 class Swin(nn.Module):
-    """One block with shifted windows."""
+    """A Swin block with torch.nn; its windows are shifted."""
 
     def __init__(self, width: int, heads: int, window: int = 4) -> None:
         super().__init__()
@@ -154,7 +155,7 @@ class Swin(nn.Module):
         self.bias_table = nn.Parameter(torch.randn((2 * window - 1) ** 2, heads))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, H, W, C), H and W multiples of the window; like x."""
+        """x (B, H, W, C), H and W multiples of the window; returns x's shape."""
         bias, mask = position_bias(self.bias_table, self.window), shift_mask(x, self.window)
         query, key, value = heads_of(self.qkv(to_windows(self.norm1(x), self.window)), self.heads)
         scores = query @ key.mT * query.shape[-1] ** -0.5  # (B windows, heads, area, area)
@@ -165,7 +166,8 @@ class Swin(nn.Module):
 
 
 class RooftopSwin(nn.Module):
-    """The same with Rooftop: the attention reads its windows from the map, so nothing is rolled, cut or joined."""
+    """`Swin` with Rooftop's operators: the attention reads its windows from the map, so nothing is rolled, cut or
+    joined."""
 
     def __init__(self, width: int, heads: int, window: int = 4) -> None:
         super().__init__()
@@ -177,7 +179,7 @@ class RooftopSwin(nn.Module):
         self.bias_table = nn.Parameter(torch.randn((2 * window - 1) ** 2, heads))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, H, W, C), H and W multiples of the window; like x."""
+        """x (B, H, W, C), H and W multiples of the window; returns x's shape."""
         bias, window = position_bias(self.bias_table, self.window), (self.window,) * 2
         shift = (self.window // 2,) * 2
         x = self.proj(window_attention(self.qkv(self.norm1(x)), bias, self.heads, window, shift), residual=x)

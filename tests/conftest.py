@@ -55,7 +55,7 @@ SCRIPTS = tuple(str(Path(__file__).parents[1] / name) + os.sep for name in ("ben
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if INTERPRETED:  # a compiler sees operators and their shapes, the same whatever computes them
+    if INTERPRETED:  # compiled code is the same with and without the interpreter
         compiled = [item for item in items if item.name.startswith("test_compiled_")]
         config.hook.pytest_deselected(items=compiled)
         items[:] = [item for item in items if item not in compiled]
@@ -77,8 +77,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_finish() -> None:
-    """Objects that exist before the first test (a million objects of torch and other libraries) are not searched for
-    garbage after each test that creates many objects."""
+    """Freeze the million objects that exist before the first test, so that later garbage collections skip them."""
     if left := [each for each in sys.path if os.path.join(each, "").startswith(SCRIPTS)]:
         raise pytest.UsageError(f"a test module has put {left} into sys.path for all tests; let its tests do so")
     freeze()
@@ -97,8 +96,8 @@ def freeze() -> None:
 
 @pytest.fixture(autouse=True)
 def imports_frozen() -> Iterator[None]:
-    """Modules that a test has imported are not searched either: a compiler or a library of models has 300,000 objects,
-    which take 0.15 s in each collection."""
+    """Freeze the modules that a test has imported, too: a compiler or a library of models has 300,000 objects, which
+    take 0.15 s in each collection."""
     yield
     if len(sys.modules) > FROZEN + 100:
         freeze()
@@ -112,8 +111,8 @@ def pytest_runtest_setup() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call() -> None:
-    """The test draws the same random numbers too, whichever of its fixtures already existed. These differ from its
-    fixtures' numbers."""
+    """The test draws the same random numbers too, whichever of its fixtures already existed. The test's numbers differ
+    from its fixtures' numbers."""
     seed(2)
 
 
@@ -130,11 +129,11 @@ def pytest_configure(config: pytest.Config) -> None:
     Use one thread for each worker and for each process that tests start, because more threads would wait for each
     other's cores.
 
-    No name server is queried. Each connection between ranks looks up a name that is not needed, and a lost query takes
-    five seconds.
+    Keep ranks from querying a name server. Each connection between ranks looks up a name that is not needed, and a lost
+    query takes five seconds.
 
-    Byte code is kept, whatever the shell says. Else each worker compiles all tests, which takes five seconds, and each
-    process that a test starts compiles this library.
+    Byte code is written even if the shell forbids it. Without it, each worker would compile all tests, which takes five
+    seconds, and each process that a test starts would compile this library.
     """
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -159,7 +158,7 @@ KEPT_DAYS = 7
 
 
 def kept_builds(kind: str) -> Path:
-    """A folder for compiled code of this kind, without what no run has used for a week."""
+    """A folder for compiled code of this kind. Code that no run has used for a week is deleted."""
     folder = KEPT / kind
     folder.mkdir(parents=True, exist_ok=True)
     for each in folder.iterdir():
@@ -224,7 +223,7 @@ def short_measurements() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def threads_of_torch() -> Iterator[None]:
-    """Restore the number of threads. Code that changes it for the process changes it for the user, and slows all later
+    """Restore the number of threads. Code that changes this number also changes it for the user, and slows all later
     tests: two workers with two threads each wait for each other's cores at every operator."""
     yield
     left = torch.get_num_threads()
@@ -234,9 +233,8 @@ def threads_of_torch() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def names_of_scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A script puts its folder into `sys.path`, and the command line puts the user's folder there. If these entries
-    stayed, `import sparse` in other tests would import benchmarks/sparse.py, and a test would import the net.py of an
-    earlier one."""
+    """Remove folders that a script or the command line put into `sys.path`. If these entries stayed, `import sparse` in
+    other tests would import benchmarks/sparse.py, and a test would import the net.py of an earlier one."""
     before = set(sys.path)
     yield
     sys.path[:] = [each for each in sys.path if each in before and not os.path.join(each, "").startswith(SCRIPTS)]
@@ -289,8 +287,8 @@ def torchvision_loads() -> bool:
 
 @pytest.fixture(scope="session")
 def models_remembered() -> Iterator[None]:
-    """Finding the built-in model that a file fits means building all models without values, which takes seconds. Here
-    this is done once for each number of classes."""
+    """Build all built-in models once for each number of classes, in order to find the model that a file fits. Building
+    them without values takes seconds."""
     from rooftop.models.registry import builtin_models
     from rooftop.models.weights import files as weights
 
@@ -337,8 +335,8 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="session")
 def interpreting(shared_builds: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process in which the CPU launches the Triton kernels, since Triton decides this at import. It has imported
-    torch and this library once, and runs requested programs in forks."""
+    """A process in which the CPU launches the Triton kernels, since Triton decides this at import. The process has
+    imported torch and this library once, and runs requested programs in forks."""
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", BUILDS: str(shared_builds)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -370,7 +368,7 @@ def interpreted(interpreting: subprocess.Popen[str], tmp_path: Path) -> Callable
 
 
 PRELOADED = (
-    # The compiler asks for GPUs as it is imported, after which no fork may use one.
+    # Importing the compiler queries GPUs, after which no fork may use a GPU.
     "torch._dynamo" if torch.cuda.is_available() else "torch._inductor.compile_fx",
     *("torch.distributed.run", "torch.distributed.device_mesh", "torch.profiler"),
     "pytest",
@@ -387,7 +385,7 @@ def fork() -> Fork:
     context.set_forkserver_preload(list(PRELOADED))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KINETO_LOG_LEVEL", "99")
-        patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asked without CUDA, which does not work after a fork
+        patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # NVML counts GPUs, because CUDA does not work after a fork
         forkserver.ensure_running()
 
     def start(
@@ -488,7 +486,8 @@ def free_port(shared_builds: Path) -> Callable[[], int]:
     """Gives ports at which processes that begin later can listen.
 
     A port chosen by the system could be taken by then: the system gives it to any connection, and ranks make many.
-    Therefore these ports are below those that Linux chooses from, and each is given once in this run.
+    Therefore the ports of this fixture are below the range that Linux chooses from, and each is given out once in this
+    run.
     """
 
     def take() -> int:
@@ -582,8 +581,8 @@ def measured_with_switches_turned() -> Callable[[str], Measurement]:
 
 @pytest.fixture(scope="session")
 def measurement(shared_builds: Path, measured_with_switches_turned: Callable[[str], Measurement]) -> Measurement:
-    """Measure this CPU, which takes a while. The first worker that needs it does so, and stores the result in the cache
-    of this run.
+    """Measure this CPU, which takes a while. The first worker that needs the ceilings measures them, and stores them in
+    the cache of this run.
 
     The rates need not be as exact as for a user, so they are measured in a twelfth of the time.
     """
@@ -643,8 +642,8 @@ def compiled_for_cpu(source: str, names: Sequence[str], headers: Path) -> dict[s
 
 @pytest.fixture(scope="session")
 def cuda_headers() -> Path:
-    """A folder with the shim under the names of CUDA's headers, compiled once for all kernels. Its name stands for
-    the shim, the compiler and this file."""
+    """A folder with the shim under the names of CUDA's headers, compiled once for all kernels. The folder's name is a
+    hash of the shim, the compiler's version and this file."""
     pytest.importorskip("cuda.core")
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
@@ -702,8 +701,8 @@ RanksOnCpu = Callable[[int, Callable[[int], Any]], list[Any]]
 def cuda_of_ranks(
     monkeypatch: pytest.MonkeyPatch, compile_for_cpu: Callable[[str, Sequence[str]], None], tmp_path: Path
 ) -> RanksOnCpu:
-    """`cuda_of_ranks(3, call)`: the results of call(0), call(1), call(2), each in a thread of its own. Their kernels of
-    CUDA C++ run on CPU tensors at the same time, and may wait for each other."""
+    """`cuda_of_ranks(3, call)`: the results of call(0), call(1), call(2), each in a thread of its own. The calls' CUDA
+    C++ kernels run on CPU tensors at the same time, and may wait for each other."""
     here, lock = threading.local(), threading.Lock()
     copies: dict[tuple[int, str, str], KernelOnCpu] = {}
 

@@ -1,8 +1,8 @@
-// What the CUDA C++ kernels of this project use of CUDA, for a C++ compiler of the CPU. Threads of a block are fibers of
-// one thread of the CPU: each runs until it waits, and those that may go on do so in an order drawn at random, so that
-// whoever forgets to wait meets neighbours that are behind it and neighbours that are ahead. Blocks run one after another,
-// those of a cluster at once (they share what is __shared__: see shared_memory below). Names as in CUDA; half precision
-// rounds as the hardware does (to nearest, ties to even).
+// The parts of CUDA that this project's CUDA C++ kernels use, for a C++ compiler of the CPU. The threads of a block are
+// fibers of one CPU thread. Each fiber runs until it waits. Fibers that can continue do so in random order, so that a
+// kernel with a missing barrier meets threads that are behind it and threads that are ahead. Blocks run one after
+// another; the blocks of a cluster run together (they share __shared__ variables: see shared_memory below). Names are
+// CUDA's. Half precision rounds like the hardware (to nearest, ties to even).
 #pragma once
 #include <sched.h>
 #include <ucontext.h>
@@ -29,8 +29,8 @@ struct dim3 { unsigned x = 1, y = 1, z = 1; };
 struct float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(16) int4 { int x, y, z, w; };
-inline dim3 threadIdx, blockIdx, blockDim, gridDim;  // the first two: of the fiber that runs
-inline int rank_in_cluster;                          // likewise
+inline dim3 threadIdx, blockIdx, blockDim, gridDim;  // threadIdx and blockIdx are those of the running fiber
+inline int rank_in_cluster;                          // of the running fiber
 
 struct Fiber {
     ucontext_t context;
@@ -41,11 +41,11 @@ constexpr size_t STACK_BYTES = 128 << 10;
 inline std::vector<Fiber> fibers;
 inline std::unique_ptr<char[]> stacks;
 inline size_t stacks_held = 0;
-inline std::vector<unsigned> ready;  // fibers that may go on
+inline std::vector<unsigned> ready;  // fibers that can continue
 inline unsigned running;
-inline ucontext_t host;  // who launched
+inline ucontext_t host;  // the context that launched
 inline unsigned long long launches = 0;
-inline uint32_t drawn = 1;  // goes on from launch to launch: no two runs take the same order
+inline uint32_t drawn = 1;  // keeps its state between launches, so that runs differ in their order
 
 inline void switch_to_another(ucontext_t* from) {
     if (ready.empty()) {
@@ -81,7 +81,7 @@ public:
         release_if_all_are_here();
         switch_to_another(&fibers[running].context);
     }
-    void leave() {  // a thread that has left holds nobody up
+    void leave() {  // no other thread waits for a thread that has left
         --expected;
         release_if_all_are_here();
     }
@@ -102,7 +102,7 @@ struct Block {
         for (unsigned first = 0; first < threads; first += 32) warps.push_back(std::make_unique<Warp>(std::min(32u, threads - first)));
     }
 };
-inline std::vector<std::unique_ptr<Block>> cluster;  // that runs now
+inline std::vector<std::unique_ptr<Block>> cluster;  // the running cluster
 inline std::unique_ptr<Barrier> cluster_barrier;
 inline Block& this_block() { return *cluster[rank_in_cluster]; }
 inline int linear_thread() { return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z); }
@@ -188,7 +188,7 @@ template <typename T> T larger(T a, T b) { return T(std::fmax(float(a), float(b)
 inline __half2 __hmax2(__half2 a, __half2 b) { return {larger(a.x, b.x), larger(a.y, b.y)}; }
 inline __nv_bfloat162 __hmax2(__nv_bfloat162 a, __nv_bfloat162 b) { return {larger(a.x, b.x), larger(a.y, b.y)}; }
 
-inline void (*run_kernel)();  // of the launch
+inline void (*run_kernel)();  // the launched kernel
 inline unsigned left;         // threads of the cluster that have not ended
 
 inline void live() {
@@ -197,9 +197,9 @@ inline void live() {
     this_block().warps[linear_thread() / 32]->arrived.leave();
     cluster_barrier->leave();
     if (--left) switch_to_another(&fibers[running].context);
-}  // to the host
+}  // returns to the host
 
-// sizes: of the grid, of a block, of a cluster (in x), and the bytes of dynamic shared memory.
+// sizes: the grid, a block, the blocks of a cluster (in x), and the bytes of dynamic shared memory.
 template <typename Kernel> void run_blocks(const unsigned* sizes, Kernel kernel) {
     ++launches;
     gridDim = {sizes[0], sizes[1], sizes[2]};
@@ -233,8 +233,8 @@ template <typename Kernel> void run_blocks(const unsigned* sizes, Kernel kernel)
     }
 }
 
-// What kernels wrap in PTX (`#ifdef __CUDACC__`), by the layouts of the PTX manual: ldmatrix, mma.m16n8k16, cp.async,
-// clusters, cp.async.bulk and the mbarrier that it completes.
+// Operations that kernels write in PTX (`#ifdef __CUDACC__`), with the layouts of the PTX manual: ldmatrix,
+// mma.m16n8k16, cp.async, clusters, cp.async.bulk and the mbarrier that it completes.
 
 inline __half half_at(const Warp& warp, int lane, int place, int part) {
     __half value;
@@ -285,19 +285,19 @@ template <int LEFT> void wait_for_copies() {}
 inline void* shared_memory() { return this_block().memory.data(); }
 inline int block_rank() { return rank_in_cluster; }
 inline void cluster_wait() { cluster_barrier->arrive_and_wait(); }
-inline void store_in_block(float* place, int rank, float value) {  // place: of one's own shared memory
+inline void store_in_block(float* place, int rank, float value) {  // place: an address in this block's shared memory
     const std::ptrdiff_t offset = reinterpret_cast<char*>(place) - reinterpret_cast<char*>(this_block().memory.data());
     *reinterpret_cast<float*>(reinterpret_cast<char*>(cluster[rank]->memory.data()) + offset) = value;
 }
 
-struct Copies {  // an mbarrier: phases that are over, and bytes that the present one waits for
+struct Copies {  // an mbarrier: completed phases, and the bytes that the current phase still waits for
     uint32_t phases;
     int bytes;
 };
 static_assert(sizeof(Copies) == sizeof(unsigned long long));
 inline void prepare_copies(unsigned long long* barrier) { *reinterpret_cast<Copies*>(barrier) = {0, 0}; }
 inline void prepared() {}
-// Bytes may arrive before they are expected: what is left is 0 when all have, and at no time before.
+// Bytes may arrive before they are expected. `copies->bytes` becomes 0 only when all expected bytes have arrived.
 inline void count_bytes(unsigned long long* barrier, int bytes) {
     Copies* copies = reinterpret_cast<Copies*>(barrier);
     if ((copies->bytes += bytes) == 0) ++copies->phases;
@@ -323,11 +323,11 @@ inline void await_copies(unsigned long long* barrier, unsigned parity) {
     while (reinterpret_cast<Copies*>(barrier)->phases % 2 == parity) let_others_run();
 }
 inline void await_blocks(unsigned long long* barrier, unsigned parity) { await_copies(barrier, parity); }
-// Memory that the GPUs of several ranks share: here threads of the CPU, each with its own copy of this library.
+// Memory that the GPUs of several ranks share. Here the ranks are CPU threads, each with its own copy of this library.
 inline void send_word(unsigned long long* to, unsigned long long word) { __atomic_store_n(to, word, __ATOMIC_RELAXED); }
 inline void send_words(unsigned long long* to, unsigned long long first, unsigned long long second) {
     if (reinterpret_cast<uintptr_t>(to) % 16) std::abort();
-    send_word(to + 1, second);  // in either order
+    send_word(to + 1, second);  // the order does not matter
     send_word(to, first);
 }
 inline unsigned long long take_word(const unsigned long long* from) { return __atomic_load_n(from, __ATOMIC_RELAXED); }
@@ -344,7 +344,7 @@ inline void wait_for_ranks() {
         std::fputs("cuda_on_cpu.h: a rank has waited 100 s for another\n", stderr);
         std::abort();
     }
-    if (looks % 64 == 0) sched_yield();  // to the other ranks
+    if (looks % 64 == 0) sched_yield();  // lets the other ranks run
     let_others_run();
 }
 inline void store_words(void* to, const unsigned (&words)[4]) {

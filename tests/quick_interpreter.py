@@ -3,8 +3,8 @@
 The interpreter computes with NumPy. An operation on a tile of the tests takes a few microseconds, but the work around
 it takes a hundred:
 it builds types again, wraps shapes element by element, and searches all of Triton's language for functions to replace
-at every call of a device function. Here each of these steps is done once. Reductions by a function of the kernel are
-done for whole tiles, not for one element at a time.
+at every call of a device function. This module does each of these steps once. The module computes reductions by a
+function of the kernel for whole tiles, not for one element at a time.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _checked(
     self: Any, one: Any, other: Any, one_ptr: bool = False, other_ptr: bool = False, arithmetic: bool = True,
     division: bool = False,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Two tensors that already have the result's type are returned unchanged."""
+    """Return two tensors that already have the result's type unchanged."""
     if type(one) is core.tensor and type(other) is core.tensor:
         dtype = one.dtype
         if dtype is other.dtype and not dtype.is_ptr():

@@ -1,4 +1,5 @@
-"""The source tree matches docs/architecture.md and the tables of files. Its files import each other without cycles."""
+"""The source tree matches docs/architecture.md and the tables of files. Source files import each other without
+cycles."""
 
 from __future__ import annotations
 

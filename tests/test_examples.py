@@ -1,7 +1,7 @@
 """Each example, and each snippet of the pages about hardware and cost, runs unchanged and prints the output that the
 page shows.
 
-They run in this process, like `python examples/NAME.py` but without the seconds for importing torch again. Links
+Examples run in this process, like `python examples/NAME.py` but without the seconds for importing torch again. Links
 between the pages must have a target.
 """
 
@@ -53,7 +53,7 @@ SNIPPETS = [
 ]
 Run = Callable[..., str]
 
-on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="concerns machines without a GPU")
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_an_ensemble_is_at_least_as_good_as_its_models_are_on_average(run: Run) 
     out = run("ensemble", "--models", 3, "--epochs", 60)
     alone = [float(share) for share in re.findall(r"^model .*: ([\d.]+)% right", out, re.MULTILINE)]
     together = float(re.search(r"all together: ([\d.]+)%", out)[1])  # type: ignore[index]
-    agreed = float(re.search(r"of these ([\d.]+)% right", out)[1])  # type: ignore[index]
+    agreed = float(re.search(r"points; ([\d.]+)% of those", out)[1])  # type: ignore[index]
     assert len(alone) == 3
     assert sum(alone) / 3 <= together <= agreed
 
@@ -201,7 +201,7 @@ def test_a_fused_expression_moves_fewer_bytes(run: Run) -> None:
     assert "@triton.jit" in out
     assert "the same results and gradients" in out
     eager, fused = (int(count.replace(",", "")) for count in re.findall(r": ([\d,]+) bytes", out))
-    # Fused: x, gate, bias, y; then dy, x, gate, bias, dx, dgate. Both add the fill of dy.
+    # Fused: x, gate, bias, y; then dy, x, gate, bias, dx, dgate. Both sums add the fill of dy.
     assert fused == 4 * (3 * 320 + 40) + 4 * (5 * 320 + 40) + 4 * 320
     assert eager > 2.5 * fused
 
@@ -249,7 +249,7 @@ def test_shapes_fill_their_boxes(run: Run, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(shapes, "NOISE", 0.0)
     for picture, box, count in zip(*shapes.draw(64, 80, 4)[::2], many.counts, strict=True):
         if count > 2:
-            continue  # they may cover more than half, and then the median is not the background
+            continue  # if shapes cover more than half, the median is not the background
         edges = 80 * corners(box[:count])
         background = picture.flatten(1).median(1).values[:, None, None]
         rows, columns = ((picture - background).abs().sum(0) > 0.01).nonzero().unbind(1)
@@ -410,7 +410,7 @@ def test_a_network_learns_to_label_scans(run: Run, tmp_path: Path) -> None:
         with pytest.raises(SystemExit, match=rf"error: .*{name}.* {problem}"):
             run("lidar_segmentation", *words, tmp_path / name)
     numpy.save(tmp_path / "stray.npy", [[0, 0, 0], [0, 0, 1e5]])
-    for name, problem in (("no.npy", "does not exist"), ("stray.npy", "reaches over 100,000 m")):
+    for name, problem in (("no.npy", "does not exist"), ("stray.npy", "spans 100,000 m")):
         with pytest.raises(SystemExit, match=f"error: .*{name} {problem}"):
             run("lidar_segmentation", "--points", tmp_path / name, "--out", tmp_path)
 
@@ -607,8 +607,8 @@ def test_a_network_learns_directions_from_clips(run: Run) -> None:
 
 
 def test_a_task_of_ones_own_is_trained_and_resumed(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It is trained from Python, and by name, where a run stopped in the middle and resumed has the same weights as
-    without a stop."""
+    """The task is trained from Python, and by name. A run that is stopped in the middle and resumed has the weights of
+    a run without a stop."""
     pytest.importorskip("safetensors")
     from rooftop.train.fitting import fit
     from rooftop.train.recipes import Recipe

@@ -47,7 +47,7 @@ def test_public_names_are_there_on_first_use(name: str) -> None:
     assert dir(package) == sorted(package.__all__)
     for each in package.__all__:
         assert getattr(package, each) is not None
-        # the import of a file of this name would replace it
+        # importing a file with this name would replace the attribute
         is_file = importlib.util.find_spec(f"{package.__name__}.{each}") is not None
         assert is_file == isinstance(getattr(package, each), ModuleType), each
 
@@ -60,7 +60,7 @@ def test_what_hardware_does_not_have_is_said() -> None:
 
 
 def test_packages_are_reached_through_the_name_alone() -> None:
-    """Names are used as in messages and docstrings: rooftop.hardware.ceilings_of("h200"). Importing all of them, and
+    """Names are used as in messages and docstrings: rooftop.hardware.ceilings_of("h200"). Importing all names, and
     analyzing, must not import torch's compiler, which takes seconds."""
     program = """
 import sys

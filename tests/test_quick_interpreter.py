@@ -55,6 +55,6 @@ def test_integers_wrap_around_as_on_a_gpu(dtype: torch.dtype) -> None:
         assert y.item() == doubled
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreted run")
 def test_the_interpreter(interpreted: Callable[..., int]) -> None:
     assert interpreted(__file__) == 5

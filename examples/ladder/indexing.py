@@ -2,9 +2,9 @@
 
     python examples/ladder/indexing.py [--size 8192]
 
-All rungs do the same work, that of the vector ladder. Predict the times before you look at them. Memory moves in
-sectors of 32 bytes. A warp of 32 threads that reads 32 neighbouring floats needs 4 sectors; a warp that reads down a
-column needs 32. A multiprocessor also has only as many warps as the grid gives it.
+All rungs add two vectors, as in the vector ladder. Predict the times before you look at them. Memory moves in sectors
+of 32 bytes. A warp of 32 threads that reads 32 neighbouring floats needs 4 sectors; a warp that reads down a column
+needs 32. A multiprocessor also has only as many warps as the grid gives it.
 """
 
 from __future__ import annotations

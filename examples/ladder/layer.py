@@ -2,8 +2,8 @@
 
     python examples/ladder/layer.py [--size 2048]
 
-It applies the lessons of the matrix product, and shows the cost of a bias and a sigmoid after it. At the end it trains
-two layers on handwritten digits (scikit-learn) with these kernels alone; see `src/rooftop/ladder/digits.py`.
+The script applies the lessons of the matrix product, and shows the cost of a bias and a sigmoid after it. At the end it
+trains two layers on handwritten digits (scikit-learn) with these kernels alone; see `src/rooftop/ladder/digits.py`.
 """
 
 from __future__ import annotations

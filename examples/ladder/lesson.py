@@ -15,7 +15,7 @@ from rooftop.ladder import Outcome, build, climb
 def tell(name: str, text: str, why: Mapping[str, str]) -> None:
     """Run a ladder and print it; `why` says what each rung changes."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=int, help="size of the work")
+    parser.add_argument("--size", type=int, help="problem size: elements of a vector, or side of a matrix")
     options = parser.parse_args()
     ladder = build(name, options.size)
     found = climb(ladder, measure_ceilings() if torch.cuda.is_available() else None)

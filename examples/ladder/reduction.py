@@ -3,7 +3,7 @@
     python examples/ladder/reduction.py [--size 268435456]
 
 The sum needs one addition for each 4 bytes, so it is bound by memory, like the vectors, unless the threads wait for
-each other. In the first rungs they do, and their bookkeeping makes them compute-bound. Read
+each other. In the first rungs the threads do wait, and the bookkeeping makes these rungs compute-bound. Read
 `src/rooftop/ladder/reduction.cu` beside this.
 """
 

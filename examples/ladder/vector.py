@@ -2,9 +2,9 @@
 
     python examples/ladder/vector.py [--size 67108864]
 
-An addition reads 8 bytes and writes 4. The time is that of moving 12 bytes per element; the addition itself is free. So
-the kernel has one job: to keep enough loads in flight. Read `src/rooftop/ladder/vector.cu` beside this, and run it with
-TRITON_INTERPRET=1 where there is no GPU.
+An addition reads 8 bytes and writes 4. Moving these 12 bytes per element takes all the time; the addition itself is
+free. So the kernel has one job: to keep enough loads in flight. Read `src/rooftop/ladder/vector.cu` beside this, and
+run it with TRITON_INTERPRET=1 where there is no GPU.
 """
 
 from __future__ import annotations

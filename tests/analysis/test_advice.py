@@ -56,7 +56,7 @@ def test_half_precision_keeps_each_operators_percent_of_roof(ceilings: Ceilings)
 def test_half_precision_is_advised_on_a_cpu_only_where_it_is_faster_there(
     ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The processor's peaks say nothing about the library's kernels: in bfloat16, one convolution was 700 times as
+    """A library's kernels may be far below the processor's peaks: in bfloat16, one convolution was 700 times as
     slow."""
     x, weight = torch.randn(64, 512), torch.randn(512, 512)
     with CountingMode() as mode:
@@ -112,7 +112,7 @@ def test_what_comes_after_the_last_launch_takes_its_time(ceilings: Ceilings) -> 
 
 
 def chain(ms: float) -> list[MeasuredOperator]:
-    """A product, then relu and a sum with another tensor of 1 MB. Each operator takes this long for a MB."""
+    """A product, then relu and a sum with another tensor of 1 MB. Each operator takes `ms` for each MB."""
     x, weight, other = torch.randn(500, 500), torch.randn(500, 500), torch.randn(500, 500)
     with CountingMode() as mode:
         (x @ weight).relu().add_(other)
@@ -120,7 +120,7 @@ def chain(ms: float) -> list[MeasuredOperator]:
 
 
 def test_fusion_reads_and_writes_once(ceilings: Ceilings) -> None:
-    """2 MB and 3 MB become 3 MB, at the rate at which they moved."""
+    """One fused kernel moves 3 MB in place of 2 MB and 3 MB, at the same rate."""
     (advice,) = pointwise_fusion(findings(ceilings, *chain(1.25)))
     assert advice.gain_ms == pytest.approx(1.25 * (5 - 3) - CALLED_MS)  # on a CPU
     assert advice.evidence == (
@@ -143,8 +143,8 @@ def test_advice_comes_by_falling_gain_and_not_for_trifles(ceilings: Ceilings) ->
 
 
 def test_operators_slowed_by_their_labels_gain_in_proportion_to_the_plain_step(ceilings: Ceilings) -> None:
-    """Operators take more than 5 ms in a step of 5 ms. Their gain is scaled in proportion, and is at most the step's
-    time."""
+    """Operators take more than 5 ms in a step of 5 ms. The predicted gain is scaled in proportion, and is at most the
+    step's time."""
     product = operator("mm", Cost(0, 1000, {"fp32": 4_000_000}), 8.0)
     labelled = findings(ceilings, product, *chain(1.25)[1:])
     busy_ms = sum(op.measured_ms for op in labelled.operators)
@@ -161,7 +161,7 @@ def on_a_gpu(ceilings: Ceilings, *operators: MeasuredOperator, launch_gap_ms: fl
 
 
 def test_where_the_host_sets_the_pace_what_is_compiled_is_replayed_from_a_graph(ceilings: Ceilings) -> None:
-    """The GPU works for 10 of 16.25 ms, and for 7.5 ms if everything is read and written once."""
+    """The GPU works for 10 of 16.25 ms, and needs 7.5 ms if everything is read and written once."""
     waiting = on_a_gpu(ceilings, *chain(1.25), launch_gap_ms=6.25)
     waiting = dataclasses.replace(waiting, host_ms=16.25)
     (advice,) = pointwise_fusion(waiting)
@@ -177,7 +177,7 @@ def test_where_the_host_sets_the_pace_what_is_compiled_is_replayed_from_a_graph(
 
 
 def test_a_host_that_would_not_keep_ahead_of_fused_kernels_is_replaced_by_a_graph(ceilings: Ceilings) -> None:
-    """The GPU works for 10 ms, and for 7.5 ms if everything is read and written once. Only a graph removes the launch
+    """The GPU works for 10 ms, and needs 7.5 ms if everything is read and written once. Only a graph removes the launch
     gap of 0.1 ms."""
     busy = on_a_gpu(ceilings, *chain(1.25), launch_gap_ms=0.1)
     (advice,) = pointwise_fusion(dataclasses.replace(busy, host_ms=3.0))
@@ -210,7 +210,7 @@ def test_a_compiler_also_lays_images_out_channels_last(ceilings: Ceilings, monke
     found = on_a_gpu(ceilings, *step)
     (layout,), (fusion,) = channels_last(found), pointwise_fusion(found)
     assert layout.gain_ms == pytest.approx(0.75 * of_convolution)
-    assert timed == [["aten::convolution"]]  # once for both
+    assert timed == [["aten::convolution"]]  # timed once for both calls
     without = pointwise_fusion(findings(ceilings, *step))[0]  # on a CPU
     assert fusion.gain_ms == pytest.approx(without.gain_ms + CALLED_MS + layout.gain_ms)
     assert f"lays images out channels last: {layout.gain_ms:.2f} ms of the gain" in fusion.evidence
@@ -232,7 +232,7 @@ def test_sequences_and_volumes_are_no_images(ceilings: Ceilings, monkeypatch: py
 
 
 def test_products_with_odd_sides_are_timed_with_whole_ones(ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A vocabulary of 1,001 is slow, one of 1,000 is as slow and not odd, and one of 999 is at its roof."""
+    """Only the vocabulary of 1,001 is both odd and slow: 1,000 is slow but even, and 999 is at its roof."""
     asked = []
 
     def times(calls: list[tuple[CallSpec, Form]], *_: object) -> list[Times]:

@@ -201,7 +201,7 @@ def test_outputs_in_dataclasses_are_sent_back_and_counted(ceilings: Ceilings) ->
 
 def test_a_trace_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path, ceilings: Ceilings) -> None:
     def step() -> None:
-        pytest.fail("it ran")
+        pytest.fail("the step ran")
 
     for trace in (tmp_path, tmp_path / "missing" / "trace.json"):
         with pytest.raises(ValueError, match=r"trace='.*': expected a file in an existing folder"):
@@ -334,15 +334,15 @@ def test_memory_over_time_rises_above_what_was_there(ceilings: Ceilings) -> None
 
 
 def test_a_slow_step_is_run_few_times(ceilings: Ceilings) -> None:
-    """Two steps warm up, one is profiled, and at most nine are labelled. The first block has five steps, and three more
-    blocks have four."""
+    """Two steps warm up, one is profiled, and at most nine are labelled. The first block has five steps, each of three
+    more blocks has four."""
 
     class Slow(nn.Module):
         calls = 0
 
         def forward(self, x: Tensor) -> Tensor:
             Slow.calls += 1
-            time.sleep(0.1)  # so that the minimum time is already reached
+            time.sleep(0.1)  # reaches the minimum time of the measurement
             return x.relu()
 
     rooftop.analyze(Slow(), torch.ones(3), ceilings=ceilings)
@@ -358,5 +358,5 @@ def test_the_pace_at_which_the_host_launches_is_seen_on_a_gpu() -> None:
         torch.cuda.synchronize()
     launched = plain.result.launched
     assert len(launched) == 50
-    assert launched[0] < launched[25] < launched[-1] == 1.0  # the first one takes long, because the profiler starts
+    assert launched[0] < launched[25] < launched[-1] == 1.0  # the first step takes long, because the profiler starts
     assert list(launched) == sorted(launched)

@@ -1,8 +1,8 @@
-"""Architectures of all kinds are analyzed, forward and in training: no operator is uncovered, and none is free by
-mistake.
+"""Architectures of all kinds are analyzed, forward and in training: every operator has a cost rule, and none costs
+nothing by mistake.
 
-Their totals agree with published figures or counts by hand. Totals are counted in bfloat16 on fake or meta
-tensors: there the flops of products are those counted as bf16, while biases, softmax and norms count as fp32.
+The architectures' totals agree with published figures or counts by hand. Totals are counted in bfloat16 on fake or meta
+tensors: matrix products count as bf16 flops there; biases, softmax and norms count as fp32.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def test_swin_t_costs_what_torchvision_publishes(torchvision_models: ModuleType)
     records = count(lambda: model(image))
     published = torchvision_models.Swin_T_Weights.DEFAULT.meta["_ops"]  # 4.491 billion multiply-adds
     assert round(products(records) / 2e9, 3) == published
-    # Adding a bias to each result of a layer is not a product: 0.15 % more.
+    # Adding the biases is no product; it costs another 0.15 %.
     matrix_operators = {"aten::addmm", "aten::mm", "aten::bmm", "aten::convolution"}
     total = sum(r.cost.total_flops for r in records if r.cost is not None and r.name in matrix_operators)
     assert products(records) == sum(
@@ -268,14 +268,14 @@ def test_a_small_gpt2_costs_what_the_formula_says_forward_and_three_times_it_in_
     assert products(count(lambda: model(tokens))) == matrices + attention
     with CountingMode() as counted:
         model(tokens).logits.float().sum().backward()
-    # Backward: two products for each, and for attention five instead of two (the scores again).
+    # The backward pass has two products for each, but five for attention, which recomputes the scores.
     assert products(counted.records) == 3 * matrices + attention + attention * 5 // 2
 
 
 def test_detr_costs_what_the_paper_says(transformers: ModuleType) -> None:
     """Carion et al. 2020, table 1: 86 "GFLOPS" (multiply-adds) with ResNet-50, the mean over 100 images of COCO.
 
-    Images there are mostly 640x480 or 640x427, resized to a shorter side of 800: the mean lies between the two.
+    COCO's images are mostly 640x480 or 640x427, resized to a shorter side of 800: the mean lies between the two.
     """
     with FakeTensorMode():
         model = transformers.DetrForObjectDetection(detr_configuration(transformers, {})).eval()
@@ -313,7 +313,7 @@ def test_an_embedding_bag_costs_its_rows() -> None:
     bag = records["aten::_embedding_bag"]
     assert bag is not None
     assert bag.total_flops == texts * words * width  # an addition for each element of each row
-    assert bag.read_bytes == texts * words * width * 4 + texts * words * 8 + texts * 8  # rows, words, where texts begin
+    assert bag.read_bytes == texts * words * width * 4 + texts * words * 8 + texts * 8  # table rows, words, offsets
     head = records["aten::addmm"]
     assert head is not None
     assert head.total_flops == 2 * texts * width * 4 + texts * 4

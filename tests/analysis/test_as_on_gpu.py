@@ -137,7 +137,7 @@ MASKS: dict[str, Callable[[int], Tensor] | None] = {
     ],
 )
 def test_attention_of_any_dimensions(leading: tuple[int, ...], mask: str, train: bool, h200: Ceilings) -> None:
-    """Two products forward. Backward has four, or five if one kernel computes the scores again."""
+    """Two products forward. Backward has four products, or five if one kernel computes the scores again."""
     length, width = 64, 32
     query = torch.randn(*leading, length, width, requires_grad=True)
     made = MASKS[mask]
@@ -158,8 +158,7 @@ def test_attention_of_any_dimensions(leading: tuple[int, ...], mask: str, train:
 
 
 def test_attention_inside_another_function_is_found(h200: Ceilings) -> None:
-    """`F.multi_head_attention_forward` hid the attention: with dropout, the layer was counted with seven times the
-    bytes."""
+    """`F.multi_head_attention_forward` hid the attention: with dropout, seven times the layer's bytes were counted."""
     x = torch.randn(4, 2048, 512)
     with_dropout, without = (
         rooftop.predict(
@@ -179,7 +178,7 @@ def test_attention_inside_another_function_is_found(h200: Ceilings) -> None:
     assert products(with_dropout) == products(without)
     tokens, layer = 4 * 2048, 4 * 512 * 512 + 2 * 512 * 2048
     attention = 4 * 4 * 2048 * 2048 * 512
-    # The gradient of the layer's input is not needed, so the first product has none.
+    # The gradient of the layer's input is not needed, so the first product has no gradient of its input.
     assert products(without) == 3 * 2 * tokens * layer - 2 * tokens * 3 * 512 * 512 + attention * 7 // 2
 
 
@@ -215,7 +214,7 @@ ALL = [
 def test_the_kernel_is_the_one_that_a_gpu_has(
     dtype: torch.dtype, width: int, allowed: list[SDPBackend], kernel: str | None, h200: Ceilings
 ) -> None:
-    """The choice follows PyTorch's sdp_utils.cpp for dtypes and widths, and what the user switched off."""
+    """Dtype, width and disabled backends decide which attention kernel runs, as in PyTorch's sdp_utils.cpp."""
     query = torch.randn(2, 4, 64, width)
     with sdpa_kernel(allowed):
         report = rooftop.predict(lambda q: F.scaled_dot_product_attention(q, q, q), query, ceilings=h200, dtype=dtype)
@@ -328,9 +327,9 @@ def step_launches(optimizer: Callable[..., Any], h200: Ceilings) -> int:
 @pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
 def test_optimizers_choose_lists_as_they_do_on_a_gpu(kind: Any, h200: Ceilings) -> None:
     left_to_itself = step_launches(kind, h200)
-    if kind is not torch.optim.Adafactor:  # it handles lists only if requested
+    if kind is not torch.optim.Adafactor:  # uses foreach kernels only if requested
         assert left_to_itself == step_launches(lambda p: kind(p, foreach=True), h200)
-    if kind is not torch.optim.ASGD:  # it computes the step sizes of its lists one by one
+    if kind is not torch.optim.ASGD:  # computes its step sizes one by one even with foreach
         assert left_to_itself <= step_launches(lambda p: kind(p, foreach=False), h200)
 
 
@@ -338,7 +337,7 @@ def test_an_optimizer_keeps_what_its_user_chose(h200: Ceilings) -> None:
     lists = step_launches(torch.optim.Adam, h200)
     assert step_launches(lambda p: torch.optim.Adam(p, foreach=False), h200) > lists
     assert step_launches(lambda p: torch.optim.Adam(p, fused=True), h200) < lists
-    rate = torch.tensor(0.1)  # with a tensor whose value a GPU would have to return, Adam does not handle lists
+    rate = torch.tensor(0.1)  # with this tensor as learning rate, Adam does not use foreach kernels
     assert step_launches(lambda p: torch.optim.Adam(p, lr=rate), h200) > lists
     assert step_launches(lambda p: torch.optim.SGD(p, differentiable=False, foreach=None), h200) == 1
 
@@ -347,7 +346,7 @@ def test_the_hosts_count_of_steps_is_no_work_of_the_gpu(h200: Ceilings) -> None:
     report = rooftop.predict(small_network(), torch.randn(2, 8), ceilings=h200, train=True, optimizer=torch.optim.AdamW)
     optimizer = [row for row in report.ops if row.phase == "optimizer" and row.bytes]
     assert {row.name for row in optimizer if not row.name.startswith("aten::_foreach_")} == set()
-    assert all(len(row.shapes) % 5 == 0 for row in optimizer)  # for the five weights, not for their five step counts
+    assert all(len(row.shapes) % 5 == 0 for row in optimizer)  # lists of the five weights, not of the step counts
 
 
 def test_gradients_are_clipped_as_lists_in_a_loop_of_ones_own(h200: Ceilings) -> None:
@@ -445,6 +444,6 @@ def overloads(functions: Iterable[Any]) -> list[str]:
 
 @pytest.mark.parametrize("name", overloads(CHOSEN_BY_DEVICE))
 def test_only_composite_operators_are_replaced(name: str) -> None:
-    """Calls of other threads can be handed on to PyTorch's own composition only for these operators."""
+    """Only composite operators let calls from other threads fall back to PyTorch's own composition."""
     assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
     assert not torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutogradCPU")

@@ -93,7 +93,7 @@ def test_recomputed_operators_are_backward_work_of_their_module() -> None:
 
 
 class Checkpointed(nn.Module):
-    """Two layers whose activations are computed again, the first with a function around it."""
+    """Two checkpointed layers, whose activations backward recomputes. A function wraps the first layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,8 +181,8 @@ def in_a_thread(run: Callable[..., None], *arguments: Any) -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_number_of_two_threads_is_that_of_the_node_that_can_still_be_run(reentrant: bool) -> None:
-    """This happens on a GPU, where the numbers of both threads begin at 0. Here the other thread reaches the numbers of
-    this thread, without a frame of `backward` on its stack. Both threads are new, so that a given number is reached
+    """On a GPU, sequence numbers begin at 0 in each of two threads. In this test, the other thread reaches this
+    thread's numbers without a frame of `backward` on its stack. Both threads are new, so that a given number is reached
     after few nodes."""
     number = torch._C._autograd._get_sequence_nr
     run_backward = torch.autograd.Variable._execution_engine.run_backward
@@ -191,7 +191,7 @@ def test_a_number_of_two_threads_is_that_of_the_node_that_can_still_be_run(reent
     def elsewhere(ahead: int, found: list[Record]) -> None:
         tracker, one = ModuleTracker(net), torch.ones(1, requires_grad=True)
         for _ in range(20):
-            one.neg()  # the other thread must be able to stay behind
+            one.neg()  # lets the other thread's numbers stay behind
 
         def backward() -> None:
             while number() < first + ahead:
@@ -419,8 +419,8 @@ class Patient(nn.Module):
 
 @pytest.mark.parametrize("times", [1, 20])
 def test_a_module_that_was_interrupted_runs_no_more(times: int) -> None:
-    """PyTorch calls no hook when such a module ends. The exception may keep the module's frame alive, or a later frame
-    may take its place in memory."""
+    """PyTorch calls no hook when an exception ends a module. The exception may keep the module's frame alive, or a
+    later frame may take its place in memory."""
     net, x = Net(), torch.randn(3, 4)
     slow = Interrupted()
     net.add_module("slow", slow)

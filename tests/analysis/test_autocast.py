@@ -176,7 +176,8 @@ def test_norms_poolings_and_resizing_run_again_in_another_layout() -> None:
 
 
 def test_an_image_of_one_pixel_stays_channels_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layout after a pooling is the one that PyTorch gives it. A weight of one pixel changes with its model."""
+    """The layout after a pooling is the one that PyTorch gives it. The weight of a 1 x 1 convolution takes the layout
+    of its model."""
     layers = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(4, 6, 1), nn.Upsample(scale_factor=8))
     found = specs(recorded(lambda: layers(torch.randn(2, 4, 6, 6))))
     made = []

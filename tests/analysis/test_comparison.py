@@ -21,7 +21,7 @@ from rooftop.hardware.ceilings import Ceilings
 def before(ceilings: Ceilings) -> Report:
     net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
     report = rooftop.analyze(net, torch.randn(8, 16), train=True, ceilings=ceilings)
-    return replace(report, summary=replace(report.summary, wall_spread=0.02))  # whatever else this machine does
+    return replace(report, summary=replace(report.summary, wall_spread=0.02))  # even if this machine is busy
 
 
 def slower(report: Report, factor: float) -> Report:
@@ -135,7 +135,7 @@ def test_a_slowdown_fails_a_job(
     replace(quiet, summary=replace(quiet.summary, wall_ms=factor * quiet.summary.wall_ms)).to_json(other)
     assert main(["compare", str(one), str(other), "--fail-above", limit, "--json"]) == status
     said = capsys.readouterr()
-    assert json.loads(said.out)["speedup"] == pytest.approx(1 / factor)  # also if it fails
+    assert json.loads(said.out)["speedup"] == pytest.approx(1 / factor)  # also printed if the comparison fails
     error = f"rooftop: error: the step takes 20.0% longer than before: more than --fail-above {limit.rstrip(' %')}%\n"
     assert said.err == (error if status else "")
 

@@ -1,4 +1,4 @@
-"""The prediction which programs torch.compile lays out channels last agrees with torch's own decision."""
+"""Rooftop predicts for which programs torch.compile uses channels last, and agrees with torch's own decision."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ PROGRAMS: dict[str, Callable[[], nn.Module]] = {
 
 @cache
 def observed(name: str, train: bool) -> tuple[list[MeasuredOperator], GraphModule]:
-    """A program's operators, and its graph in the form that a compiler gets. Both are the same on every device."""
+    """A program's operators, and its graph in the form that a compiler gets. Operators and graph are the same on every
+    device."""
     module, x = PROGRAMS[name]().train(train), torch.randn(2, 3, 32, 32)
 
     def phase() -> tuple[str, str]:

@@ -1,5 +1,4 @@
-"""A prediction leaves no fake tensors in a program, wherever the program stores its results, or reports where they
-are."""
+"""A prediction removes its fake tensors wherever the program stores them, or reports where they remain."""
 
 from __future__ import annotations
 
@@ -146,7 +145,7 @@ def test_what_a_program_keeps_is_taken_out_again(
 
 
 def test_what_is_no_fake_tensor_stays(ceilings: Ceilings) -> None:
-    """A library that has initialized itself must not do so again."""
+    """A library that has initialized itself must not initialize itself again."""
 
     class SetsUp(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -174,7 +173,7 @@ def test_a_bounded_cache_goes_on_as_before(ceilings: Ceilings) -> None:
 
 
 class Hidden(threading.Thread):
-    """Threads continue, so what they hold is not restored."""
+    """A thread, whose attributes are not restored because it may still run."""
 
     kept: Any = None
 

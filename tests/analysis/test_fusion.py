@@ -130,15 +130,15 @@ def test_a_slow_sum_over_columns_is_written_anew_and_joins_nothing(gpu: Ceilings
 
 def test_parts_are_put_together_in_the_kernel_that_reads_them(ceilings: Ceilings, x: Tensor, weight: Tensor) -> None:
     """Two products side by side read 2 units and write 2, and so does the activation after them. Fusion leaves half of
-    that."""
+    these units."""
     operators = counted(lambda: torch.cat([x @ weight, weight @ x]).relu() @ weight)
     assert seen(fused(operators, ceilings)) == (2, 1, 8.0, 4.0)
 
 
 def test_backward_computes_a_formula_again_rather_than_read_what_it_left(ceilings: Ceilings, weight: Tensor) -> None:
     """Forward pass of x * sigmoid(x) after a product: the sigmoid moves 2 units and the product 3; fused, they move 2.
-    Backward pass: its operators move five units in addition to the gradient and the result. After fusion only x remains
-    of these."""
+    Backward pass: its operators move five units in addition to the gradient and the result. After fusion, x is the only
+    one of the five that still moves."""
     leaf = torch.randn(ROWS, WIDTH, requires_grad=True)
 
     def forward() -> Tensor:
@@ -199,7 +199,8 @@ def test_what_other_things_than_memory_bind_says_nothing_of_compiled_kernels(
 
 
 def test_small_operators_are_no_faster_fused_than_others_of_the_step(ceilings: Ceilings, weight: Tensor) -> None:
-    """Two kilobytes move in 2 us, but each operator took 0.1 ms. So one kernel in their place also takes 0.1 ms."""
+    """Two kilobytes move in 2 us, but each operator took 0.1 ms. So one fused kernel in place of these operators also
+    takes 0.1 ms."""
     small = torch.randn(1, WIDTH)
     operators = [
         replace(op, measured_ms=0.1 if op.record.cost and op.record.cost.bytes else 0.0)

@@ -251,8 +251,8 @@ def test_a_step_that_changes_nothing_is_not_mentioned() -> None:
 
 
 def test_iterators_threads_and_training_go_on() -> None:
-    """Objects that cannot be restored are left alone. Otherwise one half of them would be in one state, the other half
-    in another."""
+    """Objects that cannot be restored completely are left alone, because half-restored objects would be
+    inconsistent."""
     loader = iter(torch.utils.data.DataLoader(range(9)))  # type: ignore[arg-type]
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     numbers = (n for n in range(9))
@@ -261,7 +261,7 @@ def test_iterators_threads_and_training_go_on() -> None:
 
 
 def test_the_state_of_pytorch_itself_is_none_of_the_programs() -> None:
-    """Otherwise PyTorch's registries and caches would be restored as well."""
+    """An analysis must not restore PyTorch's registries and caches."""
 
     def program(x: Tensor) -> Any:
         return checkpoint(lambda y: flex_attention(y, y, y), x), torch.cond, torch.compile
@@ -351,7 +351,7 @@ def test_what_a_callable_holds_is_the_same_after_its_prediction(ceilings: Ceilin
 
 
 class KeepsOutputs(nn.Module):
-    """A module that stores its outputs. Things that it creates once are created by the first run."""
+    """A module that stores its outputs. If `lazily`, the first run creates the list."""
 
     masks: ClassVar[dict[int, Tensor]] = {}
 
@@ -521,7 +521,7 @@ def test_a_method_is_followed_to_its_object() -> None:
 
 
 def test_what_could_not_be_copied_is_named_if_the_step_writes_to_it(ceilings: Ceilings) -> None:
-    """A sparse tensor is named; another one, which is only read, is not."""
+    """The note names the sparse tensor that the step writes to, and not the one that it only reads."""
     written, read = torch.eye(3).to_sparse(), torch.eye(3).to_sparse()
 
     def step(x: Tensor, sparse: Tensor, other: Tensor) -> Tensor:

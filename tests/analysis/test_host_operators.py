@@ -30,7 +30,7 @@ def report_of(
 ) -> Report:
     """A GPU's step in which the operators of these modules ran on the GPU, 2 ms each, and the others on the CPU."""
     monkeypatch.setattr(reporting, "_device", lambda device: {"kind": "cuda", "name": "a GPU"})
-    net, x = net.bfloat16(), x.bfloat16()  # no other precision is timed, because that would need a GPU
+    net, x = net.bfloat16(), x.bfloat16()  # in bfloat16, so that no other precision is timed, which would need a GPU
     tracker = ModuleTracker(net)
     with torch.no_grad(), tracker, CountingMode(tracker.locate) as counted:
         net(x)

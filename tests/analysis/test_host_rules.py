@@ -99,8 +99,7 @@ WAITED_FOR = operator("_local_scalar_dense", "train.py:12")
 
 @pytest.mark.parametrize(("busy_ms", "gain_ms"), [(2.0, 5.0), (5.0, 5.0), (8.0, 2.0)])
 def test_a_larger_batch_hides_the_host_behind_the_gpu(busy_ms: float, gain_ms: float, gpu: Ceilings) -> None:
-    """The work of two steps takes as long as the host needs for one step, or as long as the GPU works, whichever is
-    longer."""
+    """A doubled batch takes the host's time of one step or the GPU's time of two steps, whichever is longer."""
     (advice,) = launch_gap(found(gpu, WAITED_FOR, busy_ms=busy_ms))
     assert advice.gain_ms == pytest.approx(gain_ms)
     assert advice.title == "Double the batch to 32"
@@ -217,5 +216,5 @@ def test_memory_that_is_taken_again_in_each_step_is_advice(ceilings: Ceilings) -
     assert advice.gain_ms == pytest.approx(3.0)
     assert advice.low_ms == pytest.approx(2.0)
     assert "takes 6,000 pages of memory from the system again, which works for them 4.00 ms" in advice.evidence
-    assert freed_memory(dataclasses.replace(steady, faults=PageFaults(100.0, 4.0))) == []  # the system did other work
+    assert freed_memory(dataclasses.replace(steady, faults=PageFaults(100.0, 4.0))) == []  # too few faults for 4 ms
     assert freed_memory(found(on_two)) == []

@@ -38,7 +38,7 @@ def test_under_a_compiler_too() -> None:
     x, ceilings = (
         torch.rand(2, 3, 8, 8),
         replace(H200, kind="cpu"),
-    )  # some ceilings, because measuring those of this machine takes longer
+    )  # arbitrary ceilings: measuring this machine takes longer
     report = rooftop.analyze(model, x, train=True, compile=True, ceilings=ceilings)
     every = {f"{name}{part}" for name in ("convolution", "conv_transpose2d") for part in ("", "_backward")}
     assert names_of(report) == every

@@ -38,7 +38,7 @@ def step_with(optimizer: torch.optim.Optimizer, ceilings: Ceilings, ms: float = 
 
 @pytest.fixture
 def half_a_millisecond(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let any fused optimizer take this long, and let parameters on the CPU count as a GPU's."""
+    """Make every fused optimizer take half a millisecond, and treat parameters on the CPU as a GPU's."""
     monkeypatch.setattr(optimizer_rules, "fused_step_ms", lambda optimizer: 0.5)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
 

@@ -1,4 +1,4 @@
-"""Processes that a script starts are named, with their number and their time."""
+"""Processes that a script starts are reported, with their kind, number and CPU time."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ class Page:
     def close(self) -> None:
         for event, hear in self.heard.items():
             self.page.remove_listener(event, hear)
-        self.page.goto("about:blank")  # otherwise the opened page would continue to work
+        self.page.goto("about:blank")  # stops the scripts of the opened page
 
     def _requested(self, url: str) -> None:
         if not url.startswith(("data:", "file:", "blob:")):
@@ -231,7 +231,7 @@ def opened(tab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]
 
 @pytest.mark.browser
 @needs_chromium
-# Each sort of change is shown in both schemes and at both widths, and each scheme at each width.
+# Each report is shown in both schemes and at both widths, and each scheme at each width.
 @pytest.mark.parametrize(
     ("change", "scheme", "width"),
     [

@@ -87,7 +87,7 @@ def counts(report: Report) -> dict[tuple[Any, ...], tuple[int, int, int]]:
 
 @pytest.mark.parametrize("train", [False, True])
 def test_the_totals_are_those_of_a_run(train: bool, build: Build, ceilings: Ceilings, h200: Ceilings) -> None:
-    """With a CPU's ceilings, the counts agree operator by operator. With a GPU's ceilings, they agree except for
+    """With a CPU's ceilings, the counts agree operator by operator. With a GPU's ceilings, the counts agree except for
     attention, which is another operator on a GPU.
 
     (Dropout is another operator on a GPU as well, but the model has none.)"""
@@ -185,7 +185,7 @@ def test_nothing_of_a_model_changes_that_a_callable_holds(has_stepped: bool, h20
     assert all(torch.equal(value, weights[name]) for name, value in net.state_dict().items())
     assert {p: set(of) for p, of in optimizer.state.items()} == {p: set(of) for p, of in state.items()}
     assert all(torch.equal(value, state[p][name]) for p, of in optimizer.state.items() for name, value in of.items())
-    step(x)  # and the original still works
+    step(x)  # the original function still works
 
 
 def test_what_trains_goes_on_where_it_stood(h200: Ceilings) -> None:
@@ -258,8 +258,7 @@ def test_attention_with_dropout_is_one_kernel_on_a_gpu(
 
 
 def test_a_prediction_is_a_lower_bound(h200: Ceilings) -> None:
-    """Each operator takes the time of its roof. The host launches one operator after the other. Only the longer of the
-    two times counts."""
+    """The wall time is the longer of two sums: the operators' roof times, and the host's launch times."""
     report = rooftop.predict(small_net(), images(), ceilings=h200)
     summary, gaps = report.summary, report.gaps
     assert gaps.kernel_gap_ms == 0
@@ -289,8 +288,8 @@ def test_the_report_says_that_it_is_predicted(h200: Ceilings, tmp_path: Path) ->
 
 
 def test_a_decoder_of_a_billion_parameters(transformers: ModuleType, h200: Ceilings, tmp_path: Path) -> None:
-    """A training step of 2048 tokens, with an eighth of the 32 layers of a model of 7 billion parameters. It is
-    compared with the usual 6 flops for each parameter and token, plus attention."""
+    """A training step of 2048 tokens, with an eighth of the 32 layers of a model of 7 billion parameters. The
+    prediction is compared with the usual 6 flops for each parameter and token, plus attention."""
     layers = 4
     config = transformers.LlamaConfig(
         hidden_size=4096, intermediate_size=11008, num_hidden_layers=layers, num_attention_heads=32, vocab_size=32000

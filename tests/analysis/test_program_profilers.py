@@ -1,4 +1,5 @@
-"""A program that uses a profiler keeps this profiler and its results; our report then does without our own profiler."""
+"""A program that uses a profiler keeps this profiler and its results; the report then comes from a run without
+Rooftop's profiler."""
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ def test_each_kind_of_profiler_is_noticed_before_it_begins(begin: type) -> None:
         try:
             with begin():
                 torch.ones(3) + 1
-        except RuntimeError:  # a build without ITT refuses this profiler, but only after we have noticed it
+        except RuntimeError:  # a build without ITT refuses this profiler after Rooftop has noticed it
             assert begin is profiler.emit_itt
     assert seen_before == [False]
 
@@ -95,7 +96,7 @@ def test_each_kind_of_profiler_is_noticed_before_it_begins(begin: type) -> None:
 def test_compiled_code_beside_a_profiler_is_refused_with_the_reason(
     ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This happens on a GPU, where nothing can be observed without a profiler."""
+    """On a GPU, nothing can be observed without a profiler, so the analysis is refused."""
     monkeypatch.setattr(Recording, "_runs_compiled", True)
     with found(ceilings) as recorded, profile():
         recorded.compiles()

@@ -1,5 +1,5 @@
 """An operator above its roof raises the ceiling that set the roof, if the operator exceeds the roof again when run
-alone. Otherwise it keeps its flag."""
+alone. An operator that does not exceed its roof again keeps its flag."""
 
 from __future__ import annotations
 

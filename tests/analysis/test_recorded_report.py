@@ -82,7 +82,7 @@ def test_the_start_up_is_told_apart_and_is_no_part_of_a_step(ceilings: Ceilings)
     assert len(first_ms) == 3
     assert "The wall time is from later steps." in note
     assert report.mode == f"{NEEDED + 8} recorded steps"
-    assert 2 < report.summary.wall_ms < 1.5 * max(took[2:])  # whatever else the machine does
+    assert 2 < report.summary.wall_ms < 1.5 * max(took[2:])  # even on a busy machine
     names = {row.name for row in report.ops}
     assert "aten::addmm" in names
     assert not names & {"aten::uniform_", "aten::linalg_qr", "aten::normal_"}
@@ -106,7 +106,7 @@ def test_a_slow_first_step_is_not_in_the_wall_time(ceilings: Ceilings) -> None:
             took.append(1e3 * (time.perf_counter() - began) - sum(took))
 
     report = report_of(program, ceilings)
-    assert report.summary.wall_ms < 1.5 * max(took[1:])  # whatever else the machine does
+    assert report.summary.wall_ms < 1.5 * max(took[1:])  # even on a busy machine
     assert times_in(note_of(report, "Its first steps took").partition("first steps took")[2])[0] > 200
 
 

@@ -100,7 +100,7 @@ def test_nothing_of_a_loop_changes(steps: int, ceilings: Ceilings) -> None:
 def test_garbage_is_collected_before_the_timed_steps_where_the_program_collects(
     collects: bool, ceilings: Ceilings
 ) -> None:
-    """Otherwise our records would trigger a full garbage collection in one of the steps."""
+    """The recording's own objects must not trigger a full garbage collection in one of the steps."""
     whole: list[str] = []
 
     def seen(phase: str, info: dict[str, int]) -> None:
@@ -122,7 +122,7 @@ def test_garbage_is_collected_before_the_timed_steps_where_the_program_collects(
 
 @pytest.mark.parametrize("training", [True, False])
 def test_so_many_steps_are_enough_as_a_report_of_fewer_says(training: bool, ceilings: Ceilings) -> None:
-    """If each call is a step, the first two are watched together, so one more is needed."""
+    """If each call is a step, the first two steps are watched together, so one more step is needed."""
 
     def report_of(steps: int) -> Report:
         net, x = small_net(), torch.randn(6, 8)
@@ -232,7 +232,7 @@ def test_beside_a_profiler_that_stays_the_steps_before_it_are_the_wall_time(
     took_ms: list[float] = []
     slowed = late(monkeypatch, 40, ceilings, slower_s=0.05, took_ms=took_ms).report
     assert slowed.mode == "40 recorded steps"
-    assert 4 < slowed.summary.wall_ms < 1.5 * max(took_ms[:10])  # whatever else the machine does
+    assert 4 < slowed.summary.wall_ms < 1.5 * max(took_ms[:10])  # even on a busy machine
     (said,) = [note for note in slowed.notes if "before the profiler began" in note]
     assert "6 steps" in said
     assert slowed.modules.find("0").calls == 1
@@ -262,7 +262,7 @@ def test_the_first_training_step_does_not_begin_with_the_evaluation_before_it(ce
     net, x = small_net(), torch.randn(6, 8)
     optimizer = torch.optim.SGD(net.parameters())
     with rooftop.recording(ceilings=ceilings, find_steps=True) as recorded:
-        for _ in range(20):  # with gradients, because they are not disabled
+        for _ in range(20):  # an evaluation that forgets to disable gradients
             net(x)
             time.sleep(0.1)
         for _ in range(NEEDED):
@@ -343,7 +343,7 @@ def test_too_few_steps_are_a_report_of_those_that_there_were(ceilings: Ceilings)
     assert "There were only 4 steps" in note
     assert f"With {NEEDED} steps or more" in note
     assert (report.mode, report.summary.repeats) == ("recorded", 1)
-    assert 20 < report.summary.wall_ms < 1.5 * max(took_ms[1:])  # whatever else the machine does
+    assert 20 < report.summary.wall_ms < 1.5 * max(took_ms[1:])  # even on a busy machine
     assert report.modules.find("4").calls == 1
     assert report.modules.find("(optimizer)").parameters == 0
 

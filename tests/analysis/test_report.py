@@ -108,7 +108,8 @@ def test_table_names_the_gaps_the_operators_and_the_roof(report: Report) -> None
 
 
 def test_a_narrow_terminal_loses_no_figure_and_tells_fused_kernels_apart(report: Report) -> None:
-    """Fused kernels have long names with equal beginnings. A terminal of 80 columns still shows their ends."""
+    """Fused kernels have long names with equal beginnings. A terminal of 80 columns still shows the ends of these
+    names."""
     name = "inductor::fused__native_batch_norm_legit_no_training_{}"
     rows = [
         OperatorRow(name.format(end), "backward", ((8, 32, 64, 64),) * 6, "float32", 1, 8, {}, 8, 0.25, 1.5, "memory")

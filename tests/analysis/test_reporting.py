@@ -71,8 +71,8 @@ def test_other_processes_are_named(measured: Profile, ceilings: Ceilings, monkey
 def test_a_gain_that_noise_could_hide_is_not_offered(
     measured: Profile, ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """bfloat16 would save some of the operators' time. This is offered on a quiet machine, with its interval, but not
-    with 90% noise.
+    """bfloat16 would save some of the operators' time. The report offers bfloat16 on a quiet machine, with an interval
+    of the gain, but not with 90% noise.
 
     On the machine of these ceilings, operators take twice the time of their roofs, casts take the time of their roofs,
     and products take half their time in bfloat16.

@@ -1,4 +1,4 @@
-"""A script is run as `python SCRIPT ARGUMENTS` would, and recorded; how it ends is told in one line."""
+"""A script is run as `python SCRIPT ARGUMENTS` would, and recorded; its end is reported in one line."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ ENDS = {
 def test_a_script_ends_as_it_would_and_prints_what_it_would(
     end: str, status: int, tmp_path: Path, ceilings: Ceilings, fork: Callable[..., BaseProcess]
 ) -> None:
-    """On the command line, with a report of the script's steps; the process ends where the script wants it to."""
+    """The command reports the script's steps; its process ends where and how the script ends it."""
     path = script(tmp_path, LOOP + end)
     ceilings.save(tmp_path / "ceilings.json")
     options = ["--device", "cpu", "--ceilings", "ceilings.json", "--no-html", "--json", "report.json"]
@@ -311,8 +311,8 @@ def test_a_script_that_fails_early_has_no_report(
 def test_a_process_that_ends_at_once_has_its_report_made_before(
     tmp_path: Path, ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`os._exit` runs no `finally`, and in a forked process it is unchanged. The report is written in the command's
-    folder, wherever the script has gone."""
+    """`os._exit` runs no `finally`, and in a forked process it is unchanged. The report is written to the command's
+    folder even if the script has changed the working directory."""
 
     class EndedError(BaseException):
         pass

@@ -1,4 +1,5 @@
-"""Dispatch modes may end in any order. PyTorch then remembers the same as if they had never been active."""
+"""Dispatch modes may end in any order. Afterwards, PyTorch's state is the same as if the modes had never been
+active."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_laws_of_the_stages(found: bool, compiled: bool, ranks: bool, stays: boo
         assert "whole" not in names, "PyTorch never compiles code that it has met under labels"
     if stays:
         first = min(names.index(name) for name in ("plain", "labelled", "ranks") if name in names)
-        assert set(names[:first]) == {"unwatched", "warm", "before"}, "a profiler that stays begins late"
+        assert set(names[:first]) == {"unwatched", "warm", "before"}, "a profiler that stays attached begins late"
     assert steps_needed(planned) == warm_up + extra + 1 + LABELLED + 1 + LEAST_TIMED
 
 

@@ -22,7 +22,7 @@ Calls = tuple[int, int]
 
 
 class Told:
-    """The reports of a finder: the steps since a coarser marker last took the lead, and all earlier steps."""
+    """The reports of a finder: the steps since it last changed to a coarser marker, and all earlier steps."""
 
     def __init__(self) -> None:
         self.steps: list[Calls] = []
@@ -90,7 +90,7 @@ def evaluate(model: nn.Module, calls: int) -> None:
 def test_each_step_of_the_optimizer_ends_one() -> None:
     model = net()
     told, finder = found(lambda: train(model, sgd(model), 6))
-    assert told.steps == [(0, 0)] + [(1, 1)] * 5  # in the first step, the call and the backward pass led before
+    assert told.steps == [(0, 0)] + [(1, 1)] * 5  # before, calls and then backward passes marked the first step
     assert told.whole == [False] + [True] * 5
     assert (finder.level, told.begins) == (Level.OPTIMIZER, 1)
 
@@ -228,7 +228,7 @@ def test_micro_batches_are_one_step() -> None:
 
 @pytest.mark.parametrize("make", [torch.optim.LBFGS, torch.optim.SGD])
 def test_forward_and_backward_in_a_closure_belong_to_the_optimizers_step(make: Callable[..., Any]) -> None:
-    """LBFGS calls its closure several times; Lightning hands one to every optimizer."""
+    """LBFGS calls its closure several times; Lightning passes a closure to every optimizer."""
     model = net()
     optimizer = make(model.parameters(), lr=1e-3)
 
@@ -268,7 +268,7 @@ def test_an_optimizer_that_steps_once_for_several_of_another_leads() -> None:
             train(generator, optimizers[1], 1)
 
     told, _ = found(gan)
-    # steps of the critic, until the generator had stepped for the second time after three of them
+    # the critic's six steps before the generator's second step
     assert told.earlier[-1] == 6
     assert told.steps[1:] == [(4, 4)] * 4
 
@@ -343,7 +343,7 @@ def test_evaluation_after_training_ends_no_step_of_it() -> None:
 
     told, _ = found(program)
     assert told.steps[1:4] + told.steps[5:] == [(1, 1)] * 6
-    assert told.steps[4] == (10, 1)  # which distinguishes it from the others
+    assert told.steps[4] == (10, 1)  # ten calls distinguish this step from the others
 
 
 def test_a_program_that_evaluates_first_is_judged_by_its_training() -> None:

@@ -59,7 +59,7 @@ def test_nothing_stays_in_place() -> None:
 
 @pytest.mark.parametrize("way", ["noticed", "affirmed"])
 def test_who_takes_a_question_by_its_name_meanwhile_gets_the_answer_afterwards(way: str) -> None:
-    """This happens, for example, in modules that a program imports when it first needs them."""
+    """A module that the program imports during the analysis may copy a replaced function under its own name."""
     questions = TracingQuestions()
     with getattr(questions, way)():
         from torch.compiler import is_compiling

@@ -90,7 +90,7 @@ def test_the_ctc_loss_is_counted_as_when_run(concatenated: bool, h200: Ceilings)
 
 
 def test_what_pytorch_reads_on_its_own_is_named_as_such(h200: Ceilings) -> None:
-    """Lengths come in lists. PyTorch puts them into a tensor and reads that tensor."""
+    """A program passes lengths as lists. PyTorch puts the lengths into a tensor and reads that tensor."""
     log_probs, targets = torch.randn(50, 4, 20, requires_grad=True), torch.randint(1, 20, (4, 10))
     with pytest.raises(InputError, match="cannot be predicted: its operators depend on values"):
         rooftop.predict(lambda x, y: ctc(x, y, [50] * 4, [10] * 4), log_probs, targets, ceilings=h200, train=True)

@@ -31,7 +31,7 @@ def test_a_quick_run_measures_all_modes(
 
 
 def test_parts_are_those_of_the_operators(script: Callable[[str], ModuleType]) -> None:
-    """If one part of a call is delayed by twenty milliseconds, they are found in that part and in no other."""
+    """A delay of twenty milliseconds in one part of a call is measured in that part only."""
     calls = script("calls")
     rms_norm = next(case for case in calls.CASES if case.name == "rms_norm")
     x, weight = rms_norm.made(torch.device("cpu"))

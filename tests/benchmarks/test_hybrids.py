@@ -1,4 +1,4 @@
-"""The benchmark of hybrids gives each network the same time."""
+"""The benchmark of hybrids trains each network for the same time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Benchmarks of kernels explain themselves where there is no GPU, and say that they need one."""
+"""Without a GPU, kernel benchmarks still print their help, and say that they need a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "tabl
 
 
 def started(monkeypatch: pytest.MonkeyPatch, name: str, *words: str) -> int | str | None:
-    """The exit status of a script."""
+    """Run a script; return its exit status."""
     monkeypatch.setattr(sys, "argv", [name, *words])
     monkeypatch.syspath_prepend(str(FOLDER))
     with pytest.raises(SystemExit) as ended:
@@ -28,7 +28,7 @@ def test_help_needs_no_gpu(name: str, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert f"python benchmarks/kernels/{name}.py" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="concerns machines without a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_without_a_gpu_one_line_says_so(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

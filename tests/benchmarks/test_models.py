@@ -100,7 +100,7 @@ def test_reports_of_ours_are_written(run: Run, tmp_path: Path, monkeypatch: pyte
     assert (report.target, report.mode) == ("conv_lstm-training", "training")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="concerns machines without a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", [SCRIPT.name])
     with pytest.raises(SystemExit) as ended:

@@ -1,4 +1,5 @@
-"""The benchmark of `rooftop.optimize` measures each way of a model in rows that survive failures."""
+"""The benchmark of `rooftop.optimize` measures each variant of a model, and keeps finished rows if a later one
+fails."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def test_a_row_has_each_way_and_what_the_search_found(
     optimize: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pytest.importorskip("transformers")
-    monkeypatch.setattr("torch.compile", lambda model, **_: model)  # it takes 15 s, and is tried elsewhere
+    monkeypatch.setattr("torch.compile", lambda model, **_: model)  # compiling takes 15 s; other tests compile
     noted: list[dict[str, Any]] = []
 
     def note(known: dict[str, Any]) -> None:
@@ -43,14 +44,14 @@ def test_a_row_has_each_way_and_what_the_search_found(
     assert row["ms"].keys() == row["spread"].keys() == {"eager", "compile default", "optimize"}
     first = next(known for known in noted if "kept" in known)
     assert first["kept"] == row["kept"]
-    assert "compile default" not in first["ms"], "rows are written as they come"
+    assert "compile default" not in first["ms"], "figures are written as soon as they are measured"
     assert {change["rule"] for change in row["changes"]} >= {"fold-norms", "cuda-graphs"}
     assert row["search"]["before"] > 0
     assert json.loads(plan.read_text())["rules"] == row["kept"]
     with optimize.Turn(tmp_path / "turns") as turn:
         row = optimize.measured(job, torch.device("cpu"), turn, note, 3.0, plan)
     assert not row["errors"]
-    assert row["seconds"].keys() == {"plan", "compile default"}, "the plan is applied, without a search"
+    assert row["seconds"].keys() == {"plan", "compile default"}, "the plan is applied without a search"
 
 
 def test_a_search_gives_its_turn_away_while_it_compiles_and_its_clock_stands_still(
@@ -186,7 +187,7 @@ def test_rows_are_written_and_errors_and_slower_ones_are_failures(
     assert written["summary"]["predictions within 30%"] == 1.0
     assert len(measured) == 2
     optimize.main()
-    assert len(measured) == (4 if errors else 2), "rows that are done are not measured again"
+    assert len(measured) == (4 if errors else 2), "finished rows are not measured again"
     assert len(json.loads(out.read_text())["results"]) == 2
 
 

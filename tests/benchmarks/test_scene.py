@@ -105,4 +105,6 @@ def test_the_guide_quotes_the_measurements() -> None:
     ]
     assert len(quoted) == 4
     _, table = guide.split("| triangles | drawn | depth | G-buffer | depth in Warp | every triangle |\n")
-    assert cells(table.split("\n\n")[0])[1:] == quoted, "docs/scene.md, Speed"
+    assert cells(table.split("\n\n")[0])[1:] == quoted, (
+        "the table of docs/scene.md, Speed, must have the committed figures"
+    )

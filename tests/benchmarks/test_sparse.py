@@ -53,7 +53,7 @@ class Foreign:
 
 
 def ours(x: Foreign) -> sparse.SparseConvTensor:
-    assert type(x) is Foreign, "a tensor of Rooftop's came to spconv"
+    assert type(x) is Foreign, "spconv got a tensor of Rooftop's class"
     return sparse.SparseConvTensor(x.features, x.indices, x.spatial_shape, x.batch_size, indice_dict=x.indice_dict)
 
 
@@ -304,7 +304,7 @@ def test_products_are_counted_by_the_pairs_that_there_are(folder: None) -> None:
         sparse.SparseConv3d(4, 8, 2, 2, bias=False, indice_key="half"),
         torch.nn.Linear(8, 16, bias=False),
     )
-    pairs = [5, 3]  # each site is paired with itself, and two sites with each other; each site lies in one cell
+    pairs = [5, 3]  # each site is paired with itself, two sites with each other; each site is in one cell
     flops = [2 * pairs[0] * 2 * 4, 2 * pairs[1] * 4 * 8, 2 * 3 * 8 * 16]
     result = model(x).features
     assert len(result) == 3
@@ -335,7 +335,7 @@ def test_pages_are_up_to_date(page: Path) -> None:
     assert TABLES["with_figures"](text, TABLES["RESULTS"]) == text, "run python benchmarks/kernels/tables.py"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="concerns machines without a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_gpu_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: None
 ) -> None:

@@ -123,7 +123,7 @@ def test_a_changed_byte_is_named_with_its_tensor_and_file(run: Path, said: Said)
         assert words in err
         assert "rank-00000.safetensors" in err
     assert {path.name for path in run.parent.iterdir()} == {"run"}  # nothing half-written
-    assert said("export-hf", run, "-o", run.parent / "out")[0] == 0  # which needs only the weights
+    assert said("export-hf", run, "-o", run.parent / "out")[0] == 0  # the export needs only the weights
 
 
 def test_what_is_no_checkpoint_is_said(tmp_path: Path, said: Said) -> None:
@@ -152,7 +152,7 @@ def test_a_conversion_changes_no_bit_and_goes_on(ranks: int, run: Path, trained:
 
 
 def test_a_tensor_rank_finds_what_it_holds_in_its_own_file(run: Path, said: Said) -> None:
-    """Two pairs of ranks share a head of keys each, and one rank of each pair writes it."""
+    """Each of two pairs of ranks shares one key head, and one rank of the pair writes it."""
     out = run.parent / "out"
     said("convert", run, "-o", out, "--tensor-parallel-size", 4)
     found = json.loads(said("inspect", out, "--json")[1])["tensors"]

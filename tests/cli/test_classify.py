@@ -191,7 +191,7 @@ def test_default_weights_come_from_the_mirror(
     monkeypatch.setenv("ROOFTOP_WEIGHTS_URL", mirror.as_uri())
     for _ in range(2):
         assert run("photos", "--model", "resnet18")[0] == 0
-        (mirror / weights.file).unlink(missing_ok=True)  # the second time they are in the cache
+        (mirror / weights.file).unlink(missing_ok=True)  # the second call finds the weights in the cache
     (tmp_path / "torch" / "hub" / "checkpoints" / weights.file).write_bytes(b"damaged")
     status, out, err = run("photos", "--model", "resnet18")
     assert (status, out) == (1, "")
@@ -352,7 +352,7 @@ def test_videos_and_photographs_together_as_json(run: Run, files: dict[int, Path
     assert [photo["path"] for photo in found["photographs"]] == ["photos/cat.png", "photos/coffee.png"]
     (video,) = found["videos"]
     assert (video["path"], video["device"], video["damage"]) == ("walk.film", "cpu", None)
-    assert video["fallback_reason"] is None  # no work was requested from the CPU
+    assert video["fallback_reason"] is None  # the CPU is no fallback, because it was requested
     assert [frame["time"] for frame in video["frames"]] == pytest.approx([0, 0.5, 1, 1.5, 2])
     assert [frame["position"] for frame in video["frames"]] == [0, 5, 10, 15, 20]
     for frame in video["frames"]:

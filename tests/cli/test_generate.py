@@ -244,7 +244,7 @@ def test_ranks_that_do_not_fit_are_refused_before_they_meet(
         variables = {"RANK": "0", "WORLD_SIZE": str(started), "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-    monkeypatch.setattr(verb, "join", lambda *_, **__: pytest.fail("it communicates"))
+    monkeypatch.setattr(verb, "join", lambda *_, **__: pytest.fail("ranks communicated before the error"))
     status, out, err = run("--weights", folder, "--bytes", "--prompt", "Hello", *words)
     assert (status, out) == (2, "")
     assert message in err
@@ -252,7 +252,7 @@ def test_ranks_that_do_not_fit_are_refused_before_they_meet(
 
 
 def test_prompts_in_a_locale_without_their_characters(run: Run, folder: Path) -> None:
-    """Python then turns the bytes, which are UTF-8, into surrogates."""
+    """In such a locale, Python turns the UTF-8 bytes into surrogates."""
     options = ("--weights", folder, "--bytes", "--max-new-tokens", 3, "--no-roof")
     status, out, _ = run(*options, "--prompt", "h\udcc3\udca9")
     assert (status, out) == run(*options, "--prompt", "hé")[:2]
@@ -301,7 +301,7 @@ def test_more_than_the_roof_is_an_error_of_the_measurement() -> None:
 
 
 def test_a_head_that_the_config_ties(run: Run, tmp_path: Path) -> None:
-    """The file's own head chooses the tokens, and standard error says so."""
+    """The file's own head chooses the tokens, and the command says so on stderr."""
     safetensors = pytest.importorskip("safetensors.torch")
     save_gpt(Gpt(replace(LLAMA, tied=True)), tmp_path / "model")
     tensors = safetensors.load_file(tmp_path / "model" / "model.safetensors")
@@ -317,7 +317,7 @@ def test_a_head_that_the_config_ties(run: Run, tmp_path: Path) -> None:
 
 
 def test_more_tokens_than_positions(run: Run, folder: Path) -> None:
-    """Too many are refused before weights are read; the default is as many as fit."""
+    """Too large a number of tokens is refused before weights are read. The default is the largest number that fits."""
     words = ("--weights", folder, "--bytes", "--prompt", "Hello", "--no-roof")
     status, out, err = run(*words, "--max-new-tokens", 60)
     assert (status, out) == (2, "")
@@ -332,7 +332,7 @@ TRAINED = replace(LLAMA, head_size=8, window=5, window_layers=(1,), head_norms=T
 
 @pytest.mark.parametrize("text", [True, False])
 def test_the_folder_of_a_training(text: bool, run: Run, tmp_path: Path) -> None:
-    """The last step of a training, or a named one. Tokens are bytes if it was trained on text."""
+    """The command loads the last step of a training, or a named one. A model trained on text has bytes as tokens."""
     tokens = Tokens([np.frombuffer(b"The roof of a house. " * 20, np.uint8)], "text", text=text)
     training = GptTraining(config=TRAINED, length=16, global_batch=2, micro_batch=2, learning_rate=0.01)
     layout = Layout()

@@ -1,5 +1,5 @@
-"""Help appears at once: it loads neither torch nor a verb's implementation. Options that several verbs share are the
-same."""
+"""Help appears at once: it loads neither torch nor a verb's implementation. Options that several verbs share have the
+same names and texts."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_value_is_written_or_printed(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_devices_and_findings_as_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """These verbs had only a switch before: JSON is printed next to the table, or instead of it."""
+    """With a path, --json writes a file and the table is still printed. Without one, JSON replaces the table."""
     path = tmp_path / "device.json"
     assert main(["device", "--json", str(path)]) == 0
     assert capsys.readouterr().out

@@ -19,7 +19,7 @@ from rooftop.ladder import Climb, Outcome
 from rooftop.ladder.memory_levels import Flight, Level, MemoryClimb
 from rooftop.ladder.python_climbing import SpeedClimb, SpeedOutcome
 
-on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="concerns machines without a GPU")
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 
 FOUND = Climb(
     ladder="vector",

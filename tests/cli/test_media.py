@@ -183,7 +183,7 @@ def test_transcode_keeps_the_time_of_each_frame(tmp_path: Path, name: str, suffi
     "times", [[0.0, 0.1, 0.2, 0.3, 0.4], [0.0, 0.08, 0.12, 0.16, 0.36], [0.04 * n for n in range(5)]]
 )
 def test_transcode_keeps_sound_beside_its_pictures(tmp_path: Path, times: list[float]) -> None:
-    """A click at the time of each white picture stays at that picture."""
+    """The sound has a click at each white picture, and clicks and pictures stay together."""
     given, out = tmp_path / "clicks.mkv", tmp_path / "out.mkv"
     samples = torch.zeros(1, RATE)
     for time in times[1::2]:

@@ -126,7 +126,7 @@ def test_a_page_shows_before_and_after_and_each_reason(run: Run, net: str, tmp_p
     assert "1 of 1 changes was kept: fold-norms" in page
     assert "1 norm folded; by the plan" in page
     assert "NaN in the inputs" in page
-    assert "http" not in page, "it needs no network"
+    assert "http" not in page, "the page must not need the network"
     run(f"{net}:build", "--rule", "cuda-graphs", "--rule", "constants", "-o", "page.html")
     page = (tmp_path / "page.html").read_text()
     assert "No change was kept" in page

@@ -31,7 +31,7 @@ def test_every_option_of_every_command_is_given_once(
 ) -> None:
     options = [each for each in found.params if isinstance(each, click.Option)]
     names = [each.name for each in found.params]
-    assert len(set(names)) == len(names)  # no two options that write over each other
+    assert len(set(names)) == len(names)  # no two options set the same value
     for option in options:
         if option.multiple or option.count or (option.is_flag and not option.secondary_opts):
             continue
@@ -52,7 +52,7 @@ def test_flags_and_lists_may_be_given_again(capsys: pytest.CaptureFixture[str]) 
     def say(flag: bool, each: tuple[str, ...], v: int, one: str | None) -> None:
         click.echo(f"{flag} {each} {v} {one}")
 
-    for _ in range(2):  # checked once, however often it is asked for
+    for _ in range(2):  # the second call changes nothing
         refuse_repeated_options(say)
     say.main(["--flag", "--flag", "--each", "a", "--each", "b", "-vv", "--one", "1"], standalone_mode=False)
     assert capsys.readouterr().out == "True ('a', 'b') 2 1\n"

@@ -40,7 +40,7 @@ def test_a_mesh_is_built_and_looked_into(mesh: Path, capsys: pytest.CaptureFixtu
 
 
 def test_textures_are_kept_and_listed_or_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """If kept, a picture shows them."""
+    """A rendered picture shows textures that were kept."""
     image = np.full((4, 8, 3), (255, 0, 0), np.uint8)
     Image.fromarray(image).save(tmp_path / "red.png")
     (tmp_path / "two.mtl").write_text("newmtl red\nKd 1 1 1\nmap_Kd red.png\nnewmtl blue\nKd 0 0 1\n")

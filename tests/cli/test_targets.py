@@ -103,7 +103,7 @@ def test_callables_bring_keywords(net: str) -> None:
 def test_keywords_of_a_builder_are_analyzed(
     options: tuple[str, ...], net: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The builder's functions get these values, which can be tested without a measurement."""
+    """The test checks the values passed to `analyze` and `predict`, without a measurement."""
     seen: list[dict[str, object]] = []
 
     def watching(model: nn.Module, *args: object, **kwargs: object) -> Report:
@@ -124,7 +124,7 @@ def test_keywords_of_a_builder_are_analyzed(
 
 @pytest.mark.parametrize("path", ["{}.py", "./{}.py", "inner/{}_inner.py", "../beside/{}_beside.py", "{tmp}/{}.py"])
 def test_a_module_may_be_named_by_its_file(path: str, net: str, tmp_path: Path) -> None:
-    """A path as users type it with the help of their shell."""
+    """A relative or absolute path, as shells complete it."""
     here = tmp_path / "here"
     for folder, name in ((here, net), (here / "inner", f"{net}_inner"), (tmp_path / "beside", f"{net}_beside")):
         folder.mkdir(exist_ok=True)
@@ -260,7 +260,7 @@ def test_predictions_of_a_known_machine_and_of_a_file_agree(run: Run, tmp_path: 
 
 
 def test_a_trace_is_one_that_chrome_reads(run: Run, tmp_path: Path) -> None:
-    replace(ceilings_of("h200"), kind="cpu").save(tmp_path / "there.json")  # whose figures do not matter here
+    replace(ceilings_of("h200"), kind="cpu").save(tmp_path / "there.json")  # the ceilings' figures do not matter here
     words = ["NET:pair", "--device", "cpu", "--ceilings", "there.json", "--trace", "trace.json", "--no-html"]
     status, out, _ = run(*words)
     assert status == 0

@@ -1,4 +1,4 @@
-"""The process beside a Dask worker does the chunks of several threads, and reports what ends or delays it."""
+"""The process beside a Dask worker processes the chunks of several threads, and reports what ends or delays it."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_who_waits_at_the_end_of_the_run_gets_an_error(
     assert not alive
 
 
-# A spawned process imports its function by name, and the modules of the tests have none that it finds.
+# A spawned process imports its function by name, and cannot import the tests' modules.
 AS_A_DASK_WORKER = """
 from rooftop.cluster.dask_processes import ProcessBeside
 from rooftop.cluster.local_workers import Division

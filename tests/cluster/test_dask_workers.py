@@ -61,7 +61,7 @@ class Scheduler:
 
     def _start(self, what: str, *words: object) -> None:
         command = [sys.executable, "-m", f"distributed.cli.dask_{what}", *map(str, words), "--no-dashboard"]
-        # Workers may start late on a busy machine. The scheduler tries to reach a killed one for this long.
+        # Workers may start late on a busy machine. The scheduler tries to reach a killed worker for this long.
         patience = {"DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "120s" if what == "worker" else "10s"}
         said = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         self._processes.append(subprocess.Popen(command, env={**os.environ, **patience}, **said))
@@ -131,7 +131,7 @@ def test_workers_of_a_scheduler_do_each_item_once_also_if_one_is_killed(
 
     scheduler.start(2)
     with Client(scheduler.address, timeout=120) as client:
-        # otherwise one worker may do everything before the worker that is killed later begins
+        # with one worker, everything might be done before the second worker starts and is killed
         client.wait_for_workers(2, timeout=120)
     killed = []
 
@@ -185,12 +185,12 @@ def test_a_scheduler_that_does_not_come_back_leaves_what_was_done(
 ) -> None:
     scheduler.start(1)
     monkeypatch.setattr(dask_workers, "RECONNECT_S", 1.0)
-    monkeypatch.setattr(dask_workers, "LOOK_S", 0.0)  # also the query just after the scheduler's end waits seconds
+    monkeypatch.setattr(dask_workers, "LOOK_S", 0.0)  # the query after the scheduler's end waits for seconds, too
 
     def end(what: str, _: float) -> None:
         if rows_of(what) >= 60:
             scheduler.end()
-            monkeypatch.setattr(dask_workers, "CONNECT_S", 2.0)  # results that are still there do not arrive any more
+            monkeypatch.setattr(dask_workers, "CONNECT_S", 2.0)  # results that workers still hold do not arrive
 
     with pytest.raises(SchedulerError, match="did not come back within 1 s: finished results are kept"):
         mapped(scheduler, "my.py:number", 1000, progress=end)

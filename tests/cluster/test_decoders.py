@@ -1,4 +1,4 @@
-"""Decoding processes: each item once and in order, whatever ends, hangs or is damaged; nothing is left behind."""
+"""Decoding processes return each item once and in order, even if a process ends or hangs, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def item(number: int) -> Item:
 
 @contextmanager
 def decoding(decode: Callable[[Item], Any], count: int, least_ahead: int = 8) -> Iterator[Decoders]:
-    """Two processes, which decode `count` items; these come in pieces of five."""
+    """Two processes, which decode `count` items. The items come in pieces of five."""
     pieces: queue.SimpleQueue[list[Item]] = queue.SimpleQueue()
     for first in range(0, count, 5):
         pieces.put([item(number) for number in range(first, min(count, first + 5))])
@@ -166,7 +166,7 @@ def gone(processes: list[psutil.Process], patience_s: float = 5.0) -> bool:
 
 
 def test_photographs_by_decoding_processes_one_killed_and_a_worker_killed(here: Path) -> None:
-    """Each photograph has one row, damaged ones have their error, and no process stays."""
+    """Each photograph has one row, damaged ones have their error, and no process remains."""
     Path("photos").mkdir()
     for width in range(20):
         Image.new("RGB", (10 + width, 8)).save(f"{width}.png")

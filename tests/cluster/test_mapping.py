@@ -170,12 +170,12 @@ def workers(children: Callable[..., list[psutil.Process]]) -> Workers:
 
 
 def test_two_thousand_photographs_ten_damaged_one_worker_killed(workers: Workers) -> None:
-    """Each has one row; a second run does nothing."""
+    """Each photograph has one row; a second run does nothing."""
     Path("photos").mkdir()
     for width in range(20):
         Image.new("RGB", (10 + width, 8)).save(f"{width}.png")
     whole = [Path(f"{width}.png").read_bytes() for width in range(20)]
-    damaged = set(range(0, 2000, 200))  # the first item too, so it does not determine the columns
+    damaged = set(range(0, 2000, 200))  # the first item is damaged, too, so it cannot determine the columns
     for number in range(2000):
         content = whole[number % 20]
         Path(f"photos/{number:04}.png").write_bytes(content[: len(content) // 2] if number in damaged else content)

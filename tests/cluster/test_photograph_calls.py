@@ -53,7 +53,7 @@ def test_a_second_batch_is_begun_before_the_first_is_finished() -> None:
 
 
 def test_a_smaller_batch_is_filled_up_and_has_as_many_rows_as_photographs() -> None:
-    """GPUs need this, because a CUDA graph belongs to one shape."""
+    """A CUDA graph has a fixed shape, so GPUs need full batches."""
     network = Brightest()
     call = PhotographCall(network, Classes(2, IMAGENET), "cpu", 4)
     call._filled_to = 4
@@ -94,7 +94,7 @@ def test_a_gpu_gives_the_rows_of_the_cpu(name: str, options: dict[str, Any]) -> 
     target = model_target(name, seed=0, batch=4, dtype=torch.float32, **options)
     photos = photographs(target, 10, lambda number: (60, 80))
     call = target.load("cuda")
-    begun = [call.begin(photos[first : first + 4]) for first in (0, 4, 8)]  # all before the first one is read
+    begun = [call.begin(photos[first : first + 4]) for first in (0, 4, 8)]  # all begin before the first result is read
     found = [row for each in begun for row in call.finish(each)]
     expected = target.load("cpu")(photos)
     assert call.device_s > 0
@@ -107,7 +107,7 @@ def test_a_gpu_gives_the_rows_of_the_cpu(name: str, options: dict[str, Any]) -> 
 
 @pytest.mark.gpu
 def test_the_host_does_not_wait_for_a_batch_that_is_begun() -> None:
-    """Only the first batches are an exception: kernels are compiled in them, and a graph is captured."""
+    """Only the first batches make the host wait, because they compile kernels and capture a graph."""
     target = model_target("resnet50", seed=0, batch=4)
     photos = photographs(target, 4, lambda number: (60, 80))
     call = target.load("cuda")

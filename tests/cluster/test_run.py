@@ -1,4 +1,4 @@
-"""Only the loop, with workers that behave randomly: each item gets one row, whatever is lost and in any order."""
+"""The loop alone, with workers that fail at random: each item gets one row, whatever is lost, and in any order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pq = pytest.importorskip("pyarrow.parquet")
 
 class DrawnWorkers:
     """Workers that return chunks in random order with random fates: f(inished), l(ost), d(eath), h(ung). In the end,
-    all finish."""
+    all chunks finish."""
 
     def __init__(self, fates: list[tuple[str, int]]) -> None:
         self.fates, self.chunks = fates, list[Chunk]()

@@ -43,7 +43,7 @@ class Halves:
 
 
 class Numbers:
-    """The place of each item."""
+    """Decoded items, each with its place."""
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         self.items = deque(item for chunk in chunks for item in chunk.items)
@@ -53,7 +53,8 @@ class Numbers:
 
 
 def done(call: Any, sizes: Sequence[int], together: bool = True) -> list[Outcome]:
-    """The outcomes of chunks of these sizes, in batches of two. All chunks are there, or each comes when awaited."""
+    """The outcomes of chunks of these sizes, in batches of two. All chunks are available at once, or each arrives when
+    the loop waits for it."""
     places = iter(range(sum(sizes)))
     chunks = [Chunk(n, [Item("a", next(places), "") for _ in range(size)], learn=True) for n, size in enumerate(sizes)]
     shop = Workshop(Job(loaded(call), Decoding("text"), 1), "cpu", "it")

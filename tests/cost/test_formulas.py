@@ -232,7 +232,7 @@ ATTENTIONS = [
         lambda: aten._scaled_dot_product_efficient_attention(
             meta(2, 4, 128, 64), meta(2, 4, 128, 64), meta(2, 4, 128, 64), meta(128, 128).expand(2, 4, 128, 128), True
         ),
-        2 * _HEADS * 128 * 128 * (64 + 64) + 6 * _HEADS * 128 * 128,  # adding the mask is the sixth
+        2 * _HEADS * 128 * 128 * (64 + 64) + 6 * _HEADS * 128 * 128,  # adding the mask is the sixth flop
         3 * _ROWS * 64 * 2 + 128 * 128 * 2,  # one mask for all heads
         _ROWS * 64 * 2 + _ROWS * 4,
     ),
@@ -253,7 +253,7 @@ ATTENTIONS = [
         3 * 2 * 4 * 8 * 16 * 4,
         2 * 4 * 8 * 16 * 4 + 2 * 4 * 8 * 4,
     ),
-    # Five products per pair: scores again, two for the gradient of values and weights, two of queries and keys.
+    # Five products per pair: recomputed scores, two for the gradients of values and weights, two for queries and keys.
     # Pointwise per pair: exp(score - logsumexp) 2, gradient of softmax 4. Gradient, q, k, v, out read.
     Hand(
         "_scaled_dot_product_flash_attention_backward",
@@ -262,7 +262,7 @@ ATTENTIONS = [
         5 * _ROWS * 64 * 2 + _ROWS * 4,
         3 * _ROWS * 64 * 2,
     ),
-    # Only the gradient of the values: scores again, and one product; `out` is not needed.
+    # Only the gradient of the values: the scores are recomputed, and one product follows; `out` is not read.
     Hand(
         "_scaled_dot_product_efficient_attention_backward",
         lambda: _attention_gradient(
@@ -569,7 +569,7 @@ MOVEMENT = [
         16 * 4,
     ),
     Hand("roll", lambda: x(4, 6).roll(1), 0, 24 * 4, 24 * 4),
-    # Of a 4x4 matrix, 10 elements are on or below the diagonal, 6 above it.
+    # A 4x4 matrix has 10 elements on or below the diagonal, and 6 above it.
     Hand("tril", lambda: x(4, 4).tril(), 0, 10 * 4, 16 * 4),
     Hand("triu", lambda: x(4, 4).triu(1), 0, 6 * 4, 16 * 4),
     Hand("tril_", lambda: x(4, 4).tril_(), 0, 0, 6 * 4),
@@ -600,7 +600,7 @@ INDEXING = [
         2 * 48 * 4 + 3 * 8,  # the addends, and the elements to which they are added
         48 * 4,
     ),
-    # Not in place, so the rest of the tensor is copied.
+    # The operator is not in-place, so the rest of the tensor is copied.
     Hand(
         "scatter_add",
         lambda: x(8, 100).scatter_add(1, below(100, 8, 2), x(8, 2)),
@@ -718,7 +718,7 @@ def test_cost_is_what_a_person_counts(hand: Hand) -> None:
         hand.run()
     records = [record for record in counted.records if record.name == f"aten::{hand.operator}"]
     # `x` and `leaf` also allocate and draw, so the last record of an operator counts.
-    assert records, f"the program ran {sorted({record.name for record in counted.records})}"
+    assert records, f"the program ran only {sorted({record.name for record in counted.records})}"
     cost = records[-1].cost
     assert cost is not None, records[-1].uncovered
     assert (cost.total_flops, cost.read_bytes, cost.write_bytes) == (hand.flops, hand.read, hand.write)
@@ -803,7 +803,7 @@ def test_forward_mode_derivatives_have_costs() -> None:
 
 
 def test_causal_keys_and_values_in_one_memory_are_read_once() -> None:
-    """This is like attention whose values are a part of the keys; only positions that the queries see count."""
+    """Costs are those of attention whose values are a part of the keys. Only positions that the queries see count."""
     both = torch.randn(1, 2, 16, 8)
     with CountingMode() as counted:
         F.scaled_dot_product_attention(torch.randn(1, 2, 4, 8), both, both, is_causal=True)

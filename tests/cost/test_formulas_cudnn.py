@@ -37,7 +37,8 @@ def test_the_bilinear_grid_sampler_each_way() -> None:
 
 
 def test_the_ctc_loss_comes_with_its_gradient() -> None:
-    """Both recursions of PyTorch's two operators; the table between them never goes to memory."""
+    """cuDNN does the flops of PyTorch's forward and backward operators, but never writes the table between them to
+    memory."""
     steps, batch, classes, labels = 50, 4, 20, 10
     log_probs, targets = empty(steps, batch, classes), empty(batch, labels, dtype=torch.int64)
     lengths = ([steps] * batch, [labels] * batch)

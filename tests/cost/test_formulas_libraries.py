@@ -1,6 +1,7 @@
-"""Costs of operators that libraries call: attention kernels, quantization, detection; and of losses, bins and nests.
+"""Costs of operators that libraries call: attention kernels, quantization, detection; and of losses, histograms and
+nested tensors.
 
-Counted by hand as in `test_formulas.py`; operators of other machines and of torchvision are called by hand too.
+Counted by hand as in `test_formulas.py`; operators of other machines and of torchvision are called by hand.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ QUANTIZATION = [
         24 * 4,
         24 * 4 + 24,
     ),
-    # Also minimum and maximum; two flags, and four statistics that are read and written.
+    # The minimum and maximum are computed, too. Two flags are read, and four statistics are read and written.
     Hand(
         "aten::_fused_moving_avg_obs_fq_helper",
         lambda: torch.fused_moving_avg_obs_fake_quant(
@@ -382,7 +383,7 @@ CALLS: dict[str, tuple[Call, tuple[int, int, int]]] = {
         _flash(packed=True, causal=False),
         (2 * _ALL * 128 + 5 * _ALL, _QKV + _ENDS, _QKV // 3 + _ROWS * 4),
     ),
-    # Each position sees itself and the 7 before it; the first seven fewer: 128 * 8 - 28.
+    # Each position sees itself and the 7 before it, and the first seven positions see fewer: 128 * 8 - 28.
     "flash attention, window": (
         _flash(packed=False, causal=True, window_size_left=7),
         (133 * 2 * 4 * (128 * 8 - 28) + 128 * 2 * 4 * (128 * 8 - 28), _QKV, _QKV // 3 + _ROWS * 4),
@@ -477,7 +478,7 @@ CALLS: dict[str, tuple[Call, tuple[int, int, int]]] = {
         Call(aten.linear.default, (x(5, 8), x(4, 8), x(4)), {}, x(5, 4)),
         (2 * 5 * 8 * 4 + 20, (40 + 32 + 4) * 4, 20 * 4),
     ),
-    # The gradients of weights (needs the input) and bias (a sum); that of the input is not requested.
+    # The gradients of weights (needs the input) and bias (a sum); the gradient of the input is not requested.
     "linear layer backward": (
         Call(
             aten.linear_backward.default,
@@ -521,7 +522,7 @@ def test_cost_is_what_a_person_counts(hand: Hand) -> None:
     with CountingMode() as counted:
         hand.run()
     records = [record for record in counted.records if record.name == hand.operator]
-    assert records, f"the program ran {sorted({record.name for record in counted.records})}"
+    assert records, f"the program ran only {sorted({record.name for record in counted.records})}"
     cost = records[-1].cost
     assert cost is not None, records[-1].uncovered
     assert (cost.total_flops, cost.read_bytes, cost.write_bytes) == (hand.flops, hand.read, hand.write)

@@ -123,7 +123,7 @@ FACTORIZATIONS = [
 ]
 
 SOLVERS = [
-    # n² k flops. The triangle of 21 elements is read; only 15 of them if its diagonal is known to be one.
+    # n² k flops. The triangle of 21 elements is read, but only 15 elements if the diagonal is known to be one.
     Hand(
         "linalg_solve_triangular",
         lambda: torch.linalg.solve_triangular(triangle(), x(6, 5), upper=False),
@@ -233,7 +233,7 @@ def test_cost_is_what_a_person_counts(hand: Hand) -> None:
     with CountingMode() as counted:
         hand.run()
     records = [record for record in counted.records if record.name == f"aten::{hand.operator}"]
-    assert records, f"the program ran {sorted({record.name for record in counted.records})}"
+    assert records, f"the program ran only {sorted({record.name for record in counted.records})}"
     cost = records[-1].cost
     assert cost is not None, records[-1].uncovered
     assert (cost.total_flops, cost.read_bytes, cost.write_bytes) == (hand.flops, hand.read, hand.write)

@@ -1,4 +1,5 @@
-"""Whole models in training: no operator uncovered, none silently zero, totals that PyTorch's counter agrees with."""
+"""Whole models in training: every operator has a cost, no cost is zero by mistake, and totals agree with PyTorch's
+counter."""
 
 from __future__ import annotations
 
@@ -158,7 +159,8 @@ PRODUCTS_WITH_BIAS = ("addmm", "convolution", "convolution_backward")
 
 
 def _product_flops(records: list[Record]) -> int:
-    """Flops of products alone; in a bfloat16 model these are the bf16 ones, additions being done in fp32."""
+    """Flops of products alone; in a bfloat16 model only products count as bf16 flops, because additions are done in
+    fp32."""
     covered = [(record.name.removeprefix("aten::"), record.cost) for record in records if record.cost is not None]
     return sum(cost.total_flops for name, cost in covered if name in PRODUCTS) + sum(
         cost.flops.get("bf16", 0) for name, cost in covered if name in PRODUCTS_WITH_BIAS

@@ -1,7 +1,8 @@
 """Costs of sparse tensors and of graph networks' operators against counts done by hand.
 
-The matrices: `coo()` and `csr()` are 4x5 with four elements, in rows 0, 0, 1, 3. As coordinates they take 4 * 2 * 8
-bytes of indices and 4 * 4 of values; as compressed rows 5 * 8 bytes of row pointers, 4 * 8 of columns, 4 * 4 of values.
+The matrices: `coo()` and `csr()` are 4x5 with four elements, in rows 0, 0, 1, 3. As coordinates, the matrices take 4 *
+2 * 8 bytes of indices and 4 * 4 of values; as compressed rows 5 * 8 bytes of row pointers, 4 * 8 of columns, 4 * 4 of
+values.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ PRODUCTS = [
     # each).
     Hand("mm", lambda: coo() @ coo().t(), 2 * 3, 2 * COO, 3 * 20),
     Hand("_sparse_sparse_matmul", lambda: torch.sparse.mm(leaf(coo()), coo().t()), 2 * 3, 2 * COO, 3 * 20),
-    # Where the pattern has elements: 2 k for each, and the addend.
+    # Each element of the pattern takes 2 k flops and the addition of the addend.
     Hand(
         "sparse_sampled_addmm",
         lambda: torch.sparse.sampled_addmm(csr(), x(4, 3), x(3, 5)),
@@ -325,7 +326,7 @@ def test_cost_is_what_a_person_counts(hand: Hand) -> None:
     with CountingMode() as counted:
         hand.run()
     records = [record for record in counted.records if record.name == f"aten::{hand.operator}"]
-    assert records, f"the program ran {sorted({record.name for record in counted.records})}"
+    assert records, f"the program ran only {sorted({record.name for record in counted.records})}"
     cost = records[-1].cost
     assert cost is not None, records[-1].uncovered
     assert (cost.total_flops, cost.read_bytes, cost.write_bytes) == (hand.flops, hand.read, hand.write)

@@ -68,7 +68,7 @@ def test_control_flow_costs_what_it_runs_and_works_afterwards(kind: str) -> None
     x = torch.rand(4, 4)
     with CountingMode() as counted:
         found = run(x)
-    torch.testing.assert_close(found, run(x))  # PyTorch would remember that it could not compile it
+    torch.testing.assert_close(found, run(x))  # would fail if PyTorch had cached a failed compilation
     assert flops(counted.records, name) == expected
     assert not [record.name for record in counted.records if record.name.startswith("higher_order")]
 
@@ -128,7 +128,7 @@ for text in sys.argv[1:]:
 
 
 def test_a_program_that_first_compiles_while_it_is_counted_can_compile_afterwards() -> None:
-    """In separate processes, where nothing has imported the compiler yet."""
+    """The programs run in separate processes, which have not imported the compiler yet."""
     ways = ("torch.compile", "compile", "torch._dynamo.optimize")
     subprocess.run([sys.executable, "-c", AFTERWARDS, *ways], check=True, timeout=300)
 
@@ -189,7 +189,7 @@ def only_the_first_sequence(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tenso
     return b == 0
 
 
-MASKS: dict[str, tuple[Callable[[], Any], int]] = {  # and the pairs that its blocks have
+MASKS: dict[str, tuple[Callable[[], Any], int]] = {  # block mask, and the number of pairs in its blocks
     "none": (lambda: None, BATCH * HEADS * LENGTH * LENGTH),
     "all": (lambda: block_mask(lambda b, h, q, k: q >= 0), BATCH * HEADS * LENGTH * LENGTH),
     "causal": (
@@ -244,7 +244,7 @@ def test_analysis_of_attention_ends_nothing(measured: Ceilings) -> None:
     report = rooftop.analyze(Attends(None), torch.rand(1, 1, 64, WIDTH), ceilings=measured)
     (row,) = [row for row in report.ops if row.name == "higher_order::flex_attention"]
     assert row.flops == 64 * 64 * (4 * WIDTH + SOFTMAX_FLOPS)
-    with pytest.raises(NotImplementedError, match="backward on CPU"):  # as without the count
+    with pytest.raises(NotImplementedError, match="backward on CPU"):  # the same error as without counting
         Attends(None)(torch.rand(1, 1, 64, WIDTH))
 
 

@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 
 def ceilings() -> Ceilings:
-    """4 GB/s up to 16 MiB, in place 8, and 1 GB/s beyond; 1 TFLOP/s in fp32, 4 in bf16; 1 us a kernel."""
+    """4 GB/s up to 16 MiB (8 in place), 1 GB/s beyond; 1 TFLOP/s in fp32, 4 in bf16; 1 us for each kernel."""
     memory = tuple(
         MemoryPoint(size, rate, rate, rate, rate, rate, update)
         for size, rate, update in ((MIB, 4e9, 8e9), (16 * MIB, 4e9, 8e9), (64 * MIB, 1e9, 1e9), (1024 * MIB, 1e9, 1e9))
@@ -58,7 +58,7 @@ def test_work_that_raised_its_ceilings_is_not_above_its_roof(cost: Cost, above: 
     ms = before.ms / above
     raised = raise_ceilings(ceilings(), cost, ms, "aten::test")
     assert roof(cost, raised).ms <= ms * (1 + 1e-9)
-    assert roof(cost, raised).ms >= ms * (1 - 1e-9)  # and no figure is raised further than necessary
+    assert roof(cost, raised).ms >= ms * (1 - 1e-9)  # no ceiling is raised further than necessary
     assert raised.raises
     assert {each.by for each in raised.raises} == {"aten::test"}
 

@@ -25,7 +25,7 @@ CHANGES = (
 SIZES = ((37, 60), (20, 20), (96, 31), (7, 5), (50, 50), (20, 3))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreted run")
 def test_by_the_interpreter(interpreted: Callable[..., int]) -> None:
     assert interpreted(__file__) >= 3
 
@@ -53,7 +53,8 @@ def compared(given: list[Tensor], size: int, augment: dict[str, float]) -> None:
 @pytest.mark.parametrize("size", [16, 23])
 @pytest.mark.parametrize("augment", [{"crop": 0.3}, {}])
 def test_the_kernels_give_pytorchs_pixels(size: int, augment: dict[str, float]) -> None:
-    """Up and down, flipped and shifted, with central squares of both sizes of the shorter side."""
+    """Photographs are enlarged and reduced, flipped and shifted, with central squares of both sizes of the shorter
+    side."""
     compared(photographs(), size, augment)
 
 

@@ -101,7 +101,7 @@ def test_the_device_makes_the_changes_of_the_cpu(folder: Path, how: str) -> None
                 assert torch.equal(one.places, other.places)
                 assert torch.equal(one.indices, other.indices)
                 apart = (found.values.float() - expected.values.float()).abs()
-                assert apart.mean() < 3  # of 255; a flip or another crop is 20 or more apart
+                assert apart.mean() < 3  # levels of 255; a wrong flip or crop differs by 20 or more
     decoder = arrive._decoders[CPU]
     assert isinstance(decoder, PillowsNvjpeg)
     assert decoder.by_pillow["PNG"] == 4  # two in each epoch
@@ -174,7 +174,7 @@ def test_a_damaged_file_of_either_part_is_named_or_skipped(folder: Path, skip: b
 
 
 def test_a_comparison_sees_a_wrong_change() -> None:
-    """Each change, left out, is far more than the bound above."""
+    """Leaving out one change causes a difference far above the bound of the test above."""
     transform = ImageTransform(24, AUGMENT, train=True, normalize=False)
     pixels = torch.from_numpy(np.array(photograph(60, 50)).transpose(2, 0, 1).copy())
     plain = changed_by_torch(pixels, Drawn(), transform).float()
@@ -263,7 +263,7 @@ def test_a_slow_device_is_not_chosen(folder: Path) -> None:
     assert found.device == "cpu"
     of_gpu = re.match(r"(\d+) images/s by the GPU, [\d,]+ by the CPU", found.why)
     assert of_gpu is not None
-    assert int(of_gpu[1]) <= 27  # 50 ms for each JPEG; PNGs are not its work
+    assert int(of_gpu[1]) <= 27  # 50 ms for each JPEG; the device decodes no PNGs
 
 
 @pytest.mark.parametrize(("of_gpu", "chosen"), [(1000.0, "cpu"), (1090.0, "cpu"), (1110.0, "gpu"), (9000.0, "gpu")])

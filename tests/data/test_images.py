@@ -117,7 +117,7 @@ def test_each_change_does_what_it_is_called() -> None:
 
 @pytest.mark.parametrize("vectorized", [True, False])
 def test_crops_are_resized_as_by_pillow(vectorized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up and down, to within one level: with whole pixels at the edges, flipped or not."""
+    """Crops are enlarged and reduced, flipped or not, with whole pixels at the edges, and agree within one level."""
     monkeypatch.setattr(image_transforms, "VECTORIZED", vectorized)
     noise = np.random.default_rng(0).integers(0, 256, (300, 401, 3), dtype=np.uint8)
     image = Image.fromarray(noise)

@@ -1,4 +1,4 @@
-"""Batches are the same whichever process makes them, and nothing is left behind, however a loop ends."""
+"""Batches are the same whichever process makes them. However a loop ends, it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -179,7 +179,8 @@ class Drawing:
 
 @pytest.mark.parametrize(("how", "workers"), WAYS)
 def test_copies_of_a_sample_are_apart_and_drawn_in_their_own_ways(how: str, workers: int) -> None:
-    """Each batch of twelve has four samples three times. The first copies are those without repeats."""
+    """Each batch of twelve has four samples three times. The first copy of each sample is the one that a loader without
+    repeats returns."""
     options: dict[str, Any] = {"shuffle": True, "seed": 3, "drop_last": True, "how": how, "workers": workers}
     with Loader(Drawing(), 12, repeats=3, **options) as loader, Loader(Drawing(), 4, **options) as single:
         assert len(loader) == 2
@@ -233,7 +234,8 @@ def test_epochs_follow_each_other_in_a_plain_loop() -> None:
 
 @pytest.mark.parametrize(("how", "workers"), WAYS)
 def test_several_epochs_at_once_are_those_one_by_one(how: str, workers: int) -> None:
-    """From any start, and the first batches of an epoch are begun during the previous one."""
+    """The first epoch may start at any batch, and the loader begins an epoch's first batches during the previous
+    epoch."""
     options: dict[str, Any] = {"how": how, "workers": workers, "shuffle": True, "drop_last": True, "ahead": 3}
     one, together = Loader(Drawn(11), 4, **options), Loader(Drawn(11), 4, **options)
     expected = [batch for epoch in (3, 4, 5) for batch in one.batches(epoch)][1:]
@@ -300,7 +302,7 @@ def test_processes_stay_for_the_next_epoch_and_end_with_the_loader(begun: Worker
     batches = loader.batches(2)
     for _ in range(len(loader)):
         next(batches)
-    del batches  # with the last batch, though not at the end
+    del batches  # dropped after the last batch, before the iterator's end
     assert begun() == first
     del loader
     gc.collect()
@@ -317,7 +319,7 @@ def test_a_killed_process_is_an_error_at_its_batch(begun: Workers) -> None:
 
 
 def test_sigterm_ends_no_process() -> None:
-    """A job scheduler sends it to all processes of a training, which still needs batches."""
+    """A job scheduler sends the signal to all processes of a training, which still needs batches."""
     loader = Loader(Drawn(40), 4, how="processes", workers=2)
     batches = loader.batches(0)
     next(batches)
@@ -331,7 +333,7 @@ def test_sigterm_ends_no_process() -> None:
 
 
 def test_a_program_ends_although_its_processes_ignore_sigterm() -> None:
-    """Also if the loader still exists, and multiprocessing was imported after the first finalizer."""
+    """This holds even if the loader still exists and multiprocessing was imported after the first finalizer."""
     program = """
 import weakref
 class Thing: pass

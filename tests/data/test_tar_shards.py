@@ -1,4 +1,4 @@
-"""Samples in tar files are found, read in any order, and named in errors if they are damaged."""
+"""Samples in tar files are found and read in any order. Errors name damaged samples."""
 
 from __future__ import annotations
 

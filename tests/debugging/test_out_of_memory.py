@@ -79,7 +79,7 @@ SNAPSHOT = {
     ],
     "device_traces": [
         [
-            alloc(0x2000, "module layers.9", frames(("/home/me/old.py", 1))),  # of a tensor that has been freed since
+            alloc(0x2000, "module layers.9", frames(("/home/me/old.py", 1))),  # a tensor that has been freed since then
             alloc(0x2000, "module layers.1", IN_FORWARD),
             alloc(0x3000, "module layers.1", IN_FORWARD),
             alloc(0x10000, ""),  # on autograd's thread

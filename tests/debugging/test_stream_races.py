@@ -1,4 +1,4 @@
-"""A stream that does not wait is found with both lines; one that waits, or uses other bytes, is not."""
+"""A race between streams is reported with both lines. A stream that waits, or uses other bytes, is not reported."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def test_a_library_of_torch_that_is_missing(monkeypatch: pytest.MonkeyPatch, on_
     command = 'pip install --force-reinstall "torch==2.11.0"'
     assert found["torch"] == Finding("torch", "broken", "2.11.0", f"OSError: {text}", command)
     assert found["Python"].status == "works"
-    assert not {"CUDA", "GPUs", "torch.compile", "Ceilings cache"} & set(found)  # no second line for the same fault
+    assert not {"CUDA", "GPUs", "torch.compile", "Ceilings cache"} & set(found)  # one fault has one line
 
 
 def test_torch_without_the_drivers_library_needs_the_driver(monkeypatch: pytest.MonkeyPatch, on_ubuntu: None) -> None:

@@ -1,4 +1,5 @@
-"""Ceilings are upper bounds, stay the same when saved and loaded, and name any other file that they refuse."""
+"""Ceilings are upper bounds, stay the same when saved and loaded, and name a file that is not theirs when they refuse
+it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from rooftop.hardware.measuring import cache_path
 from rooftop.hardware.probes import identity
 
 Switches = dict[str, object]
-Measurement = tuple[Ceilings, Switches, Switches]  # and the settings before and after
+Measurement = tuple[Ceilings, Switches, Switches]  # ceilings, and the global settings before and after
 
 
 def test_json_round_trip(measured: Ceilings, tmp_path: Path) -> None:
@@ -237,7 +238,7 @@ def test_no_plain_loop_on_a_gpu_is_more_than_5_percent_above_its_ceiling() -> No
     assert 0.7 * ceilings.rate(2 * x.nbytes) < copied <= 1.05 * ceilings.rate(2 * x.nbytes)
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     product = 2 * 8192**3 / (measure(lambda: a @ b, device="cuda").median_ms / 1e3)
-    assert 0.6 * ceilings.peak("bf16") < product <= ceilings.peak("bf16")  # hot, so it is slower than a burst
+    assert 0.6 * ceilings.peak("bf16") < product <= ceilings.peak("bf16")  # sustained, so slower than a burst
     assert ceilings.sustained["bf16"] <= ceilings.peak("bf16")
 
 

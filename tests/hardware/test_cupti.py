@@ -1,4 +1,4 @@
-"""CUPTI is found if it is loaded. After it is detached, a process still works: traced again, in threads, in CUDA
+"""CUPTI is found if it is loaded. After CUPTI is detached, a process still works: traced again, in threads, in CUDA
 graphs."""
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def test_a_product_is_computed_as_it_says(
     assert operands.hold(product)
     allowed = torch.backends.cuda.matmul.allow_tf32
     operands.call(product)()
-    assert torch.backends.cuda.matmul.allow_tf32 == allowed  # which these precisions turn off
+    assert torch.backends.cuda.matmul.allow_tf32 == allowed  # restored: these precisions turn it off
     b, m, n, k = product.batch, product.m, product.n, product.k
     left = operands._left[: b * m * k].double()
     right = operands._right[: b * k * n].double()

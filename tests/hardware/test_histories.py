@@ -50,7 +50,7 @@ def history(*measurements: Measurement) -> History:
     return History(MACHINE, measurements)
 
 
-ALWAYS = {*FLOORS, f"memory {MIB} copy", f"memory {64 * MIB} copy"}  # one machine is measured at the same sizes
+ALWAYS = {*FLOORS, f"memory {MIB} copy", f"memory {64 * MIB} copy"}  # sizes are the same in all measurements
 figures = st.fixed_dictionaries(
     {name: st.floats(1e-3, 1e12) for name in sorted(ALWAYS)},
     optional={name: st.floats(1e-3, 1e12) for name in NAMES if name not in ALWAYS},
@@ -251,7 +251,7 @@ def test_what_raised_a_ceiling_is_kept_and_survives_a_refresh(cache: Path, probe
     assert (found.figure, found.before, found.after, found.by) == ("flops fp32", 0.110e12, 0.121e12, by)
     probes["flops fp32"] = 0.125e12
     better_now = measure_ceilings("cpu", refresh=True)
-    assert (better_now.peak("fp32"), better_now.raises) == (0.125e12, ())  # it is in the history, but no longer counts
+    assert (better_now.peak("fp32"), better_now.raises) == (0.125e12, ())  # the raise no longer counts
     assert forget_ceilings("cpu")
     assert not forget_ceilings("cpu")
     probes["flops fp32"] = 0.08e12

@@ -79,8 +79,8 @@ def test_only_work_of_the_device_counts() -> None:
     "names",
     [
         (M, "a", M),  # the second call is lost
-        (M, "a", M, M, M),  # its kernel is lost
-        (M, "a", M, M, "b"),  # its last marker is lost
+        (M, "a", M, M, M),  # the second call's kernel is lost
+        (M, "a", M, M, "b"),  # the second call's last marker is lost
         (),
     ],
 )

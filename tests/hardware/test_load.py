@@ -19,7 +19,7 @@ def busy(seconds: float) -> None:
 
 
 def test_own_work_is_not_that_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine's count of busy seconds is replaced by that of this process, so others have no work left."""
+    """This process's busy seconds replace the machine's count, so no work is left for other programs."""
     process = psutil.Process()
     monkeypatch.setattr("rooftop.hardware.load._busy_s", lambda: process.cpu_times().user + process.cpu_times().system)
     with other_load() as seen:
@@ -41,7 +41,7 @@ def test_a_process_that_this_one_began_takes_its_cores_too() -> None:
 
 
 def test_work_of_others_counts_in_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """1.5 seconds of others' work in a block of at least half a second are at most three cores."""
+    """Others' work of 1.5 s in a block of at least 0.5 s occupies at most three cores."""
     counts = iter([100.0, 101.5])
     monkeypatch.setattr("rooftop.hardware.load._busy_s", lambda: next(counts))
     monkeypatch.setattr("rooftop.hardware.load._own_s", lambda: 0.0)

@@ -48,7 +48,7 @@ def test_saved_activations_live_until_the_backward_pass() -> None:
         loss = (weight.exp() * weight.exp()).sum()
         held = block.after_bytes
         loss.backward()
-    assert held == 20 * KB + 4  # both exponentials, without a Python object, and the loss
+    assert held == 20 * KB + 4  # both exponentials (no Python object holds them), and the loss
     assert block.after_bytes == 10 * KB + 4  # the gradient, and the loss
     assert weight.grad is not None
 
@@ -152,4 +152,4 @@ def test_control_flow_is_tracked_and_works_afterwards() -> None:
     with track("cpu") as tracked:
         result = program(x)
     assert tracked.after_bytes >= result.nbytes == 400_000
-    assert program(x).shape == (100_000,)  # PyTorch would remember that it could not compile it
+    assert program(x).shape == (100_000,)  # would fail if PyTorch had cached a failed compilation

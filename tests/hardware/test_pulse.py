@@ -13,7 +13,7 @@ from rooftop.hardware.pulse import Pulse
 
 
 def taken(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> Pulse:
-    """A pulse whose samples of the product and of the read, in turn, took this long."""
+    """A pulse whose samples took this long: product and read alternate."""
     following = iter(seconds)
     monkeypatch.setattr(pulses, "_mean_s", lambda call: next(following))
     pulse = Pulse()
@@ -81,7 +81,7 @@ def test_a_core_that_is_taken_away_now_and_then_is_noticed(monkeypatch: pytest.M
 
 
 def test_moments_that_differ_are_told_by_the_worst_of_both_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter([0.1, 0.1, 0.1, 0.2, 0.11, 0.1])  # product and read, in turn
+    seconds = iter([0.1, 0.1, 0.1, 0.2, 0.11, 0.1])  # product and read alternate
     monkeypatch.setattr(pulses, "_mean_s", lambda call: next(seconds))
     pulse = Pulse()
     pulse.take()

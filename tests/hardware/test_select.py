@@ -308,7 +308,7 @@ def test_modes_of_the_calling_thread_hold_in_the_models(name: str) -> None:
     ensemble = Ensemble([Reporting(), Reporting()], TWO_CPUS, combine=list)
     with CONTEXTS[name]():
         assert ensemble() == [state()] * 2
-    assert ensemble() == [state()] * 2  # its threads are kept, but not their modes
+    assert ensemble() == [state()] * 2  # the ensemble keeps its threads, but not their modes
 
 
 def test_an_exception_names_its_model_and_the_next_call_works() -> None:
@@ -382,7 +382,7 @@ def test_a_job_on_a_gpu_has_its_own_stream_and_follows_what_the_caller_launched(
 
 @pytest.mark.gpu
 def test_a_thread_whose_first_call_is_a_matrix_product_has_a_context() -> None:
-    # without a context cuBLAS warns, which is an error here
+    # creates the context: without one cuBLAS warns, and warnings are errors here
     models, x = pair("cuda:0"), torch.randn(5, 8, device="cuda:0")
     assert torch.equal(Ensemble(models, ["cuda:0"] * 2)(x), torch.stack([model(x) for model in models]))
 
@@ -416,5 +416,5 @@ def test_on_two_gpus_an_ensemble_takes_the_time_of_its_slower_model() -> None:
         x = torch.randn(4096, device="cuda:0", dtype=torch.bfloat16)
         with torch.cuda.device(0):
             together_ms = measure(lambda: ensemble(x), device="cuda:0").median_ms
-    assert min(alone_ms) > 10, "too little work to tell"
+    assert min(alone_ms) > 10, "too little work to compare times"
     assert together_ms <= 1.1 * max(alone_ms), (together_ms, alone_ms)

@@ -1,4 +1,4 @@
-"""The time of a step in sequence is that of an undisturbed host, and its interval shows the effect of other
+"""The time of a step in a sequence is the time on an undisturbed host. The time's interval shows the effect of other
 programs."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def test_a_loops_own_time_lies_in_its_interval(block: list[float]) -> None:
 
 
 def test_a_host_that_is_slow_most_of_the_time_leaves_the_time_alone() -> None:
-    """Three of four blocks were slowed down by half or more, so the time is that of the fourth."""
+    """Three of four blocks were slowed down by half or more, so the result is the time of the fourth block."""
     blocks = [[15.0] * 100, [10.0] * 100, [17.0] * 100, [16.0] * 100]
     seen = StepTime.of(blocks)
     assert seen.ms == pytest.approx(10.0)
@@ -56,7 +56,7 @@ def test_one_lucky_window_is_not_the_time() -> None:
 
 
 def test_what_comes_every_few_steps_belongs_to_the_step() -> None:
-    """A collection of garbage at every tenth step makes every window longer by a tenth of it."""
+    """A garbage collection at every tenth step lengthens each window by a tenth of the collection's time."""
     seen = StepTime.of([([10.0] * 9 + [20.0]) * 12])
     assert seen.ms == pytest.approx(11.0)
 
@@ -100,7 +100,7 @@ def test_a_sequence_hides_the_host_behind_the_gpu() -> None:
     """The host needs 30 ms for a step that takes the GPU 40 ms. The host's time is hidden in a sequence, but not in a
     single step.
 
-    Other tests may share the GPU, so both are timed in turn.
+    Other tests may share the GPU, so sequence and single step are timed in turn.
     """
     x = torch.randn(8192, 8192, device="cuda")
 

@@ -152,7 +152,7 @@ def test_norms_and_softmaxes_by_rooftops_kernels() -> None:
     assert "by Rooftop's kernels: 1 LayerNorm, 1 Softmax" in str(engine.report)
     assert type(model[1]) is nn.LayerNorm, "the model itself must be unchanged"
     torch.testing.assert_close(engine(x), model(x))
-    assert Engine(model).report.replaced == {}, "on a CPU only if requested"
+    assert Engine(model).report.replaced == {}, "on a CPU, modules are replaced only if requested"
 
 
 @torch.no_grad()
@@ -236,7 +236,7 @@ def test_nested_inputs_and_results_keep_their_kinds() -> None:
         assert got["c"].rest == "text"
         assert type(got["d"]) is Named
         assert got["d"].count == 3
-        assert got["d"].value is got["a"]  # the same tensor stays the same
+        assert got["d"].value is got["a"]  # two references to one tensor stay the same tensor
         assert got["b"][0].dtype == torch.int64
         assert got["b"][1] is None
         torch.testing.assert_close(got["b"][2][0], expected["b"][2][0], rtol=0.05, atol=0.05)
@@ -291,7 +291,7 @@ def test_threads_wait_for_each_other() -> None:
 
 
 class FakeGraphs(Graphs):
-    """Replays run the call again, into the outputs of the capture."""
+    """Graphs whose replay runs the call again and writes to the outputs of the capture."""
 
     captures, fails = 0, False
 
@@ -367,7 +367,7 @@ def test_what_makes_a_signature() -> None:
 
     assert captures(None, 1.0) == 1
     assert captures(None, 1.0) == 1
-    assert captures(None, 2.0) == 2  # a number is built into a graph
+    assert captures(None, 2.0) == 2  # a graph contains the number as a constant
     assert captures(None, 1) == 3
     assert captures([torch.ones(4)], 1.0) == 4
     assert captures((torch.ones(4),), 1.0) == 5
@@ -669,7 +669,8 @@ def test_detr_with_its_lists_and_masks_is_captured() -> None:
 @pytest.mark.gpu
 @torch.no_grad()
 def test_what_is_computed_once_outlives_the_graphs_that_read_it() -> None:
-    """There are more sizes than kept graphs and constants. The first sizes come again, from several streams."""
+    """There are more sizes than the engine keeps graphs and constants. Several streams request the first sizes
+    again."""
     torch.manual_seed(0)
     model = Detr(BasicBlock, (1, 1, 1, 1), 5, 7, 32, 4, 2, 3, 48).eval().cuda()
     engines = [Engine(model, dtype=torch.float32, most_shapes=3), Engine(model, dtype=torch.float32, graphs=False)]
@@ -688,7 +689,7 @@ def test_what_is_computed_once_outlives_the_graphs_that_read_it() -> None:
 
 
 class Waiting(nn.Module):
-    """A model in which the host needs a value from the GPU, or waits for the GPU. This cannot be captured."""
+    """A model in which the host needs a value from the GPU, or waits for the GPU. Such a model cannot be captured."""
 
     def __init__(self, explicitly: bool) -> None:
         super().__init__()

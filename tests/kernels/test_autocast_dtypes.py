@@ -93,7 +93,7 @@ def of(kind: Callable[..., torch.nn.Module], x: Tensor) -> Tensor:
 
 @contextmanager
 def autocasting(device: str, *enabled: bool) -> Iterator[None]:
-    """One `with torch.autocast` inside another. A PyTorch without CUDA refuses to enter autocast for a GPU."""
+    """Nested `with torch.autocast` blocks. A PyTorch without CUDA refuses to enter autocast for a GPU."""
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     torch.set_autocast_enabled(device, enabled[-1])
     torch.set_autocast_dtype(device, torch.bfloat16)

@@ -1,6 +1,6 @@
-"""Laws of every backward pass. Inside autocast it gives the same gradients as outside, like PyTorch's own operators.
-Autograd creates no zeros for additional results of forward, because writing zeros would cost as much as reading these
-results."""
+"""Laws of every backward pass. A backward pass gives the same gradients inside and outside of autocast, like PyTorch's
+own operators. Autograd creates no zeros for additional results of forward, because writing zeros would cost as much as
+reading these results."""
 
 from __future__ import annotations
 

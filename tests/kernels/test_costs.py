@@ -1,5 +1,4 @@
-"""Every operator of the `rooftop::` namespace can be traced, has a derivative or refuses one, and has the cost of a
-count by hand.
+"""Every `rooftop::` operator can be traced, has a derivative or refuses one, and has a cost that was counted by hand.
 
 `rooftop analyze` therefore knows the roof of a model that uses them all.
 """
@@ -29,7 +28,7 @@ ELSEWHERE = {
     "sparse_row_pairs",
     "site_norm",
     "site_norm_backward",
-}  # rooftop.sparse's, if something imported it
+}  # operators of rooftop.sparse, if it was imported
 OPERATORS = sorted(  # the kernels' operators, each registered when its file is imported
     name.removeprefix("rooftop::")
     for name in torch._C._dispatch_get_all_op_names()
@@ -107,8 +106,8 @@ CASES: dict[str, tuple[Callable[[], Any], Count]] = {
         (2 * 3 * 48 + (2 * 26 + 4) * 6, F4 * (48 + 48), F4 * (12 + 6)),
     ),
     # two gradients of one convolution, the gates' backward of both steps, and the sum of one state's two gradients.
-    # It reads the sums, the first result, the cells, and the gradients of results and cell; it writes the gradients of
-    # gates, kernel and cell
+    # The operator reads the sums, the first result, the cells, and the gradients of results and cell; it writes the
+    # gradients of gates, kernel and cell
     "conv_lstm_sequence_backward": (
         lambda: learn(kernels.conv_lstm_sequence, STEPS, RECURRENT),
         (4 * 3 * 48 + (2 * 47 + 1) * 6, F4 * (48 + 48 + 6 + 12 + 12 + 6), F4 * (48 + 48 + 6)),
@@ -127,7 +126,7 @@ CASES: dict[str, tuple[Callable[[], Any], Count]] = {
         (5 * 24, F4 * 24 + I8 * 4, F4 * 25),
     ),
     "scale_gradient": (lambda: torch.ops.rooftop.scale_gradient(X, torch.tensor(0.5)), (24, F4 * 25, F4 * 24)),
-    # only the factor must be read, to see whether it is 1
+    # reads only the factor, to see whether it is 1
     "scale_gradient_": (lambda: torch.ops.rooftop.scale_gradient_(X.clone(), torch.tensor(0.5)), (0, F4, 0)),
     # three matrix products
     "linear_cross_entropy": (
@@ -146,7 +145,7 @@ CASES: dict[str, tuple[Callable[[], Any], Count]] = {
         lambda: kernels.sparse_conv(HIDDEN, TAPS, ROW[:2], LINE, pair_count=10),
         (2 * 10 * 6 + 8, F4 * (12 + 18 + 2 + 12), F4 * 8),
     ),
-    # without the number of pairs, one pair for each result is assumed
+    # if the number of pairs is unknown, the cost assumes one pair for each result
     "sparse_conv_backward": (
         lambda: learn(lambda x, w, b: kernels.sparse_conv(x, w, b, LINE), HIDDEN, TAPS, ROW[:2]),
         (2 * 2 * 4 * 6 + 8, F4 * (8 + 12 + 18 + 12), F4 * (12 + 18 + 2)),
@@ -273,7 +272,7 @@ class Everything(nn.Module):
         self.table = nn.Parameter(torch.rand(7, 6))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (4, 6); ()."""
+        """x (4, 6); returns a scalar."""
         x = x + kernels.embedding(CLASSES, self.table)
         x = kernels.rms_norm(kernels.layer_norm(x, 6, self.bias, self.bias), 6, self.bias)
         for add_norm in (kernels.add_layer_norm, kernels.add_layer_norm_cuda, kernels.add_rms_norm):
@@ -318,10 +317,10 @@ def test_a_model_of_all_operators_is_covered(predicted: bool) -> None:
     h200 = ceilings_of("h200")
     if predicted:
         report = rooftop.predict(Everything(), X, train=True, ceilings=h200)
-    else:  # some ceilings, because measuring those of this machine takes longer
+    else:  # arbitrary ceilings: measuring this machine takes longer
         report = rooftop.analyze(Everything(), X, train=True, ceilings=replace(h200, kind="cpu"))
     assert report.coverage == 1.0
     assert [row.name for row in report.uncovered] == []
     used = {row.name.removeprefix("rooftop::") for row in report.ops}
     others = {"activation", "merge_attention_states_", "rope_", "scale_gradient"}
-    assert set(OPERATORS) - used == others, "in place without autograd; with retain_graph"
+    assert set(OPERATORS) - used == others, "the model cannot use in-place operators without autograd, nor retain_graph"

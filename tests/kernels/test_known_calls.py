@@ -245,7 +245,7 @@ def test_any_sequence_of_calls_gives_the_bits_of_single_calls(family: str, seed:
             assert both_directions(call) == made
     assert first == second
     if (INTERPRETED or device == "cuda") and family != "attentions":
-        assert sum(first.values()) >= 12  # kernels, not references alone
+        assert sum(first.values()) >= 12  # kernels ran, not only references
 
 
 @pytest.mark.skipif(cpp_extensions.compiler() is None, reason="no C++ compiler")
@@ -289,7 +289,7 @@ def test_calls_of_several_threads() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_calls_in_other_modes(device: str) -> None:
-    """Decisions from one mode are used in the others, but results belong to the mode of their call."""
+    """Decisions made in one grad mode are used in the others, but each result has the mode of its call."""
     x = torch.randn(3, 8, device=device)
     for _ in range(3):
         with torch.inference_mode():
@@ -367,7 +367,7 @@ def test_the_third_call_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.skipif(not INTERPRETED, reason="without kernels there are no launches")
 def test_one_tensor_as_two_arguments() -> None:
-    """Otherwise one pointer would stand for two arguments."""
+    """A known call with the same tensor twice must not use one pointer for two other tensors."""
     known_calls.forget()
     gate, up = torch.randn(3, 8), torch.randn(3, 8)
     for _ in range(4):
@@ -385,6 +385,6 @@ def test_few_enough_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     known_calls.forget()
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreted run")
 def test_all_through_the_interpreter(interpreted: Callable[..., int]) -> None:
     assert interpreted(__file__) >= 4

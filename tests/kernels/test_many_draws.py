@@ -106,6 +106,6 @@ def test_every_draw_is_within_the_gate(name: str, offset: float) -> None:
                 assert_as_accurate(*values, what=f"{name}, {number} of {(rows, columns)}, seed {seed}")
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreted run")
 def test_all_of_the_above_through_the_interpreter(interpreted: Callable[[str], int]) -> None:
     assert interpreted(__file__) == 3 * len(PAIRS)

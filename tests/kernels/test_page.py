@@ -80,7 +80,7 @@ def test_directions_stand_beside_each_other_and_ours_is_first(tmp_path: Path) ->
         "| 256 | 4.69 | **3.00** | - | - | - | - |\n\n"
         "`benchmarks/results/h200/some.json`, Some GPU.\n\n<!-- end of figures -->\nafter\n"
     )
-    assert TABLES["with_figures"](text, tmp_path) == text, "a second time changes nothing"
+    assert TABLES["with_figures"](text, tmp_path) == text, "a second run changes nothing"
 
 
 def test_operators_that_are_described_otherwise_have_tables_of_their_own(tmp_path: Path) -> None:

@@ -25,9 +25,9 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class Public:
-    """A public function. Its tensors have names, and dimensions whose sizes are in `sizes` ("M N"). `theirs` computes
-    the same from the same tensors. `keywords` are the other arguments; `ours_alone` derives some of them from the
-    tensors."""
+    """A public function. Each of its tensors has a name and named dimensions ("M N"), whose sizes are in `sizes`.
+    `theirs` computes the same from the same tensors. `keywords` are the other arguments; `ours_alone` derives some of
+    them from the tensors."""
 
     name: str
     shapes: dict[str, str]
@@ -307,7 +307,7 @@ PUBLIC = [
         for name in ("trilinear_interpolate", "trilinear_interpolate_cuda")
     ),
 ]
-# functions that compute nothing themselves, or (the second set) have no tensors among their arguments
+# functions that compute nothing themselves; below, functions without tensors among their arguments
 NO_OPERATORS = {"AttentionPlan", "decompositions", "fused"} | {
     f"{name}_plan"
     for name in ("attention", "conv_act", "layer_norm", "linear_act", "max_pool2d", "reduction", "softmax")
@@ -315,7 +315,7 @@ NO_OPERATORS = {"AttentionPlan", "decompositions", "fused"} | {
 NO_TENSORS = {"Box", "random_key", "random_normal", "random_uniform"}
 SIZES = {"B": 2, "H": 3, "G": 2, "S": 5, "D": 8, "C": 4, "M": 4, "N": 6, "K": 3, "V": 7}
 WITHOUT_GRADIENT = {"argmax", "argmin", "max_pool2d", "paged_attention"}
-NAMES = {  # the messages' other words for arguments
+NAMES = {  # words that messages use in place of an argument's name
     **dict.fromkeys(("add", "mul", "axpy"), ("tensors",)),
     **dict.fromkeys((p.name for p in PUBLIC if p.normalized), ("normalized_shape",)),
     "relu": ("relu of booleans",),
@@ -415,7 +415,7 @@ def test_no_tensor(public: Public, argument: str, wrong: Any) -> None:
     except TypeError:
         refused(public, tensors, argument, TypeError)
     else:
-        assert wrong is None, "only None can stand for a tensor"
+        assert wrong is None, "only None is accepted in place of a tensor"
 
 
 @each_argument
@@ -505,10 +505,10 @@ WITH_ITS_ATTENTION = ("attention", "paged_attention")
 @pytest.mark.gpu
 @each_public
 def test_on_a_gpu(public: Public, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Valid arguments, strides, and dimensions without elements. (Without classes, PyTorch's kernels stop the process.
-    Norms of rows without elements are compared on the CPU, and so are tables without columns, because PyTorch's
-    backward writes to them. PyTorch's attention assumes that every address is a multiple of 16, and has no derivative
-    for empty tensors.)"""
+    """Valid arguments, strides, and dimensions of size 0. (With 0 classes, PyTorch's kernels stop the process. Norms of
+    rows without elements are compared on the CPU, and so are tables without columns, because PyTorch's backward writes
+    to them. PyTorch's attention assumes that every address is a multiple of 16, and has no derivative for empty
+    tensors.)"""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # for convolutions
     tensors = tensors_of(public, device="cuda")
     assert_as_torch(public, tensors)
@@ -553,7 +553,7 @@ def test_ten_runs_have_the_same_bits(public: Public) -> None:
 @each_public
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_ten_runs_have_the_same_bits_on_a_gpu(public: Public, dtype: torch.dtype) -> None:
-    # Back ends of attention and cuDNN's gradients of weights are deterministic only then.
+    # Attention back ends and cuDNN's weight gradients are deterministic only with this setting.
     torch.use_deterministic_algorithms(public.name in ("attention", "conv_act", "conv_lstm_sequence"))
     try:
         assert_the_same_bits(public, LARGE, dtype, "cuda")
@@ -569,7 +569,7 @@ def test_tensors_of_inference_mode(public: Public) -> None:
     with torch.inference_mode():
         tensors = tensors_of(public)
         torch.testing.assert_close(public.ours(**tensors), expected)
-    # and outside of inference mode, where nothing needs a gradient
+    # tensors created in inference mode also work outside of it if none needs a gradient
     torch.testing.assert_close(public.ours(**tensors), expected)
 
 
@@ -593,7 +593,7 @@ HUGE = {"M": (1 << 21) + 1, "N": 1 << 11, "K": 1 << 11, "V": 1 << 18, "S": 1 << 
 
 @each_public
 def test_more_than_two_billion_elements(public: Public) -> None:
-    """Shapes only, because the tensors would not fit in memory."""
+    """The test checks shapes on meta tensors, because real tensors would not fit in memory."""
     sizes = {**SIZES, **HUGE}
     tensors = {
         name: torch.empty(

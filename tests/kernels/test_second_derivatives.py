@@ -190,8 +190,7 @@ def critic() -> nn.Sequential:
 
 
 def test_a_gradient_penalty_trains_a_critic_as_pytorchs() -> None:
-    """The penalty is that of WGAN-GP, in float32. If the kernels are interpreted, they compute the first
-    derivatives."""
+    """The gradient penalty of WGAN-GP, in float32. Interpreted kernels compute the first derivatives."""
     found = []
     for model in (critic(), critic()):
         if not found:
@@ -206,7 +205,8 @@ def test_a_gradient_penalty_trains_a_critic_as_pytorchs() -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_fused_kernel_of_a_loss_has_derivatives_of_any_order(reduction: str) -> None:
-    """The logits still exist here. The kernel has computed the first derivative, and PyTorch computes it again."""
+    """The kernel computes the first derivative. For the second one, PyTorch computes the first again from the
+    logits."""
     torch.manual_seed(0)
     weight, x = torch.randn(5, 3), torch.randn(4, 3)
     options = {"label_smoothing": 0.1, "reduction": reduction}
@@ -243,6 +243,6 @@ def test_the_fused_kernel_of_a_loss_refuses_where_its_logits_are_lost(lost: str)
         torch.autograd.grad(loss, leaf, create_graph=True)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreted run")
 def test_gradients_of_kernels_through_the_interpreter(interpreted: Callable[..., int]) -> None:
     assert interpreted(__file__, "-k", "penalty_trains or fused_kernel or interpreter") == 6

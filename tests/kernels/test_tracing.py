@@ -27,7 +27,7 @@ TABLE = runpy.run_path(str(Path(__file__).with_name("test_robustness.py")))
 PUBLIC, SIZES, WITHOUT_GRADIENT, shape_of = (
     TABLE[name] for name in ("PUBLIC", "SIZES", "WITHOUT_GRADIENT", "shape_of")
 )
-Public = Any  # the type of that table's rows
+Public = Any  # the type of the rows of PUBLIC
 Tracer = Callable[[nn.Module, tuple[Tensor, ...]], Any]
 TRACERS: dict[str, Tracer] = {
     "fx": lambda module, arguments: torch.fx.symbolic_trace(module),
@@ -90,10 +90,10 @@ def test_a_traced_call_gives_the_same(public: Public, tracer: str) -> None:
 
 
 def test_every_public_function_of_tensors_is_recorded_whole() -> None:
-    """The table of operators contains all of them, so this test does too."""
+    """PUBLIC lists all operators, so this test covers all of them."""
     code = recorded_whole(lambda x: x).__code__
 
-    def is_whole(function: Any) -> bool:  # or the function within `repeated`
+    def is_whole(function: Any) -> bool:  # the function itself, or the one that `repeated` wraps
         return function.__code__ is code or getattr(function, "__wrapped__", function).__code__ is code
 
     assert {public.name for public in PUBLIC if not is_whole(getattr(kernels, public.name))} == set()
@@ -102,7 +102,8 @@ def test_every_public_function_of_tensors_is_recorded_whole() -> None:
 @pytest.mark.parametrize("tracer", ["jit", "export"])
 @quiet
 def test_a_traced_activation_keeps_nothing_for_backward(tracer: str) -> None:
-    """A program traced for inference writes no second result, but can still be trained (see the test above)."""
+    """A program traced for inference does not store the activation's input, but can still be trained (see the test
+    above)."""
     x, weight = torch.rand(3, 4), nn.Parameter(torch.rand(5, 4))
 
     class Gelu(nn.Module):
@@ -233,7 +234,7 @@ def test_an_operator_without_a_decomposition_says_so_in_one_line(public: Public)
 
 
 def test_losses_with_gradients_decompose_as_they_are() -> None:
-    """The operators of a program that was traced while forward computes gradients."""
+    """A trace with gradients enabled contains these operators, because their forward already computes the gradient."""
     generator = torch.Generator().manual_seed(0)
     x, hidden = torch.randn(6, 5, generator=generator), torch.randn(6, 3, generator=generator)
     weight, bias = torch.randn(5, 3, generator=generator), torch.randn(5, generator=generator)

@@ -51,7 +51,7 @@ def test_what_a_rung_does_not_write_is_found() -> None:
 
 
 def test_times_become_percents_of_the_roof(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The timings are made up: twice the roof is 50%, and less than the roof is flagged."""
+    """With made-up times, twice the roof's time counts as 50%, and a time below the roof is flagged."""
     ladder, ceilings = made_up(*[lambda: torch.arange(10.0)] * 2, failing), ceilings_of("h200")
     roof_ms = roof(ladder.cost, ceilings).ms
     times = {"0": Timing(2 * roof_ms, roof_ms, 0.01, 5), "1": Timing(0.5 * roof_ms, roof_ms, 0.01, 5)}

@@ -28,7 +28,8 @@ def test_sectors_that_a_warp_touches(name: str, count: int) -> None:
 
 
 def test_warps_that_have_work() -> None:
-    """An H200 holds 132 x 64 warps; 8,192 columns are 256 warps, and a full grid of small kernels fills all."""
+    """An H200 holds 132 x 64 warps. A thread for each of 8,192 columns makes 256 warps; a full grid of threads fills
+    them all."""
     pytest.importorskip("cuda.core")
     few = warps_with_work(LAYOUTS[COLUMN], 8192, 8192, (9, 0), 132)
     assert few == pytest.approx(256 / (132 * 64))

@@ -72,7 +72,7 @@ def test_little_s_law() -> None:
 
 
 def test_the_levels_of_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Working sets are small here. Every level has its figures, and the law has its points."""
+    """The test uses small working sets. Every level has its figures, and the law has its points."""
     pytest.importorskip("numba")
     monkeypatch.setattr(memory_on_cpu, "SECONDS", 0.005)
     monkeypatch.setattr(memory_on_cpu, "working_sets", lambda caches: {"L1": 8192, "DRAM": 1 << 20})

@@ -35,7 +35,7 @@ def known_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(python_climbing, "measure_ceilings", lambda *names, **parts: ceilings_of("h200"))
 
 
-# uses the server of the other tests, whose forks have the preloaded modules
+# shares the fork server of the other tests, which has preloaded the modules
 starts_processes = pytest.mark.usefixtures("fork")
 
 
@@ -170,7 +170,7 @@ def test_slow_and_fast_rungs_become_percents_of_their_roofs(monkeypatch: pytest.
 
 
 def test_a_part_of_a_long_rung_is_timed_for_the_whole() -> None:
-    """Each part takes 2 ms, so 16 parts take 32 ms or more."""
+    """One part of 16 takes 2 ms, so the whole rung takes at least 32 ms."""
     asked: list[int] = []
 
     def part(parts: int) -> None:

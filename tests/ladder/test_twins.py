@@ -19,7 +19,7 @@ SIZES = {"vector": 5001, "reduction": 5001, "matmul": 136, "layer": 70, "indexin
 in_the_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the process of test_the_twins")
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreted run")
 def test_the_twins(interpreted: Callable[[str], int]) -> None:
     assert interpreted(__file__) == 6
 

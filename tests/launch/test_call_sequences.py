@@ -1,7 +1,7 @@
-"""Any sequence of calls gives the same with and without calls in C++: bits, strides, gradients, modes and errors.
+"""Any sequence of calls has the same bits, strides, gradients, modes and errors with and without calls in C++.
 
 A state machine makes each call twice: as users make it, and in Python alone (`in_python`), with copies of the same
-inputs. It keeps some graphs, whose backward runs later, after other calls.
+inputs. The state machine keeps some graphs, whose backward runs later, after other calls.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ WAYS: dict[str, Callable[..., Any]] = {
 
 
 def facts(value: Any) -> Any:
-    """All that the caller sees of a result."""
+    """Everything about a result that the caller can see."""
     if isinstance(value, tuple | list):
         return type(value), [facts(each) for each in value]
     if not isinstance(value, Tensor):
@@ -178,7 +178,7 @@ def called(spec: Spec, mode: str, way: str, *inputs: Tensor) -> Any:
 
 
 class Graph(NamedTuple):
-    """A call whose backward runs later: the result and the leaves, by whom it was made."""
+    """A call whose backward runs later. Results and leaves: [0] as users make the call, [1] in Python."""
 
     spec: Spec
     results: list[Any]
@@ -186,7 +186,7 @@ class Graph(NamedTuple):
 
 
 def both(work: Callable[[int], Any]) -> tuple[Any, Any]:
-    """The outcomes of work for a call as users make it (0), and in Python (1)."""
+    """Outcomes of `work(0)`, for a call as users make it, and of `work(1)`, in Python."""
     first = outcome(lambda: work(0))
     with repeated_calls.in_python():
         return first, outcome(lambda: work(1))
@@ -285,7 +285,8 @@ class Calls(RuleBasedStateMachine):
 
     @rule(graph=graphs, what=st.sampled_from(["input", "result"]))
     def change(self, graph: Graph, what: str) -> None:
-        """Backward then raises if it needs the tensor, and a second derivative of a loss, too."""
+        """Change a tensor in place, so that a backward pass that needs it raises, as does a second derivative of a
+        loss."""
 
         def work(i: int) -> Any:
             with torch.no_grad():
@@ -309,7 +310,7 @@ def planned_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         pytest.skip("needs a GPU")
     repeated_calls.build()
     monkeypatch.setattr(repeated_calls, "LESSON_AT", 1)
-    monkeypatch.setattr(losses, "check_targets", lambda *_: None)  # else Python checks each call on a CPU
+    monkeypatch.setattr(losses, "check_targets", lambda *_: None)  # without this, Python checks each call on a CPU
     yield
     known_calls.forget()
 
@@ -333,7 +334,7 @@ def test_sequences_on_a_gpu(planned_at_once: None) -> None:
 
 @needs_kernels
 def test_all_cases_are_made_in_cpp(planned_at_once: None) -> None:
-    """Otherwise the sequences would compare Python with itself."""
+    """The sequences compare C++ with Python only if each case is made in C++."""
     known_calls.forget()
     for name in sorted(CASES.keys() - {"wrong", "the same twice", "layer_norm"}):
         inputs = Spec(name, 0, 0, "dense", True).made()
@@ -347,7 +348,7 @@ def test_all_cases_are_made_in_cpp(planned_at_once: None) -> None:
 
 @needs_kernels
 def test_a_result_that_is_a_view_inside_can_be_changed_in_place(planned_at_once: None) -> None:
-    """Autograd refuses this for views made in a function of its own."""
+    """Autograd refuses in-place changes of views that a custom function returns."""
     x = torch.randn(1, 16, 4, 4).to(torch.bfloat16, memory_format=torch.channels_last).requires_grad_()
     weight = torch.randn(32, 16, 1, 1, dtype=torch.bfloat16)
 
@@ -390,6 +391,6 @@ def test_a_fork_goes_on(planned_at_once: None, during_a_lesson: bool) -> None:
     end.set()
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreted run")
 def test_all_through_the_interpreter(interpreted: Callable[..., int]) -> None:
     assert interpreted(__file__) >= 3

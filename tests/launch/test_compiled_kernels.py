@@ -118,7 +118,7 @@ def test_any_sequence_of_launches_is_the_one_that_triton_makes(
     ]
     arguments = [make() for make in choices]
     compared = 4000
-    for _ in range(compared):  # one argument after the other changes
+    for _ in range(compared):  # each launch changes one argument
         i = rng.randrange(len(choices))
         arguments[i] = choices[i]() if rng.random() < 0.5 else (None, None, 5, 5, 1e-5, False)[i]
         parameters = {"SIZE": rng.choice([16, 64]), "KIND": rng.choice([None, "a"]), "num_warps": 4}
@@ -128,12 +128,12 @@ def test_any_sequence_of_launches_is_the_one_that_triton_makes(
         launch(kernel, grid, CPU, *arguments, **parameters)
         assert launched.pop() == expected
         assert not launched
-    assert len(by_triton) < 1.7 * compared  # the other launches are by cached kernels
+    assert len(by_triton) < 1.7 * compared  # cached kernels make the other launches
 
 
 def test_the_second_launch_passes_triton_by(launched: list[tuple[Any, ...]], by_triton: list[int]) -> None:
     kernel = triton.jit(constants_last)
-    for n in (3, 5, 7):  # these arguments are equal for Triton
+    for n in (3, 5, 7):  # Triton specializes these arguments alike
         with count_launches() as count:
             launch(kernel, (2,), CPU, MEMORY, None, n, 1, 1e-5, False, SIZE=16, KIND=True)
         assert count == {"constants_last": 1}

@@ -1,4 +1,4 @@
-"""What users ask of the C++ parts by environment variables, also wrongly."""
+"""Environment variables that control the C++ parts, with valid and invalid values."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def test_each_source_name_architecture_and_option_is_compiled_once(
     compiled = counted(monkeypatch)
     first = cuda.compile(SOURCE, "plain", arch="sm_90")
     assert cuda.compile(SOURCE, "plain", arch="sm_90") is first
-    cuda._kernels.clear()  # as in another process
+    cuda._kernels.clear()  # the memory cache is empty, as in another process
     again = cuda.compile(SOURCE, "plain", arch="sm_90")
     assert again.binary == first.binary
     assert len(compiled) == 1
@@ -366,7 +366,7 @@ def test_a_kernel_runs_on_the_current_stream_and_is_counted() -> None:
     with count_launches() as launches, torch.cuda.stream(stream):
         torch.cuda._sleep(100_000_000)
         y = scale(scale(x, 3.0), 0.5)
-        assert not stream.query()  # it does not wait
+        assert not stream.query()  # the launches do not wait for the GPU
     stream.synchronize()
     assert torch.equal(y, 1.5 * x)
     assert launches == {"scale<float>": 2}
@@ -396,7 +396,7 @@ def test_a_captured_launch_replays() -> None:
     x = torch.randn(1000, device="cuda")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):  # the kernel is loaded here
+    with torch.cuda.graph(graph):  # the capture loads the kernel
         y = scale(x, 2.0)
     x.fill_(4.0)
     graph.replay()
@@ -423,7 +423,7 @@ def test_nothing_is_launched_where_something_is_wrong() -> None:
 
 @pytest.mark.gpu
 def test_with_rooftop_sync_an_error_names_its_kernel() -> None:
-    """In a separate process, because the GPU cannot be used after such an error."""
+    """The program runs in a separate process, because a process cannot use the GPU after such an error."""
     program = f"""
 import torch
 from rooftop.launch import cuda

@@ -51,7 +51,7 @@ def test_a_plain_call_is_plain() -> None:
     [
         torch.randn(3).as_subclass(Own),
         torch.empty(3, device="meta"),
-        torch.randn(3, dtype=torch.complex64).conj().imag,  # its sign is not in memory
+        torch.randn(3, dtype=torch.complex64).conj().imag,  # a view with the negative bit
         torch._efficientzerotensor((3,)),  # has no memory
         [torch.randn(3), torch.empty(3, device="meta")],
     ],

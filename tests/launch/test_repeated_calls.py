@@ -44,7 +44,7 @@ def compiled(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def made() -> Iterator[Callable[[], int]]:
-    """How many calls were made in C++ since the last time."""
+    """Gives a function that returns the number of calls made in C++ since its last call."""
     known_calls.forget()
     last = repeated_calls.calls_made()
 
@@ -260,14 +260,14 @@ def test_hooks_see_gradients_and_saved_tensors(made: Callable[[], int]) -> None:
         assert len(seen) > before
 
 
-class Enough(Exception):  # as checkpointing ends a recomputation
+class Enough(Exception):  # checkpointing ends a recomputation with such an exception
     pass
 
 
 @needs_kernels
 @pytest.mark.parametrize("calls", range(6))
 def test_a_hook_that_raises_ends_the_call_and_nothing_is_called_again(calls: int, made: Callable[[], int]) -> None:
-    """Whichever call of the function it is: one that is made in Python, observed, or known."""
+    """The hook may raise in any call of the function: one made in Python, one observed, or one known."""
     x, weight = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
     for _ in range(calls):
         kernels.layer_norm(x, 8, weight)
@@ -348,7 +348,7 @@ def test_plans_are_freed_by_the_last_graph_that_has_them() -> None:
 
 @pytest.fixture
 def unchecked_targets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU Python checks the targets of each call, so that no call would be made in C++."""
+    """Skip the check of targets. On a CPU, Python checks them in each call, so no call would be made in C++."""
     monkeypatch.setattr(losses, "check_targets", lambda *_: None)
 
 
@@ -388,7 +388,7 @@ def test_losses_in_training(device: str, dtype: torch.dtype, unchecked_targets: 
             assert same([expected[0], both(2.0)]), name
             assert same([expected[1], both(1.0)]), name
         several(lambda: both(2.0), 3)
-        if name not in ("maps", "each"):  # which copy the logits
+        if name not in ("maps", "each"):  # these two copy the logits
             assert made() >= 15, (name, dtype, repeated_calls.reasons)
 
 
@@ -459,7 +459,7 @@ def test_the_gradient_of_an_embedding(device: str, width: int, made: Callable[[]
     with repeated_calls.in_python():
         expected = both()
     assert same([expected, *several(both)])
-    # on a CPU, Python checks the tokens of rows that a kernel copies
+    # on a CPU, Python checks tokens whose rows a kernel copies
     assert made() >= (0 if device == "cpu" and width == 8 else 5), repeated_calls.reasons
 
 
@@ -545,7 +545,7 @@ def test_compiled_autograd(made: Callable[[], int], unchecked_targets: None) -> 
     made()
     with _enable(lambda graph: torch.compile(graph, backend="eager")):
         assert same([expected, *several(step, 3)])
-        known_calls.forget()  # other plans, which are compiled anew
+        known_calls.forget()  # new plans are compiled again
         assert same([expected, *several(step)])
     assert made() >= 12  # forward
 
@@ -628,7 +628,7 @@ def test_an_engine_without_graphs_computes_all_convolutions_in_cpp(made: Callabl
     made()
     engine(x)
     assert len(engine.report.fused) == 17
-    assert made() == 18, repeated_calls.reasons  # and the max pool
+    assert made() == 18, repeated_calls.reasons  # 17 fused operations and the max pool
 
 
 # ---- building -----------------------------------------------------------------------------------------------------
@@ -725,7 +725,7 @@ def test_a_damaged_file_is_compiled_again(tmp_path: Path, monkeypatch: pytest.Mo
     extension = Extension("part", _tiny(tmp_path))
     for load in (lambda: [extension.build()], lambda: _in_background(extension)):
         extension.path.parent.mkdir(exist_ok=True)
-        extension.path.unlink(missing_ok=True)  # this process has mapped the one before
+        extension.path.unlink(missing_ok=True)  # a new file, because this process has mapped the old one
         extension.path.write_bytes(b"\x7fELF")
         assert [each.__name__ for each in load()] == ["part"]
 
@@ -749,7 +749,7 @@ def test_a_build_waits_for_another_process_that_compiles(tmp_path: Path, monkeyp
         built = pool.submit(extension.build)
         time.sleep(1.0)
         assert not built.done()
-        monkeypatch.setattr(extension, "_compile", lambda: pytest.fail("it compiled, too"))
+        monkeypatch.setattr(extension, "_compile", lambda: pytest.fail("a second thread compiled, too"))
         subprocess.run(extension._command(extension.path), check=True)
         assert built.result(timeout=60).__name__ == "part"
 
@@ -790,7 +790,7 @@ def _in_background(extension: Extension) -> list[Any]:
     return loaded
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreted run")
 @needs_compiler
 def test_all_through_the_interpreter(interpreted: Callable[..., int]) -> None:
     assert interpreted(__file__) >= 12

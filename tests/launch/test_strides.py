@@ -1,4 +1,4 @@
-"""Merged dimensions visit the same elements, and are as few as the strides allow."""
+"""Merged dimensions visit the same elements, and strides allow no further merging."""
 
 from __future__ import annotations
 

@@ -35,5 +35,5 @@ def test_depth_is_no_limit() -> None:
     while len(chain) < 100_000:
         chain.append(Node(chain[-1], chain[-1]))
     assert order(chain[-1]) == chain
-    for node in reversed(chain):  # without recursion when the last reference is dropped
+    for node in reversed(chain):  # frees the tree without recursion
         node.operands = ()

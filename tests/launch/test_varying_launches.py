@@ -1,4 +1,4 @@
-"""Launches by the driver whose grid and numbers are formulas, with a driver that prints what it gets."""
+"""Driver launches whose grid and scalar arguments are formulas, with a stand-in driver that prints its arguments."""
 
 from __future__ import annotations
 

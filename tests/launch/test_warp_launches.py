@@ -71,7 +71,7 @@ def test_memory_is_not_held(device: torch.device) -> None:
     assert held() is None
     known = weakref.ref(struct)
     del struct
-    assert known() is not None  # its memory has the arguments
+    assert known() is not None  # the cache keeps it, because its memory holds the arguments
     launches.clear()
     assert known() is None
 
@@ -95,6 +95,6 @@ def test_any_stream_and_graph() -> None:
     with torch.cuda.stream(stream):
         torch.cuda._sleep(50_000_000)
         items.fill_(3.0)
-        launches(scale, 1024, struct, 0, 1024)  # runs after these, because it is on their stream
+        launches(scale, 1024, struct, 0, 1024)  # runs after sleep and fill, on the same stream
     torch.cuda.synchronize()
     assert items.unique().tolist() == [300.0]

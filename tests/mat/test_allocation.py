@@ -73,7 +73,7 @@ def test_an_allocator_of_ones_own() -> None:
     assert arena.memory[64 : 64 + 45].tolist() == [7] * 45
     assert arena.memory.sum() == 7 * 45
     assert m[1:3, 1:4].locateROI() == ((5, 3), (1, 1))
-    other = m.clone()  # by the same allocator
+    other = m.clone()  # clone uses the same allocator
     assert other.data_ptr() == arena.memory.data_ptr() + 128
     other.push_back(m)
     assert len(arena.asked) == 3
@@ -97,7 +97,7 @@ def test_the_default_allocator() -> None:
         mat.merge([m, m])
         m.convertTo(CV_32FC1)
     assert arena.asked == [4, 8, 16]
-    assert seen == [standard]  # only the block's own thread
+    assert seen == [standard]  # only the thread of the `with` block uses the allocator
     assert mat.getDefaultAllocator() is standard
     mat.setDefaultAllocator(allocator)
     try:

@@ -1,7 +1,7 @@
 """convertTo: rounding, saturation, scale and shift, over all pairs of depths.
 
-cv2 has no convertTo, but `cv2.normalize` ends with this conversion. With NORM_INF, its scale is `alpha / norm` and
-there is no shift. With NORM_MINMAX, both follow from the least and the greatest value.
+cv2 has no convertTo, but `cv2.normalize` ends with this conversion. With NORM_INF, the scale is `alpha / norm` and
+there is no shift. With NORM_MINMAX, scale and shift follow from the least and the greatest value.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ cv2 = pytest.importorskip("cv2")
 DEPTH_NUMBERS = range(len(DEPTHS))
 INTEGERS = [number for number in DEPTH_NUMBERS if DEPTHS[number].limits]
 FLOATS = [mat.CV_32F, mat.CV_64F, mat.CV_16F, mat.CV_16BF]
-# The depths that cv2 accepts as arrays. It converts 64-bit integers to 32-bit ones on input.
+# The depths that cv2 accepts as arrays. cv2 converts 64-bit integers to 32-bit ones on input.
 TAKEN = [mat.CV_8U, mat.CV_8S, mat.CV_16U, mat.CV_16S, mat.CV_32S, mat.CV_32F, mat.CV_64F]
 GIVEN = [number for number in DEPTH_NUMBERS if number != mat.CV_16BF]  # NumPy has no such dtype
 SMALL = [mat.CV_8U, mat.CV_8S, mat.CV_16U, mat.CV_16S]
@@ -91,7 +91,7 @@ def test_every_pair_of_depths_with_a_scale(depth: int, new: int, alpha: float, s
 )  # fmt: skip
 def test_scale_and_shift(depth: int, new: int, seed: int, halves: bool, low: float, extent: float) -> None:
     array = values(depth, seed)
-    # small numbers with a scale and a shift whose results are halves, so that everything depends on one rounding
+    # scale and shift turn small numbers into halves, so that the result depends on one rounding
     if halves:
         array = (array.astype("f8") % 64).astype(array.dtype)
         low, extent = round(low) + 0.5, (float(array.max()) - float(array.min())) * 0.5
@@ -146,7 +146,7 @@ def test_nan_is_what_opencv_makes_of_it() -> None:
     array = np.array([[0, 1, np.nan, 200, -5] * 9], np.float32)
     for new in GIVEN:
         expected = cv2.normalize(array, None, -5, 200, cv2.NORM_MINMAX, new)  # from -5..200 to -5..200
-        if new == mat.CV_64S:  # by way of 32 bits in OpenCV
+        if new == mat.CV_64S:  # OpenCV converts through 32 bits
             expected[expected == -(2**31)] = -(2**63)
         assert np.array_equal(Mat(array).convertTo(new).numpy(), expected, equal_nan=new in FLOATS)
 

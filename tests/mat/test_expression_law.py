@@ -2,8 +2,7 @@
 exact.
 
 `grown` draws a tree as nested tuples, `built` makes its expression, and `lawful` computes the required numbers with
-NumPy's float64 and Python's integers, without the package's own arithmetic. Under TRITON_INTERPRET=1 the CPU runs the
-kernels.
+NumPy's float64 and Python's integers, without Rooftop's arithmetic. Under TRITON_INTERPRET=1 the CPU runs the kernels.
 """
 
 from __future__ import annotations
@@ -81,7 +80,8 @@ def values(rng: np.random.Generator, depth: int, shape: tuple[int, ...]) -> torc
 
 @st.composite
 def grown(draw: Any, depths: list[int] = ALL, most: int = 6) -> Grown:
-    """A tree of up to `most` operations. Its Mats are whole, regions, transposed, or shifted views of one block."""
+    """A tree of up to `most` operations. The tree's Mats are whole, regions, transposed, or shifted views of one
+    block."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     channels = draw(st.sampled_from([1, 1, 2, 3, 4, 5]))
     sizes = draw(st.tuples(st.integers(1, 7), st.integers(1, 9)) | st.tuples(*[st.integers(1, 4)] * 3))
@@ -274,8 +274,8 @@ def _objects(array: np.ndarray) -> np.ndarray:
 
 
 def _is_wide_bits(whose: Grown, tree: tuple[Any, ...]) -> bool:
-    """Whether this is a bitwise operation of 64 bits. Its operands are evaluated separately, since float64 cannot
-    represent 64 bits."""
+    """Whether this is a bitwise operation of 64 bits. The operands of such an operation are evaluated separately, since
+    float64 cannot represent 64 bits."""
     kind, *operands = tree
     return (kind in BITS or kind == "not") and DEPTHS[_depth_of(whose, operands)].size_bytes == 8
 
@@ -407,7 +407,7 @@ def test_targets_may_be_what_is_read(tree: Grown, data: Any) -> None:
     assert same(numbers_of(target), expected)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreted run")
 def test_kernels_follow_the_law(interpreted: Callable[..., int]) -> None:
     assert interpreted(__file__) == 12
 
@@ -415,7 +415,7 @@ def test_kernels_follow_the_law(interpreted: Callable[..., int]) -> None:
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(grown(most=5), st.data())
 def test_compiled_loops_follow_the_law(tree: Grown, data: Any) -> None:
-    """Numba's loops, however small the Mats are, write into new memory and into a leaf. Each example compiles one
+    """Numba's loops run even for small Mats, and write into new memory and into a leaf. Each example compiles one
     loop."""
     expression, expected = built(tree), lawful(tree)
     targets = [m for m, _ in tree.leaves if m.type() == expression.type() and tuple(m.size) == tree.sizes]
@@ -441,7 +441,8 @@ def test_a_gpu_follows_the_law(tree: Grown) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("depth", [mat.CV_8S, mat.CV_8U, mat.CV_16S, mat.CV_16U, mat.CV_32S, mat.CV_32U])
 def test_numbers_at_the_limits_follow_the_law(depth: int, device: str) -> None:
-    """All numbers of a depth of up to 16 bits, because a compiler that knows the limits uses special instructions."""
+    """All numbers of depths up to 16 bits are tested, because a compiler that knows the limits uses special
+    instructions."""
     numpy: Any = DEPTHS[depth].numpy
     least, most = DEPTHS[depth].limits or (0, 0)
     near = np.arange(-300, 300)

@@ -117,7 +117,7 @@ def test_operands_that_the_target_overlaps() -> None:
     assert a.data_ptr() == pointer
     whole = image(5, (8, 8))
     expected = np.minimum(whole[0:7].astype(int) + whole[1:8], 255)
-    Mat(whole[1:8]).assign(Mat(whole[0:7]) + Mat(whole[1:8]))  # two Mats whose shared memory is not known
+    Mat(whole[1:8]).assign(Mat(whole[0:7]) + Mat(whole[1:8]))  # Mat does not know that the two share memory
     assert np.array_equal(whole[1:8], expected)
     x = Mat(np.arange(9, dtype=np.float32).reshape(3, 3))
     expected = x.numpy() @ x.numpy() + x.numpy()
@@ -335,7 +335,7 @@ def test_read_only_memory_is_read_and_not_written() -> None:
 
 
 def test_in_place_is_the_assignment_of_the_expression() -> None:
-    """Regions are changed in place, too, whether a variable holds them or not, and the depth stays."""
+    """In-place operators also change regions, whether a variable holds them or not, and keep the depth."""
     operations: dict[str, Callable[[Any, Any], Any]] = {
         "+": operator.iadd, "-": operator.isub, "*": operator.imul, "/": operator.itruediv, "&": operator.iand,
         "|": operator.ior, "^": operator.ixor,
@@ -383,7 +383,7 @@ def test_all_that_is_not_named() -> None:
 
 
 def test_not_a_number_is_a_number_among_others() -> None:
-    """This holds in large Mats, too, which are computed in another way than small ones."""
+    """NaN works in small and in large Mats, which take different code paths."""
     for size in ((3, 4), (600, 700)):
         m = Mat(np.ones(size, np.float32))
         for e in (m + float("nan"), m - float("nan"), m * float("nan"), float("nan") / m):

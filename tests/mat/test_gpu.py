@@ -1,4 +1,4 @@
-"""On a GPU: the same pointers through every protocol, and every operation gives the CPU's bits."""
+"""On a GPU, every protocol passes the same pointer, and every operation gives the CPU's bits."""
 
 from __future__ import annotations
 

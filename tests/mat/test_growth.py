@@ -25,7 +25,7 @@ OPERATIONS = st.lists(
 @settings(max_examples=70, deadline=None)
 @given(OPERATIONS, st.sampled_from([CV_8U, CV_8UC3, mat.CV_64FC1, mat.CV_16UC(5)]), st.integers(1, 3))
 def test_rows_are_those_of_a_list(operations: list[tuple[str, int]], type: int, cols: int) -> None:
-    """Headers that were created meanwhile keep their rows."""
+    """Headers created between the operations keep their rows."""
     m = Mat(0, cols, type)
     rows: list[int] = []
     shared: list[tuple[Mat, list[int]]] = []
@@ -109,7 +109,7 @@ def test_rows_pushed_to_a_region_leave_the_whole_alone() -> None:
 
 
 def test_two_headers_push_to_places_of_their_own() -> None:
-    """OpenCV lets the second header overwrite the row of the first."""
+    """Unlike here, OpenCV lets the second header overwrite the row of the first."""
     one = Mat(1, 1, CV_8U, 1)
     one.reserve(64)
     two = Mat(one)

@@ -254,7 +254,7 @@ def test_only_cuda_mats_have_the_cuda_array_interface() -> None:
 
 
 def test_inference_mode_leaves_no_mark() -> None:
-    """Otherwise a tensor created in inference mode could never be written outside of it."""
+    """PyTorch forbids writing to inference tensors outside of inference mode, so Mats must not be such tensors."""
     with torch.inference_mode():
         m = Mat(2, 2, CV_8U, 1)
         other = Mat(torch.zeros(2, 2))

@@ -77,8 +77,8 @@ def image(dtype: torch.dtype = torch.uint8, before: int = 0) -> Mat:
 def test_float64_is_computed_without_conversions(
     instructions: Callable[[Callable[[], object]], Counter[str]],
 ) -> None:
-    """Conversions have a quarter of the rate. There are two products, a sum, and one more instruction for each input
-    and output."""
+    """Conversions run at a quarter of the rate of other instructions. The kernel has two products, a sum, and one more
+    instruction for each input and output."""
     a, b, out = image(), image(), image()
     counted = instructions(lambda: out.assign(a * 0.3 + b * 0.7))
     assert not [name for name in counted if name.startswith("cvt") and "f64" in name]

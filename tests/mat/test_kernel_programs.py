@@ -28,7 +28,7 @@ SCALES = [(1 / 255, 0.0), (1.0, 0.5), (255.0, 0.0), (1.5, 3.0), (-0.37, 1e5), (1
 PAIRS = [(depth, new) for depth in CONVERTED for new in CONVERTED if depth != new]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreted run")
 def test_kernels_on_the_cpu(interpreted: Callable[..., int]) -> None:
     assert interpreted(__file__) == len(PAIRS) + 3
 
@@ -59,7 +59,7 @@ def assert_as_by_blocks(source: Tensor, target: Tensor, depth: int, new: int, al
     expected = torch.empty_like(target, memory_format=torch.contiguous_format)
     plain = abs(alpha - 1) < 2.0**-52 and abs(beta) < 2.0**-52
     with np.errstate(all="ignore"):  # the interpreter computes with NumPy
-        if INTERPRETED:  # and its numbers have no -0.0
+        if INTERPRETED:  # the interpreter's numbers have no -0.0
             alpha, beta = (0.0 if float(np.float32(number)) == 0 else number for number in (alpha, beta))
         convert_blocks(source, expected, depth, new, None if plain else scaling_of(depth, new, alpha, beta))
         with count_launches() as counted:

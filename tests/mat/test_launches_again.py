@@ -97,7 +97,7 @@ def test_a_launch_made_again_is_the_one_that_would_be_made(
     """Regions of one image have equal strides and some overlap. Operands that are copied first are in other memory."""
     image, mask = Mat(torch.zeros(ROOM, ROOM, 3, dtype=dtype)), Mat(torch.ones(ROOM, ROOM, dtype=torch.uint8))
     now = now or before
-    if same:  # the first operand's own elements
+    if same:  # stores into the first operand's own elements
         now = (now[0], now[1], now[0], now[3])
     forget()
     for each in FORMS:
@@ -138,7 +138,7 @@ def test_what_is_kept_is_launched(seen: list[tuple[Any, ...]], monkeypatch: pyte
 
 
 def test_matrix_products_are_computed_anew(seen: list[tuple[Any, ...]]) -> None:
-    """The other launches read their results, whose addresses change each time."""
+    """Launches after a product read the product's result, whose address changes each time."""
     a, b, out = (Mat(torch.ones(4, 4)) for _ in range(3))
     for _ in range(3):
         out.assign(mat.maximum(a @ b, b))

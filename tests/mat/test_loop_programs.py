@@ -67,10 +67,10 @@ def test_a_form_is_compiled_once_rows_have_taken_as_long(monkeypatch: pytest.Mon
         assert np.array_equal((Mat(a) + Mat(b)).numpy(), expected)
         assert counted == [ran, compiled]
     (Mat(a) * 2 + Mat(b)).numpy()
-    assert counted == [2, 1]  # another form waits for its own compilation
+    assert counted == [2, 1]  # a new form of expression must be compiled first
     (Mat(a) * 2 + Mat(b)).numpy()
     assert np.array_equal((Mat(a) * 3 + Mat(b)).numpy(), np.clip(a.astype(int) * 3 + b, 0, 255))
-    assert counted == [4, 2]  # another number does not wait
+    assert counted == [4, 2]  # a new constant needs no compilation
 
 
 def test_small_mats_wait_for_nothing(at_once: None, counted: Counted) -> None:
@@ -277,7 +277,7 @@ def test_a_default_device_changes_nothing(monkeypatch: pytest.MonkeyPatch, at_on
 
 
 def test_a_process_that_forks_while_a_thread_compiles() -> None:
-    """In the child, the compiler's lock is open."""
+    """A forked child must find the compiler's lock released."""
     from numba.core.compiler_lock import global_compiler_lock as lock
 
     assert numba_loops.numba_works()
@@ -323,7 +323,7 @@ def test_a_numba_that_cannot_be_imported_is_named_once(monkeypatch: pytest.Monke
     try:
         with pytest.warns(RuntimeWarning, match="Numba is installed, but cannot be imported"):
             assert not numba_loops.numba_works()
-        monkeypatch.setitem(sys.modules, "rooftop.mat.masked_loops", None)  # its import would fail, as Numba's does
+        monkeypatch.setitem(sys.modules, "rooftop.mat.masked_loops", None)  # importing it fails, like importing Numba
         m, mask = Mat(image(1)), Mat(image(2)[..., :1].copy())
         m.setTo((1, 2, 3), mask > 100)
         assert np.array_equal(m.numpy(), np.where(image(2)[..., :1] > 100, [1, 2, 3], image(1)))

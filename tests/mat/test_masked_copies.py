@@ -22,7 +22,7 @@ launches = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(),
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreted run")
 def test_kernels_on_the_cpu(interpreted: Callable[..., int]) -> None:
     assert interpreted(__file__) == 5
 

@@ -1,4 +1,4 @@
-"""Codes of types are OpenCV's: those of version 5 here, those of version 4 on request."""
+"""Type codes are OpenCV's: version 5 by default, version 4 on request."""
 
 from __future__ import annotations
 

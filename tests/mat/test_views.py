@@ -1,8 +1,8 @@
 """Headers on the same memory: sizes, steps, flags and offsets are those that OpenCV computes.
 
 cv2 shows little of a cv::Mat: only `cv2.UMat` says whether a region is continuous, whether it is a submatrix and where
-it begins. The rest is compared with NumPy's views of the same array and with OpenCV's rules, which are written out
-here.
+it begins. Other properties are compared with NumPy's views of the same array and with OpenCV's rules, which this file
+writes out.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def test_single_rows_and_columns_may_be_continuous() -> None:
     assert m[1:2, 1:2].isContinuous()
     whole = m[0:4, 0:6]
     assert whole.isContinuous()
-    assert not whole.isSubmatrix()  # as in OpenCV: ranges that cut nothing off
+    assert not whole.isSubmatrix()  # as in OpenCV, ranges that cut nothing off make no submatrix
     assert Mat((3, 4, 5), CV_8U)[1:2].isContinuous()
     assert Mat((3, 4, 5), CV_8U)[1:3].isContinuous()
     assert not Mat((3, 4, 5), CV_8U)[:, 1:2].isContinuous()

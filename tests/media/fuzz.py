@@ -1,17 +1,16 @@
-"""Damages videos in many ways and reads each in a separate process. Only the documented errors may occur.
+"""Damage videos in many ways and read each in a separate process. Only the documented errors may occur.
 
     python tests/media/fuzz.py --files 2000 --seed 0 --keep findings
 
 Each file is one of the kinds of `conftest.py`. The same number and seed always damage it in the same way, and `--only
-17` repeats one file. What is a finding:
+17` repeats one file. These count as findings:
 
-- a process killed by the system or by its limits: 10 s of work, 4 GiB of addresses more than at its start
-- 1 GiB of memory more than at the start
-- an exception other than InputError, DamagedVideoError and (for a position) IndexError
+- a process killed by the system or by its limits: 10 s of work, 4 GiB of address space more than at its start - 1 GiB
+of memory more than at the start - an exception other than InputError, DamagedVideoError and (for a position) IndexError
 - a frame, or samples of sound, from before the first wrong byte that differs from the whole file's at the same time
 
-Prints a report as JSON; exit status 1 if there are findings. Also counted: files with missing frames from before the
-first wrong byte, such as frames that the decoder still held and dropped at the error.
+The program prints a report as JSON; its exit status is 1 if there are findings. The report also counts files with
+missing frames from before the first wrong byte, such as frames that the decoder still held and dropped at the error.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from rooftop.media.opening import Source
 
 WORK_S, WAIT_S = 10, 300  # processor time, and wall-clock time on a machine with other users
 MEMORY_BYTES = 1 << 30
-ADDRESSES_BYTES = 4 << 30  # threads' stacks and heaps use addresses, not memory
+ADDRESSES_BYTES = 4 << 30  # threads' stacks and heaps reserve address space, not memory
 MOST_FRAMES = 400
 LATE = 4  # frames that may wait for other frames, if packets have no times
 NEXT_START_BYTES = {".ts": 188, ".h264": 8}  # bytes of the next packet, which mark the end of this one
@@ -320,7 +319,7 @@ class Outcome:
     result: Any = None
     failure: str | None = None
     wall_s: float = 0.0
-    memory_bytes: int = 0  # more than at the start; if the process died, its total
+    memory_bytes: int = 0  # growth since the start, or the total if the process died
 
 
 def in_child(work: Callable[[], Any]) -> Outcome:
@@ -359,7 +358,7 @@ def _child(work: Callable[[], Any], writing: int) -> None:
     status = 1
     try:
         _, most = resource.getrlimit(resource.RLIMIT_AS)
-        pages = Path("/proc/self/statm").read_text().split()  # addresses, in memory, ...
+        pages = Path("/proc/self/statm").read_text().split()  # address space, resident memory, ...
         there, base = (int(each) * resource.getpagesize() for each in pages[:2])
         resource.setrlimit(resource.RLIMIT_AS, (there + ADDRESSES_BYTES, most))
         resource.setrlimit(resource.RLIMIT_CPU, (WORK_S, WORK_S + 1))
@@ -426,7 +425,7 @@ def main() -> int:
     parser.add_argument("--only", type=int, help="number of one file")
     parser.add_argument("--keep", type=Path, help="folder for files with findings")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # and no other threads, so that the process can be forked
+    torch.set_num_threads(1)  # the process must have no other threads when it forks
     rooftop.media.pyav.load_av()
     load_loops()
     with tempfile.TemporaryDirectory() as name:

@@ -1,9 +1,9 @@
-"""Join, cut and reorder transport streams at random. Index, loop and FFmpeg must agree on each, or report damage.
+"""Join, cut and reorder transport streams at random. Index, loop and FFmpeg must agree on each file, or report damage.
 
     python tests/media/joined_streams.py --files 1000 --seed 0
 
-A file that is reported as damaged must return the frames before the damage, each equal to FFmpeg's. Prints violations;
-exit status 1 if there are any.
+A file that is reported as damaged must return the frames before the damage, each equal to FFmpeg's. The program prints
+violations; its exit status is 1 if there are any.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def test_work_goes_on_while_results_are_used_but_only_so_far_ahead() -> None:
         while len(begun) < asked + 4 and time.monotonic() < until:
             time.sleep(0.001)
         time.sleep(0.02)
-        assert len(begun) == asked + 4  # one of the five results ahead was given out
+        assert len(begun) == asked + 4  # the caller has taken one of the five results computed ahead
     results.close()  # type: ignore[attr-defined]
 
 

@@ -65,7 +65,7 @@ def test_a_pass_has_every_clip_once_in_the_order_of_its_seed(paths: list[Path], 
     places = [place for _, of_batch in first for place in of_batch]
     assert sorted(places) == [clips.place(number) for number in range(len(clips))]
     again = [place for _, of_batch in second for place in of_batch]
-    assert (places == again) != shuffle  # each pass has another order
+    assert (places == again) != shuffle  # with shuffle, each pass has another order
     alone = ClipLoader(clips, batch=3, shuffle=shuffle, seed=5, threads=2, ahead=1)
     for (pixels, of_batch), (others, places_alone) in zip(first, batches(alone), strict=True):
         assert of_batch == places_alone

@@ -38,7 +38,7 @@ def read_all(content: bytes) -> tuple[dict[float, Tensor], RooftopError | None]:
 
 @some
 @given(share=st.floats(0, 1, exclude_max=True))
-@example(share=0.8125)  # for an AVI: after a frame, before the frames that are shown earlier
+@example(share=0.8125)  # cuts an AVI between a frame and later stored frames that are shown earlier
 def test_a_file_that_was_cut_off_gives_what_is_left(any_video: Path, share: float) -> None:
     whole = any_video.read_bytes()
     expected, _ = read_all(whole)
@@ -125,7 +125,7 @@ def test_threads_lose_no_frame_before_the_damage(make_video: MakeVideo) -> None:
             seen.extend(VideoReader(bytes(damaged)))
         except DamagedVideoError:  # the loss of some small packets goes unnoticed
             noticed += 1
-        certain = sum(1 for tick in ticks if tick < min(ticks[wrong:]))  # shown before everything after this position
+        certain = sum(1 for tick in ticks if tick < min(ticks[wrong:]))  # shown before all lost or later frames
         assert len(seen) >= certain, wrong
         assert all(torch.equal(a, b) for a, b in zip(seen[:certain], whole, strict=False))
     assert noticed > 10
@@ -191,7 +191,7 @@ def test_a_file_that_points_elsewhere_is_not_followed(make_video: MakeVideo, con
         with pytest.raises(InputError, match="is not a video that FFmpeg can read"):
             VideoReader(path)
         seconds.append(time.perf_counter() - began)
-    assert min(seconds) < 5  # it does not wait for a network, for which FFmpeg would take 10 s each time
+    assert min(seconds) < 5  # no wait for the network, where FFmpeg would take 10 s each time
 
 
 def test_a_small_file_cannot_ask_for_a_huge_frame(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_an_avi_with_an_empty_chunk_is_whole(make_video: MakeVideo, tmp_path: Pa
 
 
 def test_nothing_is_asked_of_a_closed_file(make_video: MakeVideo) -> None:
-    """The reader needs the frame rate after its first decoder is closed, when FFmpeg would read freed memory."""
+    """The reader needs the frame rate after its first decoder is closed. By then FFmpeg would read freed memory."""
     decoder = Decoder(Source(make_video("closed.mp4")))
     rate = decoder.rate()
     decoder.close()

@@ -128,7 +128,7 @@ def played(tmp_path: Path) -> Iterator[Played]:
 
 @needs_ffmpeg
 def test_a_decoder_works_if_its_frames_are_right_in_value_number_and_order(played: Played) -> None:
-    """pipe:1 comes after the arguments before the output."""
+    """Each key replaces the output `pipe:1`, so that arguments for the output come before it."""
     expected = {
         "pipe:1": "works",
         '-vf "lutyuv=y=val+5:u=val+5:v=val+5" pipe:1': "10 of 10 frames are wrong, by 5 of 255 levels on average",
@@ -205,8 +205,8 @@ def test_of_an_exact_codec_no_sample_may_be_far_off() -> None:
 
 
 def test_raw_frames_are_planes_in_levels() -> None:
-    """NV12 alternates the two planes of chroma, and P010 stores its ten bits in the upper bits. Both contain the planes
-    of the picture."""
+    """NV12 alternates the two planes of chroma, and P010 stores its ten bits in the upper bits. Frames in either format
+    contain the planes of the picture."""
     for bits, wide, shift in ((8, "nv12", 0), (10, "p010le", 6)):
         planes = picture(bits)
         luma = 320 * 240

@@ -70,7 +70,7 @@ def test_every_frame_in_order_by_position_and_by_time(video: Path) -> None:
     assert apart(gpu[:], together) <= 2
     assert apart(gpu.frames_at(gpu.times), together) <= 2
     assert apart(torch.stack([frame for frame, _, _ in gpu.timed(11)]), together[11:]) <= 2
-    for position in (29, 3, 29, 28, 0, 17, 16, 29):  # back, even after the end
+    for position in (29, 3, 29, 28, 0, 17, 16, 29):  # backward jumps, even after the end
         assert apart(gpu[position], expected[position]) <= 2, position
 
 

@@ -118,7 +118,7 @@ def test_a_mat_lies_on_a_photograph_without_a_copy() -> None:
     assert mat.tensor()[7, 5].tolist() == [1, 2, 3]
 
 
-DAMAGED = pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # it also warns of errors that it raises
+DAMAGED = pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # Pillow also warns of errors that it raises
 
 
 @DAMAGED
@@ -134,7 +134,7 @@ def test_a_file_that_was_cut_off_is_an_error_not_half_a_picture(form: str) -> No
             errors += 1
         else:  # data after the pixels may be missing
             assert torch.equal(found, whole), end
-    assert errors >= (10 if form == "gif" else 24)  # its second picture is not read
+    assert errors >= (10 if form == "gif" else 24)  # a GIF's second picture is not read
 
 
 @DAMAGED
@@ -160,7 +160,7 @@ def test_an_image_larger_than_memory_is_refused_by_its_header(monkeypatch: pytes
     path.write_bytes(header)
     with pytest.raises(InputError, match=r"bomb\.bmp cannot be read"):
         read_image(path)
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)  # as some libraries do, for the whole process
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)  # some libraries switch this limit off for the whole process
     with pytest.raises(InputError, match=r"bomb\.bmp cannot be read: it has 20000 x 20000 pixels, more than"):
         read_image(path)
 
@@ -200,7 +200,7 @@ def test_wrong_arguments(options: dict[str, object]) -> None:
         ImageDecoder(**options)  # type: ignore[arg-type]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="concerns machines without a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_gpu_auto_says_why_and_cuda_raises() -> None:
     decoder = ImageDecoder("auto")
     assert decoder.device == torch.device("cpu")

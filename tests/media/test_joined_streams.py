@@ -92,8 +92,8 @@ def test_pieces_that_are_lost_are_damage(
             assert reader.index.damage is None
             assert len(seen) == len(reader)
         if reader.index.discontinuity is None:
-            continue  # whole packets are gone, and FFmpeg sees no break
-        # No frame is made from a lost one: all returned frames are from the file, in order.
+            continue  # whole packets are missing, and FFmpeg detects no gap
+        # No returned frame depends on a lost frame: all are frames of the file, in order.
         numbers = [read_number(frame) for frame in seen]
         assert numbers == sorted(numbers)
         assert all(torch.equal(whole[number], frame) for number, frame in zip(numbers, seen, strict=True))
@@ -122,7 +122,7 @@ def held_gif(path: Path, make_picture: Picture) -> Path:
 def test_a_file_whose_last_frame_is_held_is_whole(
     tmp_path: Path, make_picture: Picture, read_number: ReadNumber
 ) -> None:
-    """A GIF, its packets in a Matroska file, in which FFmpeg marks no key frames, and a file of `VideoWriter`."""
+    """The files are a GIF, its packets in Matroska (where FFmpeg marks no key frames), and files of `VideoWriter`."""
     paths = [held_gif(tmp_path / "a.gif", make_picture)]
     for suffix in ("mkv", "mp4", "avi", "webm"):
         paths.append(tmp_path / f"b.{suffix}")
@@ -141,7 +141,7 @@ def test_a_file_whose_last_frame_is_held_is_whole(
         assert [frame.time for frame in frames] == pytest.approx([0, 0.1, 0.2, 0.3, 0.4])
         assert (len(reader), reader.index.damage) == (5, None)
         assert reader.durations.tolist() == pytest.approx([frame.duration for frame in frames])
-        if path.suffix != ".avi":  # this format has no durations
+        if path.suffix != ".avi":  # AVI stores no durations
             assert (frames[-1].duration, reader.duration) == pytest.approx((3.0, 3.4)), path
 
 
@@ -239,7 +239,7 @@ def test_webp_is_refused_with_what_reads_it(tmp_path: Path, make_picture: Pictur
 @pytest.mark.parametrize("codec", ["ffv1", "rawvideo", "ffvhuff", "libx265"])
 @pytest.mark.parametrize("extent", [0, 1, 2])
 def test_luma_alone_has_full_range(tmp_path: Path, codec: str, pixel_format: str, extent: int) -> None:
-    """FFmpeg shows it in full range, too, whatever range the file declares."""
+    """FFmpeg also shows grey video in full range, whatever range the file declares."""
     names = [each.name for each in av.Codec(codec, "w").video_formats or []]
     if names and pixel_format not in names:
         pytest.skip(f"{codec} has no {pixel_format}")

@@ -1,5 +1,5 @@
-"""Idle decoders return the right frames of the next video, whatever they decoded before. Here FFmpeg's decoders on the
-CPU stand in."""
+"""Idle decoders return the right frames of the next video, whatever they decoded before. In these tests, FFmpeg's CPU
+decoders stand in for NVDEC."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HEVC = {"x265-params": "log-level=none:keyint=5:min-keyint=5"}
 
 @pytest.fixture(autouse=True)
 def decoders(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The idle decoders, without a GPU. There are none before and none after a test."""
+    """The idle decoders, without a GPU. No decoder is idle before a test or after it."""
     monkeypatch.setattr(nvdec_decoders, "acceleration", lambda device: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     release_decoders()
@@ -197,7 +197,8 @@ def test_of_another_process_nobody_goes_on(decoders: list[Any]) -> None:
 def test_frames_that_wait_for_others_where_the_headers_do_not_say_how_many(
     make_video: MakeVideo, tmp_path: Path
 ) -> None:
-    """This is so for H.264 without a VUI. FFmpeg finds the number when it opens and examines the file."""
+    """H.264 without a VUI does not state how many frames wait. FFmpeg finds the number when it opens and examines the
+    file."""
     options = {"bf": "3", "g": "12", "x264-params": "b-adapt=0:b-pyramid=normal"}
     path = make_video("pyramid.mp4", "libx264", options=options, width=96)
     plain = tmp_path / "plain.mp4"
@@ -263,7 +264,7 @@ def without_vui(parameters: bytes) -> bytes:
 def test_headers_in_the_middle_of_a_file_stay_with_it(
     make_video: MakeVideo, tmp_path: Path, decoders: list[Any]
 ) -> None:
-    """An FLV file joined from two. The headers of the second come with its first packet."""
+    """An FLV file joined from two. The headers of the second part come with that part's first packet."""
     one = make_video("one.flv", "libx264", options=H264, frames=10, width=96)
     other = make_video("other.flv", "libx264", options=H264, frames=10, width=128)
     joined = tmp_path / "joined.flv"

@@ -1,4 +1,4 @@
-"""Compiled loops agree with PyTorch: equal numbers at the size of the video, and the same interpolation."""
+"""Compiled loops agree with PyTorch: exactly at the size of the video, and up to rounding where they interpolate."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def test_colours_bit_for_bit(
 def test_resized_as_torch_interpolates(
     size: tuple[int, int], wanted: tuple[int, int], sampling: tuple[int, int], bits: int, seed: int
 ) -> None:
-    """Each direction may be enlarged or reduced. PyTorch is wrong about pictures of one column, so none has only
-    one."""
+    """Each direction may be enlarged or reduced. PyTorch is wrong about pictures of one column, so the test has no such
+    pictures."""
     rows = random_planes(size[0], size[1] + 1, *sampling, bits, seed)
     y, u, v = map(plane, rows)
     colours = Colours("bt709", False)

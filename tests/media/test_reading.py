@@ -299,7 +299,8 @@ def test_frames_that_are_converted_together_are_the_same(
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("degrees", [0, 90])
 def test_frames_that_were_read_leave_at_once(make_video: MakeVideo, device: str, degrees: int) -> None:
-    """The frames' memory belongs to a decoder. A reference cycle would keep it until Python collects garbage."""
+    """The frames' memory belongs to a decoder. A reference cycle would keep the decoder until Python collects
+    garbage."""
     from av import VideoFrame
 
     reader = VideoReader(make_video(f"gone{degrees}.mp4", width=64, degrees=degrees), device=device, resize=(20, 30))

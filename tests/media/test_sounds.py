@@ -150,7 +150,7 @@ def test_a_file_that_was_cut_off_gives_what_is_left(make_sound: MakeSound, name:
     assert (raised.value.last_good_time or 0.0) == pytest.approx(left.start_s + count / 48_000)
     assert isinstance(raised.value, DamagedVideoError)
     assert count > share * SAMPLES - 12_000  # FFmpeg joins FLAC's last whole block, of 4608 samples, with the next
-    early = read_sound(cut, 0.0, 0.01) if count > 2000 else None  # the damage is not reached
+    early = read_sound(cut, 0.0, 0.01) if count > 2000 else None  # reads only sound before the damage
     assert early is None or torch.equal(early.samples, whole[:, :480])
 
 

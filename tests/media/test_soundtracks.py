@@ -1,4 +1,4 @@
-"""Sound of a written video is copied packet for packet, or encoded. Also tests the video encoder that "auto"
+"""Sound of a written video is copied packet for packet, or encoded. The file also tests the video encoder that "auto"
 selects."""
 
 from __future__ import annotations
@@ -66,10 +66,11 @@ def test_copied_sound_is_the_same_packet_for_packet(tmp_path: Path, suffix: str,
         assert [data for _, data in after] == [data for _, data in before]
         assert [at for at, _ in after] == pytest.approx([at for at, _ in before], abs=2e-3)
     samples, heard = read_sound(given).samples, read_sound(path)
-    # FFmpeg keeps in Matroska the sound that an MP4 file marks as skipped, so it is heard before the first picture.
+    # An MP4 file marks sound to be skipped. FFmpeg keeps this sound in Matroska, where it plays before the first
+    # picture.
     early = 1024 if (given.suffix, to) == (".mp4", ".mkv") else 0
     assert float(VideoReader(path).times[0]) - heard.start_s == pytest.approx(early / RATE, abs=2e-3)
-    if (given.suffix, to) != (".mkv", ".mp4"):  # its edit list mistakes Matroska's milliseconds for samples
+    if (given.suffix, to) != (".mkv", ".mp4"):  # the MP4's edit list takes Matroska's milliseconds for samples
         assert torch.equal(heard.samples[:, early:][:, :RATE], samples[:, :RATE])
     assert len(VideoReader(path)) == len(FRAMES)
     with av.open(str(path)) as container:
@@ -92,7 +93,7 @@ def test_sound_from_a_later_start_stays_with_its_pictures(tmp_path: Path) -> Non
         writer.write(FRAMES[25:])
     begin = float(VideoReader(path).times[0])
     whole, later = read_sound(given), read_sound(path)
-    missing = later.start_s - begin  # a part of a packet
+    missing = later.start_s - begin  # less than a packet is missing
     assert 0 <= missing < 0.03
     first = round((1.0 + missing) * RATE)
     ours = later.samples[:, :40_000]
@@ -117,7 +118,7 @@ def test_written_sound_is_heard_again(tmp_path: Path, suffix: str, codec: str | 
     assert heard.samples.shape[1] == pytest.approx(sound.shape[1], abs=0.05 * RATE)
     if codec is not None:
         assert float((heard.samples - sound).abs().max()) <= 1 / 32768
-    elif suffix != ".avi":  # this file does not record the samples that the encoder put in front
+    elif suffix != ".avi":  # the container does not record the encoder's initial padding
         middle = slice(RATE // 2, RATE)
         assert float((heard.samples[:, middle] - sound[:, middle]).abs().max()) < 0.1
     assert len(VideoReader(path)) == len(FRAMES)
@@ -197,7 +198,7 @@ def test_auto_says_which_encoder_it_took_and_why(tmp_path: Path) -> None:
     with VideoWriter(path, 25, "auto") as writer:
         writer.write(FRAMES[:3])
     reason = why_no_nvenc("yuv420p")
-    if reason is None:  # a GPU with NVENC, which does not accept pictures as small as these
+    if reason is None:  # a GPU has NVENC, but NVENC refuses such small pictures
         reason = why_no_nvenc("yuv420p", 32, 48)
     assert writer.fallback_reason == reason
     assert writer.encoder == ("libx264" if reason else "h264_nvenc")

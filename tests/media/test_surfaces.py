@@ -36,7 +36,7 @@ def planes_of(height: int, width: int, down: int, across: int, bits: int, seed: 
 
 
 def surface(planes: list[Tensor], bits: int, paired: bool, colours: Colours, device: str) -> Surface:
-    """Planes as a decoder stores them: long rows, 10 and 12 bits in the upper bits of 16, and chroma possibly in
+    """Planes as a decoder stores them: padded rows, 10 and 12 bits in the upper bits of 16, and chroma possibly in
     pairs."""
     dtype = torch.uint8 if bits == 8 else torch.uint16
     y, u, v = ((each << (0 if bits == 8 else 16 - bits)).to(dtype) for each in planes)
@@ -178,6 +178,6 @@ def test_what_frames_cannot_be_is_refused(given_form: dict[str, Any], said: str)
         form_of(**{**asked, **given_form})
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreted run")
 def test_all_of_the_above_through_the_interpreter(interpreted: Callable[[str], int]) -> None:
     assert interpreted(__file__) > 10

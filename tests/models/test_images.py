@@ -33,7 +33,7 @@ def cat() -> Image.Image:
 
 
 def test_preprocessing_is_resize_crop_normalize(cat: Image.Image) -> None:
-    """Equal to PyTorch's antialiased resize, except for the rounding of 8-bit pixels."""
+    """Preprocessing equals PyTorch's antialiased resize, except for the rounding of 8-bit pixels."""
     pixels = torch.from_numpy(np.array(cat)).permute(2, 0, 1)[None].float()
     resized = torch.nn.functional.interpolate(
         pixels, size=(256, 256 * 451 // 300), mode="bilinear", antialias=True
@@ -56,7 +56,7 @@ def test_preprocessing_is_torchvisions_bit_for_bit(resize: int, torchvision_mode
 
 @pytest.mark.parametrize("form", ["png", "jpg", "webp", "tif"])
 def test_tensors_are_to_the_bit_those_of_pillow_and_torch(form: str, cat: Image.Image, tmp_path: Path) -> None:
-    """Decoded and prepared by threads and NumPy, in the order of the files."""
+    """Threads decode the photographs and NumPy prepares them, in the order of the files."""
     for number in range(5):
         cat.rotate(20 * number).save(tmp_path / f"{number}.{form}")
     batch = load_images([tmp_path])

@@ -156,7 +156,7 @@ def test_a_detr_of_hugging_face(torchvision_models: ModuleType, tmp_path: Path) 
     save_file(theirs.state_dict(), tmp_path / "model.safetensors")
     report = load_report("detr_resnet50", tmp_path / "model.safetensors", **DETR)
     packed = report.used["transformer.encoder.layers.0.self_attn.in_proj_weight"]
-    assert [key[-13:] for key in packed] == ["k_proj.weight", "q_proj.weight", "v_proj.weight"]  # as in the file
+    assert [key[-13:] for key in packed] == ["k_proj.weight", "q_proj.weight", "v_proj.weight"]  # in the file's order
     ours = load("detr_resnet50", tmp_path / "model.safetensors", **DETR).eval()
     images = torch.randn(2, 3, 64, 96)
     with torch.no_grad():
@@ -283,7 +283,7 @@ def test_a_new_head(file: Path, state: dict[str, Tensor]) -> None:
 
 
 def test_quantized_weights_are_refused(state: dict[str, Tensor], tmp_path: Path) -> None:
-    """If they were copied, the model would silently have other weights."""
+    """Copied integers would silently give the model wrong weights."""
     torch.save({**state, "fc.weight": torch.ones(3, 32, dtype=torch.int8)}, tmp_path / "int8.pth")
     with pytest.raises(
         WeightsError, match=r"does not fit resnet18: 1 quantized: fc\.weight \(torch\.int8\)\. 121 keys"
@@ -296,7 +296,7 @@ def test_quantized_weights_are_refused(state: dict[str, Tensor], tmp_path: Path)
     report = load_report("resnet18", tmp_path / "int8.pth", **SMALL)
     assert report.quantized == {"fc.weight": torch.int8}
     counts = {key: value.float() if key.endswith("tracked") else value for key, value in state.items()}
-    torch.save(counts, tmp_path / "counts.pth")  # as where all of a state dict was cast
+    torch.save(counts, tmp_path / "counts.pth")  # counts are float if a user has cast the whole state dict
     assert load_report("resnet18", tmp_path / "counts.pth", **SMALL).fits
 
 
@@ -317,7 +317,7 @@ def test_what_does_not_fit_is_said_and_changes_nothing(state: dict[str, Tensor],
 
 def test_another_model_is_named(tmp_path: Path) -> None:
     file = tmp_path / "mine.pth"
-    torch.save(resnet18(num_classes=3).state_dict(), file)  # as wide as the built-in ones
+    torch.save(resnet18(num_classes=3).state_dict(), file)  # as wide as the built-in models
     with pytest.raises(WeightsError, match=r"does not fit resnet34: .*The file fits resnet18\(num_classes=3\)$"):
         load("resnet34", file, num_classes=3)
     with pytest.raises(WeightsError, match=r"mine\.pth: no weights of a Swin Transformer: the keys are conv1\.weight"):
@@ -333,7 +333,7 @@ def test_another_model_is_named(tmp_path: Path) -> None:
 
 
 def test_a_report_has_every_key_once(tmp_path: Path) -> None:
-    """Every key of the file and of the model, whatever is wrong with either."""
+    """The report lists every key of the file and of the model, including renamed, missing and misshapen ones."""
     model = swin_t(num_classes=3)
     file = {
         (key.replace("features.0", "patch_embed.0") if key == "features.0.2.bias" else key): value

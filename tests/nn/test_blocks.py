@@ -127,7 +127,7 @@ def test_places_that_the_shift_brought_together_do_not_see_each_other() -> None:
     assert torch.equal(blocks.from_windows(places, at, window), at)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreted run")
 def test_blocks_through_the_interpreter(interpreted: Callable[..., int]) -> None:
     cases = "test_eager and torch.float32 and not swin"  # the interpreter is slow; the softmax has separate tests
     assert interpreted(__file__, "-k", f"{cases} or through_the_interpreter") == 2

@@ -77,14 +77,14 @@ def test_computed_once_for_each_set_of_arguments() -> None:
 
 
 def test_of_many_sets_of_arguments_the_first_stay() -> None:
-    """A CUDA graph may read the kept values, so none is dropped for another."""
+    """A CUDA graph may read the kept values, so new values replace none of them."""
     table = kept()
     first = [table.times(float(i)) for i in range(MOST + 3)]
     table.computed = 0
     again = [table.times(float(i)) for i in range(MOST + 3)]
     assert [a is b for a, b in zip(first, again, strict=True)] == [True] * MOST + [False] * 3
     assert table.computed == 3
-    assert table.both() is table.both()  # the copy has a separate count
+    assert table.both() is table.both()  # each method has its own limit
 
 
 def test_tensors_that_are_no_parameters_do_not_come_again() -> None:
@@ -133,7 +133,7 @@ def test_modules_with_hooks_in_them_go_on_as_before() -> None:
 
 @pytest.mark.parametrize("promised", [False, True])
 def test_compiled_whole(promised: bool) -> None:
-    """A compiler sees the computation itself, and decides whether to fold constants."""
+    """A compiler traces the computation itself, and decides whether to fold constants."""
     torch._dynamo.reset()
     table = kept() if promised else Table().eval()
     compiled = torch.compile(table, fullgraph=True, backend="eager")
@@ -145,7 +145,7 @@ def test_compiled_whole(promised: bool) -> None:
 
 @pytest.mark.gpu
 def test_not_within_a_capture_on_a_gpu() -> None:
-    """Results of a capture have no values until it is replayed."""
+    """Results of a capture have no values until the graph is replayed."""
     table = kept().cuda()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):

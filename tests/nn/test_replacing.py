@@ -61,7 +61,7 @@ def test_all_that_it_knows_is_swapped_and_gives_the_same() -> None:
     names = {record.name for record in counted.records}
     assert names >= {f"rooftop::{n}" for n in ("embedding", "layer_norm", "rms_norm", "cross_entropy_with_gradient")}
     assert str(done).splitlines()[0] == "embedding: Embedding"
-    assert replace(model, only=KINDS).swapped == {}, "the second time there is nothing left to do"
+    assert replace(model, only=KINDS).swapped == {}, "a second call finds nothing to replace"
     assert str(replace(model, only=KINDS)) == "nothing to replace"
 
 

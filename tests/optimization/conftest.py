@@ -45,7 +45,7 @@ def proven_with(model: nn.Module, *args: Any, rule: Rule | None = None, **option
 
 @pytest.fixture
 def proven() -> Callable[..., Optimized]:
-    """`optimize(model, *args, rule=...)` without a search, so that no time decides."""
+    """`optimize(model, *args, rule=...)` without a search, so that the result does not depend on times."""
     return proven_with
 
 

@@ -73,7 +73,7 @@ print("done")
 
 
 def test_a_program_can_be_profiled_afterwards() -> None:
-    """CPython 3.11 loops forever under a profiler after an exception of another thread was taken back."""
+    """CPython 3.11 loops forever under a profiler after an asynchronous exception for a thread was cancelled."""
     done = subprocess.run([sys.executable, "-c", PROFILED], capture_output=True, text=True, timeout=LONG_S, check=False)
     assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
 

@@ -51,9 +51,11 @@ def times(device_ms: float | None, host_ms: float | None, fusable: Fusable | Non
 
 def test_the_longer_of_host_and_device_sets_the_gain() -> None:
     assert times(None, None).gain_ms(2.0, 10) == 2.0
-    assert times(8.0, 4.0).gain_ms(2.0, 10) == pytest.approx(2.0), "the device is busy all the time"
-    assert times(2.0, 8.0).gain_ms(1.0, 10) == pytest.approx(4.0), "half of the launches are saved"
-    assert times(7.0, 8.0).gain_ms(0.5, 10) == pytest.approx(1.5), "then the device sets the time"
+    assert times(8.0, 4.0).gain_ms(2.0, 10) == pytest.approx(2.0), "the device is always busy, so its gain counts"
+    assert times(2.0, 8.0).gain_ms(1.0, 10) == pytest.approx(4.0), (
+        "the host is the limit, and half of its launches are saved"
+    )
+    assert times(7.0, 8.0).gain_ms(0.5, 10) == pytest.approx(1.5), "with fewer launches, the device is the limit"
 
 
 def test_graphs_gain_what_the_device_waits() -> None:
@@ -65,7 +67,7 @@ def test_graphs_gain_what_the_device_waits() -> None:
 
 def test_the_compiler_gains_what_it_fuses_and_launches_less() -> None:
     fusable = Fusable(operators=12, kernels=2, now_ms=3.0, after_ms=1.0, launches=20, channels_last=False)
-    assert Compile().predicted_ms(times(None, None)) == 0.0, "nothing is known of the step"
+    assert Compile().predicted_ms(times(None, None)) == 0.0, "without times of the step, nothing can be predicted"
     assert Compile().predicted_ms(times(8.0, 2.0, fusable)) == pytest.approx(2.0)
     bound_by_host = times(4.0, 8.0, fusable)
     assert Compile("reduce-overhead").predicted_ms(bound_by_host) == pytest.approx(8.0 - 2.0)
@@ -80,7 +82,7 @@ def test_the_host_launches_each_compiled_kernel() -> None:
     assert Compile().predicted_ms(bound_by_host) == pytest.approx(4.0 - 0.1 - 100 * 4 * 0.007)
     assert Compile("reduce-overhead").predicted_ms(bound_by_host) == pytest.approx(4.0 - 1.5)
     slow_host = replace(bound_by_host, launch_ms=0.02)
-    assert Compile().predicted_ms(slow_host) < 0, "eager is faster"
+    assert Compile().predicted_ms(slow_host) < 0, "eager launches are faster than compiled ones"
     graphs = replace(slow_host, wall_ms=2.0, host_ms=0.0)
     assert Compile().predicted_ms(graphs) == pytest.approx(0.5), "graphs are replayed, so the host launches nothing"
 
@@ -113,7 +115,9 @@ def test_a_fused_optimizer_gains_what_its_step_alone_gains() -> None:
     assert FusedOptimizer().predicted_ms(bound_by_device) == pytest.approx(0.6)
     bound_by_host = replace(times(4.0, 8.0), optimizer=now, fused=then)
     assert FusedOptimizer().predicted_ms(bound_by_host) == pytest.approx(2.9)
-    assert CudaGraphs().predicted_ms(replace(times(2.0, 8.0), optimizer=now)) == 5.0, "its launches remain"
+    assert CudaGraphs().predicted_ms(replace(times(2.0, 8.0), optimizer=now)) == 5.0, (
+        "graphs do not save the optimizer's launches"
+    )
 
 
 def test_an_optimizer_and_its_fused_form_are_timed() -> None:
@@ -176,7 +180,7 @@ def test_events_take_the_times_of_operators_on_a_gpu(gpu: torch.device) -> None:
             for _ in range(index):
                 work()
     assert clock.times_ms() == [0.0, 1.0, 2.0]
-    assert clock.times_ms() == [0.0, 1.0, 2.0], "asking again adds none"
+    assert clock.times_ms() == [0.0, 1.0, 2.0], "a second query adds no events"
 
 
 def test_the_device_works_alone_when_the_host_is_ahead(gpu: torch.device) -> None:

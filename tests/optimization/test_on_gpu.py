@@ -65,7 +65,7 @@ def test_graphs_are_kept_where_the_host_is_what_takes_time() -> None:
         before = first.clone()
         other = found.module(2 * x)
         torch.testing.assert_close(other, model(2 * x), rtol=1e-4, atol=1e-5)
-        assert torch.equal(first, before), "results are the caller's"
+        assert torch.equal(first, before), "later calls must not overwrite results"
     assert not found.module.unproven
 
 

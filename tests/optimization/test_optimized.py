@@ -1,4 +1,4 @@
-"""The faster module runs the proven change, and the original for all other calls. Otherwise it behaves like the
+"""The faster module runs the proven change, and the original for all other calls. In all else, it behaves like the
 original."""
 
 from __future__ import annotations
@@ -299,6 +299,6 @@ def test_weights_in_other_memory_are_not_what_graphs_read() -> None:
     assert ran(module, calls) == "faster"
     with torch.no_grad():
         model[0].weight.mul_(2)
-    assert ran(module, calls) == "faster", "an optimizer's step, in the same memory"
+    assert ran(module, calls) == "faster", "a change of values in the same memory, as by an optimizer"
     model[0].weight.data = torch.ones(3, 6)
     assert "its weights are in other memory" in ran(module, calls)

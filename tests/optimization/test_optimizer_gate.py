@@ -115,4 +115,4 @@ def test_the_float64_reference_has_the_gradients_of_the_others() -> None:
     (plain,) = parameters_after(optimizer)
     assert torch.equal(exact.to(torch.bfloat16), plain) or (exact - plain).abs().max() < 0.03
     assert exact.dtype == torch.float64
-    assert not optimizer.param_groups[0]["params"][0].any(), "the parameters stay"
+    assert not optimizer.param_groups[0]["params"][0].any(), "the parameters must stay unchanged"

@@ -157,7 +157,7 @@ def test_without_time_nothing_is_tried_and_that_is_said() -> None:
     assert said <= {"refused", "not tried"}
     assert "not tried" in said
     assert not found.kept
-    assert not found.checked, "there was nothing to check"
+    assert not found.checked, "no change was left to check"
 
 
 def test_two_rules_of_one_kind_exclude_each_other() -> None:
@@ -172,7 +172,7 @@ def test_two_rules_of_one_kind_exclude_each_other() -> None:
             return self.asleep_s
 
         def apply(self, candidate: Candidate) -> str:
-            assert candidate.model.asleep_s == 0.01, "on top of the other"
+            assert candidate.model.asleep_s == 0.01, "the rule was applied on top of another one"
             candidate.model.asleep_s = self.asleep_s
             return "the sleep"
 
@@ -456,7 +456,7 @@ class Compiler(Faster):
         self.alone_s, self.with_kernel_s = alone_s, with_kernel_s
 
     def seconds(self, times: Times) -> float:
-        return 0.01  # after the rules that apply at once
+        return 0.01  # tried after the rules that apply at once
 
     def apply(self, candidate: Candidate) -> str:
         candidate.model.asleep_s = self.with_kernel_s if "kernel" in candidate.changes else self.alone_s
@@ -484,7 +484,7 @@ def test_the_compiler_is_tried_instead_of_our_kernels_and_with_them(
 
 def test_gains_are_predicted_from_the_best_so_far() -> None:
     class Halves(Faster):
-        """Its gain is half of the step, as it predicts."""
+        """A rule whose gain is half of the step, as predicted."""
 
         def __init__(self, name: str, kind: str = "") -> None:
             super().__init__(name)
@@ -566,7 +566,7 @@ def test_a_gain_close_to_the_least_one_needs_a_prediction(predicted_ms: float, k
 
 
 class Compiles(Faster):
-    """As the compiler: of its kind and with its name, but only the sleep changes.
+    """A rule with the kind and the name of the compiler, which only changes the sleep.
 
     Args:
         with_others, alone: the sleep together with other rules (NaN: it raises), and without any.
@@ -580,7 +580,7 @@ class Compiles(Faster):
         self.tried: list[frozenset[str]] = []
 
     def seconds(self, times: Times) -> float:
-        return 1e-3  # after those that apply at once
+        return 1e-3  # tried after the rules that apply at once
 
     def apply(self, candidate: Candidate) -> str:
         others = frozenset(candidate.changes)
@@ -602,7 +602,7 @@ def shorter(name: str, asleep_s: float) -> Rule:
 
 def test_the_whole_model_is_also_compiled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     own = [rule for rule in RULES if rule.name not in ("compile", "fold-norms")]
-    monkeypatch.setattr("rooftop.optimization.optimizing.RULES", own)  # so that the names are free
+    monkeypatch.setattr("rooftop.optimization.optimizing.RULES", own)  # frees the names of the built-in rules
     rule = Compiles(with_others=0.006, alone=0.002)
     found = rooftop.optimize(sleepy(), torch.randn(2, 6), rules=[shorter("fold-norms", 0.0057), rule])
     assert rule.tried[:2] == [{"fold-norms"}, frozenset()]
@@ -610,10 +610,10 @@ def test_the_whole_model_is_also_compiled_alone(monkeypatch: pytest.MonkeyPatch)
     assert {change.rule: change.reason for change in found.changes}["compile"] == "instead of fold-norms"
     rule = Compiles(with_others=torch.nan, alone=0.002)
     found = rooftop.optimize(sleepy(), torch.randn(2, 6), rules=[shorter("fold-norms", 0.0057), rule])
-    assert found.kept == ["compile"], "with the others it fails"
+    assert found.kept == ["compile"], "the compiler fails together with other rules, so it is kept alone"
     rule = Compiles(with_others=0.009, alone=0.002)
     rooftop.optimize(sleepy(), torch.randn(2, 6), rules=[shorter("fold-norms", 0.0057), rule])
-    assert frozenset() not in rule.tried, "much slower with the others: compiling once more would take long"
+    assert frozenset() not in rule.tried, "much slower with the others, so it is not compiled again without them"
 
 
 def test_rules_are_tried_if_half_of_their_time_is_left() -> None:

@@ -1,5 +1,5 @@
 """Processes for the tests of `rooftop.parallel`. A whole session has one pool, from which each test takes as many ranks
-as it needs. They are forks of a process that has already imported torch, so eight cost little more than one.
+as it needs. The ranks are forks of a process that has already imported torch, so eight ranks cost little more than one.
 
 Each test gets a separate store and process group, and so a world of the requested size. Processes that do not answer in
 time are killed, and are replaced when needed again.
@@ -72,9 +72,9 @@ class Outcome:
 
 def serve(connection: Connection) -> None:
     """Perform one task after another until the other end is closed."""
-    faulthandler.enable()  # shows where a process was that ended without an answer
+    faulthandler.enable()  # prints the stack of a process that crashes
     torch.set_num_threads(1)
-    gc.freeze()  # objects from before the first task (torch and the like) are not searched after each task
+    gc.freeze()  # garbage collections skip the objects of torch and other libraries
     while True:
         try:
             task = pickle.loads(connection.recv_bytes())

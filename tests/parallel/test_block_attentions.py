@@ -47,7 +47,8 @@ def by_definition(given: list[Tensor], documents: Documents, window: int | None,
 
 
 def of_ranks(given: list[Tensor], packing: Packing, window: int | None) -> list[Tensor]:
-    """The same computed by blocks, one rank after the other, with all keys available. The parts are put together."""
+    """Attention computed by blocks, one rank after the other, with all keys available. The ranks' parts are put
+    together."""
     query, key, value, dout = given
     scale, wide = query.shape[3] ** -0.5, block_attentions.wide_dtype(query)
     ranks = range(len(packing.held))
@@ -114,7 +115,7 @@ def test_on_a_gpu_blocks_are_as_accurate_as_eager(name: str, heads: tuple[int, i
 @pytest.mark.gpu
 def test_on_a_gpu_short_documents_run_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     given = inputs(1, 4, 2, LENGTH, 64, "cuda")
-    # of different lengths, because equal lengths are one batch
+    # documents of different lengths, because equal lengths form one batch
     documents = Documents.of_ends(LENGTH, [list(range(7, LENGTH, 10))])
     attention: Any = Layer(None)
 

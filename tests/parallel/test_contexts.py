@@ -172,7 +172,7 @@ def test_only_needed_rows_are_sent_and_only_own_ones_kept(case: Case, on_ranks: 
         lengths = [[sum(e - f for f, e in packing.rows(*pair)) for pair in ((o, rank), (rank, o))] for o in others]
         assert [sent, received] == [sum(each) for each in zip(*lengths, strict=True)]
         assert kept == 4 * LENGTH // case.ranks  # query, key, value and the result
-        assert max(pairs) <= 1.35 * min(pairs)  # only 32 positions; test_packings has long sequences
+        assert max(pairs) <= 1.35 * min(pairs)  # uneven with only 32 positions; test_packings has long sequences
 
 
 def off_by_a_chunk(self: Packing, rank: int, spans: Any) -> Any:

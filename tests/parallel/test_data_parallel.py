@@ -1,5 +1,5 @@
-"""DataParallel gives the results of its module for the whole batch. Most tests use the CPU, named two or three
-times."""
+"""DataParallel gives the results of its module for the whole batch. Most tests name the CPU two or three times in place
+of GPUs."""
 
 from __future__ import annotations
 
@@ -359,7 +359,7 @@ def test_parametrizations_and_norms_of_weights_by_hooks() -> None:
 
 
 class Attributes(nn.Module):
-    """Computes with its tensors, which it reaches in every way except by their names."""
+    """A module that reaches its tensors in every way except by their registered names."""
 
     def __init__(self) -> None:
         super().__init__()

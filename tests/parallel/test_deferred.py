@@ -94,7 +94,7 @@ def test_collecting_within_collecting_is_refused() -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # PyTorch's tracer reads it
 def test_compiled_blocks_leave_them_to_later_too() -> None:
-    """PyTorch's zero bubble refuses compiled blocks. Here the blocks are compiled around their linear layers."""
+    """PyTorch's zero bubble refuses compiled blocks. Rooftop's blocks are compiled around their linear layers."""
     plain, loss = model_and_loss(CONFIG)
     loss().backward()
     expected = gradients(plain)

@@ -118,7 +118,7 @@ def ranks_of(agent: BaseProcess) -> list[psutil.Process]:
 def test_a_rank_that_dies_or_stops_ends_all_and_is_named(
     number: signal.Signals, more: list[str], said: str, fork: Fork, book: Path
 ) -> None:
-    """This is the default; a user need not know a flag."""
+    """Ranks end and name the failed rank by default, without any flag."""
     where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", "one", "--nproc-per-node", "4"]
     words = [*where, *WORDS, *more, "--train-iters", "1000000"]
     agent = fork(AGENT, *words, environment={}, folder=book, output=book / "out", errors=book / "err")
@@ -139,7 +139,7 @@ def test_a_rank_that_dies_or_stops_ends_all_and_is_named(
 
 
 def test_sigterm_ends_all_ranks_without_an_error(fork: Fork, book: Path) -> None:
-    """Without saves there is nothing to wait for, and a launcher that ends its ranks is not a failed rank."""
+    """Without saves, ranks end at once. A launcher that ends its ranks does not count as a failed rank."""
     where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", "one", "--nproc-per-node", "2"]
     words = [*where, *WORDS, "--train-iters", "1000000"]
     agent = fork(AGENT, *words, environment={}, folder=book, output=book / "out", errors=book / "err")
@@ -177,7 +177,7 @@ def launcher(
 def two_launchers(
     port: int, steps: int, fork: Fork, book: Path, environment: dict[str, str] | None = None
 ) -> tuple[BaseProcess, BaseProcess]:
-    """The first launcher has the store at which they meet, so it survives when the second is killed."""
+    """The first launcher has the store at which they meet, so the store survives when the second launcher is killed."""
     first = launcher(1, port, steps, fork, book, environment)
     wait_for(lambda: port in listening(first), first)
     return first, launcher(2, port, steps, fork, book, environment)
@@ -245,7 +245,7 @@ def go_on(step: int, until: int, fork: Fork, book: Path) -> dict[int, float]:
 def test_a_training_goes_on_with_the_launcher_that_is_left(
     fork: Fork, book: Path, free_port: Callable[[], int]
 ) -> None:
-    """It continues from the last checkpoint, like two ranks that continue alone."""
+    """The remaining launcher continues from the last checkpoint, with the losses of two ranks that continue alone."""
     port = free_port()
     first, second = two_launchers(port, STEPS, fork, book)
     step = one_is_killed(first, second, book)
@@ -259,7 +259,7 @@ def test_a_training_goes_on_with_the_launcher_that_is_left(
 
 
 def test_a_launcher_that_comes_again_takes_part(fork: Fork, book: Path, free_port: Callable[[], int]) -> None:
-    """Its count of restarts differs from that of the launcher that has stayed. Ranks that end for the restart save
+    """The new launcher's count of restarts differs from the other launcher's count. Ranks that end for the restart save
     first."""
     port, steps = free_port(), 200
     first, second = two_launchers(port, steps, fork, book, OWN_STORES)

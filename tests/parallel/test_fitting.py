@@ -180,7 +180,7 @@ def summed(in_backward: bool, accumulate: int, uneven: bool) -> tuple[Tensor, in
 @pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_gradients_that_are_summed_in_backward_have_the_same_bits(accumulate: int, uneven: bool, on_ranks: Run) -> None:
-    """On two ranks, with batch norms that communicate, and with a layer that only one rank reaches."""
+    """The model has batch norms that communicate between two ranks, and a layer that only one rank reaches."""
     after = on_ranks(2, summed, False, accumulate, uneven, joined=False)
     during = on_ranks(2, summed, True, accumulate, uneven, joined=False)
     for row, begun in after:
@@ -188,7 +188,7 @@ def test_gradients_that_are_summed_in_backward_have_the_same_bits(accumulate: in
         assert begun == 0
     for row, begun in during:
         assert torch.equal(row, after[0][0])
-        assert begun >= 6  # of each of six steps
+        assert begun >= 6  # at least one sum in each of six steps
     if not uneven:
         assert during[0][1] == 6 * len(list(network().parameters()))
 

@@ -178,7 +178,7 @@ def launched_alone() -> tuple[list[str], bool, list[str]]:
 
 @pytest.mark.parametrize("groups_before", [0, 2])
 def test_gloo_says_what_is_unfinished(on_ranks: Run, groups_before: int) -> None:
-    """This works even in processes that had other groups before, whose numbers stay in the records."""
+    """The records also work in processes that had other groups before, whose numbers remain in the records."""
     for _ in range(groups_before):
         on_ranks(2, launched_alone)
     (first, first_waits, after), (second, second_waits, _) = on_ranks(2, launched_alone)

@@ -177,7 +177,7 @@ def of_own_rows(self: ModelGradients) -> Any:
 
 
 def by_local_rows(parameter: Tensor, shard: Shard | None) -> Shard:
-    """The fault that every rank takes its rows for the first rows."""
+    """The fault that every rank draws its rows as if they were the first rows of the tensor."""
     held = shard_here(parameter, shard)
     return Shard(tuple(replace(piece, box=replace(piece.box, start=(0,) * parameter.dim())) for piece in held.pieces))
 
@@ -375,7 +375,7 @@ def summed(training: GptTraining) -> tuple[list[list[float]], int]:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_gradients_are_summed_once_a_step_where_that_is_wanted(on_ranks: Run, dtype: torch.dtype) -> None:
-    """With two micro-batches on a rank, there are half as many sums, and training is the same."""
+    """Summing once a step halves the sums of two micro-batches, and training is the same."""
     training = replace(TRAINING, dtype=dtype)
     once = replace(training, sum_once=True)
     for (often, sums), (found, fewer) in zip(on_ranks(2, summed, training), on_ranks(2, summed, once), strict=True):

@@ -1,5 +1,5 @@
 """Tensor parallel ranks generate the tokens of one process, greedy and drawn, the same on all ranks. Each rank has its
-part of the weights and of the cache. With the verb, only the first rank prints."""
+part of the weights and of the cache. `rooftop generate` prints only on the first rank."""
 
 from __future__ import annotations
 
@@ -189,8 +189,8 @@ def test_hooks_and_other_parts_are_left_to_the_modules(change: str, on_ranks: Ru
 
 
 def logits_of(vocabulary: int) -> Tensor:
-    """Logits with few different values, so that many are the largest; rows in which none can be chosen; and rows with a
-    few largest values at any place."""
+    """Logits with few different values, so that many tie for the maximum; rows in which no token can be chosen; and
+    rows in which a few tied maxima are at any place."""
     logits = torch.randint(3, (40, vocabulary), generator=torch.Generator().manual_seed(vocabulary)).double()
     logits[0] = -torch.inf
     logits[1, vocabulary // 2] = torch.nan
@@ -218,7 +218,7 @@ def numbers() -> Tensor:
 
 @pytest.mark.parametrize("vocabulary", [17, 9, 12])
 def test_choices_are_those_of_the_whole_logits(vocabulary: int, on_ranks: Run) -> None:
-    """With nine tokens, the last of four ranks has none."""
+    """If the vocabulary has nine tokens, the last of four ranks has none."""
     expected = [choose(logits_of(vocabulary), numbers(), each) for each in CHOICES]
     assert expected[0][:4].tolist() == [-1, -1, vocabulary - 1, 0]
     for found in on_ranks(4, chosen_on_ranks, vocabulary):
@@ -276,8 +276,8 @@ H200 = ceilings_of("h200")
 
 
 def test_each_rank_has_its_part_of_weights_and_cache(on_ranks: Run) -> None:
-    """Here each rank has one head of keys. The roof counts the rank's own weights, but only those rows of embeddings
-    that are looked up."""
+    """Each rank has one key head. The roof counts the rank's own weights, but only those rows of embeddings that are
+    looked up."""
     for held in on_ranks(4, held_on_ranks):
         for kind, config in CONFIGS.items():
             elements, page_bytes, read_bytes = held[kind]
@@ -348,7 +348,7 @@ def test_json_of_ranks(folder: Path, on_ranks: Run) -> None:
     assert told["figures"]["tensor_parallel_size"] == 4
     assert (
         told["figures"]["cache_bytes"] == alone["figures"]["cache_bytes"] / 2
-    )  # each of the four ranks has one of two heads
+    )  # each of the two key heads is on two of the four ranks
 
 
 def test_a_training_is_read_by_other_ranks_than_saved_it(tmp_path: Path, on_ranks: Run) -> None:

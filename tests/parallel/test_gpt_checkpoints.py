@@ -1,5 +1,5 @@
 """A training saved in one layout continues in any other, with differences below 1e-10 in float64 and with dropout. If
-it is saved again without a step, the values are equal bit for bit."""
+the training is saved again without a step, the values are equal bit for bit."""
 
 from __future__ import annotations
 

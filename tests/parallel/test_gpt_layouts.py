@@ -110,8 +110,8 @@ OF_CONTEXTS = {1: [Case("llama", Layout(), documents=True)], 2: ON_TWO, 4: ON_FO
 
 def cases_of(world: int) -> list[Case]:
     """All numbers of data and tensor parallel ranks, with and without sequence parallelism, each on both models.
-    Alternately, one model is recomputed and the other takes the halves of a batch in turn. Also context parallel ranks
-    with each transport. Whole blocks and selected tensors are recomputed alternately."""
+    Alternately, one model recomputes activations and the other alternates the halves of a batch. Further cases have
+    context parallel ranks with each transport. Whole blocks and selected tensors are recomputed alternately."""
     if world == 8:
         return ON_EIGHT
     splits = [
@@ -611,7 +611,7 @@ def test_logits_and_greedy_text_are_those_of_one_process(kind: str, on_ranks: Ru
 
 @both
 def test_recomputation_has_the_masks_of_its_own_step(kind: str) -> None:
-    """This holds even if the next micro-batch's forward ran in between."""
+    """The masks are the same even if the next micro-batch's forward ran in between."""
     tokens, targets = text(CONFIGS[kind])
     found = []
     for recompute in (False, "full", "selective"):

@@ -186,7 +186,7 @@ def test_every_layout_trains_as_one_process(
 
 
 def test_in_bfloat16_a_zero_bubble_trains_as_one_process(on_ranks: Run, data: Path, tmp_path: Path) -> None:
-    """Weights with more bits than the model also receive gradients that are computed later."""
+    """Deferred weight gradients also reach weights that have more bits than the model."""
     words = [*WORDS, "--data-path", str(data), "--dtype", "bfloat16", "--micro-batch-size", "2", "--train-iters", "3"]
     assert called([*words, "--metrics", str(tmp_path / "alone")])[0] == 0
     pipeline = ["--pipeline-parallel-size", "2", "--pipeline-schedule", "zb-h1"]
@@ -240,7 +240,7 @@ def test_each_switch_of_documents_changes_the_training(
 def test_ranks_with_several_stages_validate_as_one_process(
     schedule: str, on_ranks: Run, data: Path, tmp_path: Path
 ) -> None:
-    """Four stages on two ranks: one after the other in turn, or there and back."""
+    """Four stages on two ranks, in the order 0, 1, 0, 1 or 0, 1, 1, 0."""
     deep = [*WORDS]
     deep[deep.index("--num-layers") + 1] = "4"
     words = [*deep, "--data-path", str(data), *validated(data), "--dtype", "float64", "--micro-batch-size", "2"]
@@ -333,7 +333,7 @@ def test_the_comparison_sees_another_seed_dropout_or_batch(
 def test_a_training_goes_on_bit_for_bit_in_its_layout_and_about_in_another(
     on_ranks: Run, data: Path, tmp_path: Path
 ) -> None:
-    """In bfloat16: weights and optimizer have more bits than the numbers that the model uses."""
+    """In bfloat16, the saved weights and optimizer state have more bits than the weights that the model uses."""
     one, folder = [*WORDS, "--data-path", str(data), "--dtype", "bfloat16", "--micro-batch-size", "8"], tmp_path / "run"
     words = [*one, "--tensor-parallel-size", "2", "--sequence-parallel"]
     runs = {
@@ -553,8 +553,8 @@ REPLAYED = {
 def test_on_gpus_steps_from_a_graph_are_those_of_one_process(
     name: str, on_ranks: Run, data: Path, alone: list[tuple[int, float, float]], tmp_path: Path
 ) -> None:
-    """The results are compared with the CPU's, which launches each step. Three of the five steps are launched here,
-    too."""
+    """The results are compared with the CPU's, which launches each step. On the GPU, three of the five steps are
+    launched and two replayed."""
     ranks, layout = REPLAYED[name]
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
@@ -586,7 +586,7 @@ def test_on_gpus_a_training_from_a_graph_ends_by_itself(name: str, dtype: str, d
     assert started.returncode == 0, out
     last = lines(tmp_path / "metrics.jsonl")[-1]
     assert last["step"] == 8
-    assert time.time() - (tmp_path / "metrics.jsonl").stat().st_mtime < 15  # the time to end, with torchrun's own part
+    assert time.time() - (tmp_path / "metrics.jsonl").stat().st_mtime < 15  # time to end, including torchrun's shutdown
 
 
 @pytest.mark.gpu

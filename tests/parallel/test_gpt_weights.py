@@ -96,7 +96,7 @@ def test_in_any_layout_what_transformers_has(
     for number, layout in enumerate(LAYOUTS[world]):
         target = tmp_path / f"split{number}"
         for read, held, logits in on_ranks(world, exchanged, kind, layout, source, target):
-            assert read == held  # its own part, once
+            assert read == held  # a rank reads its own part once
             torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
         again = load_gpt(target).state_dict()
         assert again.keys() == whole.state_dict().keys()

@@ -73,7 +73,7 @@ def test_sums_in_buckets(bucket_bytes: int, large_bytes: int, exchanged: list[in
 
 
 class Chain(nn.Module):
-    """Consecutive layers. One of them is used only in the second half of the steps, one never."""
+    """Consecutive layers. One layer is used only in the second half of the steps, and another never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,8 +124,8 @@ def test_during_backward_the_same_is_summed(all_of_it: bool, dtype: torch.dtype,
 
 
 def of_used_layers(fail: bool) -> tuple[list[int], int]:
-    """The same without the unused layer: the number of sums that had begun by the end of backward, and the number of
-    remaining hooks."""
+    """Without the unused layer, the number of sums that had begun by the end of backward, and the number of remaining
+    hooks."""
     model = Chain().layers
     mine = ModelGradients(model, {"dp-cp": dist.group.WORLD})
     with patch.object(sums, "LARGE_BYTES", 100), patch.object(sums, "start_sum", wraps=sums.start_sum) as starts:
@@ -176,8 +176,7 @@ def test_frozen_parameters_are_left_out(on_ranks: Run) -> None:
 
 
 def norm_of_norms() -> tuple[float, torch.dtype]:
-    """Only parameters that exist completely on each rank are trained. One rank counts them, the others count
-    nothing."""
+    """The norm if only replicated parameters are trained. One rank counts them, the others count nothing."""
     config = GptConfig(vocabulary=16, layers=1, width=8, heads=2, kv_heads=2, hidden=16, positions=4)
     layout = Layout(1, 2)
     groups = layout.process_groups()

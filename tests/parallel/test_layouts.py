@@ -218,7 +218,7 @@ def test_what_fits_is_accepted() -> None:
     layout = Layout(dp=1, tp=8, pp=2, cp=2, sequence_parallel=True)
     layout.check(32, heads=32, kv_heads=2, hidden=4096, feed_forward=11008, vocabulary=31123, layers=3, sequence=4096)
     Layout(tp=8).check(vocabulary=17)
-    Layout(tp=3).check(sequence=97)  # without sequence parallelism, each tensor rank has the whole of it
+    Layout(tp=3).check(sequence=97)  # without sequence parallelism, each tensor rank has the whole sequence
 
 
 def test_layouts_need_no_torch() -> None:

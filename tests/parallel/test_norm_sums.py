@@ -308,7 +308,8 @@ def results_of_replays(rows: int, columns: int, dtype: torch.dtype, rms: bool) -
     made: list[tuple[Tensor, Tensor]] = []
 
     def three_calls() -> None:
-        """Each call begins at once after the last, as in a model. The first two calls add other parts."""
+        """Each call begins at once after the last, as in a model. The first two calls add parts other than those of the
+        third."""
         made.clear()
         with torch.no_grad():
             parts = (part * 0.5, part * 2, part)

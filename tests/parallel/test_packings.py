@@ -68,7 +68,7 @@ def test_blocks_are_the_visible_pairs_each_once(packing: Packing, window: int | 
         for rank in ranks:
             expected = seen[packing.held[rank].positions()].long()
             assert torch.equal(covered(packing, rank, ranks, row, window), expected)
-            if window is None:  # in steps, with the rows of one rank at a time
+            if window is None:  # steps with the rows of one rank each cover the same pairs
                 steps = torch.stack([covered(packing, rank, [each], row, None) for each in ranks])
                 assert torch.equal(steps.sum(0), expected)
 

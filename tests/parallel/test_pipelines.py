@@ -54,7 +54,7 @@ LLAMA = GptConfig(vocabulary=31, layers=4, width=16, heads=4, kv_heads=2, hidden
 CONFIGS = {
     "gpt": GPT,
     "llama": LLAMA,
-    "untied": replace(GPT, tied=False, layers=5),  # no number of stages divides this
+    "untied": replace(GPT, tied=False, layers=5),  # a prime number of layers
     "gpt of 8": replace(GPT, layers=8),
     "llama of 8": replace(LLAMA, layers=8),
 }
@@ -413,7 +413,7 @@ def held(name: str, stages: int | None, micro_batches: int) -> int:
 
     def watched(self: Any, instruction: Instruction) -> None:
         do(self, instruction)
-        assert len(self.receiving) <= 2  # for this instruction, and the next one
+        assert len(self.receiving) <= 2  # receives for this instruction and the next one
         most[0] = max(most[0], len(self.outputs) + len(self.later))
 
     options = {"shape": (2,), "dtype": torch.float32, "device": torch.device("cpu"), "deferral": Deferral()}
@@ -514,7 +514,7 @@ def failing(name: str, stages: int | None, wrong: int, how: str) -> None:
         pipeline = Pipeline(schedule, group=groups["pp"], **options)
         with patch.object(Later, "make", nothing_made):
             pipeline.run(at_stage)
-        dist.barrier()  # ranks that are done wait here
+        dist.barrier()  # finished ranks wait here
 
 
 FAILURES = [
@@ -588,7 +588,7 @@ def replaying(name: str, graph: bool, how: str) -> None:
 def test_on_gpus_it_is_said_what_the_gpu_awaited(
     name: str, graph: bool, how: str, on_ranks: Run, ranks_failed: type[Exception]
 ) -> None:
-    """Python does not wait: either a launched graph cannot finish, or a graph is never launched."""
+    """Rank 0 does not wait in Python: its GPU waits for work that rank 1 never launches."""
     began = time.monotonic()
     with pytest.raises(ranks_failed) as caught:
         on_ranks(2, replaying, name, graph, how, joined=False)

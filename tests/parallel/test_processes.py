@@ -188,7 +188,7 @@ def with_layout(layout: Layout) -> None:
 def test_a_wrong_layout_is_refused_before_anything_is_communicated(
     on_ranks: Run, ranks_failed: type[Exception]
 ) -> None:
-    # a rank that tried to communicate would fail with this
+    # with this address, a rank that tried to communicate would fail
     nobody = {rank: {"MASTER_ADDR": "256.0.0.1"} for rank in range(4)}
     errors = errors_of(on_ranks, ranks_failed, 4, with_layout, Layout(tp=3), environments=nobody)
     said = "the layout dp=1 tp=3 pp=1 cp=1 does not fit: it has 3 ranks and the world 4. Nearest for 4 ranks: dp=1 tp=4"
@@ -256,7 +256,7 @@ def test_a_rank_that_cannot_start_is_named_at_all(on_ranks: Run, ranks_failed: t
 def started_anew(start: int, attempts: list[int]) -> tuple[int, int, list[float]]:
     """A block of ranks started by launchers whose restart counts differ."""
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempts[int(os.environ["RANK"])])
-    processes._joined.clear()  # as in a separate process
+    processes._joined.clear()  # forget the joined group, as in a separate process
     with join(settings={"start": start}, device="cpu", patience_s=60.0) as world:
         found = [torch.zeros(1) for _ in range(world.size)]
         dist.all_gather(found, torch.full((1,), float(10 * start + world.rank)))
@@ -299,7 +299,8 @@ def after_a_start_that_did_not_meet(rank: int, late_s: float) -> tuple[int, int,
 
 @pytest.mark.parametrize(("rank", "late_s"), [(0, 0.0), (0, 1.0), (2, 0.0), (2, 1.0)])
 def test_a_meeting_that_was_left_before_its_verdict_is_closed(rank: int, late_s: float, on_ranks: Run) -> None:
-    """A rank replaces another one that left, however late. The others must not mistake it for the rank that left."""
+    """A rank replaces another one that left, however late. The other ranks must not mistake the new rank for the one
+    that left."""
     found = on_ranks(3, after_a_start_that_did_not_meet, rank, late_s, joined=False)
     assert found == [(each, 3, [10.0, 11.0, 12.0]) for each in range(3)]
 
@@ -368,7 +369,7 @@ def late(rank: int, seconds: float, share: float = 1.0) -> tuple[float, float]:
 
 
 def test_no_rank_ends_before_the_last_has_ended(on_ranks: Run) -> None:
-    said = on_ranks(3, late, 1, 0.8, joined=False)  # by a clock that all processes share
+    said = on_ranks(3, late, 1, 0.8, joined=False)  # times of a clock that all processes share
     assert min(left for _, left in said) >= max(ended for ended, _ in said)
 
 

@@ -35,7 +35,7 @@ TEXT = torch.randint(17, (4, 9), generator=torch.Generator().manual_seed(0))
 
 
 def enlarged(model: nn.Module) -> nn.Module:
-    """With matrices large enough that no value becomes nearly zero."""
+    """A model with matrices large enough that no value becomes nearly zero."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(8 if parameter.dim() > 1 else 1)
@@ -172,7 +172,7 @@ STATISTICS = {"layer": 2 * 2, "rms": 2 * 1}  # numbers of the two norms of a tok
 
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_a_block_keeps_what_the_docs_say(kind: str) -> None:
-    """In numbers of 4 bytes a token. Attention's result is a copy in the order of positions: `merged`."""
+    """Counts are 4-byte numbers per token. `merged` is a copy of attention's result in the order of positions."""
     config = CONFIGS[kind]
     width, kv_width, hidden = config.width, config.kv_heads * config.head_features, config.hidden
     small = STATISTICS[config.norm] + config.heads  # and the log-sum-exp of each head
@@ -199,7 +199,7 @@ def test_weights_of_attention_with_dropout_are_not_kept() -> None:
         model = parallel_gpt(config, seed=1, recompute=recompute)
         few, many = (kept_by(model.layers["0"], config, length) / (2 * length) for length in (32, 64))
         kept.append(many - few)
-    assert kept[0] >= 2 * 4 * 32 * config.heads  # these grow with the length
+    assert kept[0] >= 2 * 4 * 32 * config.heads  # attention weights per token grow with the length
     assert kept[1] == 0
 
 

@@ -92,7 +92,7 @@ def test_attributes_of_mappings_are_cut_with_their_items() -> None:
 def test_a_mapping_that_cannot_be_made_anew_is_refused() -> None:
     with pytest.raises(TypeError, match="Frozen has attributes besides its items, which would be lost: use a dict"):
         scatter(Frozen({"x": torch.ones(4)}, version=7), TWO)
-    settings = Frozen({"a": 1}, version=7)  # nothing in it is cut
+    settings = Frozen({"a": 1}, version=7)  # no item of this mapping is split
     assert all(share[1] is settings for share in scatter((torch.ones(4), settings), TWO))
 
 

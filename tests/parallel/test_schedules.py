@@ -1,5 +1,5 @@
-"""Schedules are complete, terminate, and wait as long as their formulas predict. Their order equals that of PyTorch's
-tables."""
+"""Schedules are complete, terminate, and wait as long as their formulas predict. Instructions have the order of
+PyTorch's tables."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_how_many_micro_batches_are_held() -> None:
 
 
 def test_costs_may_be_of_each_instruction() -> None:
-    """The others wait for a slow last stage."""
+    """With a slow last stage, the other stages wait for it."""
     schedule = schedule_of("1f1b", 2, 4)
     timeline = simulate(schedule, lambda each: 4 if each.stage == 1 else 1)
     assert timeline.makespan == 1 + 4 * 8 + 1
@@ -134,7 +134,7 @@ def of_torch(name: str, ranks: int, micro_batches: int, stages: int, rank: int) 
     )
     if name == "gpipe":
         return as_ours(torchs.ScheduleGPipe._get_pipeline_order(sizes)[rank])
-    if name == "1f1b":  # its own table counts the last rank's forwards from 1
+    if name == "1f1b":  # PyTorch's 1F1B table counts the last rank's forwards from 1
         ahead = torchs._get_warmup_ops(rank, 1, micro_batches, ranks, micro_batches, multiply_factor=1)
         return as_ours(
             torchs._get_1f1b_rank_ops(

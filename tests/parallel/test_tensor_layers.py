@@ -1,5 +1,5 @@
-"""Layers that ranks share agree with one process, forward and backward, even if there are more ranks than heads of keys
-and values. Each rank has the part of the weights that its record describes."""
+"""Layers that are split among ranks agree with one process, forward and backward, even if there are more ranks than
+heads of keys and values. Each rank has the part of the weights that its record describes."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def compared(make: Make, sequence_parallel: bool) -> dict[str, float]:
     columns = isinstance(module, ColumnParallelLinear)
 
     def enter(x: Tensor) -> Tensor:
-        if isinstance(module, RowParallelLinear):  # its input is a part of the features
+        if isinstance(module, RowParallelLinear):  # a row layer's input is a part of the features
             return own_part(copy_to_ranks(x, group), -1, group)
         split = sequence_parallel and make is not table
         return own_part(copy_to_ranks(x, group), SEQUENCE, group) if split else x
@@ -136,7 +136,7 @@ def compared(make: Make, sequence_parallel: bool) -> dict[str, float]:
     def leave(y: Tensor) -> Tensor:
         return y if columns or not sequence_parallel else gather_of_ranks(y, SEQUENCE, group)
 
-    if columns:  # its result has a part of each of the two halves
+    if columns:  # each rank's result has a part of each of the two halves
         ranks, rank = group.size(), group.rank()
         pieces = [torch.cat([p.chunk(ranks, -1)[rank] for p in t.split([12, 20], -1)], -1) for t in (expected[0], dy)]
         expected[0], dy = pieces
@@ -198,7 +198,7 @@ def test_who_holds_what(on_ranks: Run) -> None:
         [12, 13, 14, 15, 18, 19, 22, 23],
     ]
     assert [each["first"] for each in found] == [[True, True, True], [True, False, False]] * 2
-    assert [each["tokens"] for each in found] == [[0, 3], [6, 9], [12, 15], [0, 0]]  # the last has only padding
+    assert [each["tokens"] for each in found] == [[0, 3], [6, 9], [12, 15], [0, 0]]  # the last rank has only padding
     assert [each["columns"] for each in found] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 

@@ -75,7 +75,7 @@ def meet(schedule: Schedule, programs: list[list[Step]]) -> bool:
             if isinstance(step, Instruction):
                 outside = [each for each in schedule.needs(step) if schedule.rank_of[each.stage] != rank]
                 if any(each not in done for each in outside):
-                    return False  # its input was not received before
+                    return False  # the computation's input was not received
                 at[rank] += 1
                 moved = True
             elif isinstance(step, Send):

@@ -1,5 +1,5 @@
-"""The transport is chosen by the table if the table has the case, otherwise it is the one that exposes least. An
-impossible one is never chosen."""
+"""If the table has the case, it chooses the transport. For a case that the table lacks, the transport with the least
+exposed time is chosen. An impossible transport is never chosen."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ def test_the_table_comes_first_and_then_the_formula() -> None:
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_long_work_hides_rows_and_short_work_does_not(ranks: int) -> None:
     short, long = (choose_transport(replace(LLAMA, ranks=ranks, length=n)).exposed_s for n in (512 * ranks, 1 << 20))
-    assert short["p2p"] > short["all_gather"]  # a start for each step
-    assert long["a2a"] > long["p2p"]  # nothing hides it
+    assert short["p2p"] > short["all_gather"]  # p2p pays its start-up time in each step
+    assert long["a2a"] > long["p2p"]  # no computation overlaps with an all-to-all

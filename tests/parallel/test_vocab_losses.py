@@ -1,5 +1,6 @@
-"""The loss of a shared vocabulary is PyTorch's loss of all logits, although no rank ever has all logits. Tested for
-vocabularies that the ranks do not divide, logits scaled by 1000, smoothing, z-loss, and targets that do not count."""
+"""The loss of a shared vocabulary is PyTorch's loss of all logits, although no rank ever has all logits. The tests
+include vocabularies that the ranks do not divide, logits scaled by 1000, smoothing, z-loss, and targets that do not
+count."""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ def compared(vocabularies: tuple[int, ...], scales: tuple[float, ...]) -> dict[s
         factor = torch.linspace(1, 2, ROWS, dtype=torch.float64) if expected.dim() else torch.tensor(3.0).double()
         expected.backward(factor)
         assert whole.grad is not None
-        part, classes = own_columns(logits, 1e6)  # which would be the largest of all
+        part, classes = own_columns(logits, 1e6)  # padding that would be the largest logit
         part.requires_grad_()
         loss = vocab_parallel_cross_entropy(part, target, dist.group.WORLD, vocabulary=vocabulary, **options)
         loss.backward(factor)
@@ -182,7 +183,7 @@ def test_the_logits_are_never_gathered(on_ranks: Run) -> None:
 
 
 def in_chunks() -> bool:
-    """Whether some rows at a time give the same results as all at once."""
+    """Whether chunks of rows give the same results as all rows at once."""
     logits, target = problem(127, 3.0)
     part, _ = own_columns(logits, 0.0)
     found = []

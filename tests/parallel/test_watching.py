@@ -1,5 +1,5 @@
-"""Ranks watch each other. Whatever happens to one rank, all learn which rank failed and where it was, and what the
-others wait for. Ranks that are only slow continue."""
+"""Ranks watch each other. If one rank fails in any way, all learn which rank failed, where it was, and what the others
+wait for. Ranks that are only slow continue."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def sums(wrong: int, what: str, kills: Path | None = None) -> None:
         for step in range(1, 9):
             report(f"step {step}")
             if step == 3 and world.rank == wrong:
-                time.sleep(1.0)  # the last line may be half of this old
+                time.sleep(1.0)  # the last report may lag by half of this
                 FAULTS[what](kills)
             start_sum(torch.ones(3), dist.group.WORLD)()
 
@@ -79,7 +79,7 @@ def is_killed_for_memory(kills: Path | None) -> None:
 
 
 def loses_its_connections(_: Path | None) -> None:
-    """All of gloo's sockets to other ranks, without the store's."""
+    """Close all of gloo's sockets to other ranks, but not the store's."""
     port = int(os.environ["MASTER_PORT"])
     for name in os.listdir("/proc/self/fd"):
         # not all of these are connected sockets
@@ -126,7 +126,7 @@ def test_a_rank_that_loses_the_network_ends_all(on_ranks: Run, ranks_failed: typ
     assert sorted(errors) == [0, 1, 2]
     own = [error for error in errors.values() if error.startswith("RuntimeError: ")]
     heard = {error for error in errors.values() if error.startswith("RankError: ")}
-    assert len(own) == 1, errors  # from the rank that reported it first
+    assert len(own) == 1, errors  # one message, from the rank that found the fault first
     (line,) = heard
     said = r"RankError: rank \d of 3 failed: RuntimeError: .*(Connection (closed|reset)|Broken pipe).*"
     assert re.match(f"{said}; all ranks are alive: check the network between them$", line), line
@@ -136,7 +136,7 @@ def test_a_rank_that_loses_the_network_ends_all(on_ranks: Run, ranks_failed: typ
 def test_a_rank_that_hangs_is_named_and_ended(
     what: str, on_ranks: Run, ranks_failed: type[Exception], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """If nothing frees the main thread, the watch ends the process and reports where it was."""
+    """If the main thread stays blocked, the watch ends the process and reports where the thread was."""
     with patch.dict(os.environ, {"HANGS": what}):
         errors = errors_of(on_ranks, ranks_failed, 3, leaving, 2, what)
     assert errors.pop(2) == "died"
@@ -151,7 +151,7 @@ def test_a_rank_that_hangs_is_named_and_ended(
 
 
 def leaving(wrong: int, what: str) -> None:
-    """Only rank `wrong` does not end by itself; it is ended soon."""
+    """Only rank `wrong` does not end by itself, and the watch soon ends it."""
     with impatient(LEAVING_S=0.5 if os.environ["RANK"] == str(wrong) else 60.0, STUCK_S=0.4, LOOK_S=0.2):
         sums(wrong, what)
 
@@ -160,10 +160,11 @@ def leaving(wrong: int, what: str) -> None:
 
 
 def slow(kind: str) -> tuple[float, list[str]]:
-    """Rank 1 takes 2.5 s between two sums. Here a rank is reported after 0.5 s, and ended if it is stopped for 1 s.
+    """Rank 1 takes 2.5 s between two sums. The test's limits report a rank after 0.5 s, and end a rank that is stopped
+    for 1 s.
 
-    In the case where a delay is expected, it takes 6 s and would be reported after 2 s: the others must learn of the
-    delay before.
+    If a delay is expected, rank 1 takes 6 s and would be reported after 2 s. The others must learn of the delay before
+    that.
     """
     with (
         impatient(NOTE_S=2.0 if kind == "expected" else 0.5, STOPPED_S=1.0, STUCK_S=0.2, LOOK_S=0.2, SILENT_S=1.0),
@@ -201,7 +202,7 @@ def test_what_is_slow_and_alive_is_named_and_goes_on(kind: str, on_ranks: Run) -
     (first, notes), (second, others) = on_ranks(2, slow, kind, joined=False)
     assert first == second == 4.0
     assert not others
-    notes = [note for note in notes if "number 2 of ranks" in note]  # not that rank 1 has begun late
+    notes = [note for note in notes if "number 2 of ranks" in note]  # without the note that rank 1 has begun late
     if kind == "expected":
         assert not notes
         return
@@ -238,7 +239,7 @@ def test_a_recorder_that_fails_fails_no_rank(on_ranks: Run) -> None:
 
 
 def orphaned() -> None:
-    """Rank 1 of two, while both compute."""
+    """Sum on two ranks without end. To rank 1, its launcher seems to be gone."""
     with join(device="cpu", timeout_s=20.0) as world, patch.object(os, "getppid", lambda: 1):
         while True:
             time.sleep(0.05)
@@ -246,7 +247,7 @@ def orphaned() -> None:
 
 
 def test_a_rank_whose_launcher_is_gone_ends_all(on_ranks: Run, ranks_failed: type[Exception]) -> None:
-    """Its process still runs, and would continue to train next to those that start again."""
+    """The orphaned process still runs, and would continue to train next to the restarted ranks."""
     environments = {rank: {"TORCHELASTIC_RUN_ID": "one"} if rank else {} for rank in range(2)}
     errors = errors_of(on_ranks, ranks_failed, 2, orphaned, environments=environments)
     for error in errors.values():
@@ -309,7 +310,7 @@ def test_a_process_is_alive_stopped_or_gone() -> None:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert process.state() == GONE
-    # a process number that is used again
+    # a process id that the system has reused
     assert Process(process.machine, os.getpid(), process.began + 1).state() == GONE
 
 
@@ -342,8 +343,8 @@ def test_what_others_await_of_a_rank_that_failed() -> None:
 
 
 def test_a_wait_is_told_when_it_has_lasted() -> None:
-    """The message names a rank that has not posted an operation that others wait for. It names no rank that waits
-    itself or is expected to take long."""
+    """The message names a rank that has not posted an operation that others wait for. The message names no rank that
+    waits itself or is expected to take long."""
     seen = Waits(4)
     computing, reading = Place("step 3", "net.py:7, in forward"), Place("step 3", "data.py:9, in read")
     places = {0: Place(operations=(operation(5),)), 1: Place(operations=(operation(5),)), 2: computing, 3: reading}

@@ -1,5 +1,5 @@
-"""The rule about attention's back ends: the named one comes first, and the others remain for calls that the named one
-cannot compute."""
+"""The rule about attention's back ends: the named back end comes first. The other back ends remain for calls that the
+named one cannot compute."""
 
 from __future__ import annotations
 

@@ -21,7 +21,9 @@ def test_a_model_without_tensors_runs_where_its_arguments_are() -> None:
     assert Candidate.of(Doubles(), None, training=False).device == torch.device("cpu")
     here, there = torch.empty(1), torch.empty(2, device="meta")
     assert Candidate.of(Doubles(), None, False, [here, there]).device == torch.device("meta")
-    assert Candidate.of(nn.Linear(2, 2), None, False, [there]).device == torch.device("cpu"), "its own come first"
+    assert Candidate.of(nn.Linear(2, 2), None, False, [there]).device == torch.device("cpu"), (
+        "the model's own tensors decide before the inputs"
+    )
 
 
 def test_a_call_runs_the_model_until_a_rule_replaces_it() -> None:

@@ -21,7 +21,7 @@ RESNETS = ("resnet18", "resnet50", "resnext50_32x4d", "wide_resnet50_2")
 
 @torch.no_grad()
 def randomized(model: nn.Module) -> nn.Module:
-    """Draws all parameters and norm buffers such that activations stay near one, and sets evaluation mode."""
+    """Draw all parameters and norm buffers so that activations stay near one, and set evaluation mode."""
     torch.manual_seed(0)
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         if value.dim() > 1:
@@ -319,7 +319,7 @@ def test_a_norm_that_is_training_is_left() -> None:
 
 
 class Bypassed(nn.Module):
-    """A module that cannot be traced. It does not call the forward of its part, which can be traced."""
+    """A module that cannot be traced and does not call the forward of its submodule, which can be traced."""
 
     def __init__(self) -> None:
         super().__init__()

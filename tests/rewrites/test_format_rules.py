@@ -38,7 +38,7 @@ def test_training_in_channels_last_is_the_same() -> None:
     model = copy.deepcopy(plain)
     candidate = Candidate.of(model, None, training=True)
     assert ChannelsLast().apply(candidate) == "2 convolutions"
-    assert not candidate.frozen, "an optimizer changes the weights"
+    assert not candidate.frozen, "weights that an optimizer changes cannot be frozen"
     assert all(own is weight for own, weight in zip(candidate.model.parameters(), model.parameters(), strict=True))
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
     for _ in range(3):

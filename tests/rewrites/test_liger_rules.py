@@ -90,7 +90,7 @@ def test_modules_are_recognized_by_what_they_compute(liger: list[str]) -> None:
     x = torch.randn(3, 2, 8)
     torch.testing.assert_close(candidate.call(x), plain(x))
     assert liger == ["rms 1e-05 0 llama", "rms 1e-05 1 gemma", "rms 1e-06 0 llama", "layer 1e-05", "swiglu"]
-    assert not [module for module in plain if "forward" in vars(module)], "the original stays"
+    assert not [module for module in plain if "forward" in vars(module)], "the original model must stay unchanged"
     gradients = [
         torch.autograd.grad(call(x).square().sum(), list(plain.parameters())) for call in (plain, candidate.call)
     ]

@@ -1,4 +1,4 @@
-"""Checkpointing: the same gradients from blocks that are computed twice, and only if memory is the limit."""
+"""Checkpointing recomputes blocks with the same gradients, and is applied only if memory is the limit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_gradients_are_the_same_bits_from_blocks_computed_twice() -> None:
     got = gradients(changed, x)
     assert Block.forwards == 3 + 6
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    assert "forward" not in vars(model.blocks[0]), "the original stays as it is"
+    assert "forward" not in vars(model.blocks[0]), "the original model must stay unchanged"
 
 
 def test_it_is_for_steps_that_need_most_of_the_memory() -> None:

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def run_again(forward: Forward, backward: Backward) -> Recorded:
-    """As a capture: replays write into the same memory."""
+    """A stand-in for a capture: replays write into the same memory."""
     current: list[list[Tensor]] = []
     backward(forward())
     outputs = forward()
@@ -91,7 +91,7 @@ def test_gradients_add_up_and_belong_to_the_caller() -> None:
         for call in (plain, replayed):
             torch.manual_seed(seed)
             call(torch.randn(5, 6))["y"].sum().backward()
-        assert torch.equal(weight.grad, plain.layers[3].weight.grad), "without zero_grad"
+        assert torch.equal(weight.grad, plain.layers[3].weight.grad), "gradients accumulate without zero_grad"
     kept = weight.grad
     weight.grad, before = None, kept.clone()
     replayed(torch.randn(5, 6))["y"].sum().backward()
@@ -118,14 +118,14 @@ def test_a_second_call_before_the_backward_runs_without_graphs() -> None:
         assert one.grad is None or torch.equal(one.grad, same.grad)
     assert replayed.turns == 1
     replayed(x)["y"].sum().backward()
-    assert replayed.turns == 2, "the first call's backward has run"
+    assert replayed.turns == 2, "the first call's backward has run, so its graph is free"
     replayed(x)
     replayed(x)
-    assert replayed.turns == 4, "nothing holds the result, so no backward will come"
+    assert replayed.turns == 4, "nothing holds the result, so its graph is free"
 
 
 def test_another_backward_raises() -> None:
-    """It would read memory that the first backward, or the next call, has used again."""
+    """A second backward, or one after the next call, would read overwritten memory."""
     _, _, replayed = pair()
     loss = replayed(torch.randn(5, 6))["y"].sum()
     loss.backward(retain_graph=True)
@@ -144,7 +144,7 @@ def test_a_capture_leaves_no_traces() -> None:
     expected, after = plain(x := torch.randn(5, 6))["y"], torch.rand(1)
     torch.manual_seed(5)
     x = torch.randn(5, 6)
-    assert torch.equal(replayed(x)["y"], expected), "the same masks"
+    assert torch.equal(replayed(x)["y"], expected), "dropout has the same masks"
     assert torch.equal(torch.rand(1), after)
     assert torch.equal(model.layers[1].running_mean, plain.layers[1].running_mean)
     assert model.layers[1].num_batches_tracked == 1
@@ -158,7 +158,7 @@ def test_each_signature_has_its_graphs() -> None:
     before = model.calls
     for rows in range(2, 10):
         replayed(torch.randn(rows, 6))["y"].sum().backward()
-    assert len(replayed._pairs) == 4, "the least recently used ones are dropped"
+    assert len(replayed._pairs) == 4, "the least recently used graphs are dropped"
     assert model.calls > before
 
 
@@ -213,7 +213,7 @@ def test_training_on_a_gpu_is_the_same_over_many_steps() -> None:
 def test_parameters_that_are_frozen_and_thawed_between_steps() -> None:
     plain, model, replayed = pair()
     x = torch.randn(5, 6)
-    for frozen in ((), (0,), (0, 1, 5), (3,), (2, 4), ()):  # as many as before, but others, too
+    for frozen in ((), (0,), (0, 1, 5), (3,), (2, 4), ()):  # the same number of parameters, but not the same ones
         found = []
         for call, own in ((plain, plain), (replayed, model)):
             parameters = list(own.layers.parameters())

@@ -23,7 +23,7 @@ from rooftop.scene.geometry import _normals
 from rooftop.scene.heads import bit_lengths
 from rooftop.scene.streaming import page_reader
 
-OLD_FILE = Path(__file__).with_name("version_3.rtg")  # half a ball with all attributes, written in version 3
+OLD_FILE = Path(__file__).with_name("version_3.rtg")  # half a ball with all attributes, in file version 3
 
 Words = NDArray[np.uint32]
 Column = tuple[NDArray[np.int64], int]  # number of values, and bits of each
@@ -37,7 +37,8 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True, scope="session")
 def no_compilation() -> Iterator[None]:
-    """Python reads pages, except where tests of streaming choose: no compilation runs beside other tests."""
+    """Read pages in Python, so that no compilation runs beside other tests. Tests of streaming may choose the
+    reader."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(page_reader, "compiled", lambda: None)
         yield
@@ -158,7 +159,7 @@ def old_file() -> Geometry:
 def _in_old_layout(geometry: Geometry, path: Path, version: int = 3) -> Geometry:
     """The file in the layout of version 1, 2 or 3, written to `path`: every cluster decodes to the same numbers.
 
-    Its pages are longer: those of a mesh with full pages do not fit into PAGE_BYTES.
+    Pages of the old layouts are longer: those of a mesh with full pages do not fit into PAGE_BYTES.
     """
     pages = _old_pages(geometry.path)
     needs = np.concatenate([geometry.needs.starts, geometry.needs.pages]).astype("<u4").tobytes()
@@ -185,7 +186,7 @@ def _in_old_layout(geometry: Geometry, path: Path, version: int = 3) -> Geometry
 
 @cache
 def _old_pages(path: Path) -> tuple[bytes, ...]:
-    """Header fields of a file that all three versions share."""
+    """Header fields that all three versions of a file share."""
     geometry = Geometry.open(path)
     pages = tuple(_page(geometry, page).astype("<u4").tobytes() for page in range(geometry.pages))
     assert max(map(len, pages)) <= 128 << 10

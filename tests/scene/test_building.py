@@ -1,7 +1,7 @@
 """Laws of every built geometry: exactly one level everywhere, no cracks, and errors that hold.
 
-A renderer draws a cluster if the cluster's error is small enough and its group's is not. Such a choice is a cut. Here
-cuts are made by thresholds and by cameras, and every triangle of each cut is examined.
+A renderer draws a cluster if the cluster's error is small enough and its group's is not. The set of drawn clusters is a
+cut. The tests make cuts by thresholds and by cameras, and examine every triangle of each cut.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Built:
         return np.concatenate(parts)
 
     def cut(self, wanted: Callable[[Any, Any], Any]) -> Ints:
-        """The drawn clusters, if an error (with its sphere) is small enough whenever `wanted(sphere, error)`."""
+        """The drawn clusters, where `wanted(sphere, error)` says whether an error (with its sphere) is small enough."""
         own = wanted(self.heads[:, :4].astype(float), self.heads[:, 4].astype(float))
         parent = wanted(self.groups[self.owners, :4].astype(float), self.groups[self.owners, 4].astype(float))
         return np.flatnonzero(own & ~parent)
@@ -183,7 +183,7 @@ def cameras(built: Built, seed: int) -> list[Callable[[Any, Any], Any]]:
     random = np.random.default_rng(seed)
     found: list[Callable[[Any, Any], Any]] = []
     extent = np.ptp(built.points, axis=0).max()
-    # distance to the second power or more, as if there were fog, which gives more levels side by side
+    # the allowed error grows with up to the third power of distance, so that more levels are side by side
     for steep in (1, 2, 3, 1, 2, 3):
         eye = random.choice(built.points) - built.geometry.meta["origin"] + random.normal(size=3) * 0.02 * extent
         allowed = np.quantile(built.heads[:, 4], random.uniform(0.5, 1)) * (4 / extent) ** steep
@@ -212,7 +212,7 @@ def test_every_cut_is_watertight(closed: Built) -> None:
 
 
 def test_every_way_to_the_root_crosses_a_cut_once(each: Built) -> None:
-    """From each finest cluster up through the groups, to the clusters that nothing replaces."""
+    """On each path from a finest cluster up through the groups, exactly one cluster is drawn."""
     replaced_by = {int(source): number for number, source in enumerate(each.sources) if source >= 0}
     for fine in cameras(each, 7):
         drawn = np.zeros(len(each.heads), bool)
@@ -258,7 +258,7 @@ def test_one_cluster_is_left(each: Built) -> None:
 
 
 def test_the_finest_level_is_the_mesh(each: Built) -> None:
-    """It has exactly the mesh's triangles, with the same orientation, on the grid."""
+    """The finest level has exactly the mesh's triangles, with the same orientation, on the grid."""
     origin, step = np.array(each.geometry.meta["origin"]), each.report.precision
     wanted = np.rint((each.points - origin) / step).astype(np.int64)[each.faces]
     found = each.triangles(np.flatnonzero(each.levels == 0))
@@ -373,7 +373,7 @@ def test_the_surface_is_within_the_stated_error(closed: Built) -> None:
     distances = distances_from(closed.points, closed.faces, np.concatenate(samples))
     farthest = np.maximum.reduceat(distances, np.cumsum([0, *counts[:-1]]))
     limits = np.array(stated) + closed.report.precision  # positions are rounded by up to 0.87 of a step
-    assert np.median(farthest / limits) > 0.2  # and the stated error is not much larger than necessary
+    assert np.median(farthest / limits) > 0.2  # the stated error is not much larger than necessary
     assert np.quantile(farthest / limits, 0.95) <= 1.1
     assert (farthest / limits).max() <= 1.4
 
@@ -400,7 +400,7 @@ def test_a_geometry_with_normals_takes_less_than_15_bytes_a_triangle(tmp_path: P
 
 
 def test_references_are_short(of_kind: Callable[[str], Built]) -> None:
-    """In the order in which clusters grow, references would take 5.8 bits on average."""
+    """Without reordering, references would take 5.8 bits on average."""
     for kind in ("ball", "noisy ball", "ring with seams"):
         words = of_kind(kind).geometry.clusters()[:, layouts.CLUSTER_COUNTS]
         assert (words >> 16 & 255).mean() < 4.8
@@ -429,7 +429,7 @@ def test_the_file_does_not_depend_on_workers(kind: str, tmp_path: Path, monkeypa
         points, uv = points[faces].reshape(-1, 3), uv[faces].reshape(-1, 2)
         order = random.permutation(len(points))
         points, uv, faces = points[order], uv[order], np.argsort(order).reshape(-1, 3)
-    monkeypatch.setattr(levels, "PIECE_TRIANGLES", 1000)  # so that there is work to do in parallel
+    monkeypatch.setattr(levels, "PIECE_TRIANGLES", 1000)  # small pieces, so that there is work for several workers
     monkeypatch.setattr(levels, "LEAST_TRIANGLES", 2000)
     monkeypatch.setattr(levels, "RUN_CLUSTERS", 60)
     monkeypatch.setattr(welding, "PART", 2000)
@@ -447,7 +447,7 @@ def test_the_file_does_not_depend_on_workers(kind: str, tmp_path: Path, monkeypa
     for workers in (1, 2, 3):
         forked.clear()
         scene.build(points, faces, tmp_path / f"{workers}.rtg", "smooth", uv, workers=workers)
-        # twice for normals; for equal vertices and faces; for the levels
+        # workers are forked twice for normals, once for equal vertices and faces, and once for the levels
         assert (len(forked) >= 4 * workers) == (workers > 1 and sys.platform == "linux")
     assert (tmp_path / "1.rtg").read_bytes() == (tmp_path / "2.rtg").read_bytes()
     assert (tmp_path / "1.rtg").read_bytes() == (tmp_path / "3.rtg").read_bytes()

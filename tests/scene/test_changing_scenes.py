@@ -67,8 +67,8 @@ class Model:
         return kind
 
     def anew(self) -> tuple[Scene, list[int], Floats]:
-        """A new scene of the existing instances at their places of the previous frame, their numbers in this scene, and
-        their current places."""
+        """A new scene with the existing instances at their places in the previous frame; then their numbers in this
+        scene, and their current places."""
         scene, numbers = Scene(), sorted(self.there)
         for mesh in self.meshes:
             scene.add_mesh(mesh)
@@ -94,7 +94,7 @@ def test_frames_are_those_of_a_scene_that_was_always_so(ball: Geometry, cube: Ge
             frame = renderer.render(camera, SHOWN)
             other, numbers, now = model.anew()
             again = Renderer(other, device)
-            if model.before:  # otherwise the previous frame, if any, was empty, so nothing has a previous place
+            if model.before:  # after an empty or missing frame, nothing has a previous place
                 again.render(before, SHOWN)
             other.move_all(range(len(numbers)), now)
             expected = again.render(camera, SHOWN)
@@ -155,7 +155,7 @@ def test_only_what_has_changed_is_sent(cube: Geometry, device: str, monkeypatch:
     scene.move(7, moved(5, 2, 1.5))
     renderer.render(AHEAD)
     assert sent.pop() == 3
-    scene.move_all(range(500), scene.instances()[1])  # to their current places
+    scene.move_all(range(500), scene.instances()[1])  # moves instances to their current places
     renderer.render(AHEAD)
     assert not sent
     scene.remove(10)
@@ -171,7 +171,7 @@ def test_only_what_has_changed_is_sent(cube: Geometry, device: str, monkeypatch:
     assert sent == [200]
     assert renderer._memory is memory
     scene.move_all(range(500, 700), np.stack([moved(4, k, 0.6) for k in range(200)]))
-    renderer.prefetch([AHEAD])  # nothing without a pool
+    renderer.prefetch([AHEAD])  # does nothing without a pool
     renderer.render(AHEAD)
     assert sent == [200, 200]
 
@@ -220,7 +220,7 @@ def test_moves_take_one_launch_and_count_for_one_frame(cube: Geometry, device: s
     def launched() -> int:
         with count_launches() as launches:
             frame = renderer.render(AHEAD, SHOWN)
-        assert launches["base_pass"] == 1 or (device == "cuda" and len(seen) > 1)  # a replay of a graph counts none
+        assert launches["base_pass"] == 1 or (device == "cuda" and len(seen) > 1)  # a replayed graph counts no launches
         assert not launches["emit_depth_targets"]
         moves = frame["velocity"].nan_to_num(1.0).abs().amax(-1) > 0
         seen.append(set(frame["instance"][moves].tolist()))
@@ -273,7 +273,7 @@ def test_moves_for_a_frame_that_failed_are_of_the_next(
 
 @pytest.mark.gpu
 def test_two_streams_draw_a_scene_that_changes(ball: Geometry, cube: Geometry) -> None:
-    """Launches packed once, and graphs, on a stream other than the first renderer's."""
+    """Cached launches and graphs also work on a stream other than the first renderer's."""
     scene, random = Scene(), np.random.default_rng(0)
     for mesh in (ball, cube):
         scene.add_instances(scene.add_mesh(mesh), np.stack([random_transform(random) for _ in range(20)]))

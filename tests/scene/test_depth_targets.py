@@ -49,7 +49,7 @@ def test_coverage_is_where_there_is_a_surface(many: Geometry, device: str) -> No
 def test_every_pixel_is_written(
     names: tuple[str, ...], many: Geometry, cube: Geometry, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Background is written too, whatever an output's memory contained before. The cube has no normals, uv or
+    """Background pixels are also written, whatever the output's memory contained before. The cube has no normals, uv or
     colours."""
     world = Scene()
     numbers = world.add_mesh(many), world.add_mesh(cube, materials=[scene.Material((0.2, 0.5, 0.9))])
@@ -81,7 +81,7 @@ def test_every_pixel_is_written(
 
 
 def test_a_frame_stays_as_it_is(many: Geometry, device: str) -> None:
-    """Later frames use separate memory."""
+    """Later frames write to other memory."""
     world = Scene()
     world.add_instance(world.add_mesh(many))
     renderer = Renderer(world, device)
@@ -93,7 +93,7 @@ def test_a_frame_stays_as_it_is(many: Geometry, device: str) -> None:
 
 
 def test_material_depth_equals_that_of_a_materials_pixels_and_no_others(many: Geometry, device: str) -> None:
-    """This holds exactly, up to the highest number. Background is nearer than all materials."""
+    """Equality is exact, up to the highest material number. Background is nearer than all materials."""
     world = Scene()
     world.add_instance(world.add_mesh(many))
     camera = Camera.look_at((3, 0, 1), (0, 0, 0), width=160, height=120)
@@ -102,7 +102,7 @@ def test_material_depth_equals_that_of_a_materials_pixels_and_no_others(many: Ge
     assert depth.dtype == torch.float32
     assert material.unique().tolist() == [-1, 0, 1, 2, 40_000, 65_534, 65_535]
     numbers = np.arange(1, 65_537)
-    assert ((numbers / 65_536).astype(np.float32) * 65_536.0 == numbers).all()  # no two are equal as float32
+    assert ((numbers / 65_536).astype(np.float32) * 65_536.0 == numbers).all()  # no two depths are equal as float32
     for number in material.unique().tolist():
         assert torch.equal(depth == (number + 1) / 65_536, material == number)
     assert (depth[material < 0] == 0).all()

@@ -46,7 +46,7 @@ def finest(geometry: Geometry) -> list[int]:
 
 
 def test_vertices_come_back_with_their_attributes(path: Path) -> None:
-    """On a sphere, the place of a vertex determines its normal, uv and material."""
+    """The test sphere's normals, uv and materials follow from the positions of its vertices."""
     geometry = Geometry.open(path)
     step, uv_step = 2.0 ** geometry.meta["grid_exponent"], 2.0 ** geometry.meta["uv_exponent"]
     kinds = set()
@@ -86,7 +86,7 @@ def test_vertices_are_numbered_by_first_use_and_new_corners_are_last(path: Path)
 
 
 def test_a_place_has_the_same_coordinates_in_every_cluster(path: Path) -> None:
-    """All coordinates of all levels are among those of the mesh."""
+    """Every level has only coordinates that the mesh has."""
     geometry = Geometry.open(path)
     mesh = {tuple(point) for number in finest(geometry) for point in geometry.decode(number).grid.tolist()}
     assert len(mesh) == 10242
@@ -185,7 +185,7 @@ def test_any_clusters_survive_encoding(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_triangles_in_fans_need_few_references(path: Path) -> None:
-    """A smooth mesh needs 1.6 references for a triangle. One for each corner that is not new would be 2.3."""
+    """A smooth mesh needs 1.6 references for a triangle. A reference for each corner that is not new would need 2.3."""
     heads = Geometry.open(path).clusters().astype(np.int64)
     counts = heads[:, layouts.CLUSTER_COUNTS]
     triangles, vertices = (counts & 255) + 1, (counts >> 8 & 255) + 1
@@ -237,7 +237,7 @@ def test_normals_are_within_their_steps_and_axes_exact() -> None:
     assert octahedral(directions).max() < 1 << layouts.NORMAL_BITS
     numbers = np.stack(np.meshgrid(np.arange(1023), np.arange(1023)), -1).reshape(-1, 2)
     again = octahedral(from_octahedral(numbers))
-    inside = (np.abs(numbers - 511) < 511).all(1)  # on the edge, two numbers mean the same normal
+    inside = (np.abs(numbers - 511) < 511).all(1)  # without normals on the edge, where two numbers mean the same normal
     assert (again[inside] == numbers[inside]).all()
 
 
@@ -327,7 +327,7 @@ def resealed(data: bytearray, name: str, page: int | None = None) -> bytes:
     return bytes(data)
 
 
-@pytest.mark.parametrize("value", [0, 1 << 20, -5])  # the root is its own child, so there is no end
+@pytest.mark.parametrize("value", [0, 1 << 20, -5])  # the root is its own child, an endless loop
 def test_a_tree_that_leads_nowhere_is_refused(path: Path, tmp_path: Path, value: int) -> None:
     data = bytearray(path.read_bytes())
     inner = int(np.flatnonzero(Geometry.open(path).nodes[0, :, layouts.CHILD_KIND] == layouts.INNER)[0])
@@ -349,7 +349,7 @@ def first_head(page: NDArray[np.int32]) -> int:
         (layouts.PAGE_CLUSTERS, 1 << 20, "head"),
         (layouts.PAGE_CLUSTERS, -1, "head"),
         (layouts.PAGE_GROUPS, 1 << 24, "head"),
-        (layouts.PAGE_GROUPS, 1, "head"),  # as in a page before version 4
+        (layouts.PAGE_GROUPS, 1, "head"),  # like a page before version 4
         (layouts.PAGE_GROUPS, 1 | 15 << layouts.PAGE_GROUP_BITS | layouts.PAGE_REPLACES, "head"),  # one word too short
         (layouts.PAGE_LENGTH, 7, "head"),
         (layouts.PAGE_WORDS + layouts.GROUP_COUNT, 1000, "group"),

@@ -181,7 +181,7 @@ def test_samplers_say_how_an_image_repeats(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("extension", "kind"), [("EXT_texture_webp", "WEBP"), ("MSFT_texture_dds", "DDS")])
 def test_images_of_extensions(tmp_path: Path, extension: str, kind: str) -> None:
-    """They take precedence over the image for programs without these extensions."""
+    """Images of extensions take precedence over the fallback image for programs without these extensions."""
     gltf = Textured()
     wanted = encoded(kind=kind, **({"lossless": True} if kind == "WEBP" else {}))
     gltf.document["images"] = [{"bufferView": gltf.view(encoded(255 - RGB))}, {"bufferView": gltf.view(wanted)}]

@@ -111,7 +111,7 @@ def towards(mesh: MeshFile) -> set[float]:
 @pytest.mark.parametrize("indexed", [True, False])
 @pytest.mark.parametrize(("mode", "order"), [(5, [0, 1, 2, 3]), (6, [0, 1, 3, 2])])
 def test_strips_and_fans_are_triangles(tmp_path: Path, mode: int, order: list[int], indexed: bool) -> None:
-    """They may be next to other primitives, and all face the same way."""
+    """Strips and fans may be next to other primitives, and all their triangles face the same way."""
     gltf = Gltf()
     plain = gltf.values(CORNERS + np.array([5, 0, 0], "<f4"))
     gltf.part(plain, gltf.values(TWO, "SCALAR"))

@@ -54,7 +54,7 @@ def test_every_triangle_is_in_one_cluster_of_its_piece(seed: int, kinds: list[tu
     first = np.cumsum([0, *members])
     ends = np.cumsum(triangles)
     for cluster, (a, b) in enumerate(zip(ends - triangles, ends, strict=True)):
-        assert set(own_corners[a:b].ravel().tolist()) == set(range(members[cluster]))  # and no vertex is unused
+        assert set(own_corners[a:b].ravel().tolist()) == set(range(members[cluster]))  # every vertex is used
         own = owned[first[cluster] : first[cluster + 1]]
         assert len(set(own.tolist())) == len(own)
     of_triangle = np.repeat(np.arange(len(triangles)), triangles)

@@ -1,5 +1,4 @@
-"""Cameras of different sizes and shadow maps in one chain of launches: each picture is the same as when it is drawn
-alone."""
+"""Cameras of different sizes and shadow maps in one chain of launches: each picture equals the one drawn alone."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_files_that_are_no_images_or_too_large_are_refused(tmp_path: Path) -> No
     with pytest.raises(InputError, match=r"a\.png is not an image that can be read.*PNG, JPEG"):
         Material(texture=tmp_path / "a.png")
     whole = encoded(Image.fromarray(RGB))
-    for width, height in ((20000, 20000), (16385, 1), (16384, 16384)):  # the first is larger than Pillow accepts
+    for width, height in ((20000, 20000), (16385, 1), (16384, 16384)):  # the first image is larger than Pillow accepts
         head = struct.pack(">II", width, height) + whole[24:29]
         chunk = b"IHDR" + head
         (tmp_path / "b.png").write_bytes(whole[:12] + chunk + struct.pack(">I", zlib.crc32(chunk)) + whole[33:])
@@ -189,7 +189,7 @@ def test_a_file_without_materials_has_no_sections_for_them(tmp_path: Path) -> No
 
 
 def test_readers_that_know_no_materials_read_the_rest(tmp_path: Path) -> None:
-    """Such readers check the checksum of every section except the pages. The version is the same."""
+    """Readers without textures check the checksum of every section except the pages. The version is the same."""
     build(tmp_path / "a.rtg", Material(texture=RGB))
     data = (tmp_path / "a.rtg").read_bytes()
     _, version, count, *_ = struct.unpack_from(layouts.HEADER, data)

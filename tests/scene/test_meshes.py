@@ -1,4 +1,4 @@
-"""A mesh is refused, or repaired with a report. Afterwards it is on its grid and has every vertex once."""
+"""A mesh is refused, or repaired with a report. The repaired mesh is on its grid and has every vertex once."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_repairs_are_counted() -> None:
     mesh = checked_mesh(points, faces)
     used = int(np.isin([642, 643, 644], faces).sum())
     assert mesh.repairs.duplicate_faces == 3
-    assert mesh.repairs.degenerate_faces == 2  # in the second, two corners are at the same place
+    assert mesh.repairs.degenerate_faces == 2  # the second such face has two corners at the same place
     assert mesh.repairs.unused_vertices == 2 + 3 - used
     assert mesh.repairs.equal_vertices >= 1
     assert len(mesh.faces) == 1280

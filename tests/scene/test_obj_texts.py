@@ -81,8 +81,7 @@ def test_a_polygon_with_a_corner_that_points_inwards(tmp_path: Path) -> None:
 def test_the_triangles_of_a_star_cover_it(
     tmp_path_factory: pytest.TempPathFactory, radii: list[float], seed: int
 ) -> None:
-    """In any plane, with any first corner, the area is that of the star, and each triangle has the star's
-    orientation."""
+    """In any plane and from any first corner, the triangles have the star's total area and orientation."""
     count = len(radii)
     angles = 2 * math.pi * np.arange(count) / count
     points = np.stack([radii * np.cos(angles), radii * np.sin(angles), 0 * angles], 1)

@@ -33,7 +33,7 @@ def today(tmp_path_factory: pytest.TempPathFactory) -> Geometry:
     colors = (vertices - vertices.min(0)) / np.ptp(vertices, axis=0)
     materials = (vertices[triangles].mean(1)[:, 0] > 0.2) * 7
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layouts, "PAGE_BYTES", 64 << 10)  # in the old layout its pages are longer
+        patch.setattr(layouts, "PAGE_BYTES", 64 << 10)  # pages of old layouts are longer
         scene.build(vertices, triangles, path, "smooth", vertices[:, :2] * 3, materials, colors=colors)
     found = Geometry.open(path)
     assert found.pages > 2

@@ -20,7 +20,7 @@ def test_faces_are_sorted_by_the_codes_of_their_first_corners(
     random = np.random.default_rng(0)
     points = random.integers(0, 1 << 12, (2000, 3)).astype(np.int32)
     if spread == "lonely":
-        points[-1] = 1 << 24  # the other faces are in one part of the curve
+        points[-1] = 1 << 24  # one distant point, so that all other faces are in one part of the curve
     if spread == "one place":
         points[:] = 7
     faces = random.integers(0, 2000, (5000, 3)).astype(np.uint32)

@@ -51,7 +51,7 @@ def test_colors_and_normals_are_what_they_are() -> None:
     assert shown("color", [[1, 0.5, 0.2], [2, 0, 0]]).tolist() == [[255, 128, 51], [255, 0, 0]]
     assert shown("vertex_color", [[1, 0.5, 0.2], [0, 0, 0]]).tolist() == [[255, 128, 51], [0, 0, 0]]
     assert shown("normal", [[0, 0, 1], [-1, 0, 0]]).tolist() == [[128, 128, 255], [0, 128, 128]]
-    assert shown("uv", [[0.25, 3.5], [-0.75, 0.5]]).tolist() == [[64, 128, 76]] * 2  # from one whole number to the next
+    assert shown("uv", [[0.25, 3.5], [-0.75, 0.5]]).tolist() == [[64, 128, 76]] * 2  # colours repeat at whole numbers
 
 
 def test_near_is_light_and_far_is_dark_in_equal_steps() -> None:
@@ -75,7 +75,7 @@ def test_numbers_have_colors_of_their_own_that_stay(name: str) -> None:
     beside = np.abs(np.diff(colors.astype(int), axis=0)).max(1)
     assert np.median(beside) > 60
     assert (lightness(colors) > 4 * lightness(np.array([NIGHT]))).all()
-    assert np.array_equal(shown(name, [200, 3], torch.int32), colors[[200, 3]])  # whatever else is in the picture
+    assert np.array_equal(shown(name, [200, 3], torch.int32), colors[[200, 3]])  # whatever the other pixels show
     assert shown(name, [2**31 - 1], torch.int32).shape == (1, 3)
 
 

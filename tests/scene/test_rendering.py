@@ -40,7 +40,7 @@ def moved(*shift: float, scale: float = 1.0) -> Floats:
 
 
 def row_of(mesh: Geometry, distances: Sequence[float]) -> Scene:
-    """Instances at increasing distances from a camera at the origin that looks along x. None hides another."""
+    """Instances at increasing distances from a camera at the origin that looks along x. No instance hides another."""
     scene = Scene()
     number = scene.add_mesh(mesh)
     for i, distance in enumerate(distances):
@@ -61,13 +61,13 @@ def same(a: GBuffer, b: GBuffer, names: Sequence[str]) -> bool:
 
 
 def test_on_every_path_one_cluster_is_drawn(ball: Geometry, paths_of: Callable[[Geometry], Any], device: str) -> None:
-    """At every distance, the whole surface is drawn, and no place of it at two levels."""
+    """At every distance, the whole surface is drawn, and no part of it at two levels."""
     scene = row_of(ball, [2.5, 6.0, 15.0, 60.0])
     renderer = Renderer(scene, device, occlusion=False)
     frame = renderer.render(AHEAD)
     assert len(frame.stats.levels) >= 3
     paths = paths_of(ball)
-    for instance in range(1, len(scene)):  # the first is not all in the picture
+    for instance in range(1, len(scene)):  # the first instance is not completely in the picture
         assert paths.counts(renderer, frame, instance) == {1}
 
 
@@ -274,7 +274,7 @@ def test_cuda_cpp_draws_what_warp_draws_on_a_gpu(
     ball: Geometry, cube: Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draws_what_warp_draws("cuda", crowd(ball, cube))
-    # for more clusters, torch's sort is used, at first only in the first pass
+    # torch's sort is used for more clusters, at first only in the first pass
     monkeypatch.setattr(sort_clusters, "MOST", 0)
     draws_what_warp_draws("cuda", crowd(ball, cube))
     monkeypatch.setattr(sort_clusters, "MOST_OF_SECOND", 0)
@@ -648,7 +648,7 @@ def test_normals_follow_their_instances(ball: Geometry, cube: Geometry, device: 
 
 
 def test_a_surface_is_lit_from_the_side_that_is_seen(built: Callable[..., Geometry], device: str) -> None:
-    """This holds even if its normals point away from the camera, as happens along a silhouette."""
+    """A visible surface is lit even if its normals point away from the camera, as happens along a silhouette."""
     corners = np.array([[-2, -2, 0], [2, -2, 0], [0, 2, 0]], dtype=float)
     leaning = np.tile([0.0, 0.1, 1.0], (3, 1))
     scene = Scene()
@@ -663,7 +663,7 @@ def test_a_surface_is_lit_from_the_side_that_is_seen(built: Callable[..., Geomet
 
 
 def test_light_comes_from_where_it_is_said_to(ball: Geometry, device: str) -> None:
-    """The direction may be set again before a frame. The length of the vector has no effect."""
+    """The light's direction may be set again before each frame. The length of the vector has no effect."""
     scene, camera = Scene(), Camera.look_at((0, -6, 0), (0, 0, 0), width=64, height=64)
     scene.add_instance(scene.add_mesh(ball))
     renderer = Renderer(scene, device, light=(-1e30, 0, 0))
@@ -682,7 +682,7 @@ def test_statistics_count_what_culling_asked(ball: Geometry, device: str) -> Non
     renderer = Renderer(row_of(ball, [3.0, 9.0]), device)
     for _ in range(2):
         stats = renderer.render(AHEAD).stats
-        assert stats.nodes >= 2  # a root of each instance
+        assert stats.nodes >= 2  # the root of each of the two instances
         assert 0 < stats.clusters <= 32 * stats.groups
     assert renderer.render(Camera.look_at((0, 0, 0), (-1, 0, 0), **SIZE)).stats.groups == 0  # behind
 
@@ -854,8 +854,8 @@ def test_a_frame_that_failed_leaves_no_trace(
 def test_replayed_frames_are_those_that_are_launched(
     ball: Geometry, cube: Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Frames are replayed from graphs with and without timings, and with more different pixel errors than graphs are
-    kept."""
+    """Frames are replayed from graphs with and without timings, and with more different pixel errors than the renderer
+    keeps graphs."""
     scene = crowd(ball, cube)
     replayed, launched = Renderer(scene, "cuda"), Renderer(scene, "cuda")
     for k, camera in enumerate(flight(24)):

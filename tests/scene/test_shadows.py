@@ -94,8 +94,8 @@ def texel_of(light: Light, points: Floats) -> float:
 
 @pytest.mark.parametrize("name", LIGHTS)
 def test_shadows_are_those_that_rays_find(name: str, world: Scene, device: str) -> None:
-    """Only points are compared whose neighbourhood, as large as the stated bias, is completely in light or completely
-    in shadow."""
+    """The test compares only points whose neighbourhood, as large as the stated bias, is completely in light or in
+    shadow."""
     light = LIGHTS[name]
     world.add_light(light)
     frame = Renderer(world, device, pixel_error=0.0).render(CAMERA, OUTPUTS)
@@ -142,7 +142,7 @@ def nudged(x: float, y: float = 0.0) -> Camera:
 
 
 def test_small_moves_of_the_camera_change_no_texel(world: Scene, device: str) -> None:
-    """A cascade moves by whole texels, and stays unchanged until then."""
+    """A cascade moves in steps of whole texels, and stays unchanged between these steps."""
     light = DirectionalLight((1, 0.6, -1.5), size=128, cascades=3)
     world.add_light(light)
     renderer = Renderer(world, device)
@@ -159,7 +159,7 @@ def test_small_moves_of_the_camera_change_no_texel(world: Scene, device: str) ->
             for at in range(0, 3 * texels, texels)
         )
         assert changed <= maps
-    assert 1 <= total <= 10  # moves of one and a half texels of the finest cascade, and of less in the others
+    assert 1 <= total <= 10  # each move is 1.5 texels of the finest cascade, and less in the others
 
 
 def test_maps_are_drawn_again_only_where_casters_moved(world: Scene, device: str) -> None:
@@ -170,7 +170,7 @@ def test_maps_are_drawn_again_only_where_casters_moved(world: Scene, device: str
     assert drawn(renderer) == 0
     world.move(1, placed(0.2, 0, 1.3, 0.8))  # below the first light
     assert drawn(renderer) == 1
-    world.move(2, placed(0, 60, 0.5, 0.4))  # from below the first light to below none
+    world.move(2, placed(0, 60, 0.5, 0.4))  # from below the first light to where no light shines
     assert drawn(renderer) == 1
     world.move(2, placed(0, 70, 0.5, 0.4))
     assert drawn(renderer) == 0
@@ -217,7 +217,7 @@ def test_colour_is_of_the_lights_and_their_shadows(world: Scene, device: str) ->
     lit, dark = (frame["color"][shadow_of(frame)[..., 0] == share] for share in (1, 0))
     assert len(lit) > 100
     assert len(dark) > 20
-    assert (dark[:, 0] < 0.3).all()  # only ambient light, as in the other channels
+    assert (dark[:, 0] < 0.3).all()  # in full shadow, red has only ambient light, like the other channels
     assert (lit[:, 0] > lit[:, 1] + 0.05).float().mean() > 0.9
     assert not torch.equal(plain, frame["color"])
 

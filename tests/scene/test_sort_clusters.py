@@ -32,7 +32,7 @@ def test_what_found_no_room_is_not_looked_for(cuda_on_cpu: Counter[str]) -> None
 def puts_in_order(count: int, room: int, device: str) -> None:
     generator = torch.Generator().manual_seed(count)
     pairs, whats = (torch.randperm(room, generator=generator) for _ in range(2))
-    items = (pairs % 97) << 32 | whats  # all keys different, or many of a single pair
+    items = (pairs % 97) << 32 | whats  # all keys are different, or many are of one pair
     counters = torch.tensor([7, count, 7], dtype=torch.int32)
     there = min(count, room)
     found = torch.full((room,), -5, dtype=torch.int64)

@@ -126,7 +126,7 @@ def test_nearest_texels_have_edges(tmp_path: Path, device: str) -> None:
     world = flat(tmp_path, Material(texture=image, magnified="nearest"))
     seen = base_color(world, above(40, 40), device)
     assert np.abs(seen - to_linear(image / 255).repeat(10, 0).repeat(10, 1)).max() < 2e-6
-    small = base_color(world, above(2, 2), device)  # from far away it is filtered nevertheless
+    small = base_color(world, above(2, 2), device)  # the texture is still filtered from far away
     assert np.abs(small - to_linear(image / 255).reshape(2, 2, 2, 2, 3).mean((1, 3))).max() < 0.1
 
 

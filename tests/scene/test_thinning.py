@@ -209,7 +209,7 @@ def test_any_parts_come_to_one_cluster_within_the_box_of_the_mesh(tmp_path: Path
 
 
 def test_a_build_takes_no_scipy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Importing scipy takes a third of a second, and forks would need more memory."""
+    """A build must not import scipy, which takes a third of a second and enlarges the forked processes."""
     monkeypatch.setitem(sys.modules, "scipy.sparse", None)
     assert scene.build(*SQUARE, tmp_path / "parts.rtg").triangles == 2
 

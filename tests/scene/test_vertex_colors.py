@@ -222,7 +222,7 @@ def test_colours_of_an_obj_file_with_uv_are_left_out_with_a_warning(tmp_path: Pa
     ("red", "words"), [("255", "up to 255, .* by 255"), ("1.5", "up to 1.5, .* by 1.5"), ("nan", "nan")]
 )
 def test_colours_of_an_obj_file_beyond_one_are_refused(red: str, words: str, tmp_path: Path) -> None:
-    """If clipped, they would all be white."""
+    """Clipped colours would all be white."""
     (tmp_path / "mesh.obj").write_text(f"v 0 0 0 0 0 0\nv 1 0 0 {red} 0 0\nv 0 1 0 0 0 0\nf 1 2 3\n")
     with pytest.raises(InputError, match=f"mesh.obj: colours of its vertices go .*{words}"):
         read_mesh(tmp_path / "mesh.obj")

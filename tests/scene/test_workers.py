@@ -142,7 +142,7 @@ def test_no_worker_is_refused() -> None:
 @pytest.mark.parametrize("count", [1, 3])
 def test_threads_give_results_in_the_order_of_the_items(count: int) -> None:
     seen: set[int] = set()
-    met = threading.Barrier(count, timeout=60)  # this many at the same time
+    met = threading.Barrier(count, timeout=60)  # passes only if `count` workers run at the same time
 
     def work(item: int) -> int:
         if item < count:
@@ -170,7 +170,7 @@ def test_processes_stay_from_run_to_run_and_get_the_state_of_each(left: Left) ->
     processes = set()
     with Workers(2).team([times]) as team:
         for run in range(4):
-            size = 10 ** (4 - run) if run < 2 else 10**run  # the second is smaller, the others grow
+            size = 10 ** (4 - run) if run < 2 else 10**run  # the second run is smaller, later runs grow
             state = np.arange(size) + run
             found = team.run(times, range(30), state)
             assert all((each == state * number).all() for number, (_, each) in enumerate(found))
@@ -187,7 +187,7 @@ def test_processes_stay_from_run_to_run_and_get_the_state_of_each(left: Left) ->
 def test_a_team_that_is_too_small_or_lacks_a_function_is_forked_anew() -> None:
     more = 5
 
-    def plus(state: int, item: int) -> int:  # it cannot be sent to a process, so the processes were forked with it
+    def plus(state: int, item: int) -> int:  # a local function cannot be pickled, so the workers were forked with it
         return state + item + more
 
     with Workers(3).team([times]) as team:
@@ -247,7 +247,7 @@ def test_processes_are_forked_once_for_all_levels(tmp_path: Path, monkeypatch: p
     ball = trimesh.creation.icosphere(6)
     report = scene.build(ball.vertices, ball.faces, tmp_path / "ball.rtg", workers=2)
     assert len(report.levels) > 6
-    assert len(forks) <= 4  # two to find equal vertices and faces, two for levels and to write
+    assert len(forks) <= 4  # two forks find equal vertices and faces, two build levels and write
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -61,7 +61,7 @@ def test_a_module_with_two_names() -> None:
 
 
 def test_converted_weights_are_contiguous() -> None:
-    """Only contiguous weights can be saved and assigned."""
+    """Converted weights must be contiguous, in order to be saved and assigned."""
     network, twin = a_network(), a_network().to("meta")
     converted, _ = spconv.convert_state_dict(network, saved(network, "RSKC"))
     assert all(value.is_contiguous() for value in converted.values())
@@ -116,7 +116,7 @@ def test_load_state_dict_refuses_what_nothing_decides(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", ["KRSC", "RSKC"])
 def test_the_other_layers_decide_for_a_network(layout: str) -> None:
-    """The last weight, (3, 3, 3, 3, 16), fits both."""
+    """The last weight, (3, 3, 3, 3, 16), fits both layouts, so the other layers decide."""
     network, other = (spconv.SparseSequential(spconv.SubMConv3d(4, 16, 3), spconv.SubMConv3d(16, 3, 3)) for _ in "12")
     spconv.load_spconv_state_dict(other, saved(network, layout))
     assert all(map(torch.equal, other.state_dict().values(), network.state_dict().values()))
@@ -124,8 +124,8 @@ def test_the_other_layers_decide_for_a_network(layout: str) -> None:
 
 @pytest.mark.parametrize("shape", [(16, 3, 3), (16, 16, 3), (3, 3, 3), (1, 1, 1), (4, 1, 1)])
 def test_what_this_library_saved_loads_as_it_is(shape: tuple[int, int, int], tmp_path: Path) -> None:
-    """The file records which library saved it. This works within another module, and through `load_spconv_state_dict`,
-    too."""
+    """The file records which library saved it. Files load as they are also within another module, and through
+    `load_spconv_state_dict`."""
     conv, other = (nn.ModuleDict({"last": spconv.SubMConv3d(*shape)}) for _ in range(2))
     torch.save(conv.state_dict(), tmp_path / "last.pt")
     state = torch.load(tmp_path / "last.pt")

@@ -99,7 +99,7 @@ def test_compiled_in_parts_without_a_bound() -> None:
         return y.relu()
 
     with torch.no_grad():  # torch warns where a graph ends at a tensor with a gradient
-        for dynamic in (None, True):  # like sizes that may change
+        for dynamic in (None, True):  # sizes dynamic as torch decides, or all dynamic
             compiled = torch.compile(run, backend="eager", dynamic=dynamic)
             for count in (50, 33):
                 torch.testing.assert_close(compiled(*inputs(count)), run(*inputs(count)))
@@ -121,7 +121,7 @@ def test_exported_with_a_bound() -> None:
 
 
 def test_an_order_of_as_many_rows_as_only_a_run_knows() -> None:
-    """Such operators occur in exported programs without a bound."""
+    """Exported programs without a bound on outputs contain orders of an unknown number of rows."""
     env = ShapeEnv()
     with FakeTensorMode(shape_env=env):
         rows = env.create_unbacked_symint()
@@ -143,7 +143,7 @@ def test_fake_tensors() -> None:
 @pytest.mark.parametrize("bound", [None, 40])
 @pytest.mark.parametrize("kind", ["submanifold", "strided", "transposed"])
 def test_the_rulebook_s_operator(kind: str, bound: int | None) -> None:
-    """Checks its schema, and its shapes without data: an unknown size if the data decides it."""
+    """The operator passes checks of its schema and of its fake shapes. A size that depends on data is unknown."""
     _, indices = inputs(20)
     steps = {"submanifold": (3, 1, 1), "strided": (3, 2, 1), "transposed": (1, 2, 0)}[kind]
     shape = geometry(2, GRID, *steps, subm=kind == "submanifold", transpose=kind == "transposed")
@@ -224,7 +224,7 @@ def test_networks_and_tensors_are_saved() -> None:
     y = network.stem(SparseConvTensor(features, indices, GRID, 2))
     again = pickle.loads(pickle.dumps(y))
     assert torch.equal(network.up(network.down(again)).features, network.up(network.down(y)).features)
-    assert again.indice_dict["a"].in_indices is again.indices  # so that layers continue to share it
+    assert again.indice_dict["a"].in_indices is again.indices  # so layers still share the rulebook
     again.check()
 
 

@@ -223,7 +223,8 @@ def test_the_gradients_of_a_network(bound: int | None) -> None:
 
 
 def test_a_bounded_network_equals_the_other() -> None:
-    """They are equal in training, too: batch norms count only sites, and the running statistics are the same."""
+    """The networks are also equal in training: batch norms count only sites, and the running statistics are the
+    same."""
     torch.manual_seed(0)
     free, bounded = UNet().double(), UNet(bound=130).double()
     bounded.load_state_dict(free.state_dict())
@@ -281,7 +282,7 @@ def test_near_the_end_of_a_wide_grid_as_near_its_start() -> None:
 
 
 def test_all_outputs_vanish() -> None:
-    """Sites where no kernel of a stride begins."""
+    """With stride 2 and a kernel of 1, no output reaches these sites."""
     x = SparseConvTensor(torch.randn(2, 3, requires_grad=True), torch.tensor([[0, 1, 1], [0, 3, 1]]), (5, 5), 1)
     y = spconv.SparseConv2d(3, 4, 1, 2, indice_key="down")(x)
     assert y.features.shape == (0, 4)
@@ -332,8 +333,8 @@ def launches_of(network: nn.Module, x: SparseConvTensor) -> dict[str, int]:
 
 def test_layers_with_a_key_in_common_share_one_rulebook() -> None:
     found = launches_of(UNet().double(), a_tensor(3))
-    assert found["pair_submanifold"] == 2  # one for each level
-    assert found["reach_outputs"] == 1  # for the way down, and up
+    assert found["pair_submanifold"] == 2  # one kernel for each level
+    assert found["reach_outputs"] == 1  # one kernel for the way down and up
 
 
 def test_a_layer_does_not_change_its_input() -> None:
@@ -373,8 +374,7 @@ def occupied(x: SparseConvTensor) -> Tensor:
 
 
 def test_orders_and_pairs_are_made_once_and_where_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with kernels, which a CPU cannot run: CPU functions create the orders and pairs, and their calls are
-    counted."""
+    """CPU functions create the orders and pairs in place of kernels, and the test counts their calls."""
     made: list[str] = []
 
     def counting(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
@@ -393,7 +393,7 @@ def test_orders_and_pairs_are_made_once_and_where_needed(monkeypatch: pytest.Mon
     network, x = UNet(), a_tensor(3, dtype=torch.float32)
     with torch.no_grad():
         network(x)
-    assert made == ["row_order"] * 4  # for each level, and between levels in both directions
+    assert made == ["row_order"] * 4  # an order for each level, and for both directions between levels
     made.clear()
     network(x).features.sum().backward()
     assert sorted(made) == ["row_blocks"] * 4 + ["row_order"] * 4
@@ -408,11 +408,11 @@ def test_orders_and_pairs_are_made_once_and_where_needed(monkeypatch: pytest.Mon
     for least in ("SORTED_FROM", "LISTED_FROM"):
         monkeypatch.setattr(tables, least, 1000)
     network.requires_grad_()(x)
-    assert made == []  # for so few rows
+    assert made == []  # with so few rows, no order is computed
 
 
 def test_what_inference_mode_made_serves_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Orders stay with the rulebook, and autograd saves them, which it refuses for tensors of inference mode."""
+    """Autograd saves the rulebook's orders, and refuses tensors created in inference mode."""
     for module in (table_orders, functional):
         monkeypatch.setattr(module, "by_kernels", lambda table: True)
     for least in ("SORTED_FROM", "LISTED_FROM"):
@@ -557,7 +557,7 @@ def test_a_bound_that_is_too_small() -> None:
 
 
 def test_what_layers_found_wrong_is_raised_when_asked_for() -> None:
-    """GPUs need this, because layers do not wait there for a check before they go on."""
+    """On GPUs, layers continue without waiting for a check, so `check()` raises the errors of earlier layers."""
     y = UNet(bound=130).down[0](a_tensor(4, dtype=torch.float32))
     y.check()
     (faults,) = y.faults

@@ -32,7 +32,7 @@ def compiled() -> None:
 
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Values are not checked on the CPU, as on a GPU; and small tables are sorted and listed like large ones."""
+    """Skip checks of values on the CPU, as on a GPU. Sort and list small tables like large ones."""
     for name in ("_check_values", "check_reverse", "_check_order"):
         monkeypatch.setattr(sparse_convs, name, lambda *_: None)
     monkeypatch.setattr(sparse_convs, "_plain", lambda neighbours, *_: neighbours)
@@ -86,7 +86,7 @@ def test_any_number_of_sites_has_the_bits_of_python(device: str, bound: int | No
         before = repeated_calls.calls_made()
         assert all(map(torch.equal, step(ours, indices, features), expected)), sites
         made.append(repeated_calls.calls_made() - before)
-    assert max(made) >= 5, repeated_calls.reasons  # a few sites are decided differently, which is observed first
+    assert max(made) >= 5, repeated_calls.reasons  # for a few sites, Python decides and observes the first calls again
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -143,7 +143,7 @@ def test_hooks_double_use_and_second_backward(device: str) -> None:
     assert repeated_calls.calls_made() - before >= 12, repeated_calls.reasons  # slopes of a sum are expanded, too
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreted run")
 def test_all_through_the_interpreter(interpreted: Callable[..., int]) -> None:
     if cpp_extensions.compiler() is None:
         pytest.skip("no C++ compiler")

@@ -153,7 +153,7 @@ def test_the_most_outputs_are_recorded_and_saved() -> None:
 
 def test_batch_elements_as_a_whole() -> None:
     x = a_tensor(batch_size=4)
-    x.indices[x.indices[:, 0] == 2, 0] = 3  # no site in one of them
+    x.indices[x.indices[:, 0] == 2, 0] = 3  # no site in one batch element
     for pool in (SparseGlobalMaxPool(), SparseGlobalAvgPool()):
         rows = [x.features[x.indices[:, 0] == element] for element in (0, 1, 3)]
         found = [r.amax(0) if isinstance(pool, SparseGlobalMaxPool) else r.mean(0) for r in rows]

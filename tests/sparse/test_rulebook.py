@@ -1,6 +1,6 @@
 """The rulebook obeys its law: it has a pair (input, output, offset) exactly once if both sites are active and
-`input == stride * output + dilation * offset - padding`, and otherwise not at all. If transposed, input and output
-change places in this formula."""
+`input == stride * output + dilation * offset - padding`, and otherwise not at all. For a transposed convolution, input
+and output change places in this formula."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_it_convolves_as_torch_does_on_the_dense_grid(kind: str) -> None:
     assert tuple(full.shape[2:]) == shape.out_shape
     at = rulebook.out_indices.long().unbind(1)
     torch.testing.assert_close(out, full.movedim(1, -1)[at])
-    if not shape.subm:  # and without outputs there are no pairs
+    if not shape.subm:  # without outputs there are no pairs
         assert full.abs().sum() == pytest.approx(float(out.abs().sum()))
 
 
@@ -248,7 +248,7 @@ def test_the_inverse_convolution_restores_the_sites() -> None:
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_transposed_is_the_adjoint(dims: int) -> None:
-    """From the outputs of a convolution back to inputs: its reversed pairs, and pairs to sites that were not active."""
+    """A transposed convolution has the reversed pairs of a convolution, and pairs to sites that were not active."""
     grid = (9,) * dims  # (9 - 1) * 2 - 2 + 3 is what transposed makes of 5: again 9
     indices = random_sites(8, 1, grid)
     forward = build_rulebook(indices, geometry(1, grid, 3, 2, 1))
@@ -409,7 +409,8 @@ def test_wrong_sites(kind: str, bound: int | None) -> None:
 
 
 def test_faults_that_wait_are_raised_when_asked_for() -> None:
-    """GPUs need this. The rulebook of the inverse convolution raises the errors, too."""
+    """On a GPU, only `check` raises errors found by kernels. The rulebook of the inverse convolution raises the errors,
+    too."""
     rulebook = build_rulebook(random_sites(9, 1, (6, 6)), of_kind("strided", 1, (6, 6)))
     rulebook.check()
     outputs, repeated = len(rulebook.out_indices), rulebook.in_indices[[0, 1, 2, 3, 1, 5, 6, 7, 8]]
@@ -488,7 +489,7 @@ def test_without_warp_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_first_launch_loads_the_kernels_in_one_thread_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If two threads load them at once, Warp sometimes raises `KeyError`."""
+    """If two threads load kernels at once, Warp itself sometimes raises `KeyError`."""
     import warp
 
     launch, loading, met = warp.launch, [True], []
@@ -574,7 +575,7 @@ def test_bitmaps_are_for_grids_that_are_not_too_empty(monkeypatch: pytest.Monkey
         assert bitmaps.fit_bitmaps(sites, geometry(1, (side,) * 3, 3, 2, 1)) is fit
     assert not bitmaps.fit_bitmaps(few[:0], geometry(1, (8, 8, 8), 3, subm=True))
     assert not bitmaps.fit_bitmaps(few, geometry(1, (8, 8, 8), 3, subm=True, dilation=2**30))
-    assert not bitmaps.fit_bitmaps(few[:, :2], geometry(1, (8,), 1 << 21, padding=1 << 21))  # more offsets than a grid
+    assert not bitmaps.fit_bitmaps(few[:, :2], geometry(1, (8,), 1 << 21, padding=1 << 21))  # above MAX_VOLUME
     assert bitmaps.fit_bitmaps(few[:, :2], geometry(1, (8,), 1 << 20, padding=1 << 20))
     for transpose in (False, True):
         assert not bitmaps.fit_bitmaps(few[:1, :2], geometry(1, (1,), 3, 2**31, 1, transpose=transpose))
@@ -591,7 +592,7 @@ def test_strides_of_any_size_by_bitmaps_or_hash_tables(stride: int, transpose: b
     assert_same(build_rulebook(sites, shape), rulebook_reference(sites, shape))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreted run")
 def test_bitmaps_through_the_interpreter(interpreted: Callable[..., int]) -> None:
     assert interpreted(__file__, "-k", "bitmaps") > 15
 
@@ -670,7 +671,7 @@ def test_a_bound_that_is_too_small_on_a_gpu_leaves_no_outputs(kind: str) -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_captured_in_a_graph(kind: str) -> None:
-    """Captured once and replayed on other sites, on a separate stream."""
+    """A rulebook is captured once and replayed on other sites, on a separate stream."""
     shape, many = of_kind(kind, 1, (32, 32, 32)), 30_000
     first, second = (random_sites(1000, 1, (32, 32, 32), seed) for seed in (1, 2))
     indices = first.cuda()

@@ -156,7 +156,7 @@ def test_compiled_whole() -> None:
         torch.testing.assert_close(mine, plain)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreted run")
 def test_all_of_the_above_through_the_interpreter(interpreted: Callable[..., int]) -> None:
     assert interpreted(__file__, "-k", "gate or offset or moments or running or without or interpreter") > 13
 

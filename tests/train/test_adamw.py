@@ -48,7 +48,7 @@ def given_gradients(parameters: list[nn.Parameter], step: int, alike: bool = Fal
 
 def stepped(optimizer: torch.optim.Optimizer, every: list[nn.Parameter], steps: range, **options: Any) -> list[Tensor]:
     for step in steps:
-        given_gradients(every, step, alike=bool(optimizer.param_groups[0]["fused"]))  # PyTorch's optimizer needs this
+        given_gradients(every, step, alike=bool(optimizer.param_groups[0]["fused"]))  # as PyTorch needs
         optimizer.param_groups[0]["lr"] = 0.01 / (1 + step)
         optimizer.step(**options)
     return [each.detach() for each in every]
@@ -141,7 +141,8 @@ def test_main_weights_are_stepped_as_one_after_another(device: str, micro_batche
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_step_is_from_what_was_loaded_into_the_model(device: str) -> None:
-    """Weights changed element by element, without autograd, and with another layout; the others keep their digits."""
+    """The program changes some elements of weights without autograd, also in another layout. Other elements keep their
+    float32 digits."""
     model, weights = main_weights(device, True)
     model[2].weight.data = model[2].weight.data.t().contiguous().t()
     optimizer = AdamW(weights.named.values(), **OPTIONS, weights=weights)
@@ -181,7 +182,7 @@ def test_gradients_that_are_asked_for_are_wide() -> None:
 
 
 def test_a_model_leaves_with_its_weights() -> None:
-    """Hooks of parameters that referenced the model would keep both alive forever."""
+    """Parameter hooks must not reference the model, because they would keep model and weights alive forever."""
     model, weights = main_weights("cpu", True)
     model(torch.ones(2, 24, dtype=NARROW)).sum().backward()
     left = weakref.ref(next(model.parameters()))
@@ -230,7 +231,7 @@ def test_hooks_and_closures_run_once() -> None:
 
 
 def test_a_state_that_lies_otherwise_is_moved() -> None:
-    """Such a state comes from a checkpoint, or from a model whose memory format was changed."""
+    """A state has another layout if it comes from a checkpoint, or if the model's memory format was changed."""
     ours, theirs = nn.Parameter(torch.randn(5, 4).double().t()), nn.Parameter(torch.zeros(4, 5).double())
     theirs.data.copy_(ours.data)
     optimizer, plain = AdamW([ours], **OPTIONS), torch.optim.AdamW([theirs], **OPTIONS)
@@ -355,8 +356,8 @@ def test_whatever_happens_between_steps(
 @pytest.mark.skipif(not INTERPRETED, reason="without the kernel, PyTorch computes steps on a CPU")
 @pytest.mark.parametrize("graph", [False, True])
 def test_weights_share_a_launch(graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Changed gradients and some changed weights: same results and no additional launch. If a graph is captured, each
-    graph has its own data."""
+    """New gradients and some new weights change neither results nor the number of launches. Each captured graph has its
+    own data."""
     monkeypatch.setattr(adamw_launches, "capturing", lambda device: graph)
     ours, theirs = parameters(torch.float64, "cpu"), parameters(torch.float64, "cpu")
     optimizer, plain = AdamW(ours, **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS)
@@ -419,8 +420,8 @@ def test_gradients_that_are_not_in_memory_as_they_are(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_states_that_moved_are_found(device: str) -> None:
-    """States move, for example, by `.data = .data.cpu()` and back. Meanwhile other tensors have taken their former
-    memory."""
+    """States move, for example, by `.data = .data.cpu()` and back. In the test, other tensors have then taken the
+    states' former memory."""
     ours, theirs = (parameters(torch.float32, device)[-1:] for _ in range(2))
     one, other = AdamW(ours, **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS)
     kept = []
@@ -483,7 +484,7 @@ def test_what_is_no_weight_is_refused() -> None:
         optimizer.add_param_group({"params": [nn.Parameter(whole[:, :3])]})
     with pytest.raises(ValueError, match="maximize=True is not supported"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "maximize": True})
-    assert len(optimizer.param_groups) == 1  # nothing of those remains
+    assert len(optimizer.param_groups) == 1  # the refused groups leave nothing behind
     with pytest.raises(ValueError, match="amsgrad=True is not supported"):
         optimizer.load_state_dict(torch.optim.AdamW([nn.Parameter(torch.zeros(2))], amsgrad=True).state_dict())
     model, weights = main_weights("cpu", True)
@@ -493,7 +494,7 @@ def test_what_is_no_weight_is_refused() -> None:
         AdamW([nn.Parameter(whole)], betas=(0.9, 1.0))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreted run")
 def test_the_kernel_makes_these_steps(interpreted: Callable[..., int]) -> None:
     assert interpreted(__file__) == 29
 

@@ -1,4 +1,5 @@
-"""Whatever ranks hold, each part is written once by a rank that holds it, evenly if several do."""
+"""In any layout, exactly one rank that holds a part writes it. Ranks that hold the same parts share the writing
+evenly."""
 
 from __future__ import annotations
 

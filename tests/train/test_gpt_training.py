@@ -150,7 +150,7 @@ def test_gradients_of_micro_batches_add_up_in_float32() -> None:
         model(torch.full((1, 1), value, dtype=torch.bfloat16)).sum().backward()
     gradient = weights.named["weight"].grad
     assert gradient is not None
-    assert gradient.item() == 1 + 8 * 2**-9  # in bfloat16, each of the eight changes would be lost
+    assert gradient.item() == 1 + 8 * 2**-9  # in bfloat16, each of the eight additions would be lost
 
 
 def test_a_wide_model_is_stepped_itself() -> None:
@@ -193,7 +193,7 @@ def test_other_data_are_noticed(tmp_path: Path) -> None:
         assert "its sequences differ" in (other_data(found, Tokens([changed], "other")) or "")
     described = json.loads((found / "training.json").read_text())
     del described["data"]
-    (found / "training.json").write_text(json.dumps(described))  # as in older files
+    (found / "training.json").write_text(json.dumps(described))  # older files do not describe the data
     assert other_data(found, Tokens([whole[:-1]], "other")) is None
 
 
@@ -412,7 +412,7 @@ def test_a_loop_of_ones_own() -> None:
 
 @pytest.mark.gpu
 def test_what_cannot_be_captured_is_said() -> None:
-    """In a separate process, because a failed capture leaves traces."""
+    """The capture runs in a separate process, because a failed capture affects later GPU work."""
     lines = [
         "import torch",
         "from rooftop.train import Replayed",

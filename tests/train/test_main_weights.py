@@ -1,4 +1,5 @@
-"""Training continues from whatever a program writes into a model, in any way, and its float32 copies follow."""
+"""Training continues from whatever a program writes into a model, in any way, and the float32 copies of its weights
+follow."""
 
 from __future__ import annotations
 
@@ -185,8 +186,7 @@ def test_replaced_parameters_are_refused_where_it_is_too_late(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_a_replaced_model_are_refused(dtype: torch.dtype) -> None:
-    """The recipe of a loop with PyTorch's optimizer, which would otherwise change tensors that the model no longer
-    uses."""
+    """Without this error, PyTorch's optimizer would change tensors that the model no longer uses."""
     model = nn.Linear(2, 1).to(dtype)
     gradients = ModelGradients(model)
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
@@ -241,7 +241,7 @@ def test_a_load_between_step_and_publish_is_refused() -> None:
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("graph", [False, True])
 def test_a_gpu_takes_over_what_is_loaded(door: Callable[[nn.Module, Weights], None], graph: bool) -> None:
-    """This holds even if steps are replayed from a CUDA graph, which reads the earlier memory."""
+    """Loaded weights take effect even if steps are replayed from a CUDA graph, which reads the earlier memory."""
     one = trainer(replace(TRAINING, dtype=torch.bfloat16, cuda_graph=graph), "cuda")
     for _ in range(5):
         one.advance()

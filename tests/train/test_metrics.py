@@ -41,7 +41,7 @@ def test_whereever_it_was_cut_off_it_goes_on_from_the_checkpoint(
 
 
 def test_of_a_step_made_twice_the_last_line_counts(tmp_path: Path) -> None:
-    """Files written by earlier versions contain such steps."""
+    """Files written by earlier versions may contain a step twice."""
     path = tmp_path / "m"
     with path.open("w") as file:
         add_lines(file, [*map(report, range(1, 71)), *(report(step, 2.0) for step in range(61, 101))])

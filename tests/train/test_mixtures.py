@@ -38,7 +38,7 @@ def read(mixture: Mixture | Tokens, steps: range, batch: int = 7) -> torch.Tenso
 
 
 def test_rows_have_their_shares_and_short_ones_begin_anew_in_another_order() -> None:
-    """The short source has 3 sequences. It must give 21 of 70 sequences, which are seven passes over it."""
+    """The short source has 3 sequences. The source must give 21 of 70 sequences, which are seven passes over its 3."""
     starts = read(Mixture([LONG, SHORT], [0.7, 0.3]), range(10))[:, 0].tolist()
     short = [start for start in starts if start >= 1000]
     assert len(short) == 21

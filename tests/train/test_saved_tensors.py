@@ -187,7 +187,7 @@ def test_a_file_that_is_cut_off_missing_or_of_another_save_is_said(two_files: Pa
     file.write_bytes(content[:-1])
     with pytest.raises(InputError, match=rf"rank-1.safetensors, which has up, has {len(content) - 1} bytes, expected"):
         whole_tensor(opened(two_files), "up")
-    whole_tensor(opened(two_files), "norm")  # it is in the other file
+    whole_tensor(opened(two_files), "norm")  # norm is in the other file
     file.unlink()
     with pytest.raises(InputError, match=r"rank-1\.safetensors, which has up, is missing"):
         opened(two_files).check_files()
@@ -221,7 +221,7 @@ def test_another_shape_or_dtype_is_refused_by_name(two_files: Path) -> None:
 
 
 def test_a_file_whose_checksums_were_not_written_yet_is_not_taken(tmp_path: Path) -> None:
-    """Like a truncated file whose length was not recorded."""
+    """A file without final checksums is incomplete, like a truncated file."""
     tensor = counted((40, 3))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(checkpoint_files, "checksum", lambda block: checkpoint_files.WAITING_CHECKSUM)

@@ -228,12 +228,12 @@ def test_the_last_ones_are_kept(tmp_path: Path) -> None:
     assert names(tmp_path) == ["latest", "step-00000004", "step-00000005"]
     save_training(tmp_path, one, keep_last=1)
     assert names(tmp_path) == ["latest", "step-00000005.2"]
-    of_others = tmp_path / "step-00000000.7"  # a name that a step may have, but without a training
+    of_others = tmp_path / "step-00000000.7"  # named like a step, but holds no training
     of_others.mkdir()
     (of_others / "notes.txt").write_text("mine")
     again = trainer()
     again.advance()
-    save_training(tmp_path, again, keep_last=1)  # the save of a later step is not an older one, so it stays
+    save_training(tmp_path, again, keep_last=1)  # step 5 is later than the saved step 1, so it stays
     assert names(tmp_path) == ["latest", "step-00000000.7", "step-00000001", "step-00000005.2"]
     assert (of_others / "notes.txt").read_text() == "mine"
     with pytest.raises(ValueError, match="keep_last must be 1 or more, got 0"):
@@ -293,7 +293,7 @@ def test_on_a_gpu_a_save_before_the_graph_is_captured_does_not_disturb_it(tmp_pa
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """No process started within can make a file grow, as on a full disk."""
+    """Processes started in this block cannot enlarge files beyond this size, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -358,7 +358,7 @@ def test_no_memory_for_the_copy_is_said(tmp_path: Path) -> None:
 
 
 def test_another_step_beside_the_same_tensors_is_refused(tmp_path: Path) -> None:
-    """Otherwise the training would continue with other data."""
+    """Files of two steps must not be mixed, because the training would continue with the wrong data."""
     one = trainer()
     found = save_training(tmp_path, one)
     said = json.loads((found / "training.json").read_text())
@@ -388,7 +388,7 @@ def test_a_folder_that_cannot_be_made_is_said_at_once(tmp_path: Path) -> None:
 def test_whatever_is_the_last_that_is_done_what_has_a_steps_name_is_whole(
     done: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every call that renames or removes files when one step replaces another."""
+    """The save is killed at each call that renames or removes files when one step replaces another."""
     one, left = trainer(), iter(range(done))
     save_training(tmp_path, one, keep_last=1)
     one.advance()
@@ -396,7 +396,7 @@ def test_whatever_is_the_last_that_is_done_what_has_a_steps_name_is_whole(
     def until_killed(what: Callable[..., None]) -> Callable[..., None]:
         def call(*arguments: Any, **options: Any) -> None:
             if next(left, None) is None:
-                raise KeyboardInterrupt  # no code catches this to clean up
+                raise KeyboardInterrupt  # no code catches this exception to clean up
             what(*arguments, **options)
 
         return call
@@ -410,7 +410,7 @@ def test_whatever_is_the_last_that_is_done_what_has_a_steps_name_is_whole(
         saved = open_tensors(read_record(folder))
         assert isinstance(saved, SavedTensors)
         saved.verify()
-    assert read_record(tmp_path).step == int(done > 2)  # clean-up, naming the step, `latest`
+    assert read_record(tmp_path).step == int(done > 2)  # calls: clean-up, naming the step, `latest`
     save_training(tmp_path, one, keep_last=1)
     assert [name.split(".")[0] for name in names(tmp_path)] == ["latest", "step-00000001"]
 
@@ -448,8 +448,8 @@ for _ in run_steps(trainer, 10**6, save=folder, save_interval=1, keep_last=2, in
 
 
 def test_killed_at_any_time_the_last_one_is_whole(fork: Fork, tmp_path: Path) -> None:
-    """Five times; each run continues from the files that the previous one left. benchmarks/checkpoint_kills.py does it
-    a hundred times, with two ranks."""
+    """The training is killed five times, and continues each time from the files that are left.
+    benchmarks/checkpoint_kills.py kills two ranks a hundred times."""
     draw, folder, before = random.Random(1), tmp_path / "run", 0
     for number in range(5):
         output = tmp_path / f"said-{number}"
@@ -479,7 +479,7 @@ def test_killed_at_any_time_the_last_one_is_whole(fork: Fork, tmp_path: Path) ->
 
 
 def writers(folder: Path) -> list[int]:
-    """Processes that write checkpoints of trainings in this folder. They end with their training."""
+    """Processes that write checkpoints of trainings in this folder. These processes end with their training."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -576,7 +576,7 @@ def test_only_a_folder_that_is_saved_to_may_be_missing(book: Path, capsys: pytes
 
 
 def test_the_writing_process_does_not_hear_what_the_training_is_sent(tmp_path: Path) -> None:
-    """A scheduler sends SIGTERM to all processes of a job, and a terminal Ctrl-C."""
+    """A scheduler sends SIGTERM, and a terminal Ctrl-C, to all processes of a job. The writing process ignores both."""
     script = [sys.executable, "-I", "-S", checkpoint_files.__file__]
     piece = checkpoint_files.FilePiece("up", "F32", (3,), (0,), (3,))
     with tempfile.TemporaryFile() as memory:
@@ -592,7 +592,7 @@ def test_the_writing_process_does_not_hear_what_the_training_is_sent(tmp_path: P
 
 
 def test_the_writing_process_ends_with_its_training(tmp_path: Path) -> None:
-    """It writes no further block if the process that started it is gone."""
+    """The writing process writes no further block if the training's process is gone."""
     script = [sys.executable, "-I", "-S", checkpoint_files.__file__]
     piece = checkpoint_files.FilePiece("up", "F32", (3,), (0,), (3,))
     with tempfile.TemporaryFile() as memory:
@@ -613,7 +613,7 @@ def ignores(pid: int, number: int) -> bool:
 
 
 def test_the_writing_process_needs_nothing_but_the_standard_library() -> None:
-    """It therefore starts at once, in whatever folder the training was started."""
+    """Because it imports only the standard library, the writing process starts at once, in any folder."""
     program = f"""
 import runpy, sys
 runpy.run_path({checkpoint_files.__file__!r})

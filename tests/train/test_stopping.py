@@ -11,7 +11,7 @@ from rooftop.train.stopping import stop_on_signals
 
 
 def test_the_end_of_the_launcher_is_no_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun has its ranks interrupted when it dies: such a rank must fail, so that the others name it."""
+    """When torchrun dies, its ranks are interrupted. Such a rank must fail, so that the other ranks name it."""
     with stop_on_signals() as stop:
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.requested

@@ -51,7 +51,7 @@ def test_the_width_of_numbers_is_found(
 
 @pytest.mark.parametrize("kind", ["uint16", "uint32", "int64"])
 def test_the_width_of_a_large_file_is_found_by_places_all_over_it(kind: str, tmp_path: Path) -> None:
-    """Its beginning is only padding, so more of it must be read."""
+    """The file begins with padding, so the reader must look further into it."""
     count = PLACES * LOOKED_AT
     tokens = RANDOM.integers(0, 50257, count).astype(kind)
     tokens[: count // 4] = 0
@@ -118,7 +118,7 @@ def index_of(kind: str, lengths: list[int] = LENGTHS, **changed: object) -> byte
 @pytest.mark.parametrize("kind", CODES)
 @pytest.mark.parametrize("name", ["text.bin", "text.idx", "text"])
 def test_megatrons_index_says_the_dtype(kind: str, name: str, tmp_path: Path) -> None:
-    """Either file of the pair can be named, or, as in Megatron, the prefix of both."""
+    """The path names either file of the pair, or the prefix of both, as in Megatron."""
     tokens = np.arange(10).astype(kind)
     tokens.tofile(tmp_path / "text.bin")
     (tmp_path / "text.idx").write_bytes(index_of(kind))

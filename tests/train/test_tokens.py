@@ -59,7 +59,9 @@ def test_a_vocabulary_must_have_all_tokens(monkeypatch: pytest.MonkeyPatch) -> N
     seen: list[float] = []
     Tokens([ROW], "row").check_vocabulary(10, lambda what, fraction: seen.append(fraction))
     assert seen == [0.4, 0.8, 1.0]
-    Tokens([ROW], "row").check_vocabulary(1 << 16, lambda what, fraction: pytest.fail("the type says enough"))
+    Tokens([ROW], "row").check_vocabulary(
+        1 << 16, lambda what, fraction: pytest.fail("the dtype bounds the tokens, so nothing is read")
+    )
     with pytest.raises(InputError, match="row has the token 9, but a vocabulary of 9 has 0 to 8: enlarge it"):
         Tokens([ROW], "row").check_vocabulary(9)
     with pytest.raises(InputError, match="row has the token -1"):

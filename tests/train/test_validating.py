@@ -227,7 +227,7 @@ def test_curves_of_a_resumed_training_have_each_step_once(texts: Path, tmp_path:
     words = ["--save", run, "--save-interval", "2", "--tensorboard-dir", curves]
     assert called(texts, *words) == 0
     (tmp_path / "run" / "latest").write_text("step-00000002\n")  # as if killed after step 2
-    time.sleep(1.1)  # event files are read in the order of their names, which begin with the second
+    time.sleep(1.1)  # event files are read in the order of their names, which begin with the time in seconds
     assert called(texts, *words, "--load", run) == 0
     read = events(Path(curves))
     assert [each.step for each in read.Scalars("train/loss")] == [1, 2, 3, 4, 5]

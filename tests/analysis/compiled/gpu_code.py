@@ -1,10 +1,11 @@
-"""Print the kernels that inductor would make for an H200, on a machine without one. This is a separate program, not a
-test.
+"""Print the kernels that inductor would make for an H200, on a machine without one. This file is a separate program,
+not a test.
 
     python gpu_code.py convolutions|text
 
-Forward and backward of a network are traced, moved to fake CUDA tensors and lowered; nothing is compiled or run. Prints
-the name, cost and reason of each kernel as JSON lines. It reaches deep into torch, so it holds for the pinned version.
+Forward and backward of a network are traced, moved to fake CUDA tensors and lowered; nothing is compiled or run. The
+program prints the name, cost and reason of each kernel as JSON lines. The program uses private parts of torch, so it
+works only with the pinned version.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def networks(name: str) -> tuple[nn.Module, Tensor]:
 
 
 def training_graphs(network: nn.Module, x: Tensor) -> list[fx.GraphModule]:
-    """Forward and backward, decomposed and divided as for inductor."""
+    """The forward and backward graphs, decomposed and partitioned as for inductor."""
     graphs: list[fx.GraphModule] = []
 
     def keep(graph: fx.GraphModule, inputs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Code compiled for dynamic sizes has the cost of the work that each of its calls had to do."""
+"""Each call of code compiled for dynamic sizes has the cost of that call's sizes."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_each_call_of_a_graph_costs_its_own_sizes() -> None:
         assert all(torch.equal(net(x), model(x)) for x in inputs)
     assert forward_costs(records, PRODUCT) == [product_cost(rows) for rows in (4, 5, 6)]
     assert forward_costs(records, FUSED) == [fused_cost(rows) for rows in (4, 5, 6)]
-    assert all(torch.equal(net(x), model(x)) for x in inputs)  # even after the recording has ended
+    assert all(torch.equal(net(x), model(x)) for x in inputs)  # compiled code still works after the recording has ended
 
 
 def test_the_backward_pass_of_each_call_costs_its_own_sizes() -> None:
@@ -255,7 +255,7 @@ def test_a_recorded_loop_whose_batch_size_changes_has_the_cost_of_the_step_that_
     report = recorded.report
     (fused,), (product,) = rows_of(report, FUSED), rows_of(report, PRODUCT)
     rows = fused.bytes // fused_cost(1).bytes
-    assert rows in range(7, 28)  # not one of the first steps, which warm up
+    assert rows in range(7, 28)  # the first steps warm up and are not profiled
     assert (fused.bytes, fused.flops) == (fused_cost(rows).bytes, fused_cost(rows).total_flops)
     assert (product.bytes, product.flops) == (product_cost(rows).bytes, product_cost(rows).total_flops)
     assert any("other sizes each time" in note for note in report.notes)

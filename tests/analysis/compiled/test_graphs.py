@@ -299,8 +299,7 @@ def test_a_recompilation_is_listed_with_its_function_and_its_reason(ceilings: Ce
 
 
 class Watchable(nn.Module):
-    """A program that uses what an analysis replaces: calls of modules, labels for the profiler, and the question
-    whether it is compiled."""
+    """A program that uses what an analysis replaces: module calls, profiler labels and `is_compiling`."""
 
     def __init__(self) -> None:
         super().__init__()

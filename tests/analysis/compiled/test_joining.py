@@ -109,7 +109,7 @@ def test_kernels_of_a_graph_get_the_work_of_its_nodes_and_their_kernels() -> Non
         Event(RUN, 0, 1000, 1),
         Event("triton_poi_fused_relu_0", 10, 50, 2),
         Event("aten::mm", 100, 50, 3),
-        Event("aten::copy_", 110, 10, 4),  # inside the library's call: part of it
+        Event("aten::copy_", 110, 10, 4),  # inside the library's call, so it is a part of the call
         ran("triton_poi_fused_relu_0", 5000, linked=2),
         ran("gemm", 5100, linked=3),
         ran("splitk", 5200, linked=4),
@@ -369,7 +369,8 @@ def test_a_replay_has_the_work_of_the_sizes_that_it_was_called_with() -> None:
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [1, 0, 2]], ids=["between", "before"])
 def test_a_graph_replayed_in_parts_does_its_work_once(order: list[int]) -> None:
-    """Inductor splits a graph at an operator that cannot be captured. This operator then runs between two replays."""
+    """Inductor splits a graph at an operator that cannot be captured. The operator that cannot be captured runs between
+    two replays."""
     events = [
         Event(RUN, 0, 500, 1),
         Event("cudaGraphLaunch", 100, 20, 50),
@@ -408,7 +409,7 @@ def test_as_many_kernels_as_works_are_joined_one_by_one(works: list[str]) -> Non
     ]
 
 
-# The memory behind a launch's pointers bounds what it moves.
+# A launch moves at most the memory behind its pointers.
 
 
 CODE = """import triton

@@ -265,7 +265,8 @@ def test_operands_that_a_kernel_computed_are_no_work_of_the_library_that_lists_t
 
 
 def test_a_kernel_computes_nothing_that_waits_for_a_later_call_of_a_library() -> None:
-    """One kernel may lay out the weights of several convolutions. It names all sources of these convolutions."""
+    """One kernel may lay out the weights of several convolutions. Inductor names all sources of these convolutions as
+    the kernel's origins."""
     x, first, second = torch.zeros(2, 3, 8, 8), torch.zeros(4, 3, 1, 1), torch.zeros(5, 4, 1, 1)
 
     def two_convolutions(x: Tensor, first: Tensor, second: Tensor) -> Tensor:

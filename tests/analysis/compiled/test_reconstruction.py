@@ -63,7 +63,7 @@ class Event:
 
 
 def recorded(name: str, run: Callable[[], Any]) -> tuple[Any, ListedTensors]:
-    """The first event of that name that the profiler records of a run, and the tensors of all lists."""
+    """Profile a run; return its first event of this name, and the tensors of all lists."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as profiled:
         run()
     results: Any = profiled.profiler
@@ -145,8 +145,7 @@ def test_what_the_profiler_records_is_made_again(func: Any, args: tuple[Any, ...
     ids=["randn", "rand", "randint", "randperm", "normal_"],
 )
 def test_random_numbers_are_not_drawn_again(make: Callable[[], Tensor]) -> None:
-    """Otherwise the program's generator would continue from another state, and large tensors would take the program's
-    memory."""
+    """New random draws would change the state of the program's generator, and large tensors would take its memory."""
     made: list[Tensor] = []
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as profiled:
         made.append(make())
@@ -228,7 +227,7 @@ def sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    # its step counts are float32, and squares are computed as products
+    # AdamW's step counts are float32, and it computes squares as products
     return torch.optim.AdamW(parameters, foreach=True)
 
 

@@ -1,4 +1,4 @@
-"""Attention and its log-sum-exp by the CPU implementation. The choice of a back end is tested without running any."""
+"""The CPU implementation of attention and its log-sum-exp. The choice of a back end is tested without running any."""
 
 from __future__ import annotations
 
@@ -62,8 +62,7 @@ plain = F.scaled_dot_product_attention
 
 
 def assert_gate(tensors: list[Tensor], device: str = "cpu", **options: Any) -> None:
-    """Output, gradients and log-sum-exp pass the numerics gate; each head of the keys may serve several heads of the
-    queries."""
+    """Output, gradients and log-sum-exp pass the numerics gate; each key head may serve several query heads."""
     options["enable_gqa"] = tensors[0].shape[1] != tensors[1].shape[1]
     tensors = [t.to(device) for t in tensors]
     dy = torch.randn_like(tensors[0])

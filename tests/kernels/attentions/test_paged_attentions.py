@@ -119,7 +119,7 @@ def test_a_window_is_of_the_last_positions(window: int, dtype: torch.dtype) -> N
     assert_as_accurate(found, torch.stack(eager), torch.stack(exact), what=f"window of {window} in {dtype}")
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="kernels run interpreted")
+@pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
 def test_windows_of_long_sequences_are_split_among_programs_by_the_interpreter() -> None:
     tensors = paged([1000, 300], 2, 1, 32, 16)
     narrow = tensors[-1].clamp(max=500)
@@ -186,7 +186,7 @@ def test_a_scale_and_views_with_any_strides() -> None:
     torch.testing.assert_close(paged_attention(query, *turned, pages.long(), lengths.int()), found)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="kernels run interpreted")
+@pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
 @pytest.mark.parametrize("heads", [1, 3])
 def test_long_sequences_are_split_among_programs_by_the_interpreter(heads: int) -> None:
     with count_launches() as launches:
@@ -321,10 +321,10 @@ def test_kernels_compile_for_sm_90_without_spills(group: int, width: int, dtype:
     command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", "-o", os.devnull, "-"]
     log = subprocess.run(command, input=compiled.asm["ptx"], capture_output=True, text=True, check=True).stderr
     assert re.findall(r"(\d+) bytes spill stores", log) == ["0"], log
-    assert compiled.metadata.shared <= 99 * 1024, "a program's limit on the smallest current GPU"
+    assert compiled.metadata.shared <= 99 * 1024, "the limit of a block's shared memory on the smallest current GPU"
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreted run")
 def test_all_of_the_above_through_the_interpreter(interpreted: Callable[..., int]) -> None:
     assert interpreted(__file__, "-k", "not (operator_checks or compile or wrong_arguments or cost)") > 40
 

@@ -1,4 +1,4 @@
-"""Partial results of attention merged, both ways: the CPU implementation, and (in a separate process) the Triton
+"""Merged partial results of attention, both ways: the CPU implementation, and (in a separate process) the Triton
 kernels interpreted."""
 
 from __future__ import annotations

@@ -390,7 +390,7 @@ def test_dropout_drops_the_share_of_weights_it_says_and_keeps_the_mean() -> None
         window_attention(packed, torch.zeros(4, 16, 16), 4, (4, 4), dropout=-1)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreted run")
 def test_the_kernels_through_the_interpreter(interpreted: Callable[..., int]) -> None:
     """Every case passes the gate, forward and backward."""
     chosen = "origin or long_windows or (gate and V2) or any_strides or through_the_interpreter"
@@ -410,7 +410,7 @@ def test_half_precision_compiles_for_sm_90_without_spills() -> None:
 
 
 def spilled_bytes(kernel: Any, config: WindowConfig, features: int, cosine: bool) -> int:
-    """bfloat16, with a shifted and padded map."""
+    """Bytes that a bfloat16 kernel spills, for a shifted and padded map."""
     import triton
 
     side = math.isqrt(config.positions)

@@ -111,7 +111,7 @@ class Case:
         return conv_act(*self.tensors, activation=activation, **self.options)  # type: ignore[arg-type]
 
     def plan(self, tile: ConvTile) -> ConvPlan:
-        """The result computed with one tile, if this tile fits."""
+        """The plan with this tile, if the tile fits."""
         x, weight, _, residual = self.tensors
         seen = copied(x, weight, residual, self.g)
         found = fitted(tile, problem_of(self.g, residual is not None, dtype=x.dtype, copied=seen))
@@ -145,7 +145,7 @@ def test_gate_of_any_shape(shape: Shape) -> None:
         case.check(y, "relu")
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="kernels run interpreted")
+@pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
 @pytest.mark.parametrize(
     ("name", "kernel"),
     [
@@ -165,7 +165,7 @@ def test_every_kernel_of_several_tiles(name: str, kernel: str) -> None:
     case.check(y, "relu")
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="kernels run interpreted")
+@pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
 @pytest.mark.parametrize("channels", [20, 9])
 def test_gathered_takes_any_channels(channels: int) -> None:
     case = Case((1, channels, 5, 6, 13, 3, 2, 1, 1), torch.float16)
@@ -175,7 +175,7 @@ def test_gathered_takes_any_channels(channels: int) -> None:
         case.check(case.planned(case.plan(tile), "silu"), "silu")
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="kernels run interpreted")
+@pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
 def test_programs_that_share_k_leave_their_counters_zero() -> None:
     case, tile = Case(SHAPES["3 x 3"], torch.float16), replace(SINGLE, split=3)
     plan = case.plan(tile)
@@ -183,7 +183,7 @@ def test_programs_that_share_k_leave_their_counters_zero() -> None:
     assert torch.equal(first, second)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="kernels run interpreted")
+@pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("last", [False, True], ids=["", "channels last"])
 def test_one_pass_follows_a_library(last: bool, keep: bool) -> None:
@@ -548,7 +548,7 @@ def test_wrong_arguments(arguments: dict[str, object], error: type[Exception], m
         assert not launches
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreted run")
 def test_all_of_the_above_through_the_interpreter(interpreted: Callable[[str], int]) -> None:
     assert interpreted(__file__) > 115
 

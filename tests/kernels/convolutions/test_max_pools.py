@@ -16,7 +16,7 @@ from rooftop.launch import INTERPRETED, count_launches
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LAST = torch.channels_last
 CASES: list[tuple[tuple[int, ...], dict[str, Any]]] = [
-    ((2, 64, 9, 11), {"kernel_size": 3, "stride": 2, "padding": 1}),  # as after the stem of a ResNet
+    ((2, 64, 9, 11), {"kernel_size": 3, "stride": 2, "padding": 1}),  # the pooling after the stem of a ResNet
     ((1, 5, 7, 6), {"kernel_size": 2}),
     ((1, 70, 6, 20), {"kernel_size": (3, 1), "stride": (1, 3), "padding": (1, 0)}),
     ((3, 1, 8, 5), {"kernel_size": (2, 3), "stride": 1, "dilation": (3, 1), "padding": 1}),

@@ -22,7 +22,7 @@ triton = pytest.importorskip("triton")
 @pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted")
 @pytest.mark.parametrize("kernel", ["persistent", "gathered"])
 def test_operands_of_tensor_cores_are_where_they_were_copied_to(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are copied asynchronously, not through registers, and nothing spills."""
+    """The kernel copies both operands asynchronously, not through registers, and spills nothing."""
     tile = replace(MANY, columns=64) if kernel == "persistent" else ConvTile("gathered", 64, 64, 64, 4, 3)
     ptx = ptx_of(tile, monkeypatch)
     assert "wgmma.mma_async" in ptx

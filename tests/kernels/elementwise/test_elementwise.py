@@ -1,5 +1,5 @@
 """Fused elementwise expressions, both ways: the CPU implementation, and (in a separate process) the Triton kernels
-interpreted. The function that is fused, called on tensors, is the reference."""
+interpreted. The reference is the same function, called on tensors."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ SUMMED = {
 @pytest.mark.parametrize("wanted", ["all", "broadcast"])
 @pytest.mark.parametrize("case", SUMMED)
 def test_sums_of_gradients_in_tiles_of_any_size(case: str, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loops over tiles, and partial sums, with small sizes."""
+    """Small tiles make loops over tiles and partial sums run at small sizes."""
     for table in ("SUMS", "LONG_SUMS"):
         monkeypatch.setattr(tables, table, tables.TileConfig(128, 32, 1))
     monkeypatch.setattr(tables, "PROGRAMS_PER_SM", 2)
@@ -421,7 +421,7 @@ def test_integers_wrap_around_and_casts_round() -> None:
 
 
 def with_number(function: Function, number: float) -> Function:
-    """The function of its first argument, with the number in the kernel."""
+    """A function of the first argument only, with the number as a constant in the kernel."""
     return fused(lambda x: function(x, number))
 
 
@@ -524,7 +524,7 @@ def test_backward_keeps_only_what_it_needs() -> None:
     assert [t.data_ptr() for t in kept] == [y.data_ptr()]
     with count_launches() as launches:
         add(x, y).sum().backward()
-    assert launches.total() == int(INTERPRETED)  # the gradient of a sum is passed on
+    assert launches.total() == int(INTERPRETED)  # backward of a sum passes its gradient on unchanged
     z.sum().backward()
 
 
@@ -541,7 +541,7 @@ def test_text_is_read_back_as_the_same_tree() -> None:
     assert parse(text) == (tree, a) or all(x is y for x, y in zip(parse(text), (tree, a), strict=True))
     deep = a
     for _ in range(3000):
-        deep = torch.sin(deep) * deep  # as a tree without names: 2^3000 nodes
+        deep = torch.sin(deep) * deep  # without shared nodes, the tree would have 2^3000 nodes
     assert parse(text_of((deep,)))[0] is deep
 
 
@@ -725,7 +725,7 @@ def test_cost_is_what_a_person_counts() -> None:
 WITHOUT_KERNELS = "results_have_pytorchs_dtype or texts_of_any_depth or finite_differences or text_is or wrong_calls"
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreted run")
 def test_all_of_the_above_through_the_interpreter(interpreted: Callable[[str], int]) -> None:
     assert interpreted(__file__, "-k", f"not ({WITHOUT_KERNELS})") > 180
 
@@ -754,7 +754,7 @@ def test_broadcast_tensors_on_a_gpu(case: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float16])
 def test_long_sums_of_gradients_on_a_gpu(dtype: torch.dtype) -> None:
-    """Each call gives the same bits."""
+    """All calls return the same bits."""
     shapes = [(3001, 4100), (4100,), (3001, 1), (3001, 4100)]
     x, row, column, dy = (values(*shape, seed=i).to("cuda", dtype) for i, shape in enumerate(shapes))
     assert_gate(lambda x, r, c: x * torch.sigmoid(r) * c, x, row, column, device="cuda")

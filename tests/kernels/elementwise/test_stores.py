@@ -22,7 +22,7 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> tor
     )
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreted run")
 def test_kernels_on_the_cpu(interpreted: Callable[..., int]) -> None:
     assert interpreted(__file__) == 49
 
@@ -71,7 +71,7 @@ def test_regions_begin_anywhere(begins: tuple[int, int, int], columns: int) -> N
 
 @launches
 def test_launches_are_found_again_by_how_tensors_lie() -> None:
-    """The same program for tensors with various layouts, repeatedly."""
+    """The same expression is stored for tensors with various layouts, each of them twice."""
     x = drawn(6, 50, dtype=torch.float32)
     for _ in range(2):
         for given in (x, x[1:4], x[:, 3:40], x[:, 4:40], x[::2], x.t(), x[0], x[0, 3:7]):

@@ -79,13 +79,13 @@ def test_tables_of_any_strides(tokens: Tensor) -> None:
     ],
 )
 def test_tokens_of_any_strides(of: Callable[[Tensor], Tensor]) -> None:
-    """Among them are tokens whose strides are those of a single row."""
+    """Some of the tokens have the strides of a single row."""
     assert_gate(of(drawn(12, rows=7)), 7, 8, torch.float32)
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_token_outside_of_the_table_stops_the_program() -> None:
-    """In a separate process, because its CUDA context is lost."""
+    """The program runs in a separate process, because the error destroys its CUDA context."""
     program = """
 import torch
 from rooftop.kernels import embedding
@@ -142,7 +142,8 @@ def test_a_token_that_is_everywhere(count: int) -> None:
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 25)), min_size=1, max_size=5))
 @settings(max_examples=8, deadline=None)
 def test_runs_of_any_lengths(runs: list[tuple[int, int]]) -> None:
-    """Runs end within chunks, at their ends, and cross several; whole numbers are exact in any order."""
+    """Runs of equal tokens end within a chunk or at its end, or cross several chunks. Sums of whole numbers are exact
+    in any order."""
     tokens = torch.cat([torch.full((length,), token) for token, length in runs])
     dy = torch.randint(-100, 100, (len(tokens), 2)).float()
     weight = torch.zeros(10, 2, requires_grad=True)

@@ -200,7 +200,7 @@ def test_wrong_arguments(features: Tensor, points: Tensor, error: type[Exception
         trilinear_interpolate(features, points)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreted run")
 def test_all_of_the_above_through_the_interpreter(interpreted: Callable[[str], int]) -> None:
     assert interpreted(__file__) > 35
 

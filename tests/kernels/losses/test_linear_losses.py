@@ -97,7 +97,7 @@ def test_gate(dtype: torch.dtype, chunk_size: int | None) -> None:
 
 @pytest.mark.parametrize("shape", [(5, 768, 50), (5, 768, 1000), (3, 64, 11)])
 def test_every_draw_of_few_rows_is_within_the_gate(shape: tuple[int, int, int]) -> None:
-    """Loss and gradients of each single draw: the logits are computed in one product, as in PyTorch."""
+    """Each single draw passes the gate, because one product computes all logits, as in PyTorch."""
     for seed in range(5 if INTERPRETED else 20):
         tensors, target = inputs(*shape, seed=100 * seed)
         ours = loss_and_gradients(linear_cross_entropy, tensors, target)
@@ -108,7 +108,7 @@ def test_every_draw_of_few_rows_is_within_the_gate(shape: tuple[int, int, int]) 
 
 
 def assert_chunks(tensors: list[Tensor | None], target: Tensor, rows: int, count: int) -> None:
-    """A chunk may be larger than all rows."""
+    """Check that a chunk of more than all rows gives the same bits as one chunk of all rows."""
     ours = loss_and_gradients(linear_cross_entropy, tensors, target, chunk_size=25 * rows)
     theirs = loss_and_gradients(linear_cross_entropy, tensors, target, chunk_size=rows)
     assert len(ours) == 3 + count
@@ -143,7 +143,7 @@ def shapes_of_all_tensors() -> Iterator[set[tuple[int, ...]]]:
 
 @pytest.mark.parametrize("rows", [2, 37, 64])
 def test_logits_of_all_rows_are_never_made(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_losses, "ONE_CHUNK_LOGITS", 100)  # as if 100 logits were many
+    monkeypatch.setattr(linear_losses, "ONE_CHUNK_LOGITS", 100)  # so that 100 logits already take several chunks
     tensors, target = inputs(rows, 16, 101)
     with shapes_of_all_tensors() as seen:
         loss_and_gradients(linear_cross_entropy, tensors, target)
@@ -154,7 +154,7 @@ def test_logits_of_all_rows_are_never_made(rows: int, monkeypatch: pytest.Monkey
     assert max(torch.Size(shape).numel() for shape in seen if len(shape) > 1) < max(rows, 17) * 101
     with shapes_of_all_tensors() as seen:
         loss_and_gradients(by_torch, tensors, target)
-    assert (rows, 101) in seen  # so the test would notice logits of all rows
+    assert (rows, 101) in seen  # with one chunk, the test does see logits of all rows
 
 
 def test_chunks_take_no_more_memory_than_the_weight_and_are_even() -> None:
@@ -183,7 +183,7 @@ def test_dimensions_before_the_last_and_no_rows() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 def test_where_no_target_counts_the_mean_and_its_gradients_are_zero(dtype: torch.dtype) -> None:
-    """In float16, gradients are multiplied at the end by one over the number of targets."""
+    """In float16, gradients are divided by the number of targets only at the end."""
     (hidden, weight, bias), target = inputs(6, 16, 50)
     tensors = [each.to(dtype) for each in (hidden, weight, bias) if each is not None]
     loss, *gradients = loss_and_gradients(linear_cross_entropy, tensors, torch.full_like(target, -100))
@@ -334,7 +334,7 @@ def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], mess
         linear_cross_entropy(**given)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreted run")
 def test_all_of_the_above_through_the_interpreter(interpreted: Callable[[str], int]) -> None:
     assert interpreted(__file__) > 35
 

@@ -157,7 +157,7 @@ def test_gate_of_all_that_a_loss_can_have(
     )
 
 
-# Without the gate: for few elements, PyTorch's largest error can be 0 by luck.
+# The gate is not used, because for few elements PyTorch's largest error can be 0 by luck.
 @given(st.integers(1, 20), st.integers(1, 200), st.booleans(), st.floats(0, 1), st.integers(-3, 5))
 @settings(max_examples=15, deadline=None)
 def test_any_shape_smoothing_and_ignored_class(
@@ -273,7 +273,7 @@ def test_one_row_and_rows_of_images() -> None:
 
 
 def test_small_gradients_of_float16_survive_a_loss_scale() -> None:
-    """A gradient of 3e-8 is 0 in float16. A loss scale of 2^15 preserves it."""
+    """A gradient of 3e-8 is 0 in float16. A loss scale of 2^15 preserves this gradient."""
     x, target = torch.full((200, 20), -12, dtype=torch.float16), torch.zeros(200, dtype=torch.int64)
     x[:, 0] = 0
     _, dx = loss_and_gradient(cross_entropy, x, target, 2.0**15)
@@ -401,7 +401,7 @@ def test_a_target_that_is_no_class_makes_nan_of_its_row_and_the_loss(
     assert (dx[5] == 0).all()
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreted run")
 def test_all_of_the_above_through_the_interpreter(interpreted: Callable[[str], int]) -> None:
     assert interpreted(__file__) > 90
 

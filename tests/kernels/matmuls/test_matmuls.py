@@ -153,7 +153,7 @@ def test_gate_of_any_shape(shape: tuple[int, ...]) -> None:
     assert_gate(operands(*shape, dtype=torch.bfloat16, bias=False, residual=True), "sigmoid")
 
 
-# Without the gate: for few elements, PyTorch's largest error can be 0 by luck.
+# The gate is not used, because for few elements PyTorch's largest error can be 0 by luck.
 @given(st.integers(1, 40), st.integers(1, 70), st.integers(0, 70), st.sampled_from(ACTIVATIONS))
 @settings(max_examples=10, deadline=None)
 def test_any_size(m: int, n: int, k: int, activation: str) -> None:
@@ -166,7 +166,7 @@ def test_any_size(m: int, n: int, k: int, activation: str) -> None:
         torch.testing.assert_close(ours[name].double(), exact[name], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="kernels run interpreted")
+@pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("across", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize("tile", SMALL_TILES.values(), ids=SMALL_TILES.keys())
@@ -212,7 +212,7 @@ def test_what_was_activated_is_given_where_backward_keeps_it() -> None:
         activation_of(x, "gleu")
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="kernels run interpreted")
+@pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
 @pytest.mark.parametrize("tile", [DESCRIPTORS, replace(DESCRIPTORS, split=2)], ids=["", "K in two"])
 def test_descriptors_of_copies_where_rows_are_not_aligned(tile: Tile) -> None:
     x, weight, bias, residual = operands(40, 37, 51, dtype=torch.bfloat16, residual=True)
@@ -224,7 +224,7 @@ def test_descriptors_of_copies_where_rows_are_not_aligned(tile: Tile) -> None:
     assert_as_accurate(before, functional.linear(x, weight, bias), functional.linear(*exact[:3]))
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="kernels run interpreted")
+@pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
 @pytest.mark.parametrize("tile", [POINTERS, replace(POINTERS, split=4)], ids=["", "K in four"])
 def test_pointers_take_any_strides(tile: Tile) -> None:
     base = torch.randn(40, 70).half()
@@ -242,7 +242,7 @@ def all_numbers(dtype: torch.dtype) -> Tensor:
     return numbers[numbers.isfinite()].double()
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="kernels run interpreted")
+@pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "sigmoid"])
 def test_activations_for_results_of_16_bits_are_far_within_their_rounding(activation: str, dtype: torch.dtype) -> None:
@@ -265,7 +265,7 @@ def test_activations_for_results_of_16_bits_are_far_within_their_rounding(activa
     assert ((y - exact).abs() <= 0.1 * limits.eps * exact.abs() + 0.1 * limits.smallest_normal).all()
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="kernels run interpreted")
+@pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "sigmoid"])
 def test_derivatives_for_results_of_16_bits_are_far_within_their_rounding(activation: str) -> None:
     from rooftop.kernels.matmuls.triton_kernels import linear_act_backward
@@ -288,7 +288,7 @@ def derivatives(x: Tensor, activation: str) -> Tensor:
     return matmul_launches.backward(torch.ones(1, len(x)), x[None], activation, False, False)[0][0]
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="kernels run interpreted")
+@pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "sigmoid"])
 def test_derivatives_in_float32_lose_nothing_to_cancellation(activation: str) -> None:
     """The error is within a few roundings of the largest term of the derivative's sum."""
@@ -299,14 +299,14 @@ def test_derivatives_in_float32_lose_nothing_to_cancellation(activation: str) ->
     assert error.max() < 4 * torch.finfo(torch.float32).eps
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="kernels run interpreted")
+@pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
 def test_derivatives_of_very_large_numbers_are_0_or_1() -> None:
     for activation in ("gelu", "gelu_tanh", "silu"):
         found = derivatives(torch.tensor([-1e18, -1e13, -1e4, 1e4, 1e13, 1e18]), activation)
         assert found.tolist() == [0, 0, 0, 1, 1, 1], activation
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="kernels run interpreted")
+@pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
 def test_sums_for_the_bias_do_not_lose_more_with_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each program adds up 512 tiles of 0.1. Once the sum is large, all roundings go in the same direction."""
     monkeypatch.setattr(matmul_launches, "BACKWARD_PROGRAMS_PER_SM", 1)
@@ -315,7 +315,7 @@ def test_sums_for_the_bias_do_not_lose_more_with_more_rows(monkeypatch: pytest.M
     torch.testing.assert_close(sums.double(), dy.double().sum(0), rtol=2.0**-22, atol=0)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="kernels run interpreted")
+@pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
 def test_sums_for_the_bias_keep_infinities() -> None:
     dy = torch.ones(600, 3)
     dy[7, 0], dy[300, 1], dy[8, 2], dy[301, 2] = math.inf, -math.inf, math.inf, -math.inf
@@ -323,7 +323,7 @@ def test_sums_for_the_bias_keep_infinities() -> None:
     torch.testing.assert_close(sums, dy.sum(0), equal_nan=True)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="kernels run interpreted")
+@pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
 @pytest.mark.parametrize("keep", [False, True], ids=["", "kept"])
 @pytest.mark.parametrize("activation", ["none", "gelu"])
 def test_a_library_product_of_rows_that_are_not_aligned(
@@ -367,7 +367,8 @@ def test_on_a_gpu_rows_that_are_not_aligned(m: int, n: int, k: int, activation: 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(2, 1024, 512, 256), (4096, 264, 1000), (300, 2049, 513), (3, 4096, 4096)])
 def test_what_pytorch_computes_as_well_is_its_own(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """The result has the same bits as the operator, which only modes and compilers see, with less work for the host."""
+    """A direct call of PyTorch has the bits of the operator, with less work for the host. Modes still see the
+    operator."""
     x, weight, bias, _ = operands(*shape, dtype=dtype, device="cuda")
     assert bias is not None
     for added in (None, bias):
@@ -636,7 +637,9 @@ def test_few_rows_have_small_tiles() -> None:
         assert entry.tile_ms < entry.library_ms
         assert entry.shape is not None
         assert choose(problem(*entry.shape)).tile == entry.tile
-        assert choose(problem(*entry.shape, activation="gelu_tanh")).backend == "library", "which has an epilogue"
+        assert choose(problem(*entry.shape, activation="gelu_tanh")).backend == "library", (
+            "the library has this epilogue"
+        )
     by_library: dict[str, object] = {"library_finish": True, "activation": "relu"}
     assert choose(problem(100, 2048, 256, **by_library)).backend == "single"
     assert choose(problem(100, 2048, 512, **by_library)).backend == "library"
@@ -662,7 +665,7 @@ def test_a_plan_says_what_is_taken_and_why() -> None:
     assert linear_act_plan(x.double(), weight.double()).reason == "float64"
     if INTERPRETED:
         unaligned = torch.randn(16, 17).bfloat16()[:, 1:]
-        # and too small to be worth a copy
+        # too small to be worth an aligned copy
         assert linear_act_plan(unaligned, weight, bias, "silu").backend == "pointers"
         x, weight, bias, _ = operands(16, 16, 1032, dtype=torch.bfloat16)
         assert linear_act_plan(x, weight, bias).backend == "library"
@@ -707,7 +710,7 @@ def test_wrong_arguments_of_matmul() -> None:
         matmul(torch.tensor(1.0), torch.ones(5, 2))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreted run")
 def test_all_of_the_above_through_the_interpreter(interpreted: Callable[[str], int]) -> None:
     assert interpreted(__file__) > 120
 
@@ -731,7 +734,7 @@ def test_gate_on_a_gpu(shape: tuple[int, ...], activation: str, dtype: torch.dty
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("shape", [(500, 4096, 1024), (300, 2049, 513), (64, 48, 0)])
 def test_gate_without_a_gradient_on_a_gpu(shape: tuple[int, ...], activation: str, dtype: torch.dtype) -> None:
-    """Without a gradient, cuBLAS may apply bias and activation itself."""
+    """If no input needs a gradient, cuBLAS may apply bias and activation itself."""
     given_ = operands(*shape, dtype=dtype, device="cuda")
     exact = by_torch(*wide(given_)[:3], activation)
     assert_as_accurate(linear_act(*given_[:3], activation), by_torch(*given_[:3], activation), exact)

@@ -130,7 +130,7 @@ def test_without_parameters_views_and_rows_that_eight_does_not_divide(
     for other in (torch.randn(16, 139).bfloat16()[:, :131], torch.randn(16 * 131 + 1).bfloat16()[1:].view(16, 131)):
         layer_norm(other, 131)
     layer_norm(torch.randn(16, 131), 131)
-    assert cuda_on_cpu[FORWARD] == 1, "bulk copies cannot fetch this"
+    assert cuda_on_cpu[FORWARD] == 1, "bulk copies cannot fetch these rows"
 
 
 # Rows share groups of elements with their neighbours, whose elements must not be used.

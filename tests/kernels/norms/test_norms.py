@@ -190,7 +190,7 @@ def test_gate_of_long_rows_of_fours(name: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(tables, "FOURS_FROM", 100)
     for table in ("FORWARD_FOURS", "FORWARD_FOURS_RMS"):
         monkeypatch.setattr(tables, table, (ForwardConfig(1000, 1, 64, 4),))
-    monkeypatch.setattr(tables, "FORWARD", ())  # without them another kernel would be chosen
+    monkeypatch.setattr(tables, "FORWARD", ())  # an empty table, so that the kernel of FORWARD_FOURS is chosen
     assert_gate(name, inputs_of(name, 5, 204, dtype=torch.bfloat16), PLAIN)
 
 
@@ -312,7 +312,7 @@ def test_rows_of_no_elements_have_empty_gradients(name: str, rows: int) -> None:
     assert {key: (t.shape, t.dtype) for key, t in mine.items()} == {
         key: (t.shape, t.dtype) for key, t in theirs.items()
     }
-    torch._dynamo.reset()  # one function, compiled for each norm
+    torch._dynamo.reset()  # the same function is compiled for each norm
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
     assert compiled(name, *inputs)[0].shape == (rows, 0)
 
@@ -450,7 +450,7 @@ def test_wrong_terms(residual: object, more: dict[str, Tensor], error: type[Exce
             norm(torch.randn(3, 4), residual, 4, **more)  # type: ignore[operator]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreted run")
 def test_all_of_the_above_through_the_interpreter(interpreted: Callable[[str], int]) -> None:
     files = (__file__, str(Path(__file__).with_name("test_clusters.py")))
     assert interpreted(*files, "-k", "not (without_spills or memory_is_read)") > 84

@@ -17,11 +17,11 @@ from rooftop.launch import INTERPRETED, cuda
 
 BFLOAT16, SINGLE = torch.bfloat16, torch.float32
 H200 = Device(triton=True, processors=132, shared_bytes=232_448, cuda=9)
-CLUSTERS = 33  # the number that the device below can hold
+CLUSTERS = 33  # clusters that fit on the H200 at once
 
 
 class Launched(NamedTuple):
-    """A kernel, its grid, its rows, its numbers and its constants."""
+    """A kernel, its grid, its scalar arguments and its constants."""
 
     kernel: str
     grid: Any
@@ -245,7 +245,7 @@ def test_the_public_plan_is_that_of_the_arguments(monkeypatch: pytest.MonkeyPatc
     assert layer_norm_plan(x, 4097, direction="backward").refused == {
         "clusters": "no gradient of weight or bias is needed"
     }
-    assert layer_norm_plan(x[..., ::2], 2049).launches[0].sizes[2] == 2049, "a copy without gaps is normalized"
+    assert layer_norm_plan(x[..., ::2], 2049).launches[0].sizes[2] == 2049, "the norm reads a contiguous copy"
 
 
 def test_wrong_arguments() -> None:

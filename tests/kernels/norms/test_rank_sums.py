@@ -156,8 +156,8 @@ CALLS = [(1, 1024), (3, 1024), (2, 1024), (1, 1024)] * 6
 
 
 def many_calls(on_ranks: Ranks) -> None:
-    """Calls of changing sizes, in which the ranks are late in turn. Like replays of a graph, they count only in
-    `state`."""
+    """Make calls of changing sizes, in which ranks are late at random. The calls are counted only in `state`, as in
+    replays of a graph."""
     given = [tensors(2, shape, BF16, True) for shape in CALLS]
     made, _memory = mailboxes(2, words=3 * 512)
 

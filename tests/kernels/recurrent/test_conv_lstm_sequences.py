@@ -16,7 +16,7 @@ from rooftop.launch import INTERPRETED, count_launches
 from rooftop.testing import assert_as_accurate
 
 Arguments = list[Tensor | None]
-NAMES = ("outputs", "cell", "dgates", "dkernel", "dbias", "dhidden", "dcell")  # the last three have a state
+NAMES = ("outputs", "cell", "dgates", "dkernel", "dbias", "dhidden", "dcell")  # the last three exist with a state
 
 
 def arguments(
@@ -205,7 +205,7 @@ def test_wrong_arguments(change: dict[str, object], error: type[Exception], mess
         conv_lstm_sequence(**{**right, **change})  # type: ignore[arg-type]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreted run")
 def test_all_of_the_above_through_the_interpreter(interpreted: Callable[..., int]) -> None:
     assert interpreted(__file__, "-k", "gate or half or strides or interpreter") > 6
 

@@ -90,7 +90,7 @@ def test_gate_of_activations(activation: str, recurrent: str) -> None:
     assert_gate(step(2, 6, 9, 8), activation, recurrent)
 
 
-# Without the gate: for few elements, PyTorch's largest error can be 0 by luck.
+# The gate is not used, because for few elements PyTorch's largest error can be 0 by luck.
 @given(st.tuples(*[st.integers(1, 9)] * 4), st.booleans(), st.booleans(), *[st.sampled_from(ACTIVATIONS)] * 2)
 @settings(max_examples=8, deadline=None)
 def test_any_shape(shape: tuple[int, int, int, int], last: bool, added: bool, first: str, second: str) -> None:
@@ -200,7 +200,7 @@ def test_autocast_casts_nothing() -> None:
 def test_bytes_are_counted_once() -> None:
     gates, cell = step(2, 3, 4, 4)
     with CountingMode() as counted:
-        conv_lstm_gates(gates, cell, added=gates)  # the same memory twice
+        conv_lstm_gates(gates, cell, added=gates)  # two arguments with the same memory
     (cost,) = (r.cost for r in counted.records if r.name == "rooftop::conv_lstm_gates")
     assert cost is not None
     assert cost.read_bytes == 4 * (gates.numel() + cell.numel())
@@ -228,7 +228,7 @@ def test_wrong_arguments(change: dict[str, object], error: type[Exception], mess
         conv_lstm_gates(**{**right, **change})  # type: ignore[arg-type]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreted run")
 def test_all_of_the_above_through_the_interpreter(interpreted: Callable[[str], int]) -> None:
     assert interpreted(__file__) > 50
 

@@ -133,7 +133,7 @@ def test_a_gradient_is_launched_as_its_plan_says(
 def test_without_counters_a_second_kernel_combines(
     recorded: list[KernelLaunch], counted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This is the case when the captured graphs of the process have used up all counters."""
+    """No counters are left when the captured graphs of the process have used them all."""
     if not counted:
         monkeypatch.setattr(launches, "counters", lambda device, count: None)
     kernels = ("reduce_tiles",) if counted else ("reduce_tiles", "combine_partials")

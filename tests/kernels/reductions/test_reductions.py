@@ -115,7 +115,7 @@ def test_places(dtype: torch.dtype) -> None:
 
 @pytest.fixture(params=[True, False], ids=["last combines", "second kernel"])
 def last_combines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
-    """Use tiles so small that few elements are already split, and both ways to combine parts."""
+    """Use tiles so small that even a few elements are split, and test both ways to combine the parts."""
     split = tables.SplitConfig(4, request.param)
     monkeypatch.setattr(tables, "SPLIT", split)
     monkeypatch.setattr(tables, "ALL", (tables.AllConfig(ANY_BYTES, 256, 4, split),))
@@ -131,7 +131,7 @@ def last_combines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(("shape", "dim"), [((502,), None), ((2003,), None), ((3, 300), 1), ((101, 24), 0)])
 def test_what_several_programs_split(last_combines: bool, shape: tuple[int, ...], dim: Any, kind: str) -> None:
     x = values(*shape)
-    for _ in range(2 if kind == "mean" else 1):  # the second time with the counters that the first time left
+    for _ in range(2 if kind == "mean" else 1):  # the second call uses the counters that the first call left
         with count_launches() as launches:
             y = ours(kind)(x, dim)
         torch.testing.assert_close(y, by_torch(kind)(x, dim), rtol=1e-5, atol=1e-4)
@@ -161,7 +161,7 @@ def test_ten_runs_give_the_same_bits(last_combines: bool) -> None:
         assert all(torch.equal(first, other) for other in others)
 
 
-# Without the gate: for few elements, PyTorch's largest error can be 0 by luck.
+# The gate is not used, because for few elements PyTorch's largest error can be 0 by luck.
 @given(st.lists(st.integers(1, 6), max_size=5), st.data(), st.sampled_from([*DIFFERENTIABLE, *PLACES]))
 @settings(max_examples=40, deadline=None)
 def test_any_dimensions_and_strides(shape: list[int], data: st.DataObject, kind: str) -> None:
@@ -407,11 +407,11 @@ def test_counters_are_shared_within_a_stream_and_few() -> None:
     one, other = counting._captured_zeros(device, 5), counting._captured_zeros(device, 1)
     assert one is not None
     assert other is not None
-    assert other.data_ptr() - one.data_ptr() == 32  # with gaps, and at multiples of 16 bytes
+    assert other.data_ptr() - one.data_ptr() == 32  # results have gaps, and begin at multiples of 16 bytes
     assert counting._captured_zeros(device, counting.CAPTURED_COUNTERS) is None
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreted run")
 def test_all_of_the_above_through_the_interpreter(interpreted: Callable[[str], int]) -> None:
     assert interpreted(__file__) > 140
 
@@ -494,7 +494,7 @@ def test_compiled_by_inductor_on_a_gpu() -> None:
 @pytest.mark.parametrize("dim", [None, 1])
 @pytest.mark.parametrize("kind", ["amax", "amin"])
 def test_the_gradient_of_an_extreme_is_constant(kind: str, dim: int | None) -> None:
-    """Its own gradient is zero, not missing: a gradient penalty needs no exception for extremes."""
+    """The second derivative of an extreme is zero, not missing, so a gradient penalty needs no exception."""
     x = torch.randn(3, 4, requires_grad=True)
     (first,) = torch.autograd.grad(getattr(kernels, kind)(x, dim).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.square().sum(), x)

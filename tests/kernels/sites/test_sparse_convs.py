@@ -63,7 +63,7 @@ class Case:
     batch: int
     submanifold: bool = False
     density: float = 0.3
-    more: tuple[int, int, int] = (3, 2, 1)  # for each dimension, the number of further places of the window in the grid
+    more: tuple[int, int, int] = (3, 2, 1)  # further places of the window along each dimension of the grid
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -169,7 +169,7 @@ def assert_gate(case: Case, dtype: torch.dtype, device: str = "cpu", **options: 
 
 
 def assert_law(case: Case) -> None:
-    """In float64, all but the last digits agree."""
+    """Check that results agree in float64 except for the last digits."""
     book = book_of(case)
     leaves, dy = leaves_of(case, book, torch.float64)
     found, expected = (outcome(function, leaves, dy) for function in (convolution(book), dense(case, book)))
@@ -228,7 +228,7 @@ def test_gate(name: str, dtype: torch.dtype) -> None:
 
 
 def test_gate_with_more_than_32_taps() -> None:
-    """The bits of the present taps need two words."""
+    """More than 32 taps need two words of bits."""
     assert_gate(Case(4, 1, 2, 1, 3, 5, 1, density=0.05, more=(3, 2, 2)), torch.float32)
 
 
@@ -251,7 +251,7 @@ def test_gate_where_orders_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("programs", [64, 0])
 def test_gate_without_lists_of_pairs(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sum is computed in several parts, and in one part."""
+    """The weight gradient is summed in several parts, and in one part."""
     monkeypatch.setattr(tables, "LISTED_FROM", 1 << 30)
     monkeypatch.setattr(tables, "WEIGHT_SINGLE", (WeightConfig(1 << 31, 32, 16, 16, 4, 2, programs),))
     with count_launches() as launches:
@@ -287,7 +287,7 @@ def test_an_order_changes_no_bit() -> None:
     order, reverse_order = torch.arange(len(book.results)).flip(0), torch.randperm(len(book.sites)).int()
     found = outcome(convolution(book, order=order, reverse_order=reverse_order), leaves, dy)
     assert all(map(torch.equal, found, plain))
-    # With the table, only the gradient of the weight is summed in that order.
+    # With sorted tables, only the gradient of the weight is summed in the sorted order.
     tables = {"order": sorted_table(book.neighbours, order), "reverse_order": sorted_table(book.reverse, reverse_order)}
     beside = outcome(convolution(book, **tables), leaves, dy)
     instead = outcome(lambda *leaves: sparse_conv(*leaves, None, **tables), leaves, dy)
@@ -298,7 +298,7 @@ def test_an_order_changes_no_bit() -> None:
 
 
 def test_gate_with_tables_in_order_alone() -> None:
-    """Tested with each dtype, strided, and mirrored if there is no reverse table."""
+    """Each dtype passes, with a stride, and for a submanifold convolution without a reverse table."""
     for name in ("strided", "submanifold"):
         for dtype in DTYPES:
             case = SMALL[name]
@@ -666,7 +666,7 @@ def test_a_table_that_is_no_submanifold_convolution() -> None:
 # ---- the kernels -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreted run")
 def test_all_through_the_interpreter(interpreted: Callable[..., int]) -> None:
     chosen = "gate or no_reverse or order or mask or rare or lists_of or _of_a_table or pieces or nothing or nobody"
     assert interpreted(str(Path(__file__)), "-k", f"interpreter or (({chosen}) and not dtype1)") > 20

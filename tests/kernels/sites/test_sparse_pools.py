@@ -1,5 +1,5 @@
 """Pooling over sites equals pooling over the dense grid, and pooling over a batch equals pooling over each element.
-Both are tested with the CPU implementation and (in a separate process) with the Triton kernels interpreted."""
+Both laws are tested with the CPU implementation and (in a separate process) with the Triton kernels interpreted."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def assert_gate(book: Rulebook, pool: Pool, features: Tensor) -> None:
 @pytest.mark.parametrize("pool", LOCAL)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gate(dtype: torch.dtype, pool: Pool) -> None:
-    """In half precision there are ties."""
+    """In half precision, some of the drawn numbers tie."""
     book = book_of((4, 4, 3), **BOOKS["overlapping"])
     assert_gate(book, pool, features_of(book, 20, dtype))
 
@@ -186,7 +186,7 @@ def test_a_reverse_table_of_other_results_divides_by_no_zero() -> None:
 
 
 def test_nothing_is_zero_and_the_rest_may_be_below() -> None:
-    """A result is negative where spconv's maximum would be 0."""
+    """A maximum of negative numbers is negative, where spconv returns 0."""
     table = torch.tensor([[0, -1], [-1, -1], [-1, 1]], dtype=torch.int32)
     x = torch.tensor([[-3.0, -torch.inf], [-1.0, -2.0], [5.0, 5.0]])
     for pool in LOCAL:
@@ -262,7 +262,7 @@ def rows_of(dtype: torch.dtype, channels: int = 20) -> Tensor:
 def assert_global_gate(pool: Pool, features: Tensor, batch: Tensor) -> None:
     with count_launches() as launches:
         found = outcome(lambda x: pool(x, batch, 4), features)
-    kernels = 1 + (pool is sparse_global_max_pool)  # its gradient counts ties
+    kernels = 1 + (pool is sparse_global_max_pool)  # the gradient's kernel counts ties
     assert launches["sparse_global_pool_parts"] == (kernels if INTERPRETED or features.is_cuda else 0)
     eager, exact = outcome(each_by_itself(pool), features), outcome(each_by_itself(pool), features.double())
     for what, each in zip(("result", "gradient"), zip(found, eager, exact, strict=True), strict=True):
@@ -311,7 +311,7 @@ each_call = pytest.mark.parametrize("name", CALLS)
 @each_call
 def test_gradients_against_finite_differences(name: str) -> None:
     function, features = CALLS[name]
-    if name == "sparse_global_max_pool":  # which has none where there are ties
+    if name == "sparse_global_max_pool":  # not differentiable at ties
         features = features + torch.linspace(0, 1e-2, features.numel()).view(features.shape)
     assert torch.autograd.gradcheck(function, [features.requires_grad_()])
 
@@ -428,7 +428,7 @@ def test_wrong_global_arguments(pool: Pool, arguments: dict[str, Any], error: ty
 # ---- the kernels -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreted run")
 def test_all_through_the_interpreter(interpreted: Callable[..., int]) -> None:
     chosen = "interpreter or gate or equal_the_maximum or zero or nan or no_reverse or nothing"
     assert interpreted(str(Path(__file__)), "-k", chosen) > 20

@@ -39,8 +39,8 @@ HOPPER = Device(triton=True, processors=2, shared_bytes=1 << 20, cuda=9)
 SHAPES = {"one": (1, 1, 1), "two": (2, 1, 2), "three": (3, 2, 2), "ahead": (4, 3, 1), "many": (3, 2, 99)}
 
 
-# The dtypes and variants (logarithm of softmax, label smoothing of cross entropy) that the gates test. Each takes the
-# compilers most of a second. Each occurs with every shape, and each pair with some shape.
+# The dtypes and variants (logarithm of softmax, label smoothing of cross entropy) that the gates test. Compiling each
+# of them takes most of a second. Each occurs with every shape, and each pair of them with some shape.
 PLAIN_HALF, PLAIN_SINGLE = [(HALF, False), (SINGLE, True)], [(HALF, True), (SINGLE, False)]
 OF_SOFTMAX = {"one": PLAIN_HALF, "two": PLAIN_SINGLE, "three": PLAIN_HALF, "ahead": PLAIN_SINGLE, "many": PLAIN_HALF}
 OF_LOSSES = {"one": PLAIN_SINGLE, "two": PLAIN_SINGLE, "three": PLAIN_HALF, "ahead": PLAIN_SINGLE, "many": PLAIN_HALF}
@@ -187,7 +187,7 @@ def test_the_gradient_may_take_the_place_of_the_logits(columns: int, apart: int,
     expected = fused(x.contiguous(), target, terms, None)
     found = losses.losses_of_rows(x, target, terms, None, x)[0]
     assert launches["cross_entropy_cluster"] == 2
-    exactly = {"rtol": 0, "atol": 0} if apart == 0 else {}  # at other addresses, threads sum other elements
+    exactly = {"rtol": 0, "atol": 0} if apart == 0 else {}  # rows with gaps are summed in another order
     torch.testing.assert_close([found, x], expected, **exactly)
     assert around[:, columns:].isnan().all()
 
@@ -215,7 +215,7 @@ def test_infinities_and_nan_do_what_they_do_in_pytorch(log: bool, name: str, clu
     x = rows(7, 333)
     x[1, 3], x[2, 4], x[4, ::2], x[6, 0] = math.nan, math.inf, -math.inf, -math.inf
     x[3] = -math.inf
-    x[5] -= 300  # in full, except for one block of a cluster, where all elements are excluded
+    x[5] -= 300  # one block of the cluster has only excluded elements (-inf)
     x[5, :166] = -math.inf
     y = softmax_launches.forward(x, None, 1.0, log, x.dtype)
     expected = torch.log_softmax(x, -1) if log else torch.softmax(x, -1)
@@ -239,7 +239,7 @@ def test_scales_that_are_no_normal_float32_go_to_triton(
     scale: float, clusters: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clusters("one")
-    monkeypatch.setattr(module, "softmax_forward", lambda *_: pytest.fail("by clusters"))
+    monkeypatch.setattr(module, "softmax_forward", lambda *_: pytest.fail("clusters were launched"))
     monkeypatch.setattr(softmax_launches, "launch", lambda *_, **__: None)
     softmax_launches.forward(rows(2, 40), None, scale, False, torch.float32)
 
@@ -315,7 +315,7 @@ def test_the_longest_rows_of_each_entry_fit(table: str, tensors: int, element_by
     for entry in getattr(tables, table):
         plan = module._planned(entry, entry.row_bytes // element_bytes, element_bytes, tensors, SHARED_BYTES)
         assert plan is not None, entry
-        assert entry.stages + 2 <= 8, entry  # number of row counts that are remembered
+        assert entry.stages + 2 <= 8, entry  # row counts that are remembered
 
 
 @given(groups=st.integers(1, 1 << 15), tensors=st.integers(1, 2), stages=st.integers(1, 2))
@@ -399,7 +399,7 @@ def test_gate_on_a_gpu(name: str, columns: int, dtype: torch.dtype, monkeypatch:
         for values in zip(fused(x, target, terms, None), plain, exact, strict=True):
             assert_as_accurate(*values)
     found_kernels = {kernel.partition("<")[0] for kernel in launches}
-    if columns * dtype.itemsize <= 1 << 17:  # the row fits into any of them
+    if columns * dtype.itemsize <= 1 << 17:  # the row fits into the clusters of all three kernels
         assert {"softmax_cluster", "softmax_backward_cluster", "cross_entropy_cluster"} <= found_kernels
 
 
@@ -423,7 +423,7 @@ def test_public_functions_use_clusters_where_the_table_says_so(monkeypatch: pyte
 @pytest.mark.gpu
 def test_captured_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "CLUSTER_FORWARD", (ClusterConfig(0, ANY, 1, 512, 8),))
-    x = rows(1024, 32_768, torch.bfloat16).cuda()  # more rows than clusters begin with
+    x = rows(1024, 32_768, torch.bfloat16).cuda()  # more rows than clusters
     softmax(x)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

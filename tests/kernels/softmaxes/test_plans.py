@@ -19,7 +19,7 @@ H200 = Device(triton=True, processors=132, shared_bytes=232_448, cuda=9)
 
 
 class Launched(NamedTuple):
-    """A kernel, its grid, the first of its numbers and its constants."""
+    """A kernel, its grid, the first of its scalar arguments, and its constants."""
 
     kernel: str
     grid: Any

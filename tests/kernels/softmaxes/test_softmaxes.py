@@ -89,7 +89,7 @@ def test_gate_of_rows_longer_than_a_tile(columns: int, name: str) -> None:
     assert_gate(name, rows(5, columns, dtype=torch.float16), kernels=kernels)
 
 
-# Without the gate: for few elements, PyTorch's largest error can be 0 by luck.
+# The gate is not used, because for few elements PyTorch's largest error can be 0 by luck.
 @given(st.integers(1, 20), st.integers(1, 300), st.sampled_from(sorted(OURS)), st.floats(-2, 2))
 @settings(max_examples=15, deadline=None)
 def test_any_shape_and_scale(rows_: int, columns: int, name: str, scale: float) -> None:
@@ -293,7 +293,7 @@ def test_wrong_arguments(arguments: dict[str, object], error: type[Exception], m
         softmax(**{"input": torch.randn(3, 4), **arguments})  # type: ignore[arg-type]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the outer process")
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreted run")
 def test_all_of_the_above_through_the_interpreter(interpreted: Callable[[str], int]) -> None:
     assert interpreted(__file__) > 100
 

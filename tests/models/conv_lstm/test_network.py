@@ -187,7 +187,7 @@ def test_the_state_of_a_call_is_where_the_next_begins() -> None:
     for part in x.split(2, 1):
         y = ours(part)
         assert_equal(y, theirs(part))
-    y.sum().backward()  # nothing remains of earlier calls
+    y.sum().backward()  # no graph of earlier calls remains
     whole = ConvLSTM2D(2, 3, 3, return_sequences=True)
     whole.load_state_dict(ours.state_dict(), strict=True)
     assert_equal(whole(x)[:, -2:], y)
@@ -224,8 +224,8 @@ def test_dropout_drops_the_share_it_says_and_keeps_the_mean() -> None:
     assert abs(agreement - (0.3**2 + 0.7**2)) < 0.01, "each gate has a separate mask"
     layer = ConvLSTM2D(2, 3, 1, dropout=0.5)
     gates = layer._input_gates(torch.ones(1, 5, 9, 9, 2))
-    assert all(torch.equal(step, gates[0]) for step in gates), "one mask for all steps"
-    assert not torch.equal(layer._input_gates(torch.ones(1, 5, 9, 9, 2)), gates), "another at each call"
+    assert all(torch.equal(step, gates[0]) for step in gates), "all steps have one mask"
+    assert not torch.equal(layer._input_gates(torch.ones(1, 5, 9, 9, 2)), gates), "each call has another mask"
 
 
 @pytest.mark.parametrize("data_format", ["channels_last", "channels_first"])
@@ -267,7 +267,9 @@ def test_autocast_keeps_the_cell_in_float32() -> None:
     torch.testing.assert_close(cell, layer(x)[2], rtol=0.05, atol=0.05)
     cell.sum().backward()
     assert layer.recurrent_kernel.grad is not None
-    assert layer(x, (hidden, cell))[0].dtype == torch.float32, "a state from autocast, used outside of it"
+    assert layer(x, (hidden, cell))[0].dtype == torch.float32, (
+        "outside of autocast, a state from autocast gives float32"
+    )
 
 
 @pytest.mark.parametrize(
@@ -365,7 +367,7 @@ def test_saved_weights_give_the_same_frames(
 ) -> None:
     theirs, path = keras_models[every_frame], tmp_path / f"network{suffix}"
     if suffix == ".keras":
-        theirs.compile(keras.optimizers.Adam(), "binary_crossentropy")  # its state is saved too
+        theirs.compile(keras.optimizers.Adam(), "binary_crossentropy")  # the optimizer's state is saved, too
     with pytest.warns() if suffix == ".h5" else nullcontext():  # a warning that the format is old
         theirs.save_weights(path) if suffix == ".weights.h5" else theirs.save(path)
     ours = ours_of(every_frame)
@@ -467,7 +469,7 @@ def test_without_h5py_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_all_steps_at_once_are_the_steps_one_by_one() -> None:
-    """A mask that hides nothing selects the loop."""
+    """A mask of True values selects the loop over single steps, for comparison."""
     for options in ({"go_backwards": True}, {"data_format": "channels_first", "stateful": True, "return_state": True}):
         layer = ConvLSTM2D(2, 3, 3, padding="same", return_sequences=True, **options).double()  # type: ignore[arg-type]
         x = frames(2, 4, 5, 6, 2).double() if len(options) == 1 else frames(2, 4, 2, 5, 6).double()
@@ -527,7 +529,7 @@ def test_a_training_step_as_a_cuda_graph_is_the_step(data_format: str, half: boo
             logits = network.logits(x)
         loss = nn.functional.binary_cross_entropy_with_logits(logits.float(), x)
         loss.backward()
-        return loss.detach()  # if the graph stayed, the next step would sum gradients on this step's stream
+        return loss.detach()  # if the graph lived on, the next step would sum gradients on this step's stream
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -599,7 +601,7 @@ print("kernels of a step:", (launched(9) - launched(4)) / 5)
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_step_is_one_convolution_and_one_kernel() -> None:
-    """In a separate process, because the profiler has ended a process that other tests had used."""
+    """The program runs in a separate process, because the profiler has crashed a process that other tests had used."""
     done = subprocess.run([sys.executable, "-c", KERNELS_OF_A_STEP], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     of_a_step = float(done.stdout.rpartition(":")[2])

@@ -28,7 +28,8 @@ def totals(cost: Tensor, queries: Tensor) -> Tensor:
 
 
 def check(cost: Tensor, valid: Tensor, queries: Tensor) -> None:
-    """As many pairs as possible, only of existing targets, and no query twice."""
+    """Check that there are as many pairs as possible, only existing targets have queries, and no query has two
+    targets."""
     for present, row in zip(valid, queries, strict=True):
         given = row[row >= 0]
         assert not row[~present].ge(0).any()
@@ -95,7 +96,7 @@ def test_costs_that_are_not_finite_are_taken_last(assign: Assign, bad: float) ->
 
 @pytest.mark.parametrize("shape", [(4, 6, 9), (4, 9, 6)])
 def test_no_step_asks_what_was_found(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors without data cannot be queried. Steps after the last one change nothing."""
+    """Meta tensors have no values, so the assignment reads none. Steps after the last one change nothing."""
     assert assign_batched(torch.empty(shape, device="meta"), torch.empty(shape[:2], device="meta").bool()).is_meta
     cost, valid = torch.randn(shape), torch.rand(shape[:2]) < 0.7
     expected = assign_batched(cost, valid)

@@ -50,7 +50,7 @@ def test_boxes_are_shares_of_the_image_within_its_edges(folder: Path) -> None:
     (image, target), (other, _) = data[0], data[1]
     assert image.shape == (3, 45, 90)  # the longer side decides
     assert other.shape == (3, 75, 50)
-    assert target["labels"].tolist() == [7, 2]  # the third has no area
+    assert target["labels"].tolist() == [7, 2]  # the third object has no area
     expected = torch.tensor([[35 / 200, 0.4, 0.25, 0.4], [175 / 200, 0.75, 0.25, 0.5]])
     torch.testing.assert_close(target["boxes"], expected)
     images, targets = as_lists([data[0], data[1]])
@@ -90,7 +90,7 @@ def test_what_the_file_says_is_found_wholly(folder: Path, contiguous: bool) -> N
     figures = average_precision(data, detections)
     assert tuple(figures) == FIGURES
     assert figures["AP"] == figures["AP50"] == figures["AR100"] == pytest.approx(1.0)
-    assert figures["AP_large"] == -1  # there are no objects
+    assert figures["AP_large"] == -1  # -1: there are no large objects
 
 
 def test_boxes_moved_by_a_quarter_count_at_half_and_not_at_three_quarters(folder: Path) -> None:

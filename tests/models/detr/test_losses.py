@@ -120,7 +120,7 @@ def test_predictions_that_are_right_cost_nothing() -> None:
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_with_infinite_logits(dtype: torch.dtype, batched: bool) -> None:
-    """The matcher continues, and images with finite values get the same queries as without the others."""
+    """Infinite logits do not stop the matcher. Images with finite values get the same queries as before."""
     predictions, targets = some_predictions(2, layers=1), some_targets(3, 4)
     logits, boxes = predictions.logits.detach().to(dtype), predictions.boxes.detach().to(dtype)
     matcher, padded = Matcher(batched=batched), pad_targets(targets, CLASSES)
@@ -133,7 +133,7 @@ def test_half_precision_with_infinite_logits(dtype: torch.dtype, batched: bool) 
     assert found[0, :3].min() >= 0
     losses = SetCriterion(CLASSES, matcher)(Predictions(logits, boxes), targets)
     assert losses["loss_ce"].dtype == torch.float32
-    assert not losses["loss_ce"].isfinite()  # a gradient scaler sees this and omits the step
+    assert not losses["loss_ce"].isfinite()  # so a gradient scaler skips the step
 
 
 def test_generalized_iou_of_known_boxes() -> None:
@@ -168,7 +168,7 @@ def test_a_process_group_is_used() -> None:
 
 
 def test_no_step_asks_what_was_found() -> None:
-    """Tensors without data cannot be queried. So this shows that with the batched matcher nothing waits for a GPU."""
+    """Meta tensors have no values, so this shows that the batched matcher never waits for values of a GPU."""
     predictions = Predictions(
         torch.empty(2, QUERIES, CLASSES + 1, device="meta"), torch.empty(2, QUERIES, 4, device="meta")
     )

@@ -272,7 +272,7 @@ def test_the_mask_is_that_of_the_nearest_pixels(sizes: list[tuple[int, int]]) ->
 
 
 def test_a_batch_without_padding_needs_no_mask() -> None:
-    """None means that the whole map is image."""
+    """The mask is None if the batch has no padding."""
     model = small()
     randomize(model)
     x = torch.stack((IMAGES[0], IMAGES[0].flip(-1)))
@@ -287,7 +287,8 @@ def test_a_batch_without_padding_needs_no_mask() -> None:
 
 
 def test_cells_of_padding_are_not_seen() -> None:
-    """The map's values in padding do not change the logits and boxes of any layer. The values of all other cells do."""
+    """The map's values in padding do not change the logits and boxes of any layer. The values of all other cells do
+    change them."""
     model = small()
     randomize(model)
     batch, padding = pad_images([image[:, :70] for image in IMAGES], multiple=64)
@@ -320,7 +321,8 @@ class Given(nn.Module):
 
 
 def test_images_of_a_batch_do_not_see_each_other() -> None:
-    """As long as the batch keeps its size, the other images may be any images of any size, in any order."""
+    """An image's results do not depend on the other images of the batch or on their order, if the batch keeps its
+    size."""
     model = small()
     randomize(model)
     batch, padding = pad_images(IMAGES)
@@ -404,8 +406,8 @@ def operators(call: Callable[[], object]) -> list[str]:
 
 @torch.no_grad()
 def test_sums_are_computed_with_the_norms_after_them() -> None:
-    """There are two sums for each encoder layer and three for each decoder layer, except for the first decoder layer's
-    sum with zeros."""
+    """Each encoder layer has two sums, each decoder layer three. The first decoder layer's sum with zeros is not
+    computed."""
     names = operators(lambda: small()(IMAGES))
     assert names.count("rooftop::add_layer_norm") == 2 * 2 + 3 * 3 - 1
     assert names.count("rooftop::layer_norm") == 2
@@ -413,8 +415,8 @@ def test_sums_are_computed_with_the_norms_after_them() -> None:
 
 @torch.no_grad()
 def test_an_engine_computes_once_what_does_not_depend_on_the_images() -> None:
-    """Computed once: the positions of a batch without padding, the first queries of the objects, and the weights of all
-    layers side by side."""
+    """The engine computes these once: the positions of a batch without padding, the first queries of the objects, and
+    the weights of all layers side by side."""
     model = small()
     randomize(model)
     batch, padding = pad_images(IMAGES)

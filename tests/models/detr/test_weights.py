@@ -105,7 +105,7 @@ def cells(model: torch.nn.Module) -> int:
 def test_names_stand_for_facebookresearchs_files(
     builder: str, name: str, file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The names of its hubconf.py. The digits are the beginning of the checksum."""
+    """The names are those of DETR's hubconf.py. The digits in a name are the beginning of the checksum."""
     monkeypatch.delenv("ROOFTOP_WEIGHTS_URL")
     published = WEIGHTS[builder][name]
     assert published.url == f"{ADDRESS}/{file}"
@@ -137,7 +137,7 @@ def test_a_name_is_downloaded_once(
 
 
 def test_dilated_weights_come_in_a_dilated_network(asked: list[str], tensors: dict[str, Tensor], cache: Path) -> None:
-    """Keys and shapes are the same, so only the name shows the difference."""
+    """Dilated and plain weights have the same keys and shapes, so only the file's name tells them apart."""
     model = detr_resnet50(weights="COCO_DC5", **SMALL)
     assert_loaded(model, tensors)
     assert cells(model) == 4

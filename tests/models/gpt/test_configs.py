@@ -155,7 +155,7 @@ def test_published_files_of_hugging_face() -> None:
     ],
 )
 def test_there_and_back(config: GptConfig) -> None:
-    """Through JSON, as in a file, with the right kind of model, which follows from the config's switches."""
+    """A config survives Hugging Face's JSON and back. The config's switches determine the kind of model."""
     assert config_of(json.loads(json.dumps(hugging_face_config(config)))) == config
 
 
@@ -183,7 +183,7 @@ def test_what_says_the_same_is_equal() -> None:
     assert replace(llama, window=5, window_layers=()) == llama
     assert replace(llama, window=5, window_layers=tuple(reversed(range(22)))) == replace(llama, window=5)
     gpt = gpt_config("gpt2")
-    assert replace(gpt, mlp_biases=False).biases  # its norms have biases too
+    assert replace(gpt, mlp_biases=False).biases  # GPT-2's norms have biases, too
     assert [replace(llama, window=5, window_layers=(3,)).window_of(layer) for layer in (2, 3)] == [None, 5]
 
 

@@ -370,7 +370,7 @@ def test_only_models_with_values() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}], ids=str)
 def test_a_model_that_gives_no_numbers_is_an_error(options: dict[str, Any]) -> None:
-    """This may happen in the prompt or in a later step; the tokens before that step are still reported."""
+    """NaN may appear in the prompt or in a later step. The tokens before that step are still reported."""
     broken = Gpt(LLAMA).eval()
     with torch.no_grad():
         broken.head.norm.weight[0] = torch.nan
@@ -380,7 +380,7 @@ def test_a_model_that_gives_no_numbers_is_an_error(options: dict[str, Any]) -> N
     randomize(model)
     told = generate(model, [[1, 2]], 3, **options)[0]
     with torch.no_grad():
-        model.embedding.tokens.weight[told[0]] = torch.nan  # untied: this token can be chosen, but not read
+        model.embedding.tokens.weight[told[0]] = torch.nan  # the untied head can choose it, and its embedding is NaN
     generation, come = Generation(model, [[1, 2]], 3, Sampling(**options)), []
     with pytest.raises(FloatingPointError, match="after 3 tokens of prompt 0"):
         come.extend(generation)

@@ -1,4 +1,5 @@
-"""Folders of Llama, Mistral, Qwen2 and Qwen3, written by transformers, give its logits, gradients and greedy text."""
+"""Folders of Llama, Mistral, Qwen2 and Qwen3, written by transformers, give transformers' logits, gradients and greedy
+text."""
 
 from __future__ import annotations
 

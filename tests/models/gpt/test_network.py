@@ -116,7 +116,7 @@ def test_weights_go_back(kind: str, hugging_face: Callable[[str], Pair]) -> None
     assert not found.unexpected_keys
     assert set(found.missing_keys) <= ({"lm_head.weight"} if model.config.tied else set())
     torch.testing.assert_close(other(tokens).logits, model(tokens), atol=1e-5, rtol=1e-5)
-    assert (model(tokens) - ours(tokens)).abs().max() > 0.1  # these were other weights
+    assert (model(tokens) - ours(tokens)).abs().max() > 0.1  # `ours` had other weights
 
 
 @all_of_theirs
@@ -278,7 +278,7 @@ def test_stages_are_the_model(config: GptConfig) -> None:
     torch.testing.assert_close(loss, expected, atol=1e-6, rtol=1e-6)
     loss.backward()
     found = {name: parameter.grad for stage in stages for name, parameter in stage.named_parameters()}
-    if config.tied:  # a pipeline sums these
+    if config.tied:  # tied weights on two stages, whose gradients a pipeline sums
         found["embedding.tokens.weight"] += found.pop("head.output.weight")
     for name, gradient in gradients(model, expected).items():
         torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=1e-5)

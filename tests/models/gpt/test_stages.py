@@ -82,7 +82,7 @@ def test_ranks_with_several_stages_are_as_equal_as_moves_of_a_layer_make_them(
 
 
 def test_the_rank_with_the_head_has_fewer_layers_in_all() -> None:
-    """The layers of both of its stages count. With stages in the shape of a V, the first rank has the head."""
+    """The layers of both stages of a rank count. In a V-shaped schedule, the first rank has the head."""
     first, second, third, last = map(len, layers_of_stages(gpt_config("gpt2"), [[0, 3], [1, 2]], 1024))
     assert (first + last, second + third) == (5, 7)
 
@@ -95,7 +95,7 @@ def test_too_few_layers_are_refused() -> None:
 
 
 def test_a_rank_alone_has_all_stages_of_the_same_model() -> None:
-    """A schedule of one rank with several stages has the parameters, names and ties of the whole model."""
+    """All stages on one rank together have the parameters, names and ties of the whole model."""
     schedule = schedule_of("zbv", 1, 2)
     groups = Layout().process_groups()
     model = parallel_gpt_stages(GPT, Layout(), groups, schedule, length=8, seed=3)

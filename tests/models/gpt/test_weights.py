@@ -282,7 +282,7 @@ def test_tensors_that_do_not_fit(what: str, tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=message) as caught:
         load_gpt_weights(model, tmp_path / "wrong.safetensors")
     assert str(tmp_path / "wrong.safetensors") in str(caught.value)
-    assert same(model, untouched)  # nothing is copied before everything is known to fit
+    assert same(model, untouched)  # nothing is copied unless all tensors fit
 
 
 def test_folders_that_cannot_be_read(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ class DenseTwin:
         self.finer: dict[str, Tensor] = {}
 
     def __call__(self, module: nn.Module, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """From (B, C, z, y, x) and a mask (B, 1, z, y, x) of 0 and 1 to new values of the same form."""
+        """Map values (B, C, z, y, x) and a mask (B, 1, z, y, x) of 0 and 1 to new values and a new mask."""
         if isinstance(module, SubMConv3d):
             return F.conv3d(x, module.weight.permute(0, 4, 1, 2, 3), padding=1) * mask, mask
         if isinstance(module, SparseConv3d):
@@ -102,7 +102,7 @@ class DenseTwin:
 
 
 def dense_twin(model: UShape, x: SparseConvTensor) -> Tensor:
-    """The logits at the sites of x, computed on the whole grid, of a MinkUNet enlarged to multiples of 16."""
+    """Logits at the sites of x, computed on the whole grid. For a MinkUNet the grid is enlarged to multiples of 16."""
     larger = [-(-size // 16) * 16 for size in GRID] if isinstance(model, MinkUNet) else GRID
     grid, mask = (
         SparseConvTensor(features, x.indices, larger, x.batch_size).dense()

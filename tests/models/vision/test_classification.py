@@ -61,7 +61,7 @@ def test_the_names_are_torchvisions(torchvision_models: ModuleType) -> None:
 
 
 def test_each_photograph_gets_its_own_classes_in_order(photographs: Path) -> None:
-    later = photographs.parent / "a.png"  # sorts before the folder, but is named after it
+    later = photographs.parent / "a.png"  # sorts before the folder, but is passed after it
     Image.new("RGB", (9, 9), (0, 200, 0)).save(later)
     found = classify(Colours(), [photographs, later], preprocessing=SMALL, classes=COLOURS, batch_size=3)
     assert [photo.path for photo in found] == [*sorted(photographs.iterdir()), later]

@@ -178,7 +178,8 @@ def test_attention_is_the_operator() -> None:
 
 @torch.no_grad()
 def test_sums_are_computed_with_the_norms_after_them() -> None:
-    """The sums of six blocks in two stages, except the last sum of each stage."""
+    """Ten of the twelve sums in six blocks are fused with the next norm. The last sum of each of the two stages is
+    not."""
     model = SwinTransformer(**{**SMALL, "depths": [2, 4]}, window_size=[3, 5]).eval()
     with CountingMode() as counted:
         model(torch.randn(1, 3, 12, 20))

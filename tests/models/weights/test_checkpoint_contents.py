@@ -144,7 +144,7 @@ def test_averages_of_a_callback(plain: Tensors, other: Tensors, tmp_path: Path) 
 
 
 def test_averages_beside_what_they_average(plain: Tensors, other: Tensors, tmp_path: Path) -> None:
-    """ema_pytorch saves both in one module, next to the model itself."""
+    """ema_pytorch saves the averages and the trained weights in one module, next to the model itself."""
     both = {f"online_model.{key}": value for key, value in plain.items()}
     both |= {f"ema_model.{key}": value for key, value in other.items()} | {"step": torch.tensor(3)}
     path = saved({"model": plain, "ema": both}, tmp_path)
@@ -178,7 +178,7 @@ def test_an_averaged_model(plain: Tensors, tmp_path: Path) -> None:
 
 
 def test_lightnings_averages(plain: Tensors, other: Tensors, tmp_path: Path) -> None:
-    """The form in which the callback WeightAveraging saves them."""
+    """Lightning's callback WeightAveraging saves averages in this form."""
     theirs, ours = ({f"model.{key}": value for key, value in each.items()} for each in (other, plain))
     content = {"state_dict": theirs, "current_model_state": ours, "averaging_state": {"n_averaged": torch.tensor(3)},
                "callbacks": {}, "loops": {"fit_loop": {"state_dict": {}}}}  # fmt: skip

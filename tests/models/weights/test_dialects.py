@@ -29,7 +29,7 @@ DETR_OPTIONS: dict[str, Any] = {
 }
 SWIN_OPTIONS: dict[str, Any] = {"embed_dim": 16, "depths": (2, 2), "num_heads": (2, 4), "num_classes": 5}
 TABLES = ("relative_position_index", "relative_coords_table")
-CONSTANT = (*TABLES, "attn_mask", "k_bias")  # these follow from the window, or are zero; the rest is random
+CONSTANT = (*TABLES, "attn_mask", "k_bias")  # buffers that follow from the window or are zero; all others are random
 
 
 @torch.no_grad()
@@ -107,7 +107,7 @@ def test_keys_and_shapes_of_larger_ones(name: str, timm: Any, tmp_path: Path) ->
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_microsofts_merging_is_the_end_of_a_stage(version: int, timm: Any) -> None:
-    """timm reads such files itself, so its result is compared with ours."""
+    """timm reads Microsoft's files itself, so its result is compared with Rooftop's."""
     origin = timm.models.swin_transformer if version == 1 else timm.models.swin_transformer_v2
     build = origin.SwinTransformer if version == 1 else origin.SwinTransformerV2
     window, size = (7, 56) if version == 1 else (8, 64)
@@ -144,8 +144,8 @@ def versioned(version: int) -> dict[str, Any]:
 
 
 def test_the_table_of_coordinates_tells_windows_apart(tmp_path: Path, timm: Any) -> None:
-    """In the second version, files for all windows have the same shapes, except for this table, which may be
-    missing."""
+    """In Swin V2, only the table of coordinates has a shape that depends on the window, and files may lack this
+    table."""
     with torch.device("meta"):
         shapes = timm.create_model("swinv2_tiny_window8_256").state_dict()
     theirs = {key: torch.zeros(()).expand(value.shape) for key, value in shapes.items()}

@@ -49,7 +49,7 @@ except ImportError:
 
 BODY = os.urandom(3 << 20)  # three chunks
 SHA256 = hashlib.sha256(BODY).hexdigest()
-PUBLISHED_NAMES = models.builtin_models().keys() - {"hybrid_t", "hybrid_s"}  # ours have none
+PUBLISHED_NAMES = models.builtin_models().keys() - {"hybrid_t", "hybrid_s"}  # hybrids have no published weights
 PUBLISHED = dict(WEIGHTS)  # unchanged; each test has its own files for ResNet-18
 
 
@@ -411,7 +411,7 @@ def test_a_pickle_that_would_run_code_is_refused(how: str, tmp_path: Path) -> No
         read_weights(path)
     assert not trace.exists()
     torch.load(path, weights_only=False) if how == "torch.save" else pickle.loads(path.read_bytes())
-    assert trace.exists()  # it was not a harmless file
+    assert trace.exists()  # reading without protection does run the code
 
 
 @pytest.mark.parametrize(

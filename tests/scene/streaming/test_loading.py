@@ -1,4 +1,4 @@
-"""Readers in C++ and in Python bring the same words, and the same errors."""
+"""Readers in C++ and in Python return the same words and raise the same errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ BOTH = pytest.mark.parametrize("reader", ["compiled", "in Python"], indirect=Tru
 
 @BOTH
 def test_every_page_arrives_or_is_named(paged_ball: Geometry, tmp_path: Path, reader: str) -> None:
-    """Of two files, one has a changed page and is cut off within another: enough pages that reads are merged."""
+    """One of two files has a changed page and is cut off within another page. So many pages are read that reads are
+    merged."""
     path = tmp_path / "copy.rtg"
     path.write_bytes(paged_ball.path.read_bytes())
     graph = PageGraph([Geometry.open(path), paged_ball])
@@ -61,7 +62,7 @@ def test_checksums_are_those_of_zlib(compiled_reader: Any, size: int, seed: int,
 
 @BOTH
 def test_a_fork_may_drop_a_loader(paged_ball: Geometry, reader: str) -> None:
-    """It has none of the threads, and must not wait for them."""
+    """A forked child has none of the reader's threads, and must not wait for them."""
     loader = Loader(PageGraph([paged_ball]), torch.zeros(SLOT_WORDS, dtype=torch.int32))
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""Both readers of pages, in C++ and in Python, on machines that run short and in processes that were forked."""
+"""Both readers of pages, in C++ and in Python, on machines short of resources and in forked processes."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def graphs(draw: st.DrawFn) -> PageGraph:
 
 
 def taken(slots: Slots, *pages: int) -> np.ndarray:
-    """These pages, which are being loaded from now on."""
+    """The pages that start loading now."""
     slots.take(np.array(pages))
     return np.array(pages)
 
@@ -174,7 +174,8 @@ def test_the_books_of_one_page(slots: int) -> None:
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(graph=graphs(), data=st.data())
 def test_plans_in_cpp_are_those_in_python(graph: PageGraph, data: st.DataObject, reader: str) -> None:
-    """The same pages in the same slots, and the same records, after any plans, arrivals and failures."""
+    """C++ and Python have the same pages in the same slots, and the same records, after any plans, arrivals and
+    failures."""
     count = data.draw(st.integers(1, graph.count))
     ours, theirs = Slots(graph, count), Slots(graph, count)
     planner = Planner(ours)

@@ -137,7 +137,7 @@ def test_a_pool_of_5_percent_leaves_no_hole(paged_tunnel: Geometry, wait: bool, 
     assert missing > 0
     assert max(reads.values()) > 1  # requested again
     assert len(levels) >= 3
-    assert not wait or all(len(each) == 1 for each in errors.values())  # the camera alone decides
+    assert not wait or all(len(each) == 1 for each in errors.values())  # only the camera decides which pages are wanted
     assert len(set().union(*errors.values())) > (3 if wait else 5)
     assert max(map(max, errors.values())) > 2
 
@@ -153,7 +153,7 @@ def test_on_every_path_one_cluster_is_drawn_while_pages_come(
     renderer.render(camera, wait=False)
     assert renderer.pool is not None
     renderer.pool.loader = Late(renderer.pool.loader, 0)  # type: ignore[assignment]
-    for _ in range(60):  # a few pages are loaded in each frame, in random order, even before the pages that they need
+    for _ in range(60):  # each frame loads a few pages in random order, sometimes before the pages that they need
         frame = renderer.render(camera, ("depth",), wait=False)
         counts |= paths.counts(renderer, frame, 0)
         levels.add(frame.stats.levels)
@@ -217,7 +217,7 @@ def test_any_order_and_delay_of_arrivals(
 def test_waited_for_a_picture_is_the_resident_one(
     paged_ball: Geometry, paged_knot: Geometry, occlusion: bool, device: str
 ) -> None:
-    """Along a path, with several moving meshes and instances at the same time."""
+    """The camera follows a path through several meshes and instances that move at the same time."""
     scene = crowd(paged_ball, paged_knot)
     pages = paged_ball.pages + paged_knot.pages
     resident = Renderer(scene, device, pixel_error=0.7, occlusion=occlusion)
@@ -238,7 +238,7 @@ def test_waited_for_a_picture_is_the_resident_one(
 
 
 def test_at_rest_a_picture_becomes_the_resident_one(paged_ball: Geometry, paged_knot: Geometry, device: str) -> None:
-    """Several cameras in one render, without waiting."""
+    """One render call draws several cameras without waiting for pages."""
     scene, cameras = crowd(paged_ball, paged_knot), flight(3)
     pool_bytes = (paged_ball.pages + paged_knot.pages) * SLOT
     expected = Renderer(scene, device, pixel_error=0.7).render(cameras, SHOWN)
@@ -371,7 +371,8 @@ def test_in_a_pool_too_small_the_error_grows_and_no_history_shows(paged_ball: Ge
 def test_what_was_hidden_before_does_not_choose_the_pages_of_a_pool_too_small(
     paged_ball: Geometry, paged_knot: Geometry, cube: Geometry, device: str
 ) -> None:
-    """A ball beside a wall, which hides a knot. Only a renderer that has drawn the scene before knows this."""
+    """A ball beside a wall, which hides a knot. Only a renderer that has drawn the scene before knows what is
+    hidden."""
     scene, names = Scene(), [name for name in SHOWN if name != "velocity"]
     scene.add_instance(scene.add_mesh(paged_ball), moved(4, 2, 0))
     scene.add_instance(scene.add_mesh(paged_knot), moved(4, -2, 0) @ np.diag([0.8, 0.8, 0.8, 1]))
@@ -434,7 +435,7 @@ def test_a_pool_below_the_root_pages_is_refused_before_anything_is_allocated(
     assert frame.stats.streaming is not None
     assert frame.stats.streaming.resident == roots
     assert frame.stats.streaming.error_pixels > 1
-    scene.add_mesh(paged_ball)  # later: the next frame reports this
+    scene.add_mesh(paged_ball)  # added later: the next frame reports the mesh
     with pytest.raises(InputError, match="root pages"):
         tight.render(flight(1)[0])
 
@@ -561,7 +562,7 @@ def test_threads_end_with_their_renderer(paged_ball: Geometry, reader: str) -> N
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.large])])
 def test_slots_beyond_8_gib(paged_ball: Geometry, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """The last slots of a pool of 9 GB. Only touched memory is really allocated."""
+    """The test uses the last slots of a pool of 9 GB. The system allocates only memory that is touched."""
 
     class FromTheEnd(Slots):
         def __init__(self, graph: Any, count: int) -> None:
@@ -618,7 +619,7 @@ def without_needs(geometry: Geometry, folder: Path) -> Path:
 def test_earlier_versions_are_streamed_with_the_same_pictures(
     paged_ball: Geometry, in_old_layout: Callable[..., Geometry], tmp_path: Path, version: int, device: str
 ) -> None:
-    """For files up to version 2, the needs of pages are computed."""
+    """Files up to version 2 do not store which pages a page needs, so the reader computes it."""
     old = in_old_layout(paged_ball, tmp_path / "old.rtg", version)
     assert old.version == version
     assert old.needs.starts.tolist() == paged_ball.needs.starts.tolist()
@@ -641,7 +642,7 @@ def test_needs_that_cannot_be_are_refused_with_their_place(paged_ball: Geometry,
     data = bytearray(path.read_bytes())
     row = data.index(b"needs\0\0\0")
     start, length = struct.unpack_from("<QQ", data, row + 8)
-    struct.pack_into("<I", data, start + length - 4, paged_ball.pages)  # the last page needs a missing page
+    struct.pack_into("<I", data, start + length - 4, paged_ball.pages)  # the last page needs a page that does not exist
     struct.pack_into("<I", data, row + 24, zlib.crc32(data[start : start + length]))
     end = layouts.HEADER_BYTES + 5 * layouts.SECTION_BYTES
     struct.pack_into("<I", data, 24, zlib.crc32(data[layouts.HEADER_BYTES : end]))
@@ -691,7 +692,8 @@ def test_a_damaged_page_is_named_and_never_drawn(
 def test_a_page_that_was_written_wrong_is_named_and_never_drawn(
     paged_ball: Geometry, tmp_path: Path, device: str
 ) -> None:
-    """The page's checksum is correct, so only the device finds the fault, and the next frame begins again."""
+    """The page's checksum is correct, so only the device finds the fault. Later frames that do not need the page are
+    drawn."""
     path, last = copied(paged_ball, tmp_path), paged_ball.pages - 1
     data = bytearray(path.read_bytes())
     start, length = of_last_page(paged_ball), int(paged_ball.page_lengths[-1])

@@ -1,5 +1,5 @@
-"""Shadows of scenes whose pages are loaded and evicted. After waiting they equal those with resident pages, and in a
-scene at rest they become equal."""
+"""Shadows of scenes whose pages are loaded and evicted. After waiting, shadows equal those with resident pages. In a
+scene at rest, they become equal without waiting."""
 
 from __future__ import annotations
 

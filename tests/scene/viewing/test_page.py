@@ -46,7 +46,7 @@ class Page:
         """Waits until a JavaScript expression is true."""
         ends = time.monotonic() + PATIENCE_S
         while not self.page.evaluate(condition):
-            assert time.monotonic() < ends, f"{condition} is not so after {PATIENCE_S} s: {self.said}"
+            assert time.monotonic() < ends, f"{condition} is still false after {PATIENCE_S} s: {self.said}"
             self.page.wait_for_timeout(20)
 
     def settle(self) -> None:
@@ -258,7 +258,7 @@ def test_a_path_is_recorded_kept_loaded_and_replayed(opened: Open, tmp_path: Pat
     kept = json.loads(Path(download.value.path()).read_text())
     first = kept["views"][0]["seconds"]
     for number, view in enumerate(kept["views"]):
-        view["seconds"] = first + 0.3 * number / len(kept["views"])  # however slow this machine is
+        view["seconds"] = first + 0.3 * number / len(kept["views"])  # the same pace on any machine
     (tmp_path / "path.json").write_text(json.dumps(kept))
     (tmp_path / "none.json").write_text('{"rooftop_path": 1, "views": []}')
     other.page.set_input_files("#file", tmp_path / "path.json")
@@ -295,7 +295,7 @@ def test_a_change_while_an_error_is_on_its_way_is_drawn(opened: Open) -> None:
     found = opened()
     first = found.pixels()
     modes = found.page.evaluate("[...document.getElementById('show').options].map(option => option.value)")
-    held: dict[str, Any] = {}  # the first request for each of two modes
+    held: dict[str, Any] = {}  # the held first request for each of two modes
 
     def hold(route: Any) -> None:
         mode = route.request.post_data_json["show"]
@@ -325,7 +325,7 @@ def test_a_change_while_an_error_is_on_its_way_is_drawn(opened: Open) -> None:
 
 
 def test_movement_of_a_picture_that_was_not_drawn_is_kept(opened: Open) -> None:
-    """As if the server dropped the request because a cancelled request came after it."""
+    """The test drops a request, as the server does if a cancelled request follows it."""
     found = opened()
     home, dropped = found.view(), []
 
@@ -359,7 +359,7 @@ def test_it_fits_its_window_in_both_schemes(width: int, scheme: str, opened: Ope
 
 
 def test_other_pages_can_neither_read_nor_frame_it(chromium: Any, viewer: Viewer, tmp_path: Path) -> None:
-    """Even a page that has the token cannot."""
+    """Even a page that has the token can neither read nor frame the viewer."""
     other = tmp_path / "other.html"
     other.write_text(f"<!doctype html><title>other</title><iframe src='{viewer.url}'></iframe>")
     page = chromium.new_page()

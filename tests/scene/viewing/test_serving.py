@@ -162,7 +162,7 @@ def test_with_a_pool_and_shadows_pictures_become_what_they_are_without(world: sc
 def test_every_mode_shows_something_of_its_own(client: Client) -> None:
     facts = client.ask("GET", "/scene").json
     names = [mode["name"] for mode in facts["modes"]]
-    assert set(MODES) - set(names) == {"uv", "vertex_color"}  # neither mesh has these
+    assert set(MODES) - set(names) == {"uv", "vertex_color"}  # both meshes lack these
     shown = {name: client.frame(show=name, view=VIEW, pixel_error=0).pixels for name in names}
     covered = (shown["color"] != NIGHT).any(-1)
     assert covered.mean() > 0.05
@@ -228,7 +228,7 @@ def test_light_comes_from_where_it_is_asked_to(client: Client) -> None:
     )
     assert left[:, :24].sum() > 1.5 * left[:, 24:].sum()
     assert right[:, 24:].sum() > 1.5 * right[:, :24].sum()
-    assert not np.array_equal(usual, right)  # and is not kept for requests without one
+    assert not np.array_equal(usual, right)  # a request without a light does not keep the last light
 
 
 def test_a_finer_picture_draws_more(client: Client) -> None:
@@ -324,7 +324,7 @@ def test_who_is_no_page_of_ours_is_refused(client: Client, viewer: Viewer, heade
 
 
 def test_a_page_of_ours_is_not_refused(client: Client, viewer: Viewer) -> None:
-    for host in (f"127.0.0.1:{viewer.port}", "localhost:9000"):  # the latter through a tunnel
+    for host in (f"127.0.0.1:{viewer.port}", "localhost:9000"):  # port 9000 as through a tunnel
         answer = client.ask("POST", "/frame", {"size": [8, 8]}, Host=host, Origin=f"http://{host}")
         assert answer.status == 200
 
@@ -490,7 +490,7 @@ def test_an_error_in_rendering_is_said_and_the_next_picture_is_drawn(
             assert answer.status == 500
             assert words in answer.error
         assert client.frame().status == 200
-    assert "the kernel is broken" in capsys.readouterr().err  # with its traceback, for the user who started the server
+    assert "the kernel is broken" in capsys.readouterr().err  # for the user who started the server
 
 
 def test_who_goes_away_disturbs_nobody(client: Client, viewer: Viewer, capsys: pytest.CaptureFixture[str]) -> None:
@@ -554,7 +554,7 @@ def test_the_command_prints_an_address_serves_and_ends(
 
     monkeypatch.setattr("rooftop.cli.scene_view.wait_for_interrupt", look_and_interrupt)
     assert main(["scene", "view", *(str(mesh.path) for mesh in world.meshes), "--device", "cpu"]) == 0
-    assert time.perf_counter() - ended[0] < serving.IDLE_S / 2  # it does not wait for the open connection
+    assert time.perf_counter() - ended[0] < serving.IDLE_S / 2  # the server's end does not wait for the open connection
     open_[0].close()
     said = capsys.readouterr()
     assert "ended" in said.out

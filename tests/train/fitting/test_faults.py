@@ -95,8 +95,7 @@ def after(steps: int, what: Task, how: Recipe) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("interval", [1, 5])
 def test_a_nan_ends_the_training_and_names_the_first_module(interval: int, tmp_path: Path) -> None:
-    """Even if the host reads the fault late, the weights are those before the step, and the last checkpoint is the one
-    before."""
+    """Even if the host reads the fault late, the weights and the last checkpoint are those before the step."""
     how = recipe()
     what = task(Breaks(lambda call: call >= 4))
     words = (
@@ -174,7 +173,7 @@ def test_an_overflow_of_float16_is_no_fault() -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon"])
 def test_the_device_decides_as_the_host_does(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They agree even in the first step, which creates the states of the optimizer."""
+    """Host and device skip the same steps, even the first step, which creates the optimizer's state."""
     how = recipe(4, optimizer, faults={"not_finite": "skip"})
     found = []
     for freely in (("cpu",), ()):
@@ -309,7 +308,7 @@ class Damaged:
 
 
 def test_a_damaged_sample_is_skipped_and_named(tmp_path: Path) -> None:
-    """The others of its batch count more: their mean is the loss. It is named once, not in each pass."""
+    """The loss is the mean over the batch's other samples. The damaged sample is named once, not in each pass."""
     seen = Notes()
     how = recipe(18, faults={"damaged": "skip"})
     done = fit(task(train=Damaged()), how, device="cpu", observers=[seen])

@@ -81,7 +81,7 @@ class Fills:
 def test_a_full_disk_ends_the_training_and_a_resumed_one_has_the_same_bits(
     step: int, disk: Path, tmp_path: Path
 ) -> None:
-    """Each of these may no longer fit: the line of a step, a checkpoint, or exported weights."""
+    """The line of a step, a checkpoint, or exported weights may be the first to no longer fit."""
     whole, out = tmp_path / "whole", disk / "run"
     fit(task(), RECIPE, device="cpu", out=whole, save_every=3)
     with pytest.raises(OSError, match="make room, then") as caught:

@@ -60,7 +60,7 @@ def test_copies_of_a_sample_must_fill_a_forward_pass() -> None:
     def repeated(repeats: int, **run: int) -> Lengths:
         return Lengths.of(Recipe.of({"run": run, "augment": {"repeats": repeats}}), 100, 1)
 
-    assert repeated(4, batch=32, accumulate=2).per_epoch == 3  # the same as without repeats
+    assert repeated(4, batch=32, accumulate=2).per_epoch == 3  # same length as without repeats
     words = r"augment\.repeats is 3: expected a number that divides the 16 samples .* or e\.g\. run\.batch=30$"
     with pytest.raises(InputError, match=words):
         repeated(3, batch=32, accumulate=2)

@@ -282,8 +282,8 @@ def test_deterministic_algorithms_are_on_in_the_loop_only(
 
 
 def test_the_model_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is compiled once for training and once for evaluation without gradients, but not again for the shorter last
-    batch or in later epochs."""
+    """The loop compiles the model once for training and once for evaluation. Nothing is compiled again for the shorter
+    last batch or in later epochs."""
     compiled: list[bool] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -469,8 +469,8 @@ run("killed", None)
 
 @pytest.mark.parametrize(("how", "ranks"), [("threads", 1), ("processes", 1), ("processes", 2)])
 def test_killed_three_times_it_ends_with_the_same_bits(how: str, ranks: int, fork: Any, tmp_path: Path) -> None:
-    """It is killed in mid-epoch, while samples are read ahead. It has repeated augmentation, dropout, batch norm, fp16,
-    mean weights and Muon."""
+    """The training is killed in mid-epoch, while samples are read ahead. The training uses repeated augmentation,
+    dropout, batch norm, fp16, mean weights and Muon."""
     files = {"output": tmp_path / "output", "errors": tmp_path / "errors"}
     process = fork(KILLED, how, str(ranks), environment={}, folder=tmp_path, **files)
     process.join(600)
@@ -530,7 +530,7 @@ def test_how_samples_are_read_is_told_once_it_is_chosen(monkeypatch: pytest.Monk
     assert seen.facts is not None
     assert seen.facts.loading == "in the loop"
     assert not seen.notes
-    monkeypatch.setattr("rooftop.data.choosing.QUICK_S", 0.0)  # so that each way is timed
+    monkeypatch.setattr("rooftop.data.choosing.QUICK_S", 0.0)  # so that each way of loading is timed
     seen = Seen()
     how = recipe(run={"steps": 60}, loading={"how": "auto", "workers": 2})
     fit(task(), how, device="cpu", observers=[seen])

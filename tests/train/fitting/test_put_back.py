@@ -26,7 +26,7 @@ def test_put_back_or_not(back: bool, device: str) -> None:
     where = torch.tensor(back, device=device)
     kept = PutBack()
     with no_waiting_for_gpu() if device == "cuda" else nullcontext():
-        for _ in range(2):  # the second call uses the memory of the first
+        for _ in range(2):  # the second call reuses the memory of the first call
             kept.take(tensors)
             for each in tensors:
                 each.fill_(math.nan if each.is_floating_point() else 1)

@@ -82,7 +82,7 @@ def test_tied_and_float64_weights() -> None:
     before = model[0].weight.detach().clone()
     with torch.no_grad():
         model[0].weight.copy_(changed_to)
-    mean.update(100)  # where the decay is 0.5
+    mean.update(100)  # at step 100 the decay is 0.5
     with mean.swapped():
         torch.testing.assert_close(model[1].weight.detach(), (before + changed_to) / 2)
         assert model[1].weight is model[0].weight

@@ -52,7 +52,7 @@ def test_swin_is_microsofts() -> None:
 
 
 def test_a_published_recipe_is_whole() -> None:
-    """Nothing of a task's recipe remains, for example nesterov."""
+    """A published recipe replaces the whole recipe of a task, for example its nesterov."""
     task = Recipe.of({"optimizer": {"nesterov": True}, "model": {"options": {"channels": 8}}})
     assert Recipe.read(Path("resnet50-v2"), task) == Recipe.read(Path("resnet50-v2"))
 

@@ -38,8 +38,8 @@ NAMES = ["mix.mixup", "ema.decay", "mix.label_smoothing"]
 
 
 def accuracy_of(recipe: Recipe) -> float:
-    """Mixup helps by 0.03, the mean of weights hurts by 0.02, smoothing has no effect; each seed has a level of its
-    own, and each run has a little noise."""
+    """Mixup helps by 0.03, the mean of weights hurts by 0.02, smoothing has no effect; each seed has its own level, and
+    each run a little noise."""
     noise = hash((recipe.run.seed, recipe.mix.mixup, recipe.ema.decay, recipe.mix.label_smoothing)) % 1000 / 1e6
     level = 0.8 + 0.02 * (recipe.run.seed % 3)
     return level + (0.03 if recipe.mix.mixup else 0) - (0.02 if recipe.ema.decay else 0) + noise

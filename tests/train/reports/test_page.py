@@ -104,7 +104,7 @@ def test_a_resumed_run_shows_what_came_before(tmp_path: Path, page: Page, script
     assert asked == [10]
     assert len(training["x"]) == 30
     assert validation["x"] == [1.0, 2.0, 3.0]
-    assert resumed.history.spans().steps == pytest.approx(20 * scripted.step_s * 0.75)  # in proportion to its own steps
+    assert resumed.history.spans().steps == pytest.approx(20 * scripted.step_s * 0.75)  # the resumed run's steps
 
 
 def test_without_plotly_it_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_examples_leave_the_random_state_alone(scripted: SimpleNamespace) -> Non
 
 def test_a_report_that_fails_is_told_of_once_and_the_training_goes_on(page: Page, scripted: SimpleNamespace) -> None:
     lines: list[str] = []
-    page.path.mkdir()  # a file cannot be renamed to this
+    page.path.mkdir()  # a folder, to which no file can be renamed
     (page.path / "full").touch()
     fitted = scripted.fit(scripted.task(), RECIPE, [Shielded(page, "the page", lines.append)])
     assert fitted.reason == "done"

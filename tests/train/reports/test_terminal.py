@@ -50,7 +50,7 @@ def test_each_evaluation_has_one_line_with_loss_metrics_rate_and_waiting(said_by
 
 
 def test_the_summary_has_the_best_evaluation_and_where_the_time_went(said_by: Said) -> None:
-    """The whole took 1.25 times as long as the steps, and a quarter of the steps' time was waiting."""
+    """The training took 1.25 times as long as its steps, and a quarter of the steps' time was waiting."""
     lines, _ = said_by()
     assert lines[-3:] == [
         "done: 30 steps in 18.8 s",

@@ -145,7 +145,7 @@ def test_a_photograph_goes_into_the_model_as_in_validation(folder: Path) -> None
 
 @pytest.mark.parametrize("name", ["resnet", "swin", "hybrid"])
 def test_a_model_trained_on_small_images_is_tested_on_larger_ones(name: str, folder: Path, tmp_path: Path) -> None:
-    """FixRes: `classify` then sees photographs as the last evaluation did."""
+    """As in FixRes, the last evaluation uses larger images, and `classify` prepares photographs in the same way."""
     values = ["augment.size=16", "augment.test_size=24", "run.steps=2", "run.batch=4", "loading.how=here"]
     task, recipe = built(name, str(folder), *values, **SMALL[name])
     sides: list[tuple[bool, int]] = []
@@ -194,7 +194,7 @@ def sharded(folder: Path, to: Path, parts: dict[str, range]) -> Path:
 def test_tar_files_train_as_folders_do(
     folder: Path, tmp_path: Path, parts: dict[str, range], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the command: trained, validated and exported, with the names of classes.txt."""
+    """The command trains, validates and exports a model with the names of classes.txt."""
     data = sharded(folder, tmp_path / "shards", parts)
     (data / "classes.txt").write_text("\n".join(COLOURS))
     words = ["--set", "run.epochs=3", "--set", "run.batch=9", "--set", "optimizer.lr=0.05", "--device", "cpu"]
@@ -235,7 +235,7 @@ def test_a_class_of_one_image_is_an_error_with_a_remedy(folder: Path) -> None:
 
 
 def test_damaged_images_are_skipped_wherever_they_are(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first one, whose size is looked at, and one that is shown as an example."""
+    """Two images are damaged: the first one, whose size the task reads, and one that reports show as an example."""
     labels = [label for label in range(2) for _ in range(20)]
     _, out = held_out(labels)
     every = sorted(str(path) for path in folder.rglob("*.png"))
@@ -307,7 +307,7 @@ def test_accuracy_and_the_best_five() -> None:
 
 
 class PillowsDecoder(ImageDecoder):
-    """Decodes where a GPU would."""
+    """A stand-in for a GPU's decoder."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__("cpu")

@@ -100,7 +100,8 @@ def test_a_mirrored_picture_has_mirrored_boxes(folder: Path) -> None:
 
 
 def test_training_pictures_travel_as_bytes_and_are_normalized_alike(folder: Path) -> None:
-    """Mirrored ones too; held-out ones are normalized as they are read."""
+    """Training pictures, mirrored or not, are normalized on the device. Held-out pictures are normalized when they are
+    read."""
     task = built(str(folder), 'model.name="detr_small"', "augment.size=48", "augment.flip=0.5")
     assert task.prepare is not None
     assert task.valid is not None
@@ -123,7 +124,7 @@ def test_training_pictures_travel_as_bytes_and_are_normalized_alike(folder: Path
 
 
 def test_the_command_trains_on_a_folder(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Trained, validated by COCO's figures, and exported for `rooftop detect`."""
+    """The command trains a DETR, validates it by COCO's figures, and exports it for `rooftop detect`."""
     pytest.importorskip("safetensors")
     out = tmp_path / "run"
     words = ["run.steps=2", "run.batch=2", "model.name=detr_small", "augment.size=48", "loading.how=here"]

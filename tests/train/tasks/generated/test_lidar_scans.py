@@ -56,7 +56,7 @@ def surfaces(kind: int, o: list[float], d: list[float], half: tuple[float, float
             t = (side - o[axis]) / d[axis]
             if inside(at(t), axis):
                 found.append((t, *(float(i == axis) for i in range(3))))
-    if kind:  # where a sum of squares is 1
+    if kind:  # curved solids, where a sum of squares is 1
         axes = range(2) if kind == 1 else range(3)
         a, b, c = (sum(u[i] * v[i] / half[i] ** 2 for i in axes) for u, v in ((d, d), (o, d), (o, o)))
         if (rest := b * b - a * (c - 1)) > 0:
@@ -77,7 +77,7 @@ def first_hit(solids: list[Any], origin: list[float], ray: list[float]) -> tuple
         o = [c * x + s * y, c * y - s * x, z]
         d = [c * ray[0] + s * ray[1], c * ray[1] - s * ray[0], ray[2]]
         hits = surfaces(solid.kind, o, d, solid.half)
-        if hits and min(hits)[0] > 0:  # otherwise the ray begins inside the solid, or the solid is behind
+        if hits and min(hits)[0] > 0:  # no hit in front if the ray begins inside the solid or the solid is behind
             t, *normal = min(hits)
             best = min(
                 best, (t, solid, abs(sum(a * b for a, b in zip(normal, d, strict=True)))), key=lambda hit: hit[0]
