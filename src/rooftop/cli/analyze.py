@@ -228,8 +228,7 @@ def _check_combination(
     if script and (machine or compile_mode):
         option = "--predict" if machine else "--compile"
         raise click.UsageError(
-            f"{option} needs a model, but a script runs unchanged: name a callable in the script instead, "
-            f"{target}:NAME"
+            f"{option} needs a model, but a script runs unchanged: name a callable in the script instead, {target}:NAME"
         )
     if machine and (compile_mode or trace):
         raise click.UsageError("--predict runs nothing, so there is nothing to compile or to trace")
@@ -262,8 +261,7 @@ def _check_script_options(script: str, options: dict[str, Any]) -> None:
     given = [name for name, value in options.items() if value]
     if given:
         raise click.UsageError(
-            f"{', '.join(given)}: a script runs unchanged; name a callable in the script instead, "
-            f"{script}:NAME"
+            f"{', '.join(given)}: a script runs unchanged; name a callable in the script instead, {script}:NAME"
         )
 
 
