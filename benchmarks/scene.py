@@ -18,6 +18,7 @@ Frames are drawn by the kernels in Warp and by those in CUDA C++. Further cases 
 - 64 cameras at once;
 - hills of ten million triangles as a single mesh, compared with brute force and with a ray for each pixel through
   Warp's tree of boxes;
+- 64 cameras over hills of 60 million triangles as a single mesh, compared with rays through two of Warp's trees;
 - a field in which some rocks move, appear and disappear, compared with a static one;
 - four cascades of 2048 x 2048, redrawn and kept;
 - cameras of several sizes, together and one by one;
@@ -220,6 +221,42 @@ def one_mesh(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]
             del made
 
 
+def many_views(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]) -> None:
+    """Many cameras over one mesh, ours and a ray for each pixel through each of Warp's trees."""
+    vertices, faces = hills(options.viewed)
+    count, side = (64, 512) if not options.quick else (4, 32)
+    with tempfile.TemporaryDirectory() as folder:
+        mesh = Path(folder) / "hills.rtg"
+        scene.build(vertices, faces, mesh)
+        world = scene.Scene()
+        world.add_instance(world.add_mesh(mesh), np.eye(4))
+        cameras = [[above(frame, k, count, side) for k in range(count)] for frame in range(options.frames)]
+        row = {"what": "views", "cameras": count, "triangles": len(faces), "size": [side, side]}
+        rows(row | {"by": options.kernels[-1]} | of_scene(world, cameras, options.kernels[-1], options))
+        ours = scene.Renderer(world, options.device).render(cameras[0], ("depth",))["depth"]
+        for tree in options.ray_trees:
+            start = time.perf_counter()
+            try:
+                rays = Rays(vertices, faces, options.device, tree)
+            except (RuntimeError, ValueError) as error:  # a tree that this Warp or this device does not have
+                rows(row | {"by": f"rays, {tree}", "failed": str(error).splitlines()[0]})
+                continue
+            prepared = round(time.perf_counter() - start, 3)
+            took = middle([waited(lambda c=c, r=rays: r.draw_all(c)) for c in cameras])
+            found = agreement(ours, rays.draw_all(cameras[0]))
+            rows(row | {"by": f"rays, {tree}", "prepared_s": prepared, "depth_ms": took} | found)
+            del rays
+
+
+def above(frame: int, number: int, count: int, side: int) -> scene.Camera:
+    """One of the cameras on a grid above the hills, each of which looks at another part of them."""
+    across = round(count**0.5)
+    place = np.array([(number % across + 0.5) / across, (number // across + 0.5) / across])
+    eye = np.array([*(place + 0.0002 * frame), 0.35])
+    target = np.array([*(0.5 + 0.6 * (place[::-1] - 0.5)), 0.0])
+    return scene.Camera.look_at(eye, target, fov_y_degrees=60, width=side, height=side)
+
+
 def over_hills(frame: int, width: int, height: int) -> scene.Camera:
     eye = np.array([0.5 + 0.0005 * frame, 0.05, 0.35])
     return scene.Camera.look_at(eye, (0.5, 0.6, 0), fov_y_degrees=60, width=width, height=height)
@@ -418,6 +455,7 @@ CASES = {
     "mixed": mixed_sizes,
     "textures": textures,
     "hills": one_mesh,
+    "views": many_views,
     "trees": trees,
 }
 
@@ -458,6 +496,8 @@ def main() -> int:
     parser.add_argument("--kernels", nargs="+", default=["warp", "cuda"])
     parser.add_argument("--details", nargs="+", type=int, default=[5, 7, 9], help="details of the finer rocks")
     parser.add_argument("--hills", type=int, default=10_000_000, help="number of triangles of the single mesh")
+    parser.add_argument("--viewed", type=int, default=60_000_000, help="number of triangles of the mesh of many views")
+    parser.add_argument("--ray-trees", nargs="+", default=["lbvh", "cubql"], help="Warp's trees, beside many views")
     parser.add_argument("--builds", nargs="+", type=int, default=[1_000_000, 10_000_000], help="triangles")
     parser.add_argument("--leaves", type=int, default=200_000, help="number of leaves of a tree")
     parser.add_argument("--trees", type=int, default=10_000, help="number of trees of a forest")
@@ -471,6 +511,7 @@ def main() -> int:
         options.device, options.frames, options.rocks, options.detail = "cpu", 2, [49, 81], 3
         options.sizes, options.kernels, options.builds = [(64, 48)], ["warp"], [5000]
         options.details, options.hills, options.leaves, options.trees = [2, 3], 3000, 2000, 16
+        options.viewed, options.ray_trees = 3000, ["sah", "median"]
     ceilings = ceilings_of("h200") if options.quick else measure_ceilings("cuda")
     found: dict[str, Any] = {"environment": {"device": ceilings.device, "versions": ceilings.versions}}
     found |= {"rows": [], "failed": {}}

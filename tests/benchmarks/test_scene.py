@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-NAMES = ("build", "frame", "brute force", "finer", "cameras", "hills", "tree", "tree from far", "forest")
+NAMES = ("build", "frame", "brute force", "finer", "cameras", "hills", "views", "tree", "tree from far", "forest")
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "scene.py"
 TABLES = runpy.run_path(str(ROOT / "benchmarks" / "kernels" / "tables.py"))
@@ -45,6 +45,10 @@ def test_a_quick_run_measures_all_cases(
         assert peer["by"] == name
         assert peer["same_coverage"] > 0.99
         assert peer["close"] > 0.98
+    ours, *peers = rows["views"]
+    assert ours["cameras"] == 4
+    assert [peer["by"] for peer in peers] == ["rays, sah", "rays, median"]
+    assert all(peer["same_coverage"] > 0.99 and peer["close"] > 0.97 for peer in peers)
     assert rows["tree"][0]["roots"] == 1
     assert len(rows["tree from far"]) == 12
     assert all(0.5 < row["covered"] < 1.5 for row in rows["tree from far"])
