@@ -98,9 +98,9 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: rooftop.optimize(linear(), X, shapes=[(2, 5)]),
         "does not take inputs of 2x5 float32, which shapes= names",
     ),
-    "no tuple": (lambda: rooftop.optimize(linear(), X, draw=lambda: X), "draw must give a tuple of arguments"),
+    "no tuple": (lambda: rooftop.optimize(linear(), X, draw=lambda: X), "draw must return a tuple of arguments"),
     "a closure": (with_lbfgs, "LBFGS needs a closure"),
-    "losses": (lambda: train(linear(), loss=lambda y: y.sum(0)), "a tensor of one element .*, got 4 elements"),
+    "losses": (lambda: train(linear(), loss=lambda y: y.sum(0)), "one element with a gradient, got 4 elements"),
     "a number": (lambda: train(linear(), loss=lambda y: y.sum().item()), "got a float"),
     "detached": (lambda: train(linear(), loss=lambda y: y.detach().sum()), "without a gradient"),
     "frozen": (lambda: train(linear().requires_grad_(False)), "no result has a gradient"),
@@ -108,7 +108,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "a name of ours": (lambda: rooftop.optimize(linear(), X, rules=[Named()]), "two rules are named 'compile'"),
     "a plan and rules": (
         lambda: rooftop.optimize(linear(), X, plan="plan.json", rules=["compile"]),
-        "pass only your own rules beside it",
+        "with plan=, pass only your own rules",
     ),
 }
 

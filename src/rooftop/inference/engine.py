@@ -5,8 +5,8 @@ The engine does seven things to a copy of the model, and reports each of them:
 1. batch norms are folded into the convolutions before them (`folding.py`);
 2. on a GPU, 2-D convolutions are computed together with what follows them (`fusing.py`);
 3. on a GPU, norms, softmaxes, embeddings (`rooftop.nn.replace`) and max pools (`pooling.py`) run on Rooftop's kernels;
-4. weights and activations are bfloat16 on a GPU, results float32;
-5. 2-D convolutions get their weights and inputs channels last on a GPU, as its matrix units read them;
+4. on a GPU, weights and activations are bfloat16, and results are float32;
+5. on a GPU, weights and inputs of 2-D convolutions are channels last, the layout that tensor cores read;
 6. values that depend only on parameters and sizes are computed once (`rooftop.nn.constants`);
 7. on a GPU, calls replay CUDA graphs (`graphs.py`): the host launches once instead of hundreds of times.
 """
@@ -161,7 +161,8 @@ class Engine:
         self.model = _copied(model)
         self.folding = fold_norms(self.model) if fold else Folding()
         self.fusing = fuse_convolutions(self.model) if (on_gpu if fuse is None else fuse) else Fusing()
-        # This comes last, because the steps above find modules by torch.fx, which cannot see through replaced ones.
+        # This step is the last: the steps above trace the model with torch.fx, which cannot trace into replaced
+        # modules.
         replaces = on_gpu if replace is None else replace
         self.replacement = replace_modules(self.model, only=KINDS) if replaces else Replacement()
         self.replacement.swapped |= replace_pools(self.model) if replaces else {}
@@ -262,7 +263,7 @@ class Engine:
         for tensor in given:
             self._check_device(tensor)
         entry = graphs.find(key)
-        if isinstance(entry, Refusal) or any(tensor.numel() == 0 for tensor in given):  # no work to be captured
+        if isinstance(entry, Refusal) or any(tensor.numel() == 0 for tensor in given):  # nothing to capture
             return self._eager(args, kwargs)
         if entry is None:
             try:
@@ -282,7 +283,7 @@ class Engine:
         own_args, own_kwargs = mapped((args, kwargs), lambda tensor: by_tensor[id(tensor)])
 
         def call() -> Any:
-            # Without a copy to follow, results get their dtype within the graph.
+            # If no copy follows the replay, the graph itself converts results to the output dtype.
             convert = (lambda tensor: tensor) if self.copy_outputs else self._as_output
             return mapped(self._run(own_args, own_kwargs), convert, strict=True)
 
@@ -303,7 +304,7 @@ class Engine:
         return tensor.to(self.output_dtype if to_other else tensor.dtype, copy=True)
 
     def _state(self) -> Hashable:
-        """The buffers of the model, and the number of changes of each."""
+        """The identity and the in-place version counter of each buffer of the model."""
         buffers = [(name, b) for m in self.model.modules() for name, b in m._buffers.items()]
         return tuple((name, id(b), None if b is None or b.is_inference() else b._version) for name, b in buffers)
 
@@ -341,8 +342,9 @@ def _copied(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def _convert(model: nn.Module, dtype: torch.dtype, channels_last: bool) -> None:
-    """Convert floating-point tensors to `dtype`, those of batch norms to at least float32, and the weights of 2-D
-    convolutions to channels last."""
+    """Convert floating-point tensors to `dtype`, tensors of batch norms to at least float32, and weights of 2-D
+    convolutions to channels last.
+    """
     for module in model.modules():
         own = torch.promote_types(dtype, torch.float32) if isinstance(module, _BatchNorm) else dtype
         for parameter in module._parameters.values():

@@ -1,4 +1,4 @@
-"""Launch kernels and operators."""
+"""Launch kernels, declare operators, and repeat known calls."""
 
 from rooftop.launch.triton_launch import INTERPRETED, count_launches, launch
 

@@ -1,4 +1,4 @@
-"""Plans of calls that were observed: what the compiled part allocates, launches and returns.
+"""Plans made from observed calls: what the compiled part allocates, launches and returns.
 
 `repeated_calls.py` observes calls; `recorded_calls.py` adds how autograd records them.
 """
@@ -18,19 +18,20 @@ from rooftop.launch.known_calls import Memory, Step, Zeros
 from rooftop.launch.lessons import ANY, Called, Lesson, Part, Varied
 from rooftop.launch.row_counts import Code, codes_of, value_of
 
-ALLOCATED, NOT_ALLOCATED = -1, -2  # by the plan; by an operator of PyTorch, or not at all because nothing uses it
+ALLOCATED, NOT_ALLOCATED = -1, -2  # by the plan; not by the plan: by PyTorch's operator, or unused
 
 
 class Unplanned(Exception):
-    """Calls like this are made in Python; the message says why."""
+    """The call cannot be planned, so Python makes such calls. The message says why."""
 
 
 class Result(NamedTuple):
     """A result of a plan.
 
     Attributes:
-        source: a given tensor, or, after these, memory that the plan allocates; -1: the result is None.
-        offset: elements from the source's beginning.
+        source: index of a given tensor, or of memory that the plan allocates, which follows the given tensors; -1: the
+            result is None.
+        offset: elements from the beginning of the source.
     """
 
     source: int
@@ -50,7 +51,7 @@ def plan_of(lesson: Lesson, places: Places, results: Sequence[Result], kind: str
         recording: how autograd records the call; None: it does not.
 
     Raises:
-        Unplanned: Python has to make such calls.
+        Unplanned: the call cannot be planned.
     """
     count = len(lesson.given)
     kept = [] if recording is None else [source for source, *_ in recording["kept"]]
@@ -73,7 +74,7 @@ def plan_of(lesson: Lesson, places: Places, results: Sequence[Result], kind: str
     }
     try:
         return native_calls.module.Plan(description)
-    except ValueError:  # the driver does not say what a kernel takes, or it takes something else
+    except ValueError:  # the driver does not state a kernel's parameters, or they do not match
         return native_calls.module.Plan({**description, "launches": _launches_of(lesson, by_driver=False)})
 
 
@@ -81,7 +82,7 @@ class Places:
     """The memory of each result of a call.
 
     Attributes:
-        memory: what is allocated, with the shapes of the results of the call.
+        memory: the allocations, with the shapes of the call's results.
         shapes: shape and strides of each result in allocated memory, by its index in `memory`.
     """
 
@@ -93,17 +94,17 @@ class Places:
         self.shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
 
     def formulas(self, place: int) -> list[Code]:
-        """The formulas of the sizes of memory, if they vary."""
+        """The formulas of an allocation's sizes; empty if they do not vary."""
         shape = self.lesson.shapes.get(place + len(self.lesson.given))
         return [] if shape is None else codes_of(shape)
 
     def is_varied(self, place: int) -> bool:
-        """Whether the sizes of memory differ from call to call."""
+        """Whether the sizes of an allocation differ from call to call."""
         source = place + len(self.lesson.given)
         return source in self.lesson.shapes or (self.lesson.varies and source in self.lesson.fresh)
 
     def of(self, tensor: Tensor) -> int | None:
-        """The index in `memory` of the memory that a tensor fills; None if it has other memory."""
+        """The index in `memory` of the allocation that a tensor fills; None if it fills none."""
         source, count = self.lesson.source(tensor), len(self.lesson.given)
         if source is None or source < count:
             return None
@@ -113,50 +114,52 @@ class Places:
         return source - count if whole and made.data_ptr() == tensor.data_ptr() and made.dtype == tensor.dtype else None
 
     def of_result(self, result: Tensor | None) -> Result:
-        """The same for a result, which may be given twice; memory that Rooftop allocates then gets its shape."""
+        """The `Result` for a tensor that the call returns. Two results may be one tensor. Memory that the plan
+        allocates gets the result's shape.
+        """
         if result is None:
             return Result(-1)
         place = self.of(result)
         unseen = place is not None and not self.lesson.is_used(place + len(self.lesson.given))
         if place is None or unseen or type(result) is not Tensor or isinstance(self.memory[place], Zeros):
-            raise Unplanned("a result is not what was observed to be computed")
+            raise Unplanned("a result is not a tensor that an observed launch computed")
         shape = tuple(result.shape), result.stride()
         made = self.lesson.sources[place + len(self.lesson.given)]
         if self.is_varied(place) and shape != (tuple(made.shape), made.stride()):
             raise Unplanned("a result is a view of memory whose size varies")
         if self.shapes.setdefault(place, shape) != shape:
-            raise Unplanned("two results of other shapes share memory")
+            raise Unplanned("two results of different shapes share memory")
         if isinstance(self.memory[place], Memory):
             self.memory[place] = Memory(*self.shapes[place], result.dtype, None)
         source = len(self.lesson.given) + place
         return Result(source, ANY, ANY) if self.is_varied(place) else Result(source, *shape)
 
     def of_gradient(self, gradient: Tensor | None) -> Result:
-        """The same for a gradient, which may also be a view of a given tensor, such as an expanded slope."""
+        """The `Result` for a gradient. It may also be a view of a given tensor, such as an expanded slope."""
         source = None if gradient is None else self.lesson.source(gradient)
         if gradient is None or source is None or source >= len(self.lesson.given):
             return self.of_result(gradient)
         if type(gradient) is not Tensor or gradient.dtype != self.lesson.given[source].dtype:
-            raise Unplanned("a gradient is neither computed nor a view")
+            raise Unplanned("a gradient is neither computed by an observed launch nor a view of a given tensor")
         offset = int(gradient.storage_offset() - self.lesson.given[source].storage_offset())
         if self.lesson.varies:
             whole = self.lesson.given[source]
             if offset or (gradient.shape, gradient.stride()) != (whole.shape, whole.stride()):
-                raise Unplanned("a gradient is a view of a tensor, and sizes vary")
+                raise Unplanned("a gradient is a view of a given tensor, whose sizes vary")
             if source in self.lesson.shapes:
                 return Result(source, ANY, ANY)
         return Result(source, tuple(gradient.shape), gradient.stride(), offset)
 
     def of_argument(self, tensor: Tensor) -> int:
-        """The index of the given tensor that an operator's argument is a view of, with all elements in their order."""
+        """The index of the given tensor that an operator's argument views, with all elements in the same order."""
         source = self.lesson.source(tensor)
         if source is None or source >= len(self.lesson.given):
             raise Unplanned("an operator that autograd records takes a tensor that the call computed")
         whole = self.lesson.given[source]
         if not is_view(whole, tensor):
-            raise Unplanned("an operator that autograd records takes a part of a tensor")
+            raise Unplanned("an operator that autograd records takes only a part of a tensor")
         if source in self.lesson.shapes and tensor.shape != whole.shape:
-            raise Unplanned("an operator that autograd records takes another shape of a tensor whose size varies")
+            raise Unplanned("an operator that autograd records reshapes a tensor whose size varies")
         return source
 
 
@@ -192,7 +195,9 @@ def _launches_of(lesson: Lesson, by_driver: bool = True) -> list[dict[str, Any]]
 
 
 def _launch_of(step: Step | Called, varied: Varied | None = None, by_driver: bool = True) -> dict[str, Any]:
-    """A launch for the driver, or for Python where the driver cannot make it alone; or a call of PyTorch's operator."""
+    """Describe a step: a launch by the driver, a launch by Python if the driver cannot make it, or a call of PyTorch's
+    operator.
+    """
     if isinstance(step, Called):
         schema = step.func._schema
         return {
@@ -210,12 +215,13 @@ def _launch_of(step: Step | Called, varied: Varied | None = None, by_driver: boo
 def _launch_varying(
     step: Step, grid: Sequence[Any], numbers: dict[int, Any], sources: Sequence[Any], values: Sequence[int]
 ) -> None:
-    """Launch a kernel. Formulas give its grid and some of its arguments from `values`; `numbers` has the formula of an
-    argument by its place."""
+    """Launch a kernel whose grid and some arguments are formulas of `values`. `numbers`: the formula of an argument by
+    the argument's place.
+    """
     given = step.given.copy()
     for place, code in numbers.items():
         given[place] = value_of(code, values)
-    # interpreted kernels only take addresses, but the tensor must not be larger than the memory
+    # one element suffices: kernels take only addresses, and the view must not be larger than the memory
     pointers = tuple(each._replace(view=(each.view[0], torch.Size((1,)), (1,))) for each in step.pointers)
     sizes = tuple(value_of(code, values) for code in grid)
     if 0 not in sizes:

@@ -1,9 +1,9 @@
-"""Launch Triton kernels again with arguments of the same kind: addresses and numbers go directly to the compiled
-kernel.
+"""Launch a Triton kernel again with arguments of the same kind, by passing addresses and numbers directly to the
+compiled kernel.
 
-Triton inspects all arguments at each launch, builds a key as a string and looks the compiled kernel up, which takes the
-host longer than the rest of a call. Here the key has only the facts for which Triton compiles: dtypes, divisibility by
-16, the width of integers, constants. Triton itself compiles, and launches all kernels that this file does not know.
+At each launch, Triton inspects all arguments, builds a key as a string and looks up the compiled kernel. That takes the
+host longer than the rest of a call. Here the key has only the facts on which Triton specializes: dtypes, divisibility
+by 16, the width of integers, constants. Triton itself compiles, and launches the kernels that this file does not know.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _compiled: dict[tuple[Any, ...], Compiled] = {}
 """Compiled kernels by kernel, device, facts of the arguments, and constants."""
 
 _NUMBERS = frozenset((float, bool))  # Triton does not specialize on values of these types
-_SMALL = 1 << 31  # smaller integers have 32 bits in a kernel
+_SMALL = 1 << 31  # integers below this are 32-bit in a kernel
 _runtime: Any = None  # Triton's settings, once it is imported
 
 
@@ -41,9 +41,9 @@ class Compiled:
     def __init__(self, kernel: Any, compiled: Any, constants: tuple[Any, ...], takes_descriptors: bool = False) -> None:
         from triton.runtime import driver
 
-        self.takes_descriptors = takes_descriptors  # `launch` has only addresses and numbers, so it is not for these
+        self.takes_descriptors = takes_descriptors  # `launch` cannot pass tensor descriptors
 
-        self.kernel = kernel  # keeps it alive, so no other kernel gets its id
+        self.kernel = kernel  # a reference, so that no other kernel gets its id
         self.whole = compiled
         self.constants = constants
         self.run, self.function, self.metadata = compiled.run, compiled.function, compiled.packed_metadata
@@ -71,7 +71,7 @@ def start(
         args, parameters: positional arguments; constants and launch parameters.
 
     Returns:
-        The compiled kernel, if it can be launched with any arguments of the same dtypes and alignment.
+        The compiled kernel, if `Compiled.launch` can launch it with other arguments of the same dtypes and alignment.
     """
     seen = facts_of(args, index)
     if seen is None or is_watched():
@@ -87,8 +87,8 @@ def start(
 
 
 def facts_of(args: Sequence[Any], index: int) -> tuple[list[Any], list[Any]] | None:
-    """(facts for which Triton compiles, addresses and numbers for its launcher). None for arguments that Triton has to
-    inspect: tensors on other devices, tensor descriptors, and other kinds.
+    """(facts on which Triton specializes, addresses and numbers for its launcher). None for arguments that Triton has
+    to inspect: tensors on other devices, tensor descriptors, and unknown types.
 
     Args:
         args: positional arguments of a launch.
@@ -103,7 +103,7 @@ def facts_of(args: Sequence[Any], index: int) -> tuple[list[Any], list[Any]] | N
                 return None
             given[place] = address = each.data_ptr()
             facts += (each.dtype, not address & 15)
-        elif kind is int:  # facts: whether it is 1, a multiple of 16, and its bits
+        elif kind is int:  # facts: whether it is 1, whether 16 divides it, and its width
             if each == 1:
                 facts.append(1)
             elif -_SMALL <= each < _SMALL:
@@ -120,12 +120,12 @@ def facts_of(args: Sequence[Any], index: int) -> tuple[list[Any], list[Any]] | N
 
 
 def is_descriptor(argument: Any) -> bool:
-    """Whether an argument of a launch is a tensor descriptor of Triton."""
+    """Whether an argument of a launch is a Triton tensor descriptor."""
     return type(argument).__name__ == "TensorDescriptor"
 
 
 def _with_descriptors(kernel: Any, made: Any, args: Sequence[Any], parameters: dict[str, Any]) -> Compiled | None:
-    """The compiled kernel if it takes tensor descriptors, which it cannot launch by itself."""
+    """The compiled kernel, if it takes tensor descriptors; its `launch` cannot pass them."""
     constants = kernel.params[len(args) :]
     if not any(map(is_descriptor, args)) or not hasattr(made, "packed_metadata") or kernel.pre_run_hooks:
         return None
@@ -135,7 +135,7 @@ def _with_descriptors(kernel: Any, made: Any, args: Sequence[Any], parameters: d
 
 
 def _keep(key: tuple[Any, ...], kernel: Any, compiled: Any, count: int, parameters: dict[str, Any]) -> Compiled | None:
-    """Remember a compiled kernel if its constants follow its arguments and all are given by name."""
+    """Remember a compiled kernel if its constants follow its arguments, and the caller passes all of them by name."""
     if not hasattr(compiled, "packed_metadata") or kernel.pre_run_hooks:
         return None
     arguments, constants = kernel.params[:count], kernel.params[count:]
@@ -151,7 +151,7 @@ def _keep(key: tuple[Any, ...], kernel: Any, compiled: Any, count: int, paramete
 
 
 def is_watched() -> bool:
-    """Whether hooks of Triton's profilers or Triton's debugging have to see launches."""
+    """Whether launch hooks of Triton's profilers, or its debugging, must see each launch."""
     global _runtime
     if _runtime is None:
         from triton import knobs

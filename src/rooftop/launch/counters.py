@@ -1,5 +1,5 @@
-"""Zeroed counters in device memory. The programs of one kernel count arrivals in them, and the kernel resets them to
-zero.
+"""Zeroed counters in device memory. The programs of a kernel count their arrivals in them, and the kernel resets them
+to zero.
 
 Launches on one stream run one after another and share their counters. A captured launch may be replayed on any stream,
 together with any other work. So each captured launch keeps its own counters as long as the process lives.
@@ -44,7 +44,7 @@ def counters(device: torch.device, count: int) -> Tensor | None:
 
 
 def counters_now(device: torch.device, count: int) -> Tensor | None:
-    """`counters` without an observer, for a `count` within a stream's supply."""
+    """`counters` for a `count` within a stream's supply, not seen by an observer of the call."""
     if device.type != "cuda":
         return _stream_zeros(device, 0)[:count]
     with torch.cuda.device(device):
@@ -61,13 +61,13 @@ def _stream_zeros(device: torch.device, stream: int) -> Tensor:
             if device not in _of_graphs:
                 _of_graphs[device] = _Captured(torch.zeros(CAPTURED_COUNTERS, dtype=torch.int32, device=device))
                 if device.type == "cuda":
-                    torch.cuda.current_stream().synchronize()  # once, since graphs on any stream use these
+                    torch.cuda.current_stream().synchronize()  # once: graphs on any stream use the zeros
             _of_stream[device, stream] = zeros
     return zeros
 
 
 def _captured_zeros(device: torch.device, count: int) -> Tensor | None:
-    count = -(-count // 4) * 4  # 16 bytes: the alignment is part of the compiled code
+    count = -(-count // 4) * 4  # in units of 16 bytes, because compiled code assumes that alignment
     with _lock:
         captured = _of_graphs.get(device)
         if captured is None or captured.taken + count > CAPTURED_COUNTERS:

@@ -1,7 +1,8 @@
-"""C++ parts of Rooftop: compiled when they are first needed, in the background, and stored in the cache.
+"""C++ extensions, compiled in the background when they are first needed, and stored in the cache.
 
-Installing Rooftop compiles nothing. A part must have a twin in Python that is used until it is there, and on machines
-without a C++ compiler. `ROOFTOP_COMPILED_CALLS=0` leaves all parts out, and `wait` waits for them.
+Installing Rooftop compiles nothing. Each extension has a twin in Python, which runs until the extension is compiled,
+and on machines without a C++ compiler. `ROOFTOP_COMPILED_CALLS=0` disables all extensions; `wait` waits for their
+compilation.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from typing import Any
 
 import torch
 
-PATIENCE_S = 600  # limit for a compilation, which takes less than a minute on most machines
+PATIENCE_S = 600  # time limit of a compilation, which takes less than a minute on most machines
 
-# A separate process runs this, so that it may outlive the present one. It compiles to another name, then renames it.
+# A separate process runs this, and may outlive this one. It compiles to a temporary file and renames it.
 _BUILDER = """
 import json, os, subprocess, sys
 command, partial, path, failed, building = json.loads(sys.argv[1])
@@ -51,9 +52,11 @@ finally:
 
 
 def asked() -> str:
-    """What $ROOFTOP_COMPILED_CALLS asks for: "0", no compiled part; "1", as usual; "wait", wait for the compilation.
+    """The value of $ROOFTOP_COMPILED_CALLS. "0": no extension; "1": compile in the background; "wait": wait for the
+    compilation.
 
-    Unset and empty are "1". Any other value is "1", with a warning, because an operator's call must not fail for this.
+    Unset and empty mean "1". Any other value means "1", with a warning, because a call of an operator must not fail for
+    this.
     """
     found = os.environ.get("ROOFTOP_COMPILED_CALLS") or "1"
     if found not in ("0", "1", "wait"):
@@ -64,12 +67,13 @@ def asked() -> str:
 
 @cache
 def compiler() -> tuple[str, ...] | None:
-    """The command of the C++ compiler: $CXX, which may have options or a prefix as in `ccache g++`; else g++, c++ or
-    clang++. None: none of them is a program."""
+    """The command of the C++ compiler: $CXX, which may have options or a prefix as in `ccache g++`, or else g++, c++ or
+    clang++. None if none of them is installed.
+    """
     for command in (os.environ.get("CXX", ""), "g++", "c++", "clang++"):
         try:
             words = shlex.split(command)
-        except ValueError:  # an open quotation mark
+        except ValueError:  # an unclosed quotation mark
             continue
         if words and (found := shutil.which(words[0])):
             return found, *words[1:]
@@ -77,10 +81,10 @@ def compiler() -> tuple[str, ...] | None:
 
 
 class Extension:
-    """A module of Python in one C++ file, which may use PyTorch.
+    """A Python extension module in one C++ file, which may use PyTorch.
 
     Args:
-        name: name of the module; the macro ROOFTOP_MODULE has it when the file is compiled.
+        name: name of the module; the compiler defines it as the macro ROOFTOP_MODULE.
         source: the file.
     """
 
@@ -89,7 +93,7 @@ class Extension:
 
     @cached_property
     def path(self) -> Path:
-        """The compiled file, one for each version of the source, PyTorch and Python."""
+        """The path of the compiled file, which differs for each version of the source, PyTorch and Python."""
         from rooftop.hardware.measuring import cache_folder
 
         versions = (self.source.read_text(), torch.__version__, sys.version, sysconfig.get_platform())
@@ -99,11 +103,11 @@ class Extension:
 
     @property
     def failed(self) -> Path:
-        """The file with the compiler's messages, which exists if the compilation failed."""
+        """The path of the compiler's messages, a file that exists if the compilation failed."""
         return self.path.with_name(f"{self.path.name}.failed")
 
     def state(self) -> tuple[bool, str]:
-        """Whether the module can be used, now or later, and the reason in one line."""
+        """(whether the module can be used now or later, the reason in one line)."""
         if asked() == "0":
             return False, "left out by ROOFTOP_COMPILED_CALLS=0"
         if self.path.exists():
@@ -118,7 +122,7 @@ class Extension:
         return True, f"to be compiled when it is first needed, by {shlex.join(command)}"
 
     def build(self) -> Any:
-        """Compile the module unless it is stored, and return it.
+        """Compile the module unless the cache has it, and return it.
 
         Raises:
             RuntimeError: there is no C++ compiler, or it failed, or the cache cannot be written.
@@ -137,17 +141,18 @@ class Extension:
         return self._load()
 
     def ask(self, then: Callable[[Any], None], twin: str) -> None:
-        """Give the module to `then`, unless it is left out: at once if it is stored, else from a thread when it is
-        compiled, if that is possible. With `ROOFTOP_COMPILED_CALLS=wait`, compile it before this returns.
+        """Pass the module to `then`: at once if the cache has it, else from a thread after its compilation. With
+        `ROOFTOP_COMPILED_CALLS=wait`, compile it before this returns. `then` is not called if extensions are disabled
+        or cannot be compiled.
 
         Args:
-            twin: what Python does instead, for the warning that the module cannot be compiled.
+            twin: what Python does instead, for the warning if the compilation fails.
         """
         how = asked()
         if how == "wait":
             try:
                 then(self.build())
-            except RuntimeError as error:  # what the user called must not fail for this
+            except RuntimeError as error:  # the user's call must not fail for this
                 warnings.warn(f"ROOFTOP_COMPILED_CALLS=wait: {twin}, because {error}", stacklevel=3)
         elif how == "0":
             return
@@ -158,13 +163,13 @@ class Extension:
             threading.Thread(target=self._await, args=(then,), name=name, daemon=True).start()
 
     def _await(self, then: Callable[[Any], None]) -> None:
-        with suppress(OSError):  # the cache may not be writable, which `rooftop doctor` reports
+        with suppress(OSError):  # the cache may be read-only, which `rooftop doctor` reports
             self._compile_once()
             if (module := self._stored(keep_error=True)) is not None:
                 then(module)
 
     def _compile_once(self) -> None:
-        """Compile it unless another process does, and wait for the file, or for what the compiler said."""
+        """Compile the module unless another process does, and wait for the compiled file or the compiler's messages."""
         others = self.path.parent.glob(f"{self.path.name}.*.building")
         if not any(time.time() - each.stat().st_mtime < PATIENCE_S for each in others):
             self._compile().wait()
@@ -173,7 +178,9 @@ class Extension:
             time.sleep(0.5)
 
     def _stored(self, keep_error: bool = False) -> Any:
-        """The module, if it is stored. A file that cannot be loaded, as after a full disk, is deleted."""
+        """The module from the cache, or None. A file that cannot be loaded, for example after a full disk, is
+        deleted.
+        """
         if not self.path.exists():
             return None
         try:
@@ -181,7 +188,7 @@ class Extension:
         except ImportError as error:
             with suppress(OSError):
                 self.path.unlink()
-                if keep_error:  # it was compiled just now, so compiling it again would not help
+                if keep_error:  # it was just compiled, so compiling it again would not help
                     self.failed.write_text(f"error: {error}")
             return None
 

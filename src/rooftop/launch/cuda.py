@@ -1,15 +1,15 @@
-"""CUDA C++ from Python: `compile` a source, `launch` its kernel on tensors. It needs no compiler on the machine and no
-build step.
+"""CUDA C++ from Python: `compile` a source, `launch` its kernel on tensors. This needs no build step, and no compiler
+besides NVRTC.
 
     kernel = cuda.compile(SOURCE, "scale<float>")
     kernel.launch(-(-n // 256), 256, x, y, n, 0.5)
 
-The launch is on PyTorch's current stream of the tensors' device. It neither allocates on the device nor waits for it,
-so it can be used in operators and captured in CUDA graphs. Before the launch, arguments are checked against the
-kernel's C++ signature, and the configuration against the limits of the kernel and the architecture.
+The kernel is launched on PyTorch's current stream of the tensors' device. A launch neither allocates on the device nor
+waits for it, so operators can use it, and CUDA graphs can capture it. Before a launch, arguments are checked against
+the kernel's C++ signature, and the configuration against the limits of the kernel and the architecture.
 
-An error inside a running kernel (an invalid address) appears at some later synchronization, in anyone's call. With
-ROOFTOP_SYNC=1 in the environment each launch waits for its kernel, and the error names it.
+An error inside a running kernel, such as an invalid address, is raised at some later synchronization, in an unrelated
+call. With ROOFTOP_SYNC=1 in the environment each launch waits for its kernel, and the error names it.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ SYNCHRONOUS = os.environ.get("ROOFTOP_SYNC") == "1"
 Size = int | tuple[int, ...]
 """A grid or a block: one to three dimensions."""
 
-# From the CUDA C++ Programming Guide, technical specifications; unchanged since compute capability 3.0.
+# Limits from the CUDA C++ Programming Guide, technical specifications; unchanged since compute capability 3.0.
 GRID_LIMITS = (2**31 - 1, 65535, 65535)
 BLOCK_LIMITS = (1024, 1024, 64)
 PORTABLE_CLUSTER_LIMIT = 8  # blocks
 CLUSTER_LIMIT = 16  # blocks, on sm_90, if the kernel opts in
-DEFAULT_SHARED_BYTES = 48 * 1024  # for a block; a kernel must opt in to more
-CONFIGURATIONS_KEPT = 1024  # configurations of one kernel
+DEFAULT_SHARED_BYTES = 48 * 1024  # per block; a kernel must opt in to more
+CONFIGURATIONS_KEPT = 1024  # cached configurations per kernel
 
 _kernels: dict[tuple[Any, ...], Kernel] = {}
 _streams: dict[tuple[int, int], Any] = {}
@@ -63,24 +63,25 @@ def compile(
 ) -> Kernel:
     """Compile one kernel of a CUDA C++ source.
 
-    The first call compiles. Later calls cost a look-up, or in another process the reading of a file. So the caller may
-    call `compile` before each launch.
+    The first call compiles. Later calls are a look-up, or in another process read a file. So the caller may call
+    `compile` before each launch.
 
     Args:
-        source: the whole source. CUDA's headers are found; those of the C++ library are not available.
+        source: the whole source. It may include CUDA's headers, but not headers of the C++ library.
         name: name of a `__global__` function; `scale<float, 4>` instantiates a template.
-        arch: architecture, such as "sm_90"; None takes that of `device`. Compiling for a named architecture needs no
-            GPU.
-        device: the device; None takes the current one.
+        arch: architecture, such as "sm_90"; None: the architecture of `device`. Compiling for a named architecture
+            needs no GPU.
+        device: the device; None: the current one.
         defines: macros.
-        fast_math: approximate division, roots and transcendentals; denormals become zero.
-        fused_multiply_add: contract products and sums into one rounding.
-        max_registers: registers of each thread.
+        fast_math: approximate division, roots and transcendental functions, and flush denormals to zero.
+        fused_multiply_add: fuse products and sums, which then round once.
+        max_registers: the most registers of a thread.
 
     Raises:
         CompilationError: the compiler failed; the message has its log and the line of the source.
-        MissingExtraError: NVRTC, `cuda.core` or a CUDA header is not installed: the message has the command.
-        TypeError: no Python value can be passed for a kernel parameter, or source or name is not a str.
+        MissingExtraError: NVRTC, `cuda.core` or a CUDA header is not installed; the message has the command to install
+            it.
+        TypeError: source or name is not a str, or a kernel parameter has a type that Python cannot pass.
         ValueError: there is no GPU to compile for, or NVRTC does not know the architecture.
     """
     for what, text in (("source", source), ("name", name)):
@@ -97,7 +98,7 @@ def compile(
 
 
 def runs_on(tensor: torch.Tensor) -> bool:
-    """Whether kernels can work on the tensor: whether it is on a GPU."""
+    """Whether CUDA C++ kernels can process the tensor: it is on a GPU."""
     return tensor.device.type == "cuda"
 
 
@@ -121,7 +122,7 @@ class Kernel:
     Attributes:
         binary: machine code and its properties: registers, shared memory, the compiler's log.
         name, arch: the compiled name and architecture.
-        max_threads_per_block: the limit that its registers set; `__launch_bounds__` may set a lower one.
+        max_threads_per_block: the limit by the kernel's registers; `__launch_bounds__` may set a lower one.
     """
 
     def __init__(self, binary: nvrtc.Binary, source: str, options: nvrtc.Options) -> None:
@@ -139,7 +140,7 @@ class Kernel:
 
     @cached_property
     def ptx(self) -> str:
-        """The kernel as readable PTX; compiled on first access."""
+        """The kernel's PTX, compiled on first access."""
         return nvrtc.ptx(self._source, self.name, self._options)
 
     def launch(
@@ -159,12 +160,12 @@ class Kernel:
             *arguments: tensors (or None) for pointers, numbers for the other parameters. The kernel does not see
                 strides.
             shared_bytes: dynamic shared memory of a block, up to the GPU's maximum.
-            cluster: blocks that share their shared memory, in each dimension.
+            cluster: blocks of a thread block cluster, in each dimension.
             cooperative: all blocks run at once and may wait for each other.
 
         Raises:
             TypeError, ValueError: invalid arguments or configuration; nothing is launched.
-            LaunchError: the driver refuses, or (with ROOFTOP_SYNC=1) the kernel fails.
+            LaunchError: the driver refuses the launch, or (with ROOFTOP_SYNC=1) the kernel fails.
         """
         device = first_device(arguments)
         if device is None:
@@ -173,7 +174,7 @@ class Kernel:
         try:
             key = (grid, block, shared_bytes, cluster, cooperative, device)
             configuration = self._configurations.get(key)
-        except TypeError:  # not hashable: a list
+        except TypeError:  # a list is not hashable
             raise TypeError(
                 f"kernel {self.name}: grid and block must be ints or tuples, got {grid!r}, {block!r}"
             ) from None
@@ -241,11 +242,11 @@ class Kernel:
     # ---- on a GPU ------------------------------------------------------------------------------------------------
 
     def active_clusters(self, block: Size, cluster: Size, shared_bytes: int, device: torch.device) -> int:
-        """The number of clusters that run on the device at once. The grid's other clusters wait for these to end.
+        """The number of clusters that run on the device at once. Other clusters of the grid wait until these end.
 
         Raises:
             TypeError, ValueError: an invalid configuration.
-            LaunchError: the driver refuses.
+            LaunchError: the driver refuses it.
         """
         index = torch.cuda.current_device() if device.index is None else device.index
         key = (block, cluster, shared_bytes, index)
@@ -263,7 +264,7 @@ class Kernel:
         return self._active_clusters[key]
 
     def _without_tensors(self, arguments: tuple[Any, ...], *configuration: Any) -> int:
-        """The current device; without one, errors in the call itself are raised first."""
+        """The current device. Without a GPU, it raises, errors of the call first."""
         if not torch.cuda.is_available():
             self.check(*configuration)
             self._signature.values(arguments, -1)
@@ -272,9 +273,7 @@ class Kernel:
 
     @cached_property
     def _loaded(self) -> Any:
-        """The loaded kernel, for every context that launches it. A capture does not end if the kernel is loaded during
-        it.
-        """
+        """The loaded kernel, valid in all contexts. Loading it does not invalidate a capture that is in progress."""
         core = nvrtc.require_cuda_core()
         from cuda.bindings import driver
 
@@ -292,11 +291,11 @@ class Kernel:
     def _configure(
         self, grid: Size, block: Size, shared_bytes: int, cluster: Size | None, cooperative: bool, device: int
     ) -> Any:
-        """The configuration in the form of `cuda.core`, cached for the next launch."""
+        """The configuration as an object of `cuda.core`, cached for the next launch."""
         core = nvrtc.require_cuda_core()
         if _arch_of(device) != self.arch.rstrip("af"):
             raise ValueError(
-                f"kernel {self.name} is compiled for {self.arch}, cuda:{device} is {_arch_of(device)}: "
+                f"kernel {self.name} is compiled for {self.arch}, but cuda:{device} is {_arch_of(device)}: "
                 "compile(..., device=tensor.device)"
             )
         with torch.cuda.device(device):
@@ -320,7 +319,7 @@ class Kernel:
         return configuration
 
     def _allow(self, threads: int, shared_bytes: int, device: int) -> None:
-        """Ask the driver for its thread limit, and opt in to more shared memory than 48 KiB."""
+        """Check the driver's thread limit of the kernel, and opt in to more than 48 KiB of shared memory."""
         from cuda.bindings import driver
 
         attribute, handle = driver.CUfunction_attribute, self._loaded.handle
@@ -382,19 +381,21 @@ class Kernel:
 
 
 def _is_of_the_driver(error: Exception) -> bool:
-    """`cuda.core` does not export the class of its errors."""
+    """Whether an error is one of `cuda.core`, which does not export its error class."""
     return type(error).__name__ == "CUDAError"
 
 
 def _launch(*arguments: Any) -> None:
-    """Replaces itself with `cuda.core.launch` at the first call."""
+    """Launch by `cuda.core.launch`, which replaces this function at the first call."""
     global _launch
     _launch = nvrtc.require_cuda_core().launch
     _launch(*arguments)
 
 
 def _current_stream(device: int) -> Any:
-    """PyTorch's current stream as a stream of `cuda.core`. PyTorch takes its streams from a pool that lives forever."""
+    """PyTorch's current stream as a stream of `cuda.core`. It is cached, since PyTorch's streams live as long as the
+    process.
+    """
     key = (device, torch._C._cuda_getCurrentRawStream(device))
     stream = _streams.get(key)
     if stream is None:
@@ -403,16 +404,16 @@ def _current_stream(device: int) -> Any:
 
 
 def _bind_context(device: int) -> None:
-    """Give this thread a CUDA context. Calls of CUDA's runtime create a context, but launches through the driver do
-    not.
-    """
+    """Give this thread a CUDA context: calls of the CUDA runtime create one, but launches through the driver do not."""
     if not getattr(_thread, "bound", False):
         nvrtc.require_cuda_core().Device(device).set_current()
         _thread.bound = True
 
 
 def _threads_with(registers: int | None, capability: tuple[int, int]) -> int:
-    """The largest number of threads of a block if each uses this many registers: whole warps in each sub-partition."""
+    """The largest number of threads of a block if each uses this many registers: a multiple of warps in each
+    sub-partition.
+    """
     unit = MULTIPROCESSORS.get(capability)
     if unit is None or not registers:
         return BLOCK_LIMITS[0]

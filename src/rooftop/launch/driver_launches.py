@@ -1,6 +1,7 @@
-"""A launch of a Triton kernel as the CUDA driver takes it: bytes of its parameters, and where pointers belong in them.
+"""Describe launches of Triton kernels for the CUDA driver: the bytes of the parameters, and the places of pointers in
+them.
 
-`call_plans.py` makes plans of such launches, and `repeated_calls.cpp` gives them to the driver.
+`call_plans.py` makes plans of such launches, and `repeated_calls.cpp` passes them to the driver.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _FORMATS = {
 
 
 def for_driver(step: Step, varied: Varied | None = None) -> dict[str, Any] | None:
-    """The launch, with the formulas of its sizes if they vary; None if Triton has to make it."""
+    """The launch, with formulas for sizes that vary; None if only Triton can make it."""
     assert step.compiled is not None
     compiled: Any = step.compiled.whole
     about = compiled.metadata
@@ -59,7 +60,7 @@ def for_driver(step: Step, varied: Varied | None = None) -> dict[str, Any] | Non
             packed.add(struct.pack(_FORMATS[kind], value))
         else:
             return None
-    for _ in range(2):  # Triton's scratch memory, of which the kernel has none
+    for _ in range(2):  # null pointers for Triton's scratch memory, which the kernel does not use
         packed.add(bytes(8))
     return {
         "python": None,
@@ -79,7 +80,7 @@ def for_driver(step: Step, varied: Varied | None = None) -> dict[str, Any] | Non
 
 
 class _Parameters:
-    """The values of a kernel's parameters, each aligned by its size."""
+    """The bytes of a kernel's parameters; each parameter is aligned to its size unless `alignment` is given."""
 
     def __init__(self) -> None:
         self.values, self.offsets, self.sizes = b"", list[int](), list[int]()
@@ -91,15 +92,15 @@ class _Parameters:
         self.values += value
 
 
-TENSOR_MAP_BYTES = 128  # of the driver's CUtensorMap
+TENSOR_MAP_BYTES = 128  # size of the driver's CUtensorMap
 
 
 def _tensor_map(step: Step, place: int, about: Any) -> bytes | None:
-    """A tensor descriptor as the driver encodes it, for any aligned address; the compiled part replaces the address."""
+    """A tensor descriptor, encoded by the driver for a placeholder address that the compiled part replaces."""
     from triton.backends.nvidia import driver
 
     if about is None:
-        return None  # the kernel takes a pointer instead
+        return None  # this kernel takes a pointer instead of a CUtensorMap
     device = torch.device("cuda", torch._C._cuda_getDevice())
     pointer = next(each for each in step.pointers if each.place == place)
     dtype, shape, strides = pointer.view

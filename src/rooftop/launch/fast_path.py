@@ -1,8 +1,8 @@
-"""Calls of operators that skip PyTorch's dispatcher and go directly to the implementation.
+"""Call an operator's implementation directly, without PyTorch's dispatcher.
 
-For an operator written in Python, a call through the dispatcher costs the host more time than the launch of a small
-kernel. If nothing watches or transforms a call, it does not need the dispatcher. All that must see an operator still
-see it: torch.compile, modes (FakeTensor, counting), transforms, the profiler.
+For an operator written in Python, a call through the dispatcher takes the host longer than the launch of a small
+kernel. A call that nothing watches or transforms does not need the dispatcher. torch.compile, modes (FakeTensor,
+counting), transforms and the profiler still see every call.
 
 `benchmarks/calls.py` measures the time saved. If the row "dispatcher" of its table costs less than a tenth of a call,
 this file can be removed.
@@ -24,14 +24,14 @@ _LISTS = (list, tuple)
 _NO_TENSORS = frozenset(
     (type(None), bool, int, float, str, torch.dtype, torch.device)
 )  # types of most arguments that are not tensors
-# These functions are looked up once, since every call uses them.
+# Looked up once, because every call uses these functions.
 _include_set = torch._C._dispatch_tls_local_include_set
 _is_included = torch._C._dispatch_tls_is_dispatch_key_included
-# the key of `is_grads_batched`; `torch.func` has another one
+# dispatch key of `is_grads_batched`; `torch.func` uses another key
 _VMAP_MODE: Any = torch._C._parse_dispatch_key("VmapMode")
 _function_modes = torch._C._len_torch_function_stack
 _profiler_enabled = torch._C._autograd._profiler_enabled
-# A new thread has no modes, transforms or inference mode; this thread may have some.
+# Read in a new thread, which has no modes, transforms or inference mode; this thread may have some.
 with ThreadPoolExecutor(1) as _thread:
     _UNWATCHED = _thread.submit(_include_set).result()
     _INFERRING = _thread.submit(torch.inference_mode()(_include_set)).result()
@@ -40,12 +40,12 @@ with ThreadPoolExecutor(1) as _thread:
 
 
 def is_plain(arguments: Sequence[Any]) -> bool:
-    """Whether nothing but autograd has to see a call."""
+    """Whether autograd alone has to see a call."""
     return _include_set() == _UNWATCHED and _unseen(arguments)
 
 
 def only_infers(arguments: Sequence[Any]) -> bool:
-    """Whether nothing has to see a call, not even autograd, because it is in inference mode."""
+    """Whether nothing has to see a call, not even autograd: it runs in inference mode."""
     return torch.is_inference_mode_enabled() and _include_set() == _INFERRING and _unseen(arguments)
 
 
@@ -104,14 +104,15 @@ def transformed(arguments: Sequence[Any]) -> bool:
 
 
 def unwatched(*arguments: Any) -> bool:
-    """Whether nothing but autograd would notice which operators compute on these tensors: no compiler, mode, transform
-    or profiler, and no tensor of another kind."""
+    """Whether nothing besides autograd observes operators on these tensors: no compiler, mode, transform or profiler is
+    active, and all tensors are plain.
+    """
     return not torch.compiler.is_compiling() and not in_forward_mode() and is_plain(arguments)
 
 
 def computed_on_cpu(*tensors: Any) -> bool:
-    """Whether PyTorch's own functions can compute on these tensors, which saves the host an operator call. This holds
-    if the tensors are dense and on the CPU, nothing notices which operators compute on them, and no gradient is needed.
+    """Whether PyTorch's own functions can compute on these tensors, to save the host an operator call. This requires
+    dense tensors on the CPU, no observer of operators, and no gradient.
     """
     recorded = torch.is_grad_enabled()
     for t in tensors:
@@ -126,12 +127,13 @@ def computed_on_cpu(*tensors: Any) -> bool:
 
 
 def recording(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that autograd records.
+    """Make a function that autograd records.
 
     Args:
         name: name of the operator.
         forward: computes the results from (ctx, *arguments).
-        backward: computes gradients of the arguments from (ctx, wanted, *slopes); `wanted` says which need one.
+        backward: computes gradients of the arguments from (ctx, wanted, *slopes); `wanted`: which arguments need a
+            gradient.
     """
 
     def backward_of(ctx: Any, *slopes: Any) -> Any:
@@ -139,17 +141,19 @@ def recording(name: str, forward: Callable[..., Any], backward: Callable[..., An
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward_of)}
     made: Any = type(f"GeneratedBackwardFor_rooftop_{name}_default", (torch.autograd.Function,), methods)
-    # The work of Function.apply before this call matters only for transforms, which go through the dispatcher.
+    # This skips what Function.apply does for transforms, because transformed calls use the dispatcher.
     return super(torch.autograd.Function, made).apply  # type: ignore[no-any-return]
 
 
 def recording_lists(
     name: str, forward: Callable[..., Any], backward: Callable[..., Any], gives_list: bool
 ) -> Callable[..., Any]:
-    """Like `recorded`, for arguments or results that are lists of tensors. Autograd only sees single tensors."""
+    """`recording` for arguments or results that are lists of tensors; autograd sees only single tensors."""
 
     def forward_of_each(ctx: Any, counts: Sequence[int | None], *flat: Any) -> Any:
-        """`counts`: for each argument, its length if it is a list of tensors, else None."""
+        """Run `forward` on arguments that autograd passes one by one. `counts`: for each argument, its length if it is
+        a list of tensors, else None.
+        """
         ctx.counts, rest = counts, iter(flat)
         output = forward(ctx, *(next(rest) if n is None else list(islice(rest, n)) for n in counts))
         return tuple(output) if gives_list else output

@@ -4,7 +4,7 @@
     integers    an int within the type's range
     floats      a float or an int that does not overflow
 
-A kernel does not know strides: pass the strides that it needs as integers.
+A pointer carries no strides: pass the strides that the kernel needs as integers.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ def _scalar(dtype: torch.dtype) -> Pointee:
 
 
 def _vectors(name: str, dtype: torch.dtype, *also: torch.dtype) -> dict[str, Pointee]:
-    """float2, float4 and so on. Vectors of three are aligned like scalars; no vector is aligned to more than 16
-    bytes."""
+    """The vector types float2, float4 and so on. Vectors of three are aligned like scalars; no vector is aligned to
+    more than 16 bytes.
+    """
     found = {f"{name}{n}": min(16, n * dtype.itemsize) for n in (2, 4)} | {f"{name}{n}": dtype.itemsize for n in (1, 3)}
     return {vector: Pointee((dtype, *also), alignment) for vector, alignment in found.items()}
 
@@ -126,7 +127,7 @@ def parameter_types(demangled: str) -> tuple[str, ...]:
 
 
 def _readable(type_: str) -> str:
-    """`float const*` as const float*; `restrict` is not part of a type."""
+    """Spell `float const*` as const float*, without `restrict`, which is not part of a type."""
     type_ = type_.replace(" __restrict__", "").replace(" __restrict", "")
     return f"const {type_[: -len(' const*')]}*" if type_.endswith(" const*") else type_
 
@@ -196,8 +197,9 @@ def _boolean(what: str) -> Converter:
 
 
 def _integer(what: str, dtype: torch.dtype) -> Converter:
-    """`cuda.core` copies an int as eight bytes, and the kernel reads the lowest ones. Values from 2^63 on need an
-    explicit type."""
+    """Convert an int for `cuda.core`. `cuda.core` copies eight bytes, and the kernel reads the lowest of them. Values
+    of 2^63 or more need an explicit type.
+    """
     limits = torch.iinfo(dtype)
     least, most = limits.min, limits.max
 

@@ -1,14 +1,14 @@
-"""Repeat operator calls whose shapes, strides and dtypes are known: the same allocations and launches, without new
+"""Repeat the allocations and launches of operator calls whose shapes, strides and dtypes are known, without new
 decisions.
 
 All decisions of an operator (views, grids, constants, choice of kernels) depend on facts of its arguments: shapes,
 strides, dtypes, device, alignment, and values that are not tensors. The second call with the same facts is observed. If
-that call only allocates memory, takes views, and launches Triton kernels, every later call is a list of allocations and
-launches. Their pointers are arguments or allocations plus constant offsets. Other calls (copies, PyTorch's own
-operators, CUDA C++) run as always.
+it only allocates memory, takes views, and launches Triton kernels, later calls replay its list of allocations and
+launches. A launch's pointers are arguments or allocations plus constant offsets. Other calls (with copies, PyTorch's
+own operators or CUDA C++) run as always.
 
-An operator takes part with `declare(..., known=...)`. Its `run` may depend only on these facts, and on settings that
-`known` returns. It may not depend on the contents of memory.
+An operator opts in by `declare(..., known=...)`. The decisions of its `run` may depend only on these facts and on
+settings that `known` returns, but not on the contents of memory.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ ON_CPU = triton_launch.INTERPRETED
 _VALUES = frozenset((type(None), bool, int, str, torch.dtype, torch.device))
 _LISTS = frozenset((bool, int))
 _SEEN = "seen once"  # not yet observed
-_OTHER = "other"  # the call does more than allocate, take views and launch
+_OTHER = "other"  # does more than allocate, take views and launch
 _forgets: list[Callable[[], None]] = []
 
 
 def facts_of(arguments: Sequence[Any]) -> tuple[Any, ...] | None:
-    """Everything on which the decisions of an operator depend; None for arguments of other kinds."""
+    """The facts on which an operator's decisions depend, as a hashable key; None if an argument has another type."""
     facts: list[Any] = []
     for each in arguments:
         kind = type(each)
@@ -61,7 +61,7 @@ def facts_of(arguments: Sequence[Any]) -> tuple[Any, ...] | None:
         elif kind in _VALUES:
             facts += (kind, each)
         elif kind is float:
-            facts += (kind, each or repr(each))  # distinguishes 0.0 and -0.0, which are equal
+            facts += (kind, each or repr(each))  # repr distinguishes 0.0 from -0.0
         elif kind in (list, tuple) and _LISTS.issuperset(map(type, each)):
             facts += (kind, *each, None)
         else:
@@ -70,7 +70,7 @@ def facts_of(arguments: Sequence[Any]) -> tuple[Any, ...] | None:
 
 
 def remembering(run: Callable[..., Any], settings: Callable[[Sequence[Any]], Any] | None = None) -> Callable[..., Any]:
-    """A function of an operator's arguments that makes its decisions once for each set of facts.
+    """Wrap an operator's `run` so that it makes its decisions once for each set of facts.
 
     Args:
         run: the function.
@@ -105,13 +105,13 @@ after_known: list[Callable[[], None]] = []
 
 
 def depends(why: str) -> None:
-    """Report that the work of an operator depends on more than facts, so Python must make each of its calls."""
+    """Report that an operator's work depends on more than facts, so that Python makes all of its calls."""
     if (here := lesson_here()) is not None:
         here.refuse(why)
 
 
 def became_known() -> None:
-    """Note that a call became known."""
+    """Tell all functions in `after_known` that a call became known."""
     for then in after_known:
         then()
 
@@ -134,8 +134,8 @@ class Memory(NamedTuple):
     """An allocation.
 
     Attributes:
-        like: an argument of the operator with contiguous memory of the same shape and dtype; None: there is none.
-            PyTorch allocates memory like that of a tensor in half the time.
+        like: index of an argument with contiguous memory of the same shape and dtype, or None. With such an argument,
+            `empty_like` allocates in half the time.
     """
 
     shape: tuple[int, ...]
@@ -156,7 +156,7 @@ class Pointer(NamedTuple):
     Attributes:
         place: index among the arguments.
         source: index among the tensor arguments of the operator and, after them, its allocations.
-        offset: bytes from the source's beginning.
+        offset: bytes from the beginning of the source.
         view: dtype, shape and strides of the tensor there, for interpreted kernels.
     """
 
@@ -167,7 +167,7 @@ class Pointer(NamedTuple):
 
 
 class Described(NamedTuple):
-    """A tensor descriptor among a launch's arguments, without its tensor, which a `Pointer` gives."""
+    """A tensor descriptor among a launch's arguments, without its tensor; a `Pointer` supplies the tensor."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -182,7 +182,7 @@ class Described(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One launch; `compiled` is None for interpreted kernels."""
+    """One launch of a kernel; `compiled` is None for interpreted kernels."""
 
     kernel: Any
     compiled: Compiled | None
@@ -197,7 +197,7 @@ class Steps(NamedTuple):
 
     Attributes:
         tensors: indices of the operator's arguments that are tensors.
-        memory: the allocations; the launches use them, or they are results.
+        memory: the allocations, used by launches or returned as results.
         results: the allocation of each result; None for a result that is None.
         kind: tuple, list, or Tensor for a single result.
     """
@@ -210,7 +210,9 @@ class Steps(NamedTuple):
     kind: type
 
     def run(self, arguments: Sequence[Any]) -> Any:
-        """The results for arguments with the same facts; NotImplemented if no counters are left."""
+        """Replay the call for arguments with the same facts. Return its results, or NotImplemented if no counters are
+        left.
+        """
         device = self.device
         made: list[Any] = []
         for each in self.memory:
@@ -275,15 +277,16 @@ def lesson_here() -> Any:
 
 
 def _observed(run: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, Any]:
-    """Return the result and its steps (or `_OTHER`); `_SEEN` instead of steps if another thread is observing a call."""
+    """Return the result, and its steps or `_OTHER`; `_SEEN` if another thread is observing a call."""
     places = tuple(i for i, each in enumerate(arguments) if isinstance(each, Tensor))
     result, observer = _observe(run, arguments, [arguments[i] for i in places])
     return result, _SEEN if observer is None else observer.steps(places, result) or _OTHER
 
 
 def _observe(run: Callable[..., Any], arguments: Sequence[Any], tensors: list[Tensor]) -> tuple[Any, Observer | None]:
-    """Return the result and the observer. There is no observer if another thread is observing a call, or if a tensor is
-    given twice, because it would then be unclear which of the two a launch uses."""
+    """Return the result and the observer. The observer is None if another thread is observing a call, or if one tensor
+    is passed twice: then it is unclear which argument a launch uses.
+    """
     if len({id(each) for each in tensors}) < len(tensors):
         return run(*arguments), None
     with observing(Observer(tensors)) as observer:
@@ -292,7 +295,7 @@ def _observe(run: Callable[..., Any], arguments: Sequence[Any], tensors: list[Te
 
 
 def _forked() -> None:
-    """In a forked process, nobody observes: the thread that did exists in the other process alone."""
+    """Stop observing in a forked process, which does not have the observing thread."""
     global _one_at_a_time, lesson
     _one_at_a_time = Lock()
     lesson = triton_launch._observer = None
@@ -303,8 +306,8 @@ os.register_at_fork(after_in_child=_forked)
 
 @contextmanager
 def observing(observer: Observer) -> Iterator[Observer | None]:
-    """Observe what this thread does in the block; None if another thread is observed."""
-    lock = _one_at_a_time  # after a fork within the block, the new process has another one
+    """Observe this thread in the block; yield None if another thread is being observed."""
+    lock = _one_at_a_time  # a fork within the block replaces the global
     if not lock.acquire(blocking=False):
         yield None
         return
@@ -318,7 +321,9 @@ def observing(observer: Observer) -> Iterator[Observer | None]:
 
 
 class Observer(TorchDispatchMode):
-    """Records allocations, views and launches of one call. `why` describes the first other operation; "" for none."""
+    """Record allocations, views and launches of one call. `why` describes the first operation of another kind, or is
+    "".
+    """
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
@@ -327,9 +332,9 @@ class Observer(TorchDispatchMode):
         self.device = tensors[0].device if tensors else torch.device("cpu")
         self.sources = list(tensors)  # followed by allocations
         self.source_of = {self.key(each): i for i, each in enumerate(tensors)}
-        self.alive: list[Tensor] = []  # kept alive, because Python reuses the ids of dead objects
+        self.alive: list[Tensor] = []  # references, because Python reuses the ids of dead objects
         self.launched: list[Any] = []  # steps
-        self.zeros_of: dict[int, int] = {}  # for counters among the sources: their number
+        self.zeros_of: dict[int, int] = {}  # number of counters, by the index of their source
         self.paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -353,7 +358,7 @@ class Observer(TorchDispatchMode):
     """What a tensor is known by."""
 
     def called(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> None:
-        """Note a call of another operator."""
+        """Record that the call uses another operator."""
         self._is_other(str(func))
 
     def _is_source(self, made: Tensor) -> None:
@@ -413,7 +418,7 @@ class Observer(TorchDispatchMode):
         self.launched.append(Step(kernel, compiled, grid, given, tuple(pointers), dict(parameters)))
 
     def zeros(self, device: torch.device, count: int) -> Tensor | None:
-        """Counters, recorded as memory that belongs to the call."""
+        """Return counters, and record them as memory of the call."""
         if get_ident() != self.thread:
             return counters_now(device, count)
         with self._unseen():
@@ -426,12 +431,12 @@ class Observer(TorchDispatchMode):
         return made
 
     def foreign(self) -> None:
-        """Note a launch of another kind."""
+        """Record that the call launches a kernel that is not Triton's."""
         if get_ident() == self.thread:
             self._is_other("a launch that is not Triton's")
 
     def steps(self, places: tuple[int, ...], result: Any) -> Steps | None:
-        """The observed steps; None if the call did anything other than these."""
+        """The observed steps; None if the call did anything else."""
         count = len(places)
         kind = Tensor if isinstance(result, Tensor) else type(result)
         if self.why or kind not in (Tensor, tuple, list):
@@ -453,12 +458,13 @@ class Observer(TorchDispatchMode):
         return Steps(self.device, places, memory, tuple(self.launched), tuple(results), kind)
 
     def is_used(self, source: int) -> bool:
-        """Whether a launch has a pointer to it. A result without one was computed by something that was not
-        observed."""
+        """Whether a launch has a pointer to this source. A result without a pointer was computed by something
+        unobserved.
+        """
         return any(pointer.source == source for step in self.launched for pointer in step.pointers)
 
     def _is_whole(self, result: Tensor, source: int) -> bool:
-        """Whether a result is an allocation, perhaps as another Python object for the same tensor."""
+        """Whether a result is a whole allocation; it may be another Python object for the same tensor."""
         return _is_same(self.sources[source], result)
 
     def _like(self, memory: Tensor, places: tuple[int, ...]) -> int | None:
@@ -471,7 +477,7 @@ class Observer(TorchDispatchMode):
 
 
 def _are_views(base: Any, made: Any) -> bool:
-    """Whether results of an operator that may return views are views: `contiguous` may also copy."""
+    """Whether results of an operator are views: operators such as `contiguous` return a view or a copy."""
     storage = base.untyped_storage().data_ptr()
     return all(
         each.untyped_storage().data_ptr() == storage for each in (made if isinstance(made, list | tuple) else (made,))

@@ -1,7 +1,7 @@
-"""Lessons: records of what one call of a public function does, from its tensors to its results. They list allocations,
-launches of Triton kernels, and PyTorch's own operators, in order.
+"""Lessons: records of one observed call of a public function. A lesson lists allocations, launches of Triton kernels,
+and calls of PyTorch's own operators, in order.
 
-`call_plans.py` makes plans of lessons, for the next calls with the same facts.
+`call_plans.py` turns a lesson into a plan for later calls with the same facts.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Operator(NamedTuple):
     """How a lesson runs an operator of Rooftop.
 
     Attributes:
-        run: computes the results from the arguments. settings: returns, from the arguments, the other values on which
-        decisions depend; None: there are none.
-        changes: indices of the arguments that it changes.
+        run: computes the results from the arguments.
+        settings: from the arguments to the other values on which decisions depend; None: there are none.
+        changes: indices of the arguments that the operator changes.
     """
 
     run: Callable[..., Any]
@@ -45,11 +45,11 @@ class Fresh(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A tensor among the arguments of a `Called`: where it is in its source.
+    """A tensor among the arguments of a `Called`, and its place in its source.
 
     Attributes:
-        source: index among the tensors of the call, which allocations follow. offset: elements from the source's
-        beginning.
+        source: index among the tensors of the call and, after them, its allocations.
+        offset: elements from the beginning of the source.
     """
 
     source: int
@@ -63,8 +63,8 @@ class Called(NamedTuple):
 
     Attributes:
         arguments: the arguments, by their names in the operator's schema; a tensor is a `Part`.
-        made: for each result, the index of its source: `Fresh` memory, or an argument that the operator changed; -1 if
-        it is not a tensor.
+        made: for each result, the index of its source (`Fresh` memory, or an argument that the operator changed), or -1
+            if it is not a tensor.
     """
 
     func: Any
@@ -76,11 +76,12 @@ class Record(NamedTuple):
     """How autograd records an operator.
 
     Attributes:
-        arguments: arguments of the operator. results: the results that have gradients.
+        arguments: arguments of the operator.
+        results: the results that have gradients.
         kept: tensors that backward needs.
-        weak: tensors that backward uses if they still live unchanged.
-        gradients: from (kept, weak, wanted of each argument, slopes) to gradients of the arguments; trailing ones may
-            be missing.
+        weak: tensors that backward uses if they still exist unchanged.
+        gradients: from (kept, weak, wanted of each argument, slopes) to gradients of the arguments; trailing gradients
+            may be missing.
         zeros: whether a missing slope counts as zeros.
         once: whether the gradients have no derivative.
     """
@@ -102,7 +103,7 @@ ANY = (-1,)
 
 
 class Varied(NamedTuple):
-    """The formulas of a launch whose sizes vary: of its grid, and of its arguments by their places."""
+    """The formulas of a launch whose sizes vary: formulas of its grid, and of its arguments by their places."""
 
     grid: list[Code]
     numbers: dict[int, Code]
@@ -112,13 +113,13 @@ class Lesson(Observer):
     """Observes a call.
 
     Attributes:
-        given: its tensors; all that are not empty have memory of their own.
-        owned: indices of those that operators may change.
+        given: the call's tensors; no two share memory, except empty ones.
+        owned: indices of the tensors that operators may change.
         varying: for each of the tensors, which of its sizes varies; empty: none.
-        shapes: shapes of sources with sizes that vary, in `Count`s.
-        varied: the formulas of launches, by their index.
-        conditions: what decisions depend on, of sizes that vary.
-        read: the sources that operators of PyTorch take.
+        shapes: shapes, with `Count`s, of the sources whose sizes vary.
+        varied: the formulas of each launch, by the launch's index.
+        conditions: conditions on varying sizes, on which decisions depend.
+        read: the sources that PyTorch's operators read.
         records: what autograd records.
     """
 
@@ -137,7 +138,7 @@ class Lesson(Observer):
             self._name_sizes(given, varying)
         self.records: list[Record] = []
         self.read: set[int] = set()
-        self.fresh: set[int] = set()  # sources that operators of PyTorch allocated
+        self.fresh: set[int] = set()  # sources that PyTorch's operators allocated
         self.source_of = {self.key(each): i for i, each in enumerate(tensors) if each.numel()}
         if len(self.source_of) < sum(each.numel() > 0 for each in tensors):
             self.refuse("its tensors share memory")
@@ -147,7 +148,7 @@ class Lesson(Observer):
     key: Callable[[Tensor], int] = staticmethod(lambda tensor: tensor.untyped_storage().data_ptr())
 
     def _name_sizes(self, given: Sequence[Tensor | int], varying: Sequence[int]) -> None:
-        """Give each size that varies a variable, and equal sizes the same one, as the compiled part does."""
+        """Assign a variable to each varying size. Equal sizes share a variable, as in the compiled part."""
         source = 0
         for each, which in zip(given, varying, strict=True):
             if isinstance(each, Tensor):
@@ -167,7 +168,7 @@ class Lesson(Observer):
 
     @property
     def varies(self) -> bool:
-        """Whether calls with other sizes can use the plan."""
+        """Whether sizes vary, so that calls with other sizes can use the plan."""
         return bool(self.values)
 
     def size(self, tensor: Tensor, dim: int) -> int:
@@ -176,11 +177,11 @@ class Lesson(Observer):
             return tensor.shape[dim]
         source = self.source(tensor)
         if source is None or source in self.fresh:
-            self.refuse("a size is that of other memory")
+            self.refuse("a size belongs to memory of unknown origin")
         elif (shape := self.shapes.get(source)) is not None:
             if self._is_whole_source(tensor, source):
                 return shape[dim]
-            self.refuse("a size is that of a part of a tensor")
+            self.refuse("a size belongs to a part of a tensor")
         return tensor.shape[dim]
 
     def number(self, number: int) -> int:
@@ -188,7 +189,7 @@ class Lesson(Observer):
         return self._variable(number) if number in self.values else number
 
     def has_shape(self, made: Tensor, shape: Sequence[int]) -> None:
-        """Note the shape of new memory."""
+        """Record the shape of new memory, if it varies."""
         source = self.source(made)
         if source is not None and any(type(each) is Count for each in shape):
             self.shapes[source] = tuple(shape)
@@ -204,13 +205,13 @@ class Lesson(Observer):
         """Launch a kernel by `start`, and record the launch with the formulas of its sizes."""
         counts = {place: each for place, each in enumerate(args) if type(each) is Count}
         if self.varies and get_ident() == self.thread:
-            about = getattr(kernel, "params", None)  # not of interpreted kernels
+            about = getattr(kernel, "params", None)  # interpreted kernels have none
             for place, each in counts.items():
                 if each >= 1 << 31:
                     self.refuse("a launch with a size of 64 bits")
                 if about is not None and about[place].do_not_specialize:
                     continue
-                if each != 1:  # Triton compiles for these facts
+                if each != 1:  # Triton specializes on these facts
                     each.is_by_16()
         plain = [int(each) if type(each) is Count else each for each in args]
         before = len(self.launched)
@@ -219,7 +220,7 @@ class Lesson(Observer):
             self.varied[before] = Varied(codes_of(grid), {place: code_of(each) for place, each in counts.items()})
 
     def refuse(self, why: str) -> None:
-        """Let Python make calls like this one, for this reason."""
+        """Record the reason why Python must make such calls."""
         self.why = self.why or why
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -235,7 +236,7 @@ class Lesson(Observer):
             return operator.run(*args)
 
     def called(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> None:
-        """Note a call of an operator of PyTorch."""
+        """Record a call of one of PyTorch's operators."""
         schema = func._schema
         named = dict(zip((each.name for each in schema.arguments), args, strict=False)) | kwargs
         if func.namespace != "aten" or not schema.returns or _UNKNOWN_RESULTS.intersection(func.tags):
@@ -248,7 +249,7 @@ class Lesson(Observer):
         results = made if isinstance(made, tuple | list) else (made,)
         only_numbers = not any(
             isinstance(each, Tensor) for each in results
-        )  # Python may branch on such results, as on that of `is_nonzero`
+        )  # Python may branch on such results, for example of `is_nonzero`
         if only_numbers or len(results) != len(schema.returns):
             self.refuse(str(func))
             return
@@ -269,10 +270,10 @@ class Lesson(Observer):
         if not isinstance(value, Tensor):
             return value
         if value.numel() == 0 and type(value) is Tensor and value.device == self.device and not self.varies:
-            return value  # only its address is used, never its contents, so it can be passed again
+            return value  # it has no contents, so later calls can pass it again
         source = self.source(value)
         if source is None or value.layout != torch.strided or value.dtype != self.sources[source].dtype:
-            self.refuse("an operator of PyTorch takes other memory")
+            self.refuse("an operator of PyTorch takes memory of unknown origin")
             return None
         self.read.add(source)
         if source in self.shapes:
@@ -281,17 +282,17 @@ class Lesson(Observer):
             return Part(source, ANY, ANY, 0)
         if source in self.fresh and self.varies:
             if not self._is_whole_source(value, source):
-                self.refuse("an operator of PyTorch takes a part of what another one made")
+                self.refuse("an operator of PyTorch takes a part of another operator's result")
             return Part(source, ANY, ANY, 0)
         offset = (value.data_ptr() - self.sources[source].data_ptr()) // value.itemsize
         return Part(source, tuple(value.shape), value.stride(), offset)
 
     def source(self, tensor: Tensor) -> int | None:
-        """The source whose memory a tensor has."""
+        """The index of the source whose memory a tensor uses; None if there is none."""
         return self.source_of.get(self.key(tensor)) if tensor.numel() else None
 
     def memory(self) -> list[Memory | Zeros | Fresh]:
-        """The allocations: the sources after the given tensors."""
+        """The allocations, which are the sources after the given tensors."""
         count = len(self.given)
         return [
             Zeros(self.zeros_of[i])
@@ -303,8 +304,9 @@ class Lesson(Observer):
         ]
 
     def is_used(self, source: int) -> bool:
-        """Whether a launch has a pointer to it, or an operator of PyTorch made or changed it. A result without either
-        was computed by what nobody observed, and other memory without either has no values."""
+        """Whether a launch has a pointer to this source, or one of PyTorch's operators made or changed it. If neither
+        holds, a result was computed by something unobserved, and other memory has no values.
+        """
         for step in self.launched:
             if isinstance(step, Called) and source in step.made:
                 return True
@@ -317,10 +319,10 @@ class Lesson(Observer):
 def lesson_of(
     given: Sequence[Tensor | int], owned: frozenset[int] = frozenset(), varying: Sequence[int] = ()
 ) -> Iterator[Lesson | None]:
-    """Observe what this thread does in the block with these tensors; None if another thread is observed.
+    """Observe what this thread does with these tensors in the block; yield None if another thread is being observed.
 
     Args:
-        given: tensors, and numbers that vary.
+        given: the call's tensors, and its numbers that vary.
         owned: indices of the tensors that operators may change.
         varying: for each of `given`, which of its sizes varies; empty: none.
     """

@@ -1,6 +1,6 @@
-"""The compiled part of known calls (repeated_calls.cpp): loading it, compiling it, and observing calls for it.
+"""Compile and load the C++ part of known calls (repeated_calls.cpp), and observe calls for it.
 
-It is compiled in the background when a GPU first runs a known operator, and stored in Rooftop's cache.
+The C++ part is compiled in the background when a GPU first runs a known operator, and stored in Rooftop's cache.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ has_asked = False
 
 
 def ask() -> None:
-    """Load the compiled part if it is stored, else have it compiled in the background. Further calls do nothing."""
+    """Load the compiled part if the cache has it, else compile it in the background. Later calls of this function do
+    nothing.
+    """
     global has_asked
     if not has_asked and asked() != "0":
         has_asked = True
@@ -46,21 +48,21 @@ def ask() -> None:
 
 
 def build() -> None:
-    """Compile the C++ part now, unless it is stored, and load it.
+    """Compile the C++ part now, unless the cache has it, and load it.
 
     Raises:
-        RuntimeError: there is no C++ compiler, or it failed.
+        RuntimeError: there is no C++ compiler, or the compilation failed.
     """
     _start(_extension.build())
 
 
 def state() -> tuple[bool, str]:
-    """For `rooftop doctor`: whether known calls run without Python, or will, and why (not)."""
+    """For `rooftop doctor`: (whether known calls run without Python, now or later; the reason)."""
     return _extension.state()
 
 
 def calls_made() -> int:
-    """How many calls of this process were made without Python, those of backward included."""
+    """The number of this process's calls that ran without Python, including backward."""
     return 0 if module is None else int(module.calls_made())
 
 
@@ -87,7 +89,7 @@ def _start(loaded: Any) -> None:
                 "captures": torch._C._cuda_isCurrentStreamCapturing if with_cuda else None,
             }
         )
-        with ThreadPoolExecutor(1) as thread:  # a new thread has no modes, unlike perhaps this one
+        with ThreadPoolExecutor(1) as thread:  # a new thread has no modes; this one may have some
             thread.submit(loaded.note_keys, False).result()
             thread.submit(torch.inference_mode()(partial(loaded.note_keys, True))).result()
         module = loaded
@@ -111,8 +113,8 @@ HOPELESS = 1 << 62
 
 
 def is_due(seen: Counter[bytes], facts: bytes, at: int, varies: bool = False) -> bool:
-    """Whether this call is to be observed: once only, because what cannot be planned stays so. If sizes vary, the plans
-    so far did not hold for this call's sizes, so that it is observed, too.
+    """Whether to observe this call. Calls with the same facts are observed once, because a call that cannot be planned
+    stays so. If sizes vary, each call for whose sizes no plan holds is observed, too.
     """
     if len(seen) >= known_calls.MOST_KNOWN:
         seen.clear()
@@ -124,11 +126,11 @@ def is_due(seen: Counter[bytes], facts: bytes, at: int, varies: bool = False) ->
 def teaching(
     given: Sequence[Tensor | int], owned: frozenset[int] = frozenset(), varying: Sequence[int] = ()
 ) -> Iterator[Lesson | None]:
-    """Observe what this thread does, in Python; None if another thread is observed.
+    """Observe this thread while Python makes the call; yield None if another thread is being observed.
 
     Args:
         given: the call's tensors, and its numbers that vary.
-        owned: which of the tensors the call may change.
+        owned: indices of the tensors that the call may change.
         varying: for each of `given`, which of its sizes varies; empty: none.
     """
     with lesson_of(given, owned, varying) as lesson:
@@ -143,7 +145,7 @@ def teaching(
 
 
 def given_of(values: Sequence[Any], varying: Sequence[int]) -> tuple[list[Tensor | int], list[int]]:
-    """The tensors of a call, and its numbers that vary; and which of their sizes varies."""
+    """(the tensors of a call and its numbers that vary, which size of each of these varies)."""
     if not varying:
         return list(tensors_in(values)), []
     given: list[Tensor | int] = []
@@ -157,7 +159,7 @@ def given_of(values: Sequence[Any], varying: Sequence[int]) -> tuple[list[Tensor
 
 
 def tensors_in(values: Sequence[Any]) -> list[Tensor]:
-    """All tensors, also those in lists and tuples, in the order of the compiled part."""
+    """All tensors, including those in lists and tuples, in the order in which the compiled part finds them."""
     found: list[Tensor] = []
     for each in values:
         if isinstance(each, Tensor):

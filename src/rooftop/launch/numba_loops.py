@@ -1,7 +1,7 @@
-"""Loops for the CPU, compiled by Numba at run time, and their division among threads.
+"""Loops for the CPU: compiled by Numba at run time, and divided among threads.
 
-Numba is not a dependency of Rooftop: `pip install "rooftop[mat]"` brings it. Before a caller imports Numba, or a module
-with a `kept_loop`, it calls `numba_works`. If that returns False, the caller computes without Numba, which is slower.
+Numba is an optional dependency, which `pip install "rooftop[mat]"` installs. A caller calls `numba_works` before it
+imports Numba or a module with a `kept_loop`. If that returns False, the caller computes without Numba, more slowly.
 """
 
 from __future__ import annotations
@@ -23,42 +23,40 @@ LEAST_ELEMENTS = 1 << 14
 
 @functools.cache
 def numba_is_installed() -> bool:
-    """Whether Numba is installed. This does not import it, because the import takes some tenths of a second."""
+    """Whether Numba is installed. This does not import Numba, which takes some tenths of a second."""
     return find_spec("numba") is not None
 
 
 @functools.cache
 def numba_works() -> bool:
-    """Whether Numba is installed and can be imported; if the import fails, this warns once."""
+    """Whether Numba is installed and can be imported. It warns once if the import fails."""
     if not numba_is_installed():
         return False
     try:
         from numba.core.compiler_lock import global_compiler_lock as lock
-    except Exception as error:  # for example with a NumPy that it does not support
+    except Exception as error:  # for example if Numba does not support this NumPy
         warnings.warn(
-            f"Numba is installed, but cannot be imported ({error}): without it operations on the CPU take longer. "
-            "Update or uninstall it",
+            f"Numba is installed, but cannot be imported ({error}), so operations on the CPU take longer. "
+            "Update or uninstall Numba",
             RuntimeWarning,
             stacklevel=2,
         )
         return False
-    # If a process forked while a thread compiles, the child would get a lock that no thread releases.
+    # If a process forks while a thread compiles, the child would inherit a lock that no thread releases.
     os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
     return True
 
 
 def worth_a_loop(elements: int) -> bool:
-    """Whether Numba is installed and a compiled loop pays for this many elements: starting the loop costs less than
-    computing without it.
-    """
+    """Whether Numba is installed, and a compiled loop over so many elements saves more time than its start takes."""
     return elements >= LEAST_ELEMENTS and numba_is_installed()
 
 
 def compiled_loop(source: str, name: str, constants: Mapping[str, Any]) -> Callable[..., None]:
-    """Compile the function of that name in a source text, at its first call.
+    """Return the function of this name from a source text, which is compiled at the first call.
 
-    Floating point follows IEEE 754, also for division, and no product is fused with a sum. The function runs without
-    the GIL.
+    Floating point follows IEEE 754, including division, without fused products and sums. The function runs without the
+    GIL.
 
     Args:
         source: Python code that Numba can compile.
@@ -82,14 +80,15 @@ def kept_loop(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def memory_of(x: Tensor) -> np.ndarray:
-    """The memory of a CPU tensor from its first to its last element, as one dimension. Loops then have no strides; with
-    strides, their compiler could not use the processor's vector units."""
+    """The memory of a CPU tensor from its first to its last element, as a one-dimensional array. Loops over it have no
+    strides, so the compiler can vectorize them.
+    """
     last = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
     return x.as_strided((last + 1,), (1,)).numpy()
 
 
 def run_part(loop: Callable[..., None], given: Sequence[Any]) -> Callable[[int, int], None]:
-    """Bind the last arguments of loop(first, last, *given), so that `in_threads` can call it."""
+    """Bind `given` in loop(first, last, *given), so that `in_threads` can call the loop."""
 
     def work(first: int, last: int) -> None:
         loop(first, last, *given)
@@ -98,7 +97,7 @@ def run_part(loop: Callable[..., None], given: Sequence[Any]) -> Callable[[int, 
 
 
 def in_threads(work: Callable[[int, int], None], count: int, most: int) -> None:
-    """Call work(first, last) for consecutive parts of range(count), in the number of threads that torch would use.
+    """Call work(first, last) for consecutive parts of range(count), in as many threads as PyTorch uses.
 
     Args:
         most: the maximum number of threads.
@@ -126,4 +125,4 @@ def in_threads(work: Callable[[int, int], None], count: int, most: int) -> None:
         if errors:
             raise errors[0]
     finally:
-        errors.clear()  # exceptions hold this frame, and the frame would hold them: a cycle
+        errors.clear()  # breaks a reference cycle: exceptions refer to this frame, and the frame to them

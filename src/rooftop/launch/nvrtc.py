@@ -1,8 +1,8 @@
-"""Compile CUDA C++ to machine code by NVRTC (`cuda.core`), even without a GPU, and once for each source.
+"""Compile CUDA C++ to machine code with NVRTC (`cuda.core`), also without a GPU, and once per source.
 
-Binaries are stored under `$ROOFTOP_CACHE/kernels` (in the user's cache if that is not set). A binary's name is the
-SHA-256 of all that it depends on: source, name, options, architecture, and the versions of NVRTC and of the CUDA
-headers.
+Binaries are stored under `$ROOFTOP_CACHE/kernels` (in the user's cache if that is not set). A binary's file name is the
+SHA-256 of everything that the binary depends on: source, name, options, architecture, and the versions of NVRTC and of
+the CUDA headers.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any
 from rooftop.errors import CompilationError, MissingExtraError
 from rooftop.launch.kernel_arguments import parameter_types
 
-FORMAT = 1  # version of the files' format
+FORMAT = 1  # version of the file format
 
-# The mangled name of this function contains the types of the kernel's parameters, even for a kernel that is extern "C".
+# The mangled name of this function contains the types of the kernel's parameters, also for an extern "C" kernel.
 SIGNATURE = "\ntemplate <class Kernel> __global__ void rooftop_signature() {}\n"
 
 
@@ -36,8 +36,8 @@ class Options:
     Attributes:
         arch: sm_90, sm_90a, ...
         defines: macros, as (name, value).
-        fast_math: approximate division, roots and transcendentals; denormals are zero.
-        fused_multiply_add: contract products and sums into one rounding.
+        fast_math: approximate division, roots and transcendental functions, and flush denormals to zero.
+        fused_multiply_add: fuse products and sums, which then round once.
         max_registers: largest number of registers of a thread; None lets the compiler choose.
     """
 
@@ -57,8 +57,9 @@ class Binary:
         arch: sm_90, ...
         symbol: the kernel's name in the cubin.
         types: C++ types of its parameters.
-        registers: registers of a thread. This and the next three are None if this NVRTC does not report them.
-        static_shared_bytes: shared bytes of a block, in addition to those that a launch requests.
+        registers: registers of a thread. This and the next three attributes are None if this NVRTC does not report
+            them.
+        static_shared_bytes: static shared memory of a block; a launch may request dynamic shared memory in addition.
         stack_bytes, spill_bytes: local memory of a thread in bytes, and the part of it that holds spilled registers.
         log: the compiler's messages: warnings, resources.
         cubin: the machine code.
@@ -77,7 +78,7 @@ class Binary:
 
 
 def binary(source: str, name: str, options: Options) -> Binary:
-    """The machine code of one kernel, from the cache on disk if it was compiled before.
+    """Compile one kernel to machine code, or read it from the cache on disk.
 
     Raises:
         CompilationError: the compiler failed; the message has its log and the line of the source.
@@ -94,8 +95,7 @@ def binary(source: str, name: str, options: Options) -> Binary:
 
 
 def ptx(source: str, name: str, options: Options) -> str:
-    """The kernel as PTX, the assembly language that is compiled to machine code. It is meant for reading and is never
-    cached.
+    """Compile a kernel to PTX, for reading; the PTX is never cached.
 
     Raises:
         CompilationError, MissingExtraError, ValueError: as in `binary`.
@@ -103,7 +103,7 @@ def ptx(source: str, name: str, options: Options) -> str:
     _check_arch(options.arch)
     from cuda.bindings import nvrtc
 
-    # `cuda.core` would warn if the driver could not load the PTX, but nothing here loads it.
+    # Suppress `cuda.core`'s warning that the driver cannot load the PTX: nothing here loads it.
     settings = _settings(name, replace(options, arch=options.arch.replace("sm_", "compute_")))
     arguments = settings.as_bytes("nvrtc")
     (program,) = _nvrtc("nvrtcCreateProgram", source.encode(), b"%s.cu" % _function(name).encode(), 0, [], [])
@@ -118,7 +118,7 @@ def ptx(source: str, name: str, options: Options) -> str:
 
 
 def _filled(function: str, program: Any) -> str:
-    """The text that a function of NVRTC writes into memory; a second function gives its size."""
+    """The text that an NVRTC function writes to a buffer, whose size a second function returns."""
     (size,) = _nvrtc(f"{function}Size", program)
     text = b" " * size
     _nvrtc(function, program, text)
@@ -141,7 +141,7 @@ def version() -> tuple[int, int]:
 def _compile(source: str, name: str, options: Options) -> Binary:
     of_signature = f"rooftop_signature<decltype(&{name})>"
     compiled, log = _run(source + SIGNATURE, name, options, (name, of_signature))
-    # without compile times, so that the same source gives the same log
+    # compile times are removed, so that the same source gives the same log
     log = re.sub(r"ptxas info *: Compile time.*\n", "", log)
     symbols = {key: _text(symbol) for key, symbol in compiled.symbol_mapping.items()}
     types = parameter_types(_demangled(symbols[of_signature]))
@@ -150,13 +150,13 @@ def _compile(source: str, name: str, options: Options) -> Binary:
 
 
 def _run(source: str, name: str, options: Options, names: tuple[str, ...]) -> tuple[Any, str]:
-    """`cuda.core`'s object code and the compiler's log."""
+    """(object code of `cuda.core`, the compiler's log)."""
     core, log = require_cuda_core(), io.StringIO()
     settings = _settings(name, options, ptxas_options=["-v"])
     try:
         compiled = core.Program(source, "c++", settings).compile("cubin", name_expressions=names, logs=log)
     except Exception as error:
-        if type(error).__name__ != "NVRTCError":  # cuda.core does not export this class
+        if type(error).__name__ != "NVRTCError":  # cuda.core does not export its error class
             raise
         raise _failure(source, name, str(error)) from None
     return compiled, log.getvalue()
@@ -201,7 +201,7 @@ def _resources(log: str, symbol: str) -> dict[str, int | None]:
         return int(numbers[1]) if numbers else default
 
     registers = found(r"Used (\d+) registers", None)
-    none = None if registers is None else 0  # ptxas omits resources that the kernel does not use
+    none = None if registers is None else 0  # ptxas omits unused resources
     spilled = found(r"(\d+) bytes spill stores", none)
     stack = found(r"(\d+) bytes stack frame", none)
     shared = found(r"(\d+) bytes smem", none)
@@ -209,7 +209,7 @@ def _resources(log: str, symbol: str) -> dict[str, int | None]:
 
 
 def _demangled(symbol: str) -> str:
-    """Demangle a name with the C++ library that torch uses."""
+    """Demangle a name with the C++ library that PyTorch loads."""
     demangle = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
     demangle.restype = ctypes.c_void_p
     demangle.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
@@ -222,7 +222,7 @@ def _demangled(symbol: str) -> str:
 
 
 def _function(name: str) -> str:
-    """`scale` of `filters::scale<float>`."""
+    """The plain name of a function: `scale` of `filters::scale<float>`."""
     return re.sub(r"\W", "", name.partition("<")[0].rpartition("::")[2])
 
 
@@ -278,14 +278,14 @@ def _nvrtc(function: str, *arguments: Any) -> list[Any]:
 
 
 def _package(name: str) -> str:
-    """The name of the wheel for the bindings' CUDA version; from CUDA 13 on, names have no version."""
+    """The name of the wheel for the CUDA version of the bindings. Since CUDA 13, names have no version suffix."""
     from importlib.metadata import version as installed
 
     major = int(installed("cuda-bindings").partition(".")[0])
     return f'"{name}=={major}.*"' if major >= 13 else f"{name}-cu{major}"
 
 
-HEADER_PACKAGES = (  # header, library as `cuda.pathfinder` names it, wheel
+HEADER_PACKAGES = (  # header, its library's name in `cuda.pathfinder`, wheel
     (r"cuda/|cub/|thrust/|nv/", "cccl", "nvidia-cuda-cccl"),
     (r"curand", "curand", "nvidia-curand"),
     (r"cuda|cooperative_groups|mma\.h|vector_|crt/|sm_", "cudart", "nvidia-cuda-runtime"),
@@ -307,7 +307,7 @@ def _missing_header(name: str, header: str) -> Exception:
 
 @cache
 def header_folders() -> tuple[str, ...]:
-    """The folders of the CUDA headers: from wheels, conda, or a toolkit; missing ones are omitted."""
+    """The existing folders of the CUDA headers, from wheels, conda, or a toolkit."""
     found = (_header_folder(library) for _, library, _ in reversed(HEADER_PACKAGES))
     return tuple(dict.fromkeys(folder for folder in found if folder is not None))
 
@@ -345,8 +345,7 @@ def _key(source: str, name: str, options: Options) -> str:
 
 
 def _save(binary: Binary, path: Path) -> None:
-    """Write one line of JSON with everything but the machine code, then the machine code. A file is written completely
-    or not at all."""
+    """Write a line of JSON, with everything except the machine code, and then the machine code. The write is atomic."""
     about = asdict(binary)
     cubin = about.pop("cubin")
     about["sha256"] = hashlib.sha256(cubin).hexdigest()
@@ -366,7 +365,7 @@ def _save(binary: Binary, path: Path) -> None:
 
 
 def _load(path: Path) -> Binary | None:
-    """Read a stored binary; None if its file is missing or damaged."""
+    """Read a stored binary; None if the file is missing or damaged."""
     try:
         about, _, cubin = path.read_bytes().partition(b"\n")
         fields = json.loads(about)

@@ -1,4 +1,4 @@
-"""Operators of the `rooftop::` namespace of `torch.library`, each declared once.
+"""Declare operators in the `rooftop::` namespace of `torch.library`.
 
 The signature of an operator is a class, a `typing.NamedTuple` of its arguments. Methods of that class describe the
 rest:
@@ -13,8 +13,8 @@ rest:
 
     swiglu = declare("swiglu", Swiglu)  # torch.ops.rooftop.swiglu; called as a function of (gate, up)
 
-`torch.library.custom_op` does the same with more checks at every call (of aliasing, mutation, versions), which take the
-host longer than launching the kernel. The dispatcher takes longer than that, too (see fast_path.py).
+`torch.library.custom_op` does the same, but its checks at every call (of aliasing, mutation, versions) take the host
+longer than launching the kernel. So does the dispatcher (see fast_path.py).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Declared(NamedTuple):
 
     signature: Any
     run: Function
-    recorded: Function | None  # recorded by autograd without the dispatcher; None for an operator without a derivative
+    recorded: Function | None  # what autograd records without the dispatcher; None without a derivative
     call: Function
 
 
@@ -68,23 +68,23 @@ class Signature(Protocol[Result_co]):
 
     Methods:
         run(): computes the results. The results share memory neither with the arguments nor with each other. `run`
-            changes no argument except those in `mutates` of `declare`. It may return None: no result.
+            changes only the arguments in `mutates` of `declare`. It may return None, for no result.
         fake(): results with the same shapes, strides and dtypes but without values, as in
             `torch.library.register_fake`.
-        cost(made): the least cost of the call; `made` are its results.
-        in_pytorch(): the results by PyTorch's own operators, on any device: the decomposition for `torch.onnx.export`
-            and `ExportedProgram.run_decompositions`.
+        cost(made): the least cost of a call with the results `made`.
+        in_pytorch(): computes the results by PyTorch's own operators, on any device. It is the decomposition for
+            `torch.onnx.export` and `ExportedProgram.run_decompositions`.
         formula(): like `in_pytorch`, for transforms of `torch.func` and forward-mode differentiation. Results without a
             gradient may be None. If an operator has a formula but no `gradients`, backward runs the formula again and
             differentiates it with autograd. Such an operator is differentiable any number of times.
         keep(made): the values that backward needs, as a tuple of tensors and other values, but no lists of tensors. A
-            `WeakTensor` is a tensor that backward does not keep. Without this method, all arguments are kept.
+            `WeakTensor` among them is not kept alive. Without this method, all arguments are kept.
         gradients(kept, wanted, *slopes): a static method that computes the gradients of the arguments, in order, from
             `slopes`, the gradients of the results. With several results, some slopes may be None. The returned tuple
-            may omit trailing gradients that are None. `wanted` says which arguments need a gradient. For an operator
+            may omit trailing gradients that are None. `wanted`: which arguments need a gradient. For an operator
             with lists of tensors, slopes and gradients are lists, too.
-        once(): a static method that returns True if differentiating the gradients raises. Then a result that backward
-            needs, but no caller gets, has no graph.
+        once(): a static method that returns True if differentiating the gradients raises. If so, a result that backward
+            needs, but that no caller gets, needs no graph.
     """
 
     def run(self) -> Result_co: ...
@@ -105,18 +105,18 @@ def declare(
         name: name of the operator.
         signature: a `typing.NamedTuple` class with the methods of `Signature`. Its annotations and the return
             annotation of `run` give the schema.
-        mutates: arguments that `run` changes. Such an operator has no derivative, and Python makes its decisions,
-            except within a call that is made in C++ (repeated_calls.py) and in which nobody else has the argument.
+        mutates: arguments that `run` changes. Such an operator has no derivative, and Python makes its decisions. The
+            exception is a call made in C++ (repeated_calls.py), if only that call has the argument.
         slopes: the number of leading results that have gradients; None: all. A list of tensors is one result.
         derivative: `no_second_derivative(...)`, which raises, for a backward operator without a derivative.
-        known: whether all decisions of `run` depend on shapes, strides, dtypes, alignment, device and other values
-            alone. They are then made once (known_calls.py). A function instead of True returns, from the arguments, a
-            Python value for the other settings on which they depend. "itself": `run` remembers its decisions itself.
+        known: whether all decisions of `run` depend only on shapes, strides, dtypes, alignment, device, and arguments
+            that are not tensors. They are then made once (known_calls.py). If they also depend on settings: a function
+            from the arguments to a Python value of these settings. "itself": `run` itself remembers its decisions.
     """
     made: Any = signature
     schema = torch.library.infer_schema(_prototype(made), mutates_args=mutates)
     _library.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
-    # faster than NamedTuple's own constructor, which is in Python
+    # faster than NamedTuple's constructor, which runs in Python
     fields, new = len(made._fields), partial(tuple.__new__, made)
 
     def run(*arguments: Any) -> Any:
@@ -191,8 +191,9 @@ def _cost_by_method(signature: Any) -> Callable[[Call], Cost]:
 
 
 def _call(run: Function, overload: Any, formula: Function | None, recorded: Function | None) -> Function:
-    """Make the function that calls an operator. It goes through the dispatcher only if a mode or transform must see the
-    call."""
+    """Make the function that calls an operator. That function uses the dispatcher only if a mode or transform must see
+    the call.
+    """
     differentiated = overload if recorded is None else recorded
 
     @wraps(run)
@@ -228,14 +229,15 @@ def _differentiate(
     gradients: Gradients,
     slopes: int | None,
 ) -> Function:
-    """Register the derivative of an operator with the dispatcher; return the function that autograd records without it.
+    """Register an operator's derivative with the dispatcher, and return the function that autograd records without the
+    dispatcher.
 
-    Every call runs the inner functions, so these do as little as possible. keep: None keeps the arguments.
+    Every call runs the inner functions, so these do as little as possible. keep: None: keep all arguments.
     """
     results = [str(each.type) for each in overload._schema.returns]
     lists = "List[Tensor]" in (*results, *(str(each.type) for each in overload._schema.arguments))
     alone, gives_list = results == ["Tensor"], results == ["List[Tensor]"]
-    without = slopes is not None and slopes < len(results)  # some results have no gradient
+    without = slopes is not None and slopes < len(results)  # trailing results have no gradient
     nothing = (None,) * len(overload._schema.arguments)
     fields, new, name = len(signature._fields), partial(tuple.__new__, signature), overload._opname
 
@@ -249,7 +251,7 @@ def _differentiate(
         if without:
             ctx.mark_non_differentiable(*output[slopes:])
         if not alone:
-            ctx.set_materialize_grads(False)  # no zeros for results that were not used
+            ctx.set_materialize_grads(False)  # unused results get None instead of zeros
 
     def teach(
         lesson: lessons.Lesson, inputs: Any, output: Any, tensors: Any, kind: Any, together: Any, others: Any
@@ -281,7 +283,7 @@ def _differentiate(
         if not alone and {*map(type, given[0] if gives_list else given)} == _NONE:
             return nothing[: len(wanted)]
         kind, together, others = ctx.kept
-        kept = tuple.__new__(kind, together((*ctx.saved_tensors, *others)))  # the order of the call
+        kept = tuple.__new__(kind, together((*ctx.saved_tensors, *others)))  # in the order of `keep`
         found = gradients(kept, wanted, *given[:slopes])
         return (*found, *nothing[len(found) : len(wanted)])
 
@@ -302,10 +304,10 @@ def _differentiate(
 
 
 class WeakTensor:
-    """A tensor that backward uses if it still lives unchanged. Backward does not keep its memory.
+    """A weak reference to a tensor that backward uses if the tensor still exists unchanged.
 
     Args:
-        tensor: the tensor; None: it is gone.
+        tensor: the tensor, or None for a tensor that no longer exists.
     """
 
     def __init__(self, tensor: Tensor | None) -> None:
@@ -313,13 +315,13 @@ class WeakTensor:
         self._version = 0 if tensor is None else tensor._version
 
     def __call__(self) -> Tensor | None:
-        """The tensor; None if it is gone or was changed."""
+        """The tensor; None if it no longer exists or was changed."""
         tensor = None if self._reference is None else self._reference()
         return tensor if tensor is not None and tensor._version == self._version else None
 
 
 def _not_views(output: Any) -> Any:
-    """The same results; autograd would refuse to change those in place that are views of memory made here."""
+    """The same results, detached where they are views: autograd would refuse in-place changes of views made here."""
     if isinstance(output, Tensor):
         return output.detach() if output._is_view() else output
     if any(isinstance(each, Tensor) and each._is_view() for each in output):
@@ -335,8 +337,9 @@ _NONE = {type(None)}
 
 
 class _Places(NamedTuple):
-    """Split a tuple into tensors, which autograd saves, and other values. `together` takes the tensors followed by the
-    others, and restores the order."""
+    """Split a tuple into tensors, which autograd saves, and other values. `together` restores the order from the
+    tensors followed by the other values.
+    """
 
     tensors: Callable[[Kept], Kept]
     others: Callable[[Kept], Kept]
@@ -344,7 +347,7 @@ class _Places(NamedTuple):
 
 
 def _are_values(kept: Any) -> bool:
-    """Whether what backward keeps besides tensors equals itself in every call with the same facts."""
+    """Whether a kept object that is not a tensor is a plain value, and thus equal in every call with the same facts."""
     if isinstance(kept, list | tuple):
         return all(map(_are_values, kept))
     if isinstance(kept, dict):
@@ -352,7 +355,7 @@ def _are_values(kept: Any) -> bool:
     return isinstance(kept, bool | int | float | str | torch.dtype | torch.device | None)
 
 
-@cache  # an operator has few combinations: its arguments have the same types, or are None
+@cache  # few combinations: an argument of an operator has one type, or is None
 def _places_of(kinds: tuple[type, ...]) -> _Places:
     tensors = [i for i, kind in enumerate(kinds) if issubclass(kind, Tensor)]
     others = [i for i, kind in enumerate(kinds) if not issubclass(kind, Tensor)]
@@ -361,8 +364,9 @@ def _places_of(kinds: tuple[type, ...]) -> _Places:
 
 
 def _taking(places: Sequence[int]) -> Callable[[Kept], Kept]:
-    """A function that returns the items at these indices, always as a tuple. (`itemgetter` returns a tuple only for two
-    or more.)"""
+    """A function that returns the items at these indices as a tuple. (`itemgetter` returns a tuple only for two or
+    more.)
+    """
     if len(places) >= 2:
         return itemgetter(*places)
     if not places:
@@ -372,7 +376,7 @@ def _taking(places: Sequence[int]) -> Callable[[Kept], Kept]:
 
 
 def _by_formula(formula: Callable[..., Any]) -> Gradients:
-    """Gradients that autograd computes from a formula; the kept tuple holds the formula's arguments."""
+    """A `gradients` function that runs a formula on the kept arguments and differentiates it with autograd."""
 
     def gradients(kept: Kept, wanted: Sequence[bool], *slopes: Tensor | None) -> list[Tensor | None]:
         places = [i for i, each in enumerate(kept) if isinstance(each, Tensor) and wanted[i]]
@@ -385,10 +389,10 @@ def _by_formula(formula: Callable[..., Any]) -> Gradients:
 def _gradients_of(
     formula: Callable[..., Any], arguments: list[Any], wanted: Sequence[int], gradients: Sequence[Tensor | None]
 ) -> dict[int, Tensor | None]:
-    """Compute the needed gradients, keyed by argument number, from those of the results."""
+    """Compute the needed gradients, by index of the argument, from the gradients of the results."""
     again = torch.is_grad_enabled()  # create_graph
     with torch.enable_grad():
-        # Give each argument its own view: if one was computed from another, the derivative must not follow that path.
+        # Each argument gets its own view: if one was computed from another, the derivative must not follow that path.
         places = {i: arguments[i].view_as(arguments[i]) if again else arguments[i].detach() for i in wanted}
         places = {i: t if t.requires_grad else t.requires_grad_() for i, t in places.items()}
         results = formula(*(places.get(i, argument) for i, argument in enumerate(arguments)))
@@ -406,7 +410,7 @@ def _gradients_of(
 
 
 def without_autocast(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Run a PyTorch formula with float32 sums outside autocast: a backward within autocast would round its products.
+    """Run a PyTorch formula with float32 sums outside autocast, which would round the products of its backward.
 
     The first argument is a tensor or a list of tensors.
     """
@@ -440,12 +444,12 @@ def _refuse_derivatives(name: str) -> None:
 
 
 def keeps_for_backward(*tensors: Tensor | None) -> bool:
-    """Whether forward must keep values for backward: autograd watches one of the tensors, and no tracer watches the
+    """Whether forward must keep values for backward: autograd tracks one of the tensors, and no tracer records the
     call.
 
-    A traced program (torch.jit.trace, torch.export, make_fx) may run with or without gradients, whatever the setting
+    A traced program (torch.jit.trace, torch.export, make_fx) may run with or without gradients, whatever the grad mode
     was during tracing. So its forward keeps nothing, and its backward computes the values again. torch.compile compiles
-    separately for each setting.
+    separately for each grad mode.
     """
     if not torch.is_grad_enabled() or not requires_grad(tensors):
         return False
@@ -456,7 +460,7 @@ def keeps_for_backward(*tensors: Tensor | None) -> bool:
 
 
 def no_second_derivative(name: str, instead: str | None = None) -> Callable[..., NoReturn]:
-    """Make the `derivative` of a backward operator that has none: it raises. Otherwise a second derivative would be
+    """Make the `derivative` of a backward operator that has none. It raises, since a second derivative would be
     silently wrong.
 
     Args:
@@ -481,7 +485,7 @@ def has_tangent(*tensors: Tensor | None) -> bool:
 
 
 def no_tangents(name: str, *tensors: Tensor | None, instead: str | None = None) -> None:
-    """Raise an error in forward-mode differentiation, where torch would return zero tangents. `instead` as in
+    """Raise an error in forward-mode differentiation, where PyTorch would return zero tangents. `instead` as in
     `no_second_derivative`.
 
     Raises:
@@ -498,7 +502,7 @@ def no_tangents(name: str, *tensors: Tensor | None, instead: str | None = None) 
 def _decompose(overload: torch._ops.OpOverload, function: Callable[..., Any]) -> None:
     _decompositions[overload] = function
     torch._decomp.decomposition_table[overload] = function
-    torch._decomp.meta_table[overload] = function  # FakeTensor then takes the strides from the operator's own `fake`
+    torch._decomp.meta_table[overload] = function  # so FakeTensor takes strides from the operator's own `fake`
 
 
 def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:

@@ -1,4 +1,4 @@
-"""How autograd records a known call in C++, and plans of its backward."""
+"""How autograd records a known call in C++, and how its backward is planned."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ BACKWARD_LESSON_AT = 1
 
 
 class Backward:
-    """Gradients of a call that autograd recorded in C++, computed in Python; teaches the compiled part.
+    """The backward, in Python, of a call that autograd recorded in C++. It also makes a plan of the backward for the
+    compiled part.
 
     It keeps no tensor of the call from which it was made.
 
     Attributes:
-        recording: the compiled part's handle, which does not keep it alive.
-        owned: which of the kept tensors nobody else has, so that backward may change them.
-        varying: which sizes of the kept tensors and of the slopes vary; empty: none.
+        recording: the compiled part's handle, a weak reference.
+        owned: indices of the kept tensors to which nothing else refers, so that backward may change them.
+        varying: for each kept tensor and each slope, which of its sizes varies; empty: none.
     """
 
     def __init__(self, name: str, record: Record, owned: frozenset[int]) -> None:
         self.name, self._again = name, record.gradients
-        # of the operator's arguments: how many tensors each has, and whether it is a list
+        # for each argument of the operator: how many tensors it has, and whether it is a list
         self._counts = [len(a) if _is_list(a) else int(isinstance(a, Tensor)) for a in record.arguments]
         self._lists = [_is_list(a) for a in record.arguments]
         self.recording: Any = None
@@ -101,12 +102,12 @@ def recording_of(
     """How autograd records the call in C++.
 
     Args:
-        name: of the function.
-        found: its results.
-        results: where they are.
+        name: name of the function.
+        found: the function's results.
+        results: the memory of each result.
 
     Raises:
-        Unplanned: Python has to make such calls.
+        Unplanned: the call cannot be planned.
     """
     if len(lesson.records) != 1:
         raise Unplanned(f"autograd records {len(lesson.records)} operators of Rooftop")
@@ -120,7 +121,7 @@ def recording_of(
         filled = result.source - count
         mine = of_operator.index(filled) if filled in of_operator else None
         if each.requires_grad != (mine is not None):
-            raise Unplanned("a result with a gradient is none of the operator's, or is detached")
+            raise Unplanned("a result with a gradient is not a result of the operator, or is detached")
         if mine is None:
             continue
         if not is_view(record.results[mine], each):
@@ -131,7 +132,7 @@ def recording_of(
     for i, each in enumerate(record.kept):
         about = tuple(each.shape), each.dtype
         if each.numel() == 0 and not each.requires_grad and not lesson.varies:
-            kept.append((-1, False, *about))  # any empty tensor is like it
+            kept.append((-1, False, *about))  # any empty tensor will do
             continue
         place = places.of(each)
         if place is None:
@@ -155,7 +156,7 @@ def recording_of(
         "kept": [
             (source, output, ANY if source in lesson.shapes else shape, dtype) for source, output, shape, dtype in kept
         ],
-        # a tensor that only the call had, is gone
+        # a tensor that only this call had no longer exists
         "weak": [next((i for i, given in enumerate(lesson.given) if given is each), -1) for each in record.weak],
         "edges": edges,
         "edge_sizes": [ANY if place in lesson.shapes else tuple(lesson.given[place].shape) for place in edges],
@@ -173,10 +174,11 @@ def recording_of(
 
 
 def _varying_of(lesson: Lesson, kept: Sequence[int], of_operator: Sequence[int | None]) -> tuple[list[int], list[int]]:
-    """Which size of each kept tensor, by its source, and of each slope varies; empty lists if none does in this call.
+    """Which size varies, for each kept tensor (by its source) and for each slope; empty lists if no size varies in this
+    call.
 
     Raises:
-        Unplanned: a size varies that is not the first one.
+        Unplanned: a size other than the first one varies.
     """
     if not lesson.varies:
         return [], []
@@ -191,7 +193,7 @@ def _varying_of(lesson: Lesson, kept: Sequence[int], of_operator: Sequence[int |
         if shape is None:
             return NONE
         if any(type(each) is Count for each in shape[1:]):
-            raise Unplanned("backward takes memory of which another size than the first varies")
+            raise Unplanned("backward takes memory in which a size other than the first one varies")
         return FIRST
 
     return [which(source) for source in kept], [

@@ -1,11 +1,10 @@
-// Calls of public functions that were observed before: allocations and launches, without Python (repeated_calls.py).
+// Repeat observed calls of public functions without Python: allocations, launches and autograd (repeated_calls.py).
 //
-// A call is identified by the facts of its arguments: of each tensor its kind, shape, strides, dtype, device and
-// alignment, and whether autograd watches it; of the rest, the values; and what PyTorch does with calls on this thread
-// (grad mode, inference mode, autocast). For known facts, a `Plan` says what is allocated and launched. Other calls run
-// in Python, which may teach `Calls` a plan for the next time.
+// Facts identify a call: each tensor's kind, shape, strides, dtype, device, alignment and requires_grad; the values of
+// other arguments; and PyTorch's modes on this thread (grad mode, inference mode, autocast). For known facts, a `Plan`
+// has the allocations and launches. Other calls run in Python, which may give `Calls` a plan for the next call.
 //
-// All functions hold Python's lock (the GIL), also the backward nodes, so nothing here has a lock of its own.
+// All functions, including backward nodes, hold the GIL, so nothing here has a lock of its own.
 
 #include <Python.h>
 #include <dlfcn.h>
@@ -39,7 +38,7 @@
 #include <torch/version.h>
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
 #include <torch/csrc/dynamo/compiled_autograd.h>
-#define COMPILED_AUTOGRAD  // takes nodes of C++, by an interface that is there from PyTorch 2.13 on
+#define COMPILED_AUTOGRAD  // accepts C++ nodes, by an interface of PyTorch 2.13 and later
 #endif
 
 namespace py = pybind11;
@@ -53,7 +52,7 @@ namespace {
 constexpr size_t MOST_KNOWN = 4096;
 
 // ---- the driver -----------------------------------------------------------------------------------------------------
-// Few facts of its interface, so that no CUDA headers are needed.
+// The few declarations that are needed, so that no CUDA headers are.
 
 struct LaunchAttribute {  // CUlaunchAttribute
   int id;
@@ -76,7 +75,7 @@ static_assert(sizeof(LaunchConfig) == 56);
 
 struct Driver {
   int (*launch)(const LaunchConfig*, void*, void**, void**) = nullptr;  // cuLaunchKernelEx
-  int (*parameter)(void*, size_t, size_t*, size_t*) = nullptr;          // cuFuncGetParamInfo, from CUDA 12.4 on
+  int (*parameter)(void*, size_t, size_t*, size_t*) = nullptr;          // cuFuncGetParamInfo, since CUDA 12.4
   int (*replace)(void*, void*) = nullptr;                               // cuTensorMapReplaceAddress
   int (*name)(int, const char**) = nullptr;                             // cuGetErrorName
 };
@@ -95,23 +94,23 @@ const Driver& driver() {
   return found;
 }
 
-// ---- what Python gives once -----------------------------------------------------------------------------------------
+// ---- objects that Python passes once ------------------------------------------------------------------------------
 
 struct Python {
   PyTypeObject* parameter = nullptr;  // torch.nn.Parameter
   PyObject* counts = nullptr;         // the list of active launch counters
   PyObject* is_watched = nullptr;     // whether Triton's hooks must see launches
   PyObject* profiles = nullptr;       // whether PyTorch's profiler is on
-  PyObject* forward_mode = nullptr;   // the module whose _current_level says whether forward-mode AD is on
+  PyObject* forward_mode = nullptr;   // module whose _current_level tells whether forward-mode AD is on
   PyObject* counters = nullptr;       // (device, count) to zeroed counters of the current stream, or None
-  PyObject* device = nullptr;         // to the current CUDA device's index; None without CUDA
-  PyObject* stream = nullptr;         // (index) to the current stream of a CUDA device
-  PyObject* captures = nullptr;       // whether the current stream is captured
+  PyObject* device = nullptr;         // () to the current CUDA device's index; None without CUDA
+  PyObject* stream = nullptr;         // (index) to the current stream of that CUDA device
+  PyObject* captures = nullptr;       // () to whether the current stream is being captured
 } python;
 
-bool teaching = false;     // Python observes a call, so all calls are made there
-bool in_python = false;    // all calls are made there because the user says so
-uint64_t calls_made = 0;  // without Python, backward included
+bool teaching = false;     // Python observes a call, so Python makes all calls
+bool in_python = false;    // Python makes all calls, as the user requested
+uint64_t calls_made = 0;  // calls made without Python, including backward
 
 struct PythonError {};  // a Python exception is set
 
@@ -144,8 +143,8 @@ void put(Facts& facts, Value value) {
   facts.append(reinterpret_cast<const char*>(&value), sizeof value);
 }
 
-// Sizes that vary from call to call, such as the number of sites of a cloud. Facts do not contain their values, but say
-// which are equal.
+// Sizes that vary from call to call, such as the number of sites of a cloud. Facts contain which of them are equal
+// instead of their values.
 struct Varying {
   std::vector<int64_t> values;
 
@@ -156,9 +155,9 @@ struct Varying {
     put(facts, char(i));
   }
 };
-constexpr int FIRST = 0, LAST = 1, ITSELF = 2, NONE = -1;  // which size varies; of an argument that is a number, itself
-constexpr int64_t MOST_ELEMENTS = 1 << 30;  // of a tensor whose size varies: its offsets have 32 bits
-const std::vector<int64_t> ANY{-1};         // sizes of a tensor that are not the same in each call
+constexpr int FIRST = 0, LAST = 1, ITSELF = 2, NONE = -1;  // which size of an argument varies; ITSELF: a number
+constexpr int64_t MOST_ELEMENTS = 1 << 30;  // of a tensor whose size varies, for 32-bit offsets
+const std::vector<int64_t> ANY{-1};         // stands for sizes that vary from call to call
 
 void put_tensor(Facts& facts, const Tensor& tensor) {
   const at::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
@@ -174,7 +173,7 @@ void put_tensor(Facts& facts, const Tensor& tensor) {
   facts.append(reinterpret_cast<const char*>(strides.data()), strides.size() * sizeof(int64_t));
 }
 
-// The same for a tensor of which one size varies. False: a plan cannot be made of it.
+// Add the facts of a tensor of which one size varies. False: the call cannot be planned.
 bool put_varying(Facts& facts, const Tensor& tensor, int which, Varying& varying) {
   const at::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   const auto sizes = impl.sizes();
@@ -198,7 +197,7 @@ bool is_plain(const Tensor& tensor) {
          tensor.has_storage() && !tensor.is_meta() && !tensor.key_set().has(c10::DispatchKey::Python);
 }
 
-// Add the facts of an argument, and its tensors. False: it is of another kind, or a proxy.
+// Add the facts of an argument, and its tensors. False: the argument has an unsupported type, or is a proxy.
 bool put_argument(Facts& facts, Tensors& tensors, PyObject* each, Varying& varying, int which = NONE, int depth = 0) {
   PyTypeObject* type = Py_TYPE(each);
   if (type == reinterpret_cast<PyTypeObject*>(THPVariableClass) || type == python.parameter) {
@@ -249,9 +248,9 @@ bool put_argument(Facts& facts, Tensors& tensors, PyObject* each, Varying& varyi
   return true;
 }
 
-uint64_t plain_keys = 0, inference_keys = 0;  // included on threads where nothing watches calls
+uint64_t plain_keys = 0, inference_keys = 0;  // dispatch keys included on a thread where nothing watches calls
 
-// Add what PyTorch does with calls on this thread. False: something watches or transforms calls.
+// Add PyTorch's modes on this thread. False: something watches or transforms calls.
 bool put_modes(Facts& facts) {
   if (teaching || in_python) return false;
   const auto keys = c10::impl::tls_local_dispatch_key_set();
@@ -263,7 +262,7 @@ bool put_modes(Facts& facts) {
   put(facts, at::autocast::get_autocast_dtype(at::kCUDA));
   put(facts, at::autocast::get_autocast_dtype(at::kCPU));
   const auto& context = at::globalContext();
-  if (context.deterministicAlgorithms()) return false;  // may fill new memory
+  if (context.deterministicAlgorithms()) return false;  // PyTorch may fill new memory
   put(facts, context.float32MatmulPrecision());
   put(facts, char(context.userEnabledFlashSDP() | context.userEnabledMemEfficientSDP() << 1 | context.userEnabledCuDNNSDP() << 2 |
                   context.userEnabledCuDNN() << 3));
@@ -276,7 +275,7 @@ bool put_modes(Facts& facts) {
 
 // ---- plans ----------------------------------------------------------------------------------------------------------
 
-// A number computed from sizes that vary (row_counts.py).
+// A formula of varying sizes (row_counts.py).
 struct Formula {
   std::vector<int64_t> code;
 
@@ -293,14 +292,14 @@ struct Formula {
         int64_t made = 0;
         if (code[i] == 2) made = left + right;
         else if (code[i] == 3) made = left * right;
-        else if (right) made = left / right - (left % right != 0 && (left < 0) != (right < 0));  // as in Python
+        else if (right) made = left / right - (left % right != 0 && (left < 0) != (right < 0));  // floors
         stack[top++] = made;
       }
     }
     return stack[0];
   }
 };
-constexpr size_t MOST_CODE = 128;  // so that the stack is large enough
+constexpr size_t MOST_CODE = 128;  // the stack above suffices for this length
 
 struct Condition {
   Formula formula;
@@ -322,8 +321,9 @@ struct Number {  // a parameter of a kernel
 struct Memory {
   std::vector<int64_t> sizes, strides;
   at::ScalarType dtype;
-  int64_t zeros = -1;  // or so many of the stream's zeroed counters; -2: an operator of PyTorch allocates it, if anything does
-  std::vector<Formula> formulas;  // of sizes that vary; the memory is then contiguous
+  // Number of the stream's zeroed counters; -1: the plan allocates this; -2: PyTorch's operator does, or nothing.
+  int64_t zeros = -1;
+  std::vector<Formula> formulas;  // of varying sizes; such memory is contiguous
 };
 
 struct Patch {
@@ -334,35 +334,35 @@ struct Patch {
 struct View {  // of a source
   int source;    // -1: None
   std::vector<int64_t> sizes, strides;
-  int64_t offset;  // elements from the source's first
+  int64_t offset;  // in elements, from the source's first
 };
 
 // A call of PyTorch's own operator.
 struct OperatorCall {
   std::optional<c10::OperatorHandle> handle;
   std::vector<c10::IValue> arguments;
-  std::vector<std::pair<size_t, View>> tensors;                // which arguments they are
-  std::vector<std::pair<size_t, std::vector<View>>> lists;     // of tensors, likewise
+  std::vector<std::pair<size_t, View>> tensors;                // tensors by index of the argument
+  std::vector<std::pair<size_t, std::vector<View>>> lists;     // lists of tensors, likewise
   std::vector<int> made;                                       // sources of its results
 };
 
 struct Launch {
   std::shared_ptr<OperatorCall> call;
-  py::object python;  // (sources) launches the kernel; None: the driver does
+  py::object python;  // (sources, numbers) launches the kernel; None: the driver launches it
   void* function = nullptr;
   LaunchConfig config{};
   LaunchAttribute attribute{};
   bool early = false;
-  std::string parameters;          // values, with 0 for pointers
-  std::vector<int> offsets;        // of each parameter
+  std::string parameters;          // bytes of the parameters, with 0 for pointers
+  std::vector<int> offsets;        // offset of each parameter
   std::vector<Patch> patches;
   std::vector<Formula> grid;       // if sizes vary
   std::vector<Number> numbers;
-  std::vector<Patch> maps;  // tensor maps (CUtensorMap), whose address is replaced
+  std::vector<Patch> maps;  // tensor maps (CUtensorMap) whose address is replaced
 };
 
 constexpr size_t TENSOR_MAP_BYTES = 128, MAP_ALIGNMENT = 64;
-constexpr size_t MOST_PARAMETER_BYTES = 4096, MOST_PARAMETERS = 128;  // CUDA allows the former
+constexpr size_t MOST_PARAMETER_BYTES = 4096, MOST_PARAMETERS = 128;  // 4096 bytes is CUDA's limit
 
 [[noreturn]] void driver_failed(const char* what, int error) {
   const char* name = "unknown";
@@ -376,12 +376,12 @@ struct Recording;  // how autograd records a call
 struct Plan {
   std::vector<Memory> memory;
   std::vector<Launch> launches;
-  std::vector<View> results;  // of the given tensors and, after them, memory
+  std::vector<View> results;  // views of the given tensors and, after them, the memory
   char kind = 't';           // 't': a tensor, '(': a tuple, '[': a list
   at::Device device = at::kCPU;
   std::shared_ptr<Recording> recording;
-  bool varies = false;                // whether it holds for calls of other sizes, too,
-  std::vector<Condition> conditions;  // namely under these
+  bool varies = false;                // whether the plan holds for other sizes, too,
+  std::vector<Condition> conditions;  // under these conditions
 };
 using Known = std::unordered_map<Facts, std::vector<std::shared_ptr<Plan>>>;
 
@@ -394,7 +394,7 @@ std::shared_ptr<Plan> find(const Known& known, const Facts& facts, const std::ve
   return nullptr;
 }
 
-// A tensor in the memory of another one, of which neither autograd nor version counters know.
+// A tensor in the memory of another tensor, invisible to autograd and version counters.
 Tensor part_of(const Tensor& source, const View& view) {
   if (view.sizes == ANY)
     return source.requires_grad() ? Tensor(source.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), true))
@@ -407,8 +407,8 @@ Tensor part_of(const Tensor& source, const View& view) {
   return part;
 }
 
-// A gradient in the memory of another tensor. A whole tensor stays the same object: autograd then sees that others have
-// it, too, and copies it before it accumulates into it.
+// A gradient in the memory of another tensor. A whole tensor stays the same object: autograd then sees other references
+// to it, and copies it before it accumulates in place.
 Tensor view_of(const Tensor& source, const View& view) {
   if (view.sizes == ANY) return source;
   if (source.sizes() == at::IntArrayRef(view.sizes) && source.strides() == at::IntArrayRef(view.strides) && !view.offset)
@@ -457,7 +457,7 @@ void launch(const Launch& step, const Tensors& sources, void* stream, const std:
     if (const int error = driver().replace(pointers[map.parameter], address)) driver_failed("a tensor descriptor", error);
   }
   for (const Number& each : step.numbers) {
-    const int64_t value = each.formula.of(*counts);  // little-endian, so that its first bytes are the narrow number
+    const int64_t value = each.formula.of(*counts);  // little-endian: its first bytes are the narrow number
     std::memcpy(pointers[each.parameter], &value, each.size);
   }
   LaunchConfig config = step.config;
@@ -473,9 +473,9 @@ void launch(const Launch& step, const Tensors& sources, void* stream, const std:
   if (const int error = driver().launch(&config, step.function, pointers, nullptr)) driver_failed("launch of a kernel", error);
 }
 
-// Zeroed counters of a stream; for a captured launch its own. Undefined: there are none.
+// Zeroed counters of a stream, or a captured launch's own counters. Undefined: no counters are available.
 Tensor zeros(at::Device device, void* stream, int64_t count) {
-  static std::unordered_map<std::string, Tensor> of_streams;  // all counters of a stream, which live as long as the process
+  static std::unordered_map<std::string, Tensor> of_streams;  // counters by stream, never freed
   Facts key;
   put(key, device.type());
   put(key, device.index());
@@ -490,7 +490,7 @@ Tensor zeros(at::Device device, void* stream, int64_t count) {
   return captured ? found : of_streams[key] = found;
 }
 
-// Do what a plan says. False: another device is current, or there are no counters.
+// Execute a plan. False: another device is current, or no counters are available.
 bool run(const Plan& plan, const Tensors& tensors, Made& made, const std::vector<int64_t>& values) {
   void* stream = nullptr;
   if (plan.device.is_cuda()) {
@@ -563,31 +563,31 @@ Pointer pointer_to(Made* node) {
 }
 
 struct Kept {
-  int source;  // index among the call's tensors, or, from `tensors` on, its memory; -1: an empty tensor
-  bool output; // whether it is a result that autograd watches
-  std::vector<int64_t> sizes;  // as the operator sees it
+  int source;  // index among the call's tensors and, after them, its memory; -1: an empty tensor
+  bool output; // whether it is a result with a gradient
+  std::vector<int64_t> sizes;  // the sizes that the operator saw
   at::ScalarType dtype;
 };
 
 struct Recording {
   std::string name;
-  int64_t number = 0;  // no other recording of this process has it
+  int64_t number = 0;  // unique in this process
   std::vector<Kept> kept;
-  std::vector<int> weak;                         // tensors of the call that backward uses if they still live unchanged
+  std::vector<int> weak;                         // tensors of the call that backward uses if they still exist unchanged
   std::vector<int> edges;                        // tensors of the call, in the order of the operator's tensor arguments
-  std::vector<std::vector<int64_t>> edge_sizes;  // of these
-  std::vector<std::vector<int64_t>> slope_sizes; // of the operator's results with gradients, in order
-  std::vector<int> slopes;                       // for each result of the call that autograd watches, which of these
-  std::vector<int> watched;                      // those results, as indices of `Plan::results`
-  std::vector<int> varying_kept, varying_slopes; // which size of each varies; empty: none
+  std::vector<std::vector<int64_t>> edge_sizes;  // sizes of these tensors
+  std::vector<std::vector<int64_t>> slope_sizes; // sizes of the operator's results with gradients, in order
+  std::vector<int> slopes;                       // for each result of the call with a gradient, its index among these
+  std::vector<int> watched;                      // the results with gradients, as indices of `Plan::results`
+  std::vector<int> varying_kept, varying_slopes; // which size of each one varies; empty: none
   bool zeros;                                    // whether an undefined gradient counts as zeros
-  py::object backward;  // (facts, kept, weak, wanted, slopes) to gradients of the operator's tensors; teaches this recording
-  Known known;          // plans of backward; a result for each edge
+  py::object backward;  // (facts, kept, weak, wanted, slopes) to gradients of the operator's tensors; may add plans
+  Known known;          // plans of backward, with a result for each edge
 };
 
 std::unordered_map<int64_t, std::weak_ptr<Recording>> recordings;  // by number
 
-// The last node of a graph may be freed on a thread of autograd without the GIL.
+// A thread of autograd may free the last node of a graph without holding the GIL.
 void delete_recording(Recording* recording) {
   if (!Py_IsInitialized()) return;
   const py::gil_scoped_acquire gil;
@@ -602,7 +602,7 @@ py::list wrapped(const Tensors& tensors) {
   return list;
 }
 
-// Gradients of the operator's tensors, computed in Python.
+// Compute the gradients of the operator's tensors in Python.
 variable_list by_python(const Recording& how, const Facts& facts, const Tensors& kept, const Tensors& weak,
                         const std::vector<bool>& wanted, const Tensors& slopes) {
   const py::bytes key(facts);
@@ -619,7 +619,7 @@ variable_list by_python(const Recording& how, const Facts& facts, const Tensors&
   return results;
 }
 
-// With the shapes of the call's tensors, of which the operator's are views.
+// Give gradients the shapes of the call's tensors; the operator's tensors are views of these.
 variable_list shaped(const Recording& how, variable_list& results) {
   for (size_t i = 0; i < results.size(); ++i)
     if (results[i].defined() && how.edge_sizes[i] != ANY && results[i].sizes() != at::IntArrayRef(how.edge_sizes[i]))
@@ -627,7 +627,7 @@ variable_list shaped(const Recording& how, variable_list& results) {
   return std::move(results);
 }
 
-// A tensor that the node does not keep; undefined if it is gone or was changed.
+// A weak reference to a tensor; undefined if the tensor no longer exists or was changed.
 struct WeakTensor {
   c10::weak_intrusive_ptr<at::TensorImpl, c10::UndefinedTensorImpl> pointer;
   uint32_t version;
@@ -710,10 +710,11 @@ struct Recorded : torch::autograd::Node {
       }
     }
     for (size_t i = 0; i < how->edges.size(); ++i) put(facts, char(task_should_compute_output(i)));
-    put(facts, char(torch::autograd::get_current_graph_task_keep_graph()));  // else backward may change what it keeps
+    // If the graph is not kept, backward may change the tensors that it holds.
+    put(facts, char(torch::autograd::get_current_graph_task_keep_graph()));
     if (plain) {
       Made made;
-      const std::shared_ptr<Plan> plan = find(how->known, facts, varying.values);  // others may drop it
+      const std::shared_ptr<Plan> plan = find(how->known, facts, varying.values);  // a reference: others may drop it
       if (plan && run(*plan, sources, made, varying.values)) return shaped(*how, made.results);
     }
     std::vector<bool> wanted;
@@ -725,7 +726,7 @@ struct Recorded : torch::autograd::Node {
   }
 
 #ifdef COMPILED_AUTOGRAD
-  // For compiled autograd: all that the compiled backward depends on, and its tensors.
+  // For compiled autograd: everything on which the compiled backward depends, and its tensors.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     args.collect(how->name);
     args.collect(static_cast<uint64_t>(how->number));
@@ -815,13 +816,13 @@ void record(const std::shared_ptr<Recording>& how, const Plan& plan, const Tenso
 struct Calls {
   PyObject_HEAD
   vectorcallfunc vectorcall;
-  PyObject* function;  // as Python has it
-  PyObject* miss;      // (facts, tensors, arguments, names) calls it, and may teach this object
+  PyObject* function;  // the Python function
+  PyObject* miss;      // (facts, *arguments) calls the function, and may give this object a plan
   Known* known;
-  std::vector<int>* varying;  // which size of each argument varies; shorter or empty: none
+  std::vector<int>* varying;  // which size of each argument varies; a missing entry: none
 };
 
-// The result where a plan is known; nullptr where Python has to call. `facts` is empty where no plan is possible.
+// The result, if a plan is known; nullptr if Python has to make the call. `facts` is empty if no plan is possible.
 PyObject* known_result(Calls* self, PyObject* const* given, size_t count, PyObject* names, Facts& facts, Tensors& tensors) {
   facts.reserve(256);
   bool plain = put_modes(facts);
@@ -829,7 +830,7 @@ PyObject* known_result(Calls* self, PyObject* const* given, size_t count, PyObje
   const auto which = [&](size_t i) { return i < self->varying->size() ? (*self->varying)[i] : NONE; };
   const size_t all = count + (names ? PyTuple_GET_SIZE(names) : 0);
   for (size_t i = 0; plain && i < all; ++i) {
-    if (i >= count) put(facts, 'k');  // f("a", 1) is another call than f(a=1)
+    if (i >= count) put(facts, 'k');  // distinguishes f("a", 1) from f(a=1)
     if (i >= count) plain = put_argument(facts, tensors, PyTuple_GET_ITEM(names, i - count), varying);
     plain = plain && put_argument(facts, tensors, given[i], varying, i < count ? which(i) : NONE);
   }
@@ -837,7 +838,7 @@ PyObject* known_result(Calls* self, PyObject* const* given, size_t count, PyObje
     facts.clear();
     return nullptr;
   }
-  // Hooks see the same tensors on each call, as checkpointing expects, and may raise: then nothing is called again.
+  // Hooks see the same tensors on each call, as checkpointing expects. If a hook raises, the call is not repeated.
   const bool hooked = at::SavedTensorDefaultHooks::is_enabled() && at::SavedTensorDefaultHooks::get_hooks(false);
   const std::shared_ptr<Plan> plan = find(*self->known, facts, varying.values);
   if (!plan) {
@@ -913,7 +914,7 @@ PyTypeObject CallsType = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
 bool make_type() {
   CallsType.tp_name = "rooftop.Calls";
-  CallsType.tp_doc = "Calls a function, without Python where a plan is known for its arguments.";
+  CallsType.tp_doc = "Call a function, without Python if a plan is known for its arguments.";
   CallsType.tp_basicsize = sizeof(Calls);
   CallsType.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL;
   CallsType.tp_vectorcall_offset = offsetof(Calls, vectorcall);
@@ -969,7 +970,7 @@ std::shared_ptr<OperatorCall> operator_of(const py::dict& given) {
       made->arguments.emplace_back();
     } else if (argument.type()->kind() == c10::TypeKind::TensorType && PyNumber_Check(value.ptr())) {
       Tensor number = at::scalar_to_tensor(torch::jit::toIValue(value, c10::NumberType::get()).toScalar());
-      number.unsafeGetTensorImpl()->set_wrapped_number(true);  // its dtype does not widen the other operand's
+      number.unsafeGetTensorImpl()->set_wrapped_number(true);  // so that it does not promote the other operand's dtype
       made->arguments.emplace_back(number);
     } else {
       made->arguments.push_back(torch::jit::toIValue(value, argument.type()));
@@ -1021,7 +1022,7 @@ Launch launch_of(const py::dict& given) {
     made.maps.push_back({std::get<0>(each), std::get<1>(each), std::get<2>(each)});
   if (sizes.size() > MOST_PARAMETERS || made.parameters.size() > MOST_PARAMETER_BYTES)
     throw py::value_error("a kernel has too many parameters");
-  for (const Patch& map : made.maps) {  // the bytes are a tensor map if the driver can change them
+  for (const Patch& map : made.maps) {  // check that the driver accepts the bytes as a tensor map
     alignas(MAP_ALIGNMENT) char bytes[TENSOR_MAP_BYTES];
     std::memcpy(bytes, made.parameters.data() + made.offsets[map.parameter], TENSOR_MAP_BYTES);
     if (!cuda.replace || cuda.replace(bytes, reinterpret_cast<void*>(uintptr_t(1) << 32))) throw py::value_error("no tensor map");
@@ -1071,9 +1072,9 @@ std::shared_ptr<Plan> plan_of(const py::dict& given) {
   return plan;
 }
 
-constexpr size_t MOST_PLANS = 64;  // for calls that differ only in sizes that vary
+constexpr size_t MOST_PLANS = 64;  // for calls that differ only in varying sizes
 
-// Whether all others were dropped before, because there were too many.
+// Add a plan. Returns whether all other plans were dropped first, because there were too many.
 bool keep(Known& known, const std::string& facts, std::shared_ptr<Plan> plan) {
   const bool full = known.size() >= MOST_KNOWN;
   if (full) known.clear();
@@ -1087,7 +1088,8 @@ struct PlanHandle {
   std::shared_ptr<Plan> plan;
 };
 
-// What `backward` of a recording teaches. It must not keep the recording alive, which keeps `backward` alive.
+// The handle by which a recording's `backward` adds plans. It holds a weak reference, since the recording holds
+// `backward`.
 struct RecordingHandle {
   std::weak_ptr<Recording> recording;
 };

@@ -1,14 +1,14 @@
-"""Repeats earlier calls of public functions without Python: allocations, launches and autograd's node are made in C++.
+"""Repeat earlier calls of public functions without Python: C++ makes the allocations, the launches and autograd's node.
 
 A small kernel runs for less time than Python needs to check arguments, view them as rows and find the launch. For
 arguments with the same facts (shapes, strides, dtypes, devices, alignment, values that are not tensors) and the same
-modes of PyTorch, all of this has the same outcome. So a call is observed once: if it runs one operator that only
-allocates and launches, a plan of it is given to `repeated_calls.cpp`, which makes the next such call. Its results have
-the same bits.
+modes of PyTorch, all of this has the same outcome. So a call is observed once. If it runs one operator that only
+allocates and launches, `repeated_calls.cpp` gets a plan of the call, and makes later calls by it. Their results are
+identical bit for bit.
 
 The C++ part is compiled in the background when a GPU first runs a known operator, and stored in Rooftop's cache. Until
-then, and on machines without a C++ compiler, Python makes the calls. `ROOFTOP_COMPILED_CALLS=0` leaves it out, and
-`ROOFTOP_COMPILED_CALLS=wait` waits for it. `rooftop doctor` says which is the case.
+then, and on machines without a C++ compiler, Python makes the calls. `ROOFTOP_COMPILED_CALLS=0` disables it, and
+`ROOFTOP_COMPILED_CALLS=wait` waits for its compilation. `rooftop doctor` shows its state.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ Result = TypeVar("Result")
 LESSON_AT = 3
 """The call with the same facts that is observed. By then the operator's own launches are compiled."""
 _functions: list[_Function] = []
-_seen: dict[str, Counter[bytes]] = {}  # for each function: the number of calls that Python made with the same facts
+_seen: dict[str, Counter[bytes]] = {}  # for each function: the number of Python calls, by facts
 _blocks = 0  # number of open `in_python` blocks
 
 
 class _Function(NamedTuple):
-    """A function of `repeated`.
+    """A function decorated by `repeated` or `repeated_rows`.
 
     Attributes:
-        now: a list of one item: the object that makes the calls, or None for Python. compiled: a list of the compiled
-        calls, once they exist.
+        now: a list of one item: the C++ object that makes the calls now, or None for Python.
+        compiled: a list of that object, once it exists.
         varying: see `repeated_rows`.
     """
 
@@ -58,11 +58,10 @@ class _Function(NamedTuple):
 
 
 def repeated(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """The same function, whose known calls run without Python once the compiled part is loaded.
+    """Decorate a function whose known calls run without Python once the compiled part is loaded.
 
-    The outcome of the function's own decisions must depend on nothing but the facts of its arguments and on PyTorch's
-    modes. It may compute anything: a call that does more than run one operator of `declare(..., known=...)` is always
-    made in Python.
+    The function's own decisions must depend only on the facts of its arguments and on PyTorch's modes. A call that does
+    more than run one operator of `declare(..., known=...)` is always made in Python.
     """
     place = _place_of(function)
 
@@ -80,8 +79,8 @@ def repeated(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
 def repeated_rows(*varying: int) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     """Decorate a function whose known calls run without Python, also with other numbers of rows.
 
-    Its operators get sizes that vary by `row_counts.size`, allocate memory of such sizes by `row_counts.allocate`, and
-    compute with them as `Count`s can. A call has positional arguments only.
+    Its operators read varying sizes by `row_counts.size`, allocate memory of such sizes by `row_counts.allocate`, and
+    compute with them only by operations of `Count`. A call has positional arguments only.
 
     Args:
         varying: for each argument, which of its sizes varies: FIRST, LAST, NONE; or ITSELF for a number.
@@ -137,11 +136,11 @@ def _calls_of(function: Callable[..., Any], varying: tuple[int, ...] = ()) -> An
         try:
             with native_calls.teaching(given, varying=which) as lesson:
                 result = function(*arguments, **options)
-        except (TypeError, ValueError, RuntimeError):  # it went through PyTorch's dispatcher, whose messages differ
+        except (TypeError, ValueError, RuntimeError):  # the dispatcher was in the way, and its messages differ
             seen[facts] = HOPELESS
             return function(*arguments, **options)
         if lesson is None:
-            seen[facts] -= 1  # another thread was being observed: observe the next call
+            seen[facts] -= 1  # another thread was being observed, so observe the next call
             return result
         try:
             plan = _plan_of(function.__name__, lesson, result)
@@ -150,7 +149,7 @@ def _calls_of(function: Callable[..., Any], varying: tuple[int, ...] = ()) -> An
             seen[facts] = HOPELESS
         else:
             if native_calls.module.keep(calls, facts, plan):
-                seen.clear()  # there were too many plans, and all were dropped
+                seen.clear()  # there were too many plans, so all were dropped
         return result
 
     calls = native_calls.module.make_calls(function, miss, list(varying))
@@ -193,10 +192,10 @@ native_calls.after_start.append(_start)
 
 
 def _plan_of(name: str, lesson: Lesson, result: Any) -> Any:
-    """The plan of a call that was observed.
+    """The plan of an observed call.
 
     Raises:
-        Unplanned: Python has to make such calls.
+        Unplanned: the call cannot be planned.
     """
     found: list[Tensor | None] = list(result) if isinstance(result, tuple | list) else [result]
     kind = "[" if type(result) is list else "(" if type(result) is tuple else "t"
@@ -208,7 +207,7 @@ def _plan_of(name: str, lesson: Lesson, result: Any) -> Any:
         raise Unplanned("two results share memory")
     if not any(each is not None and each.requires_grad for each in found):
         if lesson.records:
-            raise Unplanned("autograd watches an operator, but not its results")
+            raise Unplanned("autograd records an operator, but no result has a gradient")
         return plan_of(lesson, places, results, kind)
     recording, backward = recording_of(name, lesson, places, found, results)
     plan = plan_of(lesson, places, results, kind, recording)

@@ -1,9 +1,9 @@
-"""Numbers of rows that differ from call to call: integers that remember how they were computed.
+"""Sizes that vary from call to call, as integers that remember the formula by which they were computed.
 
-The sites of a point cloud are another number in each step. A plan of a call (repeated_calls.py) then must not contain
-the numbers of the observed call, but formulas of them. `size` gives launch code the size of a tensor, and `allocate`
-allocates memory of such sizes. While a call is observed, sizes that vary are `Count`s: sums, products and quotients of
-them are `Count`s, too, and comparisons are noted as conditions under which the plan holds.
+A point cloud has another number of sites in each step. So a plan of a call (repeated_calls.py) must contain formulas
+instead of the numbers of the observed call. `size` gives launch code the size of a tensor, and `allocate` allocates
+memory of such sizes. While a call is observed, varying sizes are `Count`s, and so are their sums, products and
+quotients. Comparisons are recorded as conditions under which the plan holds.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def given(number: int) -> int:
 
 
 class Count(int):
-    """An integer with its formula. What is neither an operation below nor a comparison raises."""
+    """An integer with its formula. Operations other than those below raise TypeError."""
 
     formula: Code
     conditions: list[Condition]
 
     @classmethod
     def of(cls, value: int, formula: Code, conditions: list[Condition]) -> Count:
-        """A count whose comparisons are noted in `conditions`."""
+        """Make a count that records its comparisons in `conditions`."""
         made = cls(value)
         made.formula, made.conditions = formula, conditions
         return made
@@ -124,7 +124,7 @@ class Count(int):
         return self != 0
 
     def is_by_16(self) -> bool:
-        """Whether it is a multiple of 16."""
+        """Whether the count is a multiple of 16."""
         held = int(self) % 16 == 0
         self.conditions.append(Condition(self.formula, BY_16, held))
         return held
@@ -148,7 +148,7 @@ def codes_of(numbers: Sequence[int]) -> list[Code]:
 
 
 def value_of(code: Code, values: Sequence[int]) -> int:
-    """The value of a formula, for these values of its variables."""
+    """Evaluate a formula with these values of its variables."""
     stack: list[int] = []
     for operation, operand in zip(code[::2], code[1::2], strict=True):
         if operation == VARIABLE:

@@ -1,4 +1,4 @@
-"""Strided tensors in as few dimensions as possible."""
+"""Merge dimensions of strided tensors."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def same_layout(one: Tensor, other: Tensor) -> bool:
 
 
 def merged(sizes: Sequence[int], *strides: Sequence[int]) -> Dims:
-    """The dimensions of tensors of one shape. Neighbouring dimensions are merged if every tensor can step through both
-    with one stride.
+    """The dimensions of tensors of one shape, after merging: neighbouring dimensions are merged if every tensor can
+    step through both with one stride.
 
     Args:
         sizes: sizes of the dimensions, the outermost first. Dimensions of size 1 are omitted.

@@ -1,9 +1,9 @@
-"""Calls that `torch.fx` records as one node.
+"""Make `torch.fx` record a call as one node.
 
 `torch.fx.symbolic_trace` runs a model with proxies, which have neither shapes nor dtypes. So a function that reads
-shapes or dtypes cannot be traced. Each of PyTorch's own functions becomes one node, and so does each function with
-`recorded_whole`, and inside a model each module with `module_recorded_whole`. The traced program calls these functions
-with tensors, and they check their arguments. Functions that cannot be traced raise an error (`refuse_proxies`).
+shapes or dtypes cannot be traced. A call becomes one node if the function is decorated by `recorded_whole`, or a
+module's forward by `module_recorded_whole`, as do calls of PyTorch's own functions. The traced program calls these with
+tensors, and they check their arguments then. Functions that cannot be traced raise an error (`refuse_proxies`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Result = TypeVar("Result")
 
 
 def recorded_whole(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Return the same function, except that a call with a proxy becomes one node of the proxy's graph.
+    """Decorate a function: a call with a proxy becomes one node of the proxy's graph.
 
-    The function must be in a module under its own name: the code of a traced program imports it.
+    The function must be a module's global under its own name, because the code of a traced program imports it.
     """
 
     @wraps(function)
@@ -30,16 +30,16 @@ def recorded_whole(function: Callable[Arguments, Result]) -> Callable[Arguments,
         proxy = _given(arguments, options)
         if proxy is None:
             return function(*arguments, **options)
-        target = getattr(call, "outermost", call)  # the function that has this name in its module
+        target = getattr(call, "outermost", call)  # the function under this name in its module
         return cast(Result, proxy.tracer.create_proxy("call_function", target, arguments, options))
 
     return call
 
 
 def module_recorded_whole(forward: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Return the same method `forward`, except that a call with a proxy becomes one node that calls the module.
+    """Decorate a method `forward`: a call with a proxy becomes one node that calls the module.
 
-    A module that is traced alone raises, because no model contains it.
+    Tracing such a module alone raises, because no model contains it.
     """
 
     @wraps(forward)
@@ -57,7 +57,7 @@ def module_recorded_whole(forward: Callable[Arguments, Result]) -> Callable[Argu
 
 
 def refuse_proxies(module: object, *arguments: object) -> None:
-    """Raise an error with the alternative if torch.fx traces a forward that cannot be traced.
+    """Raise an error, which names the alternative, if torch.fx traces a forward that cannot be traced.
 
     Raises:
         NotImplementedError: an argument is a proxy.
@@ -75,8 +75,8 @@ def _refusal(module: object) -> NotImplementedError:
 
 
 def _given(arguments: tuple[Any, ...], options: dict[str, Any]) -> fx.Proxy | None:
-    """The proxy of a call, if it has one."""
-    if has_torch_function(arguments) or (options and has_torch_function((*options.values(),))):  # in C: 0.1 us
+    """The first proxy among the arguments of a call, or None."""
+    if has_torch_function(arguments) or (options and has_torch_function((*options.values(),))):  # runs in C, in 0.1 us
         return proxy_in((*arguments, *options.values()))
     return None
 

@@ -1,4 +1,4 @@
-"""Traverse expression trees, whose nodes may have several users, without recursion."""
+"""Traverse expression trees without recursion; nodes may have several users."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ Node = TypeVar("Node")
 
 
 def topological(roots: Iterable[Node], operands_of: Callable[[Node], Sequence[Node]]) -> list[Node]:
-    """The given nodes and all nodes below them, each once, operands before the nodes that use them. Nodes are compared
-    by identity.
+    """The given nodes and all their operands in topological order: each node once, after its operands. Nodes are
+    compared by identity.
     """
     order: list[Node] = []
     done: set[int] = set()

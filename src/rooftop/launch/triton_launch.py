@@ -1,7 +1,7 @@
-"""Launch Triton kernels on the tensor's device, count launches, and raise a clear error without Triton.
+"""Launch Triton kernels on their tensors' device, count launches, and raise a clear error if Triton is missing.
 
 Under TRITON_INTERPRET=1 kernels run on the CPU, one program after another. The tests run each operator this way, and
-`count_launches` proves that the kernel ran rather than the reference.
+check by `count_launches` that the kernel ran instead of the reference.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton's kernels run on the CPU. Triton decides this when a kernel is defined, so it is fixed at import."""
 
 _counters: list[Counter[str]] = []
-_observer: Any = None  # observer of a call (known_calls.py)
+_observer: Any = None  # observes a call (known_calls.py)
 
 
 @contextmanager
 def count_launches() -> Iterator[Counter[str]]:
-    """Counts the kernels launched in the `with` block, by name."""
+    """Count the launches in the `with` block, by kernel name."""
     counter: Counter[str] = Counter()
     _counters.append(counter)
     try:
@@ -59,7 +59,7 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
 def _launch(
     kernel: Any, grid: tuple[int, ...], device: torch.device, args: Sequence[Any], parameters: dict[str, Any]
 ) -> Any:
-    """Launch the kernel; return the compiled kernel, or None if it is not known (`start`)."""
+    """Launch the kernel. Return the compiled kernel, or None if `start` does not return one."""
     if INTERPRETED:
         kernel.run(*args, grid=grid, warmup=False, **parameters)
         return None
@@ -72,15 +72,15 @@ def _launch(
 
 
 class Repeated:
-    """A kernel that is launched repeatedly with different pointers, and otherwise the same arguments.
+    """A kernel that is launched repeatedly with different pointers, but otherwise the same arguments.
 
-    Triton inspects all arguments at each launch to find the compiled kernel; here it does so only at the first launch.
+    Triton inspects all arguments at each launch to find the compiled kernel; here only the first launch does that.
 
     Args:
         kernel: a `triton.jit` function.
         grid: programs in each dimension, none of them 0.
         device: the device of the tensors.
-        arguments: all arguments that are not constants, with any values in place of the pointers.
+        arguments: all arguments that are not constants, with arbitrary values in place of the pointers.
         places: indices of the pointers among the arguments.
         **parameters: constants and launch parameters (num_warps, ...).
     """
@@ -91,15 +91,14 @@ class Repeated:
     ) -> None:  # fmt: skip
         self.kernel, self.grid, self.device, self.parameters = kernel, grid, device, parameters
         self.arguments, self.places = list(arguments), tuple(places)
-        self._compiled: dict[
-            tuple[bool, ...], Any
-        ] = {}  # compiled kernels by the pointers that are divisible by 16 bytes
+        self._compiled: dict[tuple[bool, ...], Any] = {}  # compiled kernels, by which pointers 16 divides
 
     def __call__(self, *pointers: Any) -> None:
         """Launch the kernel on the device's current stream.
 
         Args:
-            *pointers: tensors, or objects with a tensor's `data_ptr` and `dtype`; the same dtypes at each launch.
+            *pointers: tensors, or objects with a tensor's `data_ptr` and `dtype`. The dtypes must be the same at each
+                launch.
         """
         if self.at([each.data_ptr() for each in pointers]):
             return
@@ -112,7 +111,7 @@ class Repeated:
         record_launch(self.kernel.fn.__name__)
 
     def at(self, addresses: Sequence[int]) -> bool:
-        """Launch with addresses alone, if an earlier launch had pointers of the same divisibility by 16 bytes.
+        """Launch with addresses alone, if an earlier launch had pointers of the same divisibility by 16.
 
         Returns:
             Whether the kernel was launched; always False for interpreted kernels.
@@ -143,7 +142,7 @@ def _aligned(addresses: Iterable[int]) -> tuple[bool, ...]:
 
 
 def record_launch(name: str) -> None:
-    """Count one launch of a kernel that was not launched by `launch`, in all active counts."""
+    """Count a launch, made other than by `launch`, in all active counts."""
     if _observer is not None:
         _observer.foreign()
     _count(name)
@@ -178,12 +177,12 @@ def has_triton() -> bool:
 
 
 def processors(tensor: Tensor) -> int:
-    """Multiprocessors of the tensor's device; a few for interpreted kernels."""
+    """Number of multiprocessors of the tensor's device; a small number for interpreted kernels."""
     return int(_properties(tensor.device).multi_processor_count) if tensor.is_cuda else 2
 
 
 def shared_memory_bytes(tensor: Tensor) -> int:
-    """Shared memory that one program can have on the tensor's device; a large number for interpreted kernels."""
+    """The most shared memory of a program on the tensor's device; a large number for interpreted kernels."""
     return int(_properties(tensor.device).shared_memory_per_block_optin) if tensor.is_cuda else 1 << 20
 
 
@@ -194,7 +193,5 @@ def _properties(device: torch.device) -> Any:
 
 @cache
 def launches_early(device: torch.device) -> bool:
-    """Whether kernels can be launched on the device while the previous ones still run (programmatic dependent
-    launch).
-    """
+    """Whether the device supports programmatic dependent launch: a kernel starts while the previous one still runs."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -1,4 +1,4 @@
-"""Launch Warp kernels on PyTorch's tensors, device and stream; load them once, and count launches.
+"""Launch Warp kernels on PyTorch's tensors, device and stream. Kernels are loaded once, and launches are counted.
 
 `launch_warp` packs all arguments at each launch. `Launches` packs them once, for kernels that are launched repeatedly
 with the same structs.
@@ -19,12 +19,12 @@ from torch import Tensor
 from rooftop.errors import MissingExtraError
 from rooftop.launch.triton_launch import record_launch
 
-_LOADING = Lock()  # two threads must not start Warp, or load kernels at a first launch, at the same time
+_LOADING = Lock()  # only one thread at a time may start Warp, or load kernels at a first launch
 _LOADED: set[tuple[torch.device, str]] = set()
 
 
 def start_warp(what: str, extra: str) -> ModuleType:
-    """Import and start Warp, and return it ready for kernels.
+    """Import and initialize Warp, and return the module.
 
     Args:
         what: the feature that needs Warp, in words, for the error if Warp is missing.
@@ -38,20 +38,20 @@ def start_warp(what: str, extra: str) -> ModuleType:
         import warp
     except ImportError as error:
         raise MissingExtraError(f'{what} need Warp: pip install "rooftop[{extra}]"') from error
-    if first:  # later changes of this setting are the user's choice
+    if first:  # only once: the user may change the setting later
         warp.config.log_level = warp.LOG_WARNING
     with _LOADING:
-        warp.init()  # once; Warp cannot use PyTorch's stream before this
+        warp.init()  # has an effect once; Warp needs it to use PyTorch's stream
     return warp
 
 
 def launch_warp(kernel: Any, threads: tuple[int, ...], *arguments: Any, device: torch.device | None = None) -> None:
-    """Launch a Warp kernel on PyTorch's current stream; with no threads, do nothing.
+    """Launch a Warp kernel on PyTorch's current stream; 0 threads launch nothing.
 
     Args:
         threads: the number of threads along each dimension.
         arguments: tensors, numbers, and Warp's own values.
-        device: the device, if not that of the first tensor.
+        device: the device; None: the device of the first tensor.
     """
     if 0 in threads:
         return
@@ -69,10 +69,10 @@ def launch_warp(kernel: Any, threads: tuple[int, ...], *arguments: Any, device: 
 
 
 class Launches:
-    """Launches of Warp kernels with arguments that are packed once: on the same device, on any stream.
+    """Launches of Warp kernels whose arguments are packed once, for one device and any stream.
 
-    A kernel reads the present fields of structs at each launch, so a changed field takes effect. A launch with another
-    struct, array or vector packs the arguments again. At most one launch is kept for each kernel, number of threads and
+    Each launch reads the current fields of structs, so a changed field takes effect. A launch with another struct,
+    array or vector packs the arguments again. One launch is kept for each combination of kernel, number of threads, and
     numbers among the arguments.
 
     Args:
@@ -81,7 +81,7 @@ class Launches:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._kept: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}  # a launch, and its arguments except numbers
+        self._kept: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}  # (launch, its arguments except numbers)
 
     def __call__(self, kernel: Any, threads: int, *arguments: Any) -> None:
         """Launch a kernel on PyTorch's current stream; with no threads, do nothing.
@@ -102,14 +102,14 @@ class Launches:
         record_launch(kernel.key)
 
     def clear(self) -> None:
-        """Forget all launches, and so the memory that their arguments hold."""
+        """Drop all launches, and with them the memory that their arguments hold."""
         self._kept.clear()
 
     def _packed(self, kernel: Any, threads: int, arguments: tuple[Any, ...]) -> Any:
         import warp
 
         loaded = (self.device, kernel.module.name)
-        warp.init()  # device_from_torch does not start Warp
+        warp.init()  # needed first: device_from_torch does not start Warp
         device = warp.device_from_torch(self.device)
         with nullcontext() if loaded in _LOADED else _LOADING:
             packed = warp.launch(kernel, threads, arguments, device=device, record_tape=False, record_cmd=True)
@@ -118,7 +118,7 @@ class Launches:
 
 
 def point(struct: Any, field: str, tensor: Tensor) -> None:
-    """Let an array of a Warp struct be a tensor's memory. Unlike `setattr`, this does not keep the tensor alive, and
+    """Point an array of a Warp struct to a tensor's memory. Unlike `setattr`, this does not keep the tensor alive, and
     takes a fifth of the time.
     """
     import warp
@@ -127,7 +127,7 @@ def point(struct: Any, field: str, tensor: Tensor) -> None:
 
 
 def _current_stream(device: torch.device) -> Any:
-    """Warp's name of PyTorch's current stream; None on the CPU."""
+    """PyTorch's current stream as a Warp stream; None on the CPU."""
     if device.type != "cuda":
         return None
     return _stream(device, torch.cuda.current_stream(device).cuda_stream)
@@ -135,7 +135,7 @@ def _current_stream(device: torch.device) -> Any:
 
 @cache
 def _stream(device: torch.device, handle: int) -> Any:
-    """Warp's name of a stream of PyTorch."""
+    """A PyTorch stream as a Warp stream."""
     import warp
 
     return warp.Stream(warp.device_from_torch(device), cuda_stream=handle)

@@ -1,4 +1,4 @@
-"""Modules over the operators of `rooftop.kernels`, with the names and arguments of `torch.nn`."""
+"""Modules that call the operators of `rooftop.kernels`, with the names and arguments of `torch.nn`."""
 
 from rooftop.nn.embeddings import Embedding
 from rooftop.nn.gated import SwiGLU

@@ -1,11 +1,11 @@
-"""Results of modules that depend only on parameters and sizes, computed once if the parameters do not change.
+"""Cache results of modules that depend only on parameters and sizes, while the parameters do not change.
 
     class Attention(nn.Module):
         @constant
         def position_bias(self) -> Tensor: ...
 
-A module cannot know whether its parameters will change, but its user can. So such a method is computed in each call
-until `keep_constants(model)` declares the parameters constant.
+A module cannot know whether its parameters will change, but its user can. So each call computes such a method until
+`keep_constants(model)` declares the parameters constant.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rooftop.nn.hooks import has_hooks
 
-MOST = 8  # results of one method, one for each set of arguments: as many as an engine has graphs
+MOST = 8  # cached results per method: as many as an engine has graphs
 
 Arguments = ParamSpec("Arguments")
 Module = TypeVar("Module", bound=nn.Module)
@@ -27,10 +27,10 @@ Result = TypeVar("Result", bound=Tensor | tuple[Tensor, ...])
 
 
 class _Kept(dict[tuple[Hashable, ...], Any]):
-    """Results by name and arguments of the method."""
+    """Results, by the name and the arguments of the method."""
 
     def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
-        return _Kept, ()  # a copy or a loaded model has other parameters, which may be cast or moved
+        return _Kept, ()  # not copied: a copied or loaded model has other parameters, which may be cast or moved
 
 
 def constant(
@@ -39,9 +39,9 @@ def constant(
     """Mark a method whose result, a tensor or a tuple of tensors, depends only on parameters, buffers and arguments.
 
     Arguments are numbers, dtypes, devices and parameters; calls with keywords are not cached. The result must not be
-    changed in place. After `keep_constants` it is computed once for each of the first eight sets of arguments, and in
-    each call for others. No cached result is ever dropped, since CUDA graphs may read it. It is always computed in
-    training mode, under autocast, if it needs a gradient, and within a capture.
+    changed in place. After `keep_constants` the result is cached for each of the first eight sets of arguments, and
+    computed in each call for other sets. No cached result is ever dropped, since CUDA graphs may read it. The cache is
+    not used in training mode, under autocast, if the result needs a gradient, or within a capture.
     """
 
     @wraps(method)
@@ -51,7 +51,7 @@ def constant(
         results: _Kept | None = self.__dict__.get("_constants")
         if results is None or self.training or torch._C._is_any_autocast_enabled() or not _lasting(arguments, options):
             return method(self, *arguments, **options)
-        key = (method.__name__, *((type(each), each) for each in arguments))  # 1 is not 1.0
+        key = (method.__name__, *((type(each), each) for each in arguments))  # the type distinguishes 1 from 1.0
         if key in results:
             return results[key]  # type: ignore[no-any-return]
         result = method(self, *arguments, **options)
@@ -65,10 +65,10 @@ def constant(
 
 
 def keep_constants(model: nn.Module) -> tuple[str, ...]:
-    """Compute a model's constants only once from now on: its parameters and buffers must not change any more.
+    """Compute a model's constants only once from now on. Its parameters and buffers must not change any more.
 
-    Modules that contain hooks continue as before, because a cached result would not call the hooks. So do copies of the
-    model.
+    Modules that contain hooks are not cached, because a cached result would not call the hooks. Copies of the model are
+    not cached either.
 
     Returns:
         The methods with cached results, as "name of the module.name of the method".
@@ -83,19 +83,19 @@ def keep_constants(model: nn.Module) -> tuple[str, ...]:
 
 
 def kept_bytes(model: nn.Module) -> int:
-    """Bytes of all results that a model keeps."""
+    """Bytes of all results that a model caches."""
     results = [each for module in model.modules() for each in module.__dict__.get("_constants", {}).values()]
     flat = [t for each in results for t in (each if isinstance(each, tuple) else (each,))]
     return sum(t.numel() * t.element_size() for t in flat)
 
 
 def _lasting(arguments: tuple[object, ...], options: dict[str, object]) -> bool:
-    """Whether the same arguments may occur again: no tensors except parameters, and no keywords."""
+    """Whether the arguments can be a cache key: no tensors except parameters, and no keywords."""
     return not options and all(isinstance(each, nn.Parameter) or not isinstance(each, Tensor) for each in arguments)
 
 
 def _can_be_kept(tensor: Tensor) -> bool:
-    """Whether the result's data are complete, so that calls on any stream can use them."""
+    """Whether the result may be cached: its data are complete, so that calls on any stream can use them."""
     if type(tensor) is not Tensor or tensor.is_meta or tensor.requires_grad:
         return False
     if tensor.is_cuda:

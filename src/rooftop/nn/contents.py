@@ -1,4 +1,4 @@
-"""All parts of a model: its modules, tensors and plain values, including those that PyTorch does not register.
+"""Find all modules, tensors and plain values of a model, including those that PyTorch does not register.
 
 self.scale = torch.tensor(2.0)      # a tensor that is neither a parameter nor a buffer
 self.others = [nn.Linear(4, 4)]     # a module outside of `_modules`
@@ -28,12 +28,12 @@ DEEPEST = 8
 
 @dataclass
 class Contents:
-    """What a model holds.
+    """The modules, tensors and plain values of a model.
 
     Attributes:
         modules: each once, the model first.
-        tensors: each once, by where it was found: "layers.0.weight", "cache['keys']".
-        plain: numbers, strings and similar values, by where they are.
+        tensors: each once, by its path: "layers.0.weight", "cache['keys']".
+        plain: numbers, strings and similar values, by path.
     """
 
     modules: list[nn.Module] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Contents:
             return
         if isinstance(part, OPAQUE) or id(part) in self._seen or depth > DEEPEST:
             return
-        self._seen[id(part)] = part  # held, so that no other object gets its id
+        self._seen[id(part)] = part  # references, so that no other object gets an id
         if isinstance(part, Tensor):
             self.tensors[where] = part
         elif isinstance(part, nn.Module):

@@ -1,4 +1,4 @@
-"""A copy of a model's modules that shares its tensors."""
+"""Copy a model's modules, but share its tensors."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rooftop.nn.contents import Contents
 
 
 def copy_sharing_tensors(model: nn.Module, name: str, unregistered: bool = False) -> nn.Module:
-    """A copy of a model's modules with the same parameters and buffers, without copying these.
+    """Copy a model's modules; the copy has the same parameter and buffer objects as the model.
 
     Args:
         name: the public function, for the error.
-        unregistered: also share all other tensors: attributes, and those of modules outside of `_modules`.
+        unregistered: also share all unregistered tensors: attributes, and tensors of modules outside of `_modules`.
 
     Raises:
-        TypeError: a part of the model cannot be copied, or its copies have their own tensors.
+        TypeError: a part of the model cannot be copied, or its copy has its own tensors.
     """
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     if unregistered:

@@ -9,7 +9,7 @@ from rooftop.kernels import embedding
 
 
 class Embedding(torch.nn.Embedding):
-    """`torch.nn.Embedding`, parameters and state included, computed by `rooftop.kernels.embedding`."""
+    """`torch.nn.Embedding`, with the same parameters and state dict, computed by `rooftop.kernels.embedding`."""
 
     def forward(self, input: Tensor) -> Tensor:
         """input: tokens of any shape; the result is (*input.shape, D). Raises the errors of `embedding`."""

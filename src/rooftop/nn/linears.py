@@ -11,7 +11,9 @@ from rooftop.kernels.operands.activations import ACTIVATIONS
 
 
 class LinearAct(torch.nn.Linear):
-    """`torch.nn.Linear`, parameters and state included, and an activation, computed by `rooftop.kernels.linear_act`."""
+    """`torch.nn.Linear` and an activation, with Linear's parameters and state dict, computed by
+    `rooftop.kernels.linear_act`.
+    """
 
     def __init__(
         self,
@@ -22,7 +24,7 @@ class LinearAct(torch.nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Arguments as in `torch.nn.Linear` and `linear_act`; another activation raises ValueError."""
+        """Arguments as in `torch.nn.Linear` and `linear_act`; an unknown activation raises ValueError."""
         if activation not in ACTIVATIONS:
             raise ValueError(
                 f"LinearAct: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
@@ -32,7 +34,7 @@ class LinearAct(torch.nn.Linear):
         self.activation = activation
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        """input (..., in_features), residual (..., out_features); the result is like the residual."""
+        """input: (..., in_features); residual and result: (..., out_features)."""
         return linear_act(input, self.weight, self.bias, self.activation, residual)
 
     def extra_repr(self) -> str:

@@ -1,4 +1,4 @@
-"""Decide which kinds of modules to replace: time each kind in the whole model."""
+"""Decide which kinds of modules to replace, by timing each kind in the whole model."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ ROUND_S, MOST_ROUNDS = 0.1, 9
 
 @dataclass(frozen=True)
 class Measured:
-    """A step of the model without and with one kind of modules replaced, in addition to the kinds kept before.
+    """Times of a step of the model without and with one kind of modules replaced, in addition to the kinds accepted
+    before.
 
     Attributes:
         before_ms, after_ms: medians.
-        pays: whether the gain is more than noise.
+        pays: whether the gain exceeds the noise.
     """
 
     before_ms: float
@@ -39,13 +40,14 @@ class Measured:
 def worthwhile(
     model: nn.Module, kinds: Sequence[str], inputs: Any, swap: Callable[[nn.Module, list[str]], object]
 ) -> dict[str, Measured]:
-    """Time each kind in the whole model. The model itself, its buffers and the random state do not change.
+    """Find the kinds whose replacement makes the whole model faster. The model, its buffers and the random state do not
+    change.
 
     Args:
         model: the model, in the mode in which it will run. In training mode a step is forward and backward.
-        kinds: the kinds that can be replaced in it.
+        kinds: the kinds that can be replaced in the model.
         inputs: a tensor, a tuple of arguments, or a dict of keyword arguments.
-        swap: replaces these kinds in a model.
+        swap: a function that replaces these kinds in a model.
     """
     kept: list[str] = []
     found: dict[str, Measured] = {}

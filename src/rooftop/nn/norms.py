@@ -13,7 +13,7 @@ from rooftop.nn.hooks import is_plain
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """`torch.nn.LayerNorm`, parameters and state included, computed by `rooftop.kernels.layer_norm`."""
+    """`torch.nn.LayerNorm`, with the same parameters and state dict, computed by `rooftop.kernels.layer_norm`."""
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
         """input (..., *normalized_shape); the result is like it.
@@ -26,7 +26,7 @@ class LayerNorm(torch.nn.LayerNorm):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """`torch.nn.RMSNorm`, parameters and state included, computed by `rooftop.kernels.rms_norm`."""
+    """`torch.nn.RMSNorm`, with the same parameters and state dict, computed by `rooftop.kernels.rms_norm`."""
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
         """input (..., *normalized_shape); the result is like it.
@@ -40,7 +40,9 @@ class RMSNorm(torch.nn.RMSNorm):
 
 @recorded_whole
 def layer_norm_of(input: Tensor, residual: Tensor | None, *parameters: Any) -> Tensor | tuple[Tensor, Tensor]:
-    """The module's result. While torch.fx traces the module alone, it is unknown whether a residual will be passed."""
+    """The result of a layer norm module. While torch.fx traces the module alone, it is unknown whether a residual will
+    be passed.
+    """
     return layer_norm(input, *parameters) if residual is None else add_layer_norm(input, residual, *parameters)
 
 
@@ -51,8 +53,8 @@ def rms_norm_of(input: Tensor, residual: Tensor | None, *parameters: Any) -> Ten
 
 
 def norm_of_sum(norm: nn.Module, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """(norm(input + residual), input + residual), for any norm. One kernel computes both if the norm is one of the two
-    above, has no hooks, and torch.fx does not trace it: torch.fx records each module's result by its name.
+    """(norm(input + residual), input + residual), for any norm. One kernel computes both if the norm is a `LayerNorm`
+    or `RMSNorm` of this file, has no hooks, and torch.fx does not trace it: torch.fx records each module's own result.
 
     Args:
         input, residual: of one shape; the sum has PyTorch's dtype.

@@ -1,11 +1,11 @@
-"""RMS norms of other libraries, recognized by what they compute, not by their class.
+"""Recognize RMS norms of other libraries by what they compute instead of by their class.
 
 Each library has its own RMS norms (LlamaRMSNorm, Qwen2RMSNorm, T5LayerNorm, GemmaRMSNorm, ...). All compute
 
     y = x / sqrt(mean(x^2) + eps) * (offset + weight)        offset 0, or 1 where weights begin at 0
 
 Zhang and Sennrich 2019, "Root Mean Square Layer Normalization". A module with one parameter and nothing else is called
-on a few small inputs with other weights. If every result equals the formula's, the module is such a norm.
+on a few small inputs with other weights. If every result equals the formula's, the module is an RMS norm.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _only_weight(module: nn.Module) -> Tensor | None:
 
 
 def _takes_one_argument(module: nn.Module) -> bool:
-    """Whether forward takes a single argument: others could change the result."""
+    """Whether forward takes a single argument; further arguments could change the result."""
     return len(inspect.signature(module.forward).parameters) == 1
 
 
@@ -89,7 +89,7 @@ def _tried(module: nn.Module) -> RmsNorm | None:
 
 
 def _numbers(module: nn.Module) -> list[float]:
-    """Possible values of eps: numbers among the module's attributes, and None."""
+    """Candidate values of eps: the numbers among the module's attributes, and None."""
     found = [each for each in vars(module).values() if type(each) is float and 0 < each < 1]
     return [*dict.fromkeys(found), 0.0]
 
@@ -111,8 +111,8 @@ def _by_formula(x: Tensor, weight: Tensor, norm: RmsNorm) -> Tensor:
 
 
 def substitute(module: nn.Module, norm: RmsNorm) -> None:
-    """Let `rooftop.kernels.rms_norm` compute such a module from now on. Its class becomes a subclass of its present
-    class.
+    """Let `rooftop.kernels.rms_norm` compute a recognized module from now on. The module's class becomes a subclass of
+    its original class.
     """
     kind: Any = type(module)
     module.__class__ = _class_below(kind)
@@ -127,7 +127,9 @@ class Recognized:
     weight: Tensor
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """One tensor (..., columns), under the module's own name for it; the result has the same shape and dtype."""
+        """The argument is one tensor (..., columns), under the original forward's name for it. The result has the same
+        shape and dtype.
+        """
         eps, offset = self._rms_norm
         input: Any = keywords.get(self._argument) if keywords else inputs[0] if inputs else None
         as_usual = isinstance(input, Tensor) and input.dtype in FLOATS and input.dim() > 0
@@ -138,7 +140,7 @@ class Recognized:
         return rms_norm(input, (self.weight.numel(),), weight, eps)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as the module's original class, because other processes cannot find a class that is created here."""
+        """Pickle as the module's original class, because other processes cannot import a class created at run time."""
         return _loaded, (type(self).__mro__[2],), self.__dict__.copy()
 
 

@@ -1,4 +1,4 @@
-"""Makes Rooftop compute the modules of an existing model."""
+"""Make Rooftop compute the modules of an existing model."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ ON_CPU = "on a CPU a call on small inputs can be slower: give `inputs` to time i
 
 @dataclass
 class Replacement:
-    """The changes that `replace` made, by the modules' names in the model ("" is the model itself).
+    """The changes that `replace` made, by module name ("" is the model itself).
 
     Attributes:
-        swapped: kinds of the modules that Rooftop computes now.
-        left: why PyTorch still computes modules of these kinds.
-        measured: for each timed kind, a step before and after.
+        swapped: the kind of each module that Rooftop computes now.
+        left: for each remaining module of these kinds, why PyTorch still computes it.
+        measured: for each timed kind, times of a step before and after.
     """
 
     swapped: dict[str, str] = field(default_factory=dict)
@@ -57,28 +57,28 @@ class Replacement:
 def replace(model: torch.nn.Module, *, only: Iterable[str] | None = None, inputs: Any = None) -> Replacement:
     """Make Rooftop compute a model's layer norms, RMS norms, softmaxes, embeddings and cross entropies, in place.
 
-    With neither `only` nor `inputs` it swaps what is never slower: RMS norms that other libraries compute by several of
-    PyTorch's operators, on a GPU, where one launch takes the place of seven. A call of any other kind takes the host
-    longer than PyTorch's, so its speed depends on sizes and on what else the model does.
+    Without `only` and `inputs`, it replaces only what is never slower: on a GPU, RMS norms that other libraries compute
+    by several of PyTorch's operators. One launch replaces their seven. For other kinds, a call takes the host longer
+    than PyTorch's, so the gain depends on sizes and on the rest of the model.
 
-    Only the class of a module changes. Parameters (shared ones, too), their names, dtypes and devices, hooks, the
-    training flag and the optimizer that holds the parameters stay the same. Call it before `torch.compile`. Second
-    derivatives and the transforms of `torch.func` work as before, with PyTorch's own operators; only cross entropies on
-    a GPU have no second derivative.
+    Only the class of a module changes. Parameters (including shared ones), their names, dtypes and devices, hooks, the
+    training flag, and optimizers of the parameters stay the same. Call it before `torch.compile`. Second derivatives
+    and the transforms of `torch.func` work as before, with PyTorch's own operators; only cross entropies on a GPU have
+    no second derivative.
 
     Args:
         model: any module. Modules in it whose class is exactly one of `torch.nn` are replaced, and RMS norms of any
-            library, recognized by what they compute (`recognizing.py`). Other subclasses stay, and so do functions. A
-            Linear and the operation after it stay, too, since modules do not show the order of calls: use
+            library, recognized by what they compute (`recognizing.py`). Other subclasses and functions are not
+            replaced. Nor is a Linear with the operation after it, since modules do not show the order of calls: use
             `rooftop.nn.LinearAct` there.
-        only: kinds to replace, some of `rooftop.nn.KINDS`. Without `inputs` they are replaced whatever their speed,
-            which suits models that a CUDA graph replays.
+        only: kinds to replace, some of `rooftop.nn.KINDS`. Without `inputs` they are replaced untimed, which suits
+            models that a CUDA graph replays.
         inputs: inputs of a typical call: a tensor, a tuple of arguments, or a dict of keyword arguments. Each kind is
-            then timed in the whole model, in its current mode (in training mode forward and backward), and is not
-            replaced if that saves no time. Weights, buffers and the random state stay as they are.
+            then timed in the whole model in its current mode (training mode: forward and backward), and replaced only
+            if that saves time. Weights, buffers and the random state stay as they are.
 
     Returns:
-        The modules that were replaced and those that were not, and why; prints one line per module.
+        A `Replacement`, which prints one line per module.
 
     Raises:
         TypeError: model is not a module, or cannot be copied for timing.
@@ -113,7 +113,7 @@ def replace(model: torch.nn.Module, *, only: Iterable[str] | None = None, inputs
 
 
 def _replace_what_pays(model: torch.nn.Module, wanted: list[str], inputs: Any) -> Replacement:
-    """Swap the kinds that make a call with these inputs faster."""
+    """Replace the kinds that make a call with these inputs faster."""
     possible = replace(copy_sharing_tensors(model, "replace"), only=wanted)
     kinds = list(dict.fromkeys(possible.swapped.values()))
     measured = worthwhile(model, kinds, inputs, lambda same, names: replace(same, only=names))
@@ -140,7 +140,7 @@ PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def _reason_to_leave(module: torch.nn.Module) -> str | None:
-    """Why this module would not give the same results through Rooftop's operators."""
+    """Why Rooftop's operators would not give this module's results; None if they would."""
     if "forward" in vars(module):
         return "its forward was replaced"
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):

@@ -1,4 +1,4 @@
-"""Make a user's model faster: each change is proven and measured in the whole model, or refused with the reason.
+"""Make a user's model faster. Each change is proven and measured in the whole model, or refused with the reason.
 
 found = rooftop.optimize(model, x)
 print(found)

@@ -1,4 +1,4 @@
-"""Restores, bit for bit, everything that belongs to the user, whatever rules and models do."""
+"""Restore the user's model and state bit for bit, whatever rules and models do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rooftop.optimization.outcomes import same_values
 
 @dataclass(frozen=True)
 class _Was:
-    """An earlier state of a tensor: `place` shares its memory, `values` does not."""
+    """An earlier state of a tensor. `place` shares the tensor's memory; `values` is a copy."""
 
     tensor: Tensor
     place: Tensor
@@ -42,7 +42,7 @@ class _Was:
         return self.gradient is not None and self.gradient.differs()
 
     def restore(self) -> None:
-        """Writes only if something differs: a write without a change would count as a change."""
+        """Write only if something differs: a write of the same values would still count as a change."""
         tensor, gradient = self.tensor, self.gradient
         if not self.differs():
             return
@@ -69,7 +69,7 @@ class _Was:
 
 
 class Originals:
-    """The original state of the user's model: tensors with their gradients, and modes."""
+    """The original state of the user's model: tensors, gradients, and modes."""
 
     def __init__(self, model: nn.Module) -> None:
         contents = Contents.of(model)
@@ -77,7 +77,7 @@ class Originals:
         self.tensors = {where: _Was.of(tensor) for where, tensor in contents.tensors.items()}
 
     def restore(self) -> str:
-        """Restore tensors; returns the name of a changed one, or ""."""
+        """Restore tensors. Return the name of one that had changed, or ""."""
         changed = [where for where, was in self.tensors.items() if was.differs()]
         for where in changed:
             self.tensors[where].restore()
@@ -86,7 +86,7 @@ class Originals:
 
 @contextmanager
 def as_before(model: nn.Module) -> Iterator[Originals]:
-    """Restores tensors, gradients, modes of a model and the random state of the process afterwards."""
+    """After the block, restore a model's tensors, gradients and modes, and the random state of the process."""
     originals = Originals(model)
     python, numpy = random.getstate(), sys.modules.get("numpy")
     of_numpy: Any = numpy.random.get_state() if numpy is not None else None

@@ -1,11 +1,11 @@
-"""Detects state that calls keep outside of buffers: a copy of the model would have its own.
+"""Detect state that calls keep outside of buffers, since a copy of the model would have its own.
 
     self.steps += 1                         # a number
     self.attention = weights.detach()       # a tensor that is not a buffer
     self.mean = 0.9 * self.mean + ...       # a buffer that is replaced, not changed in place
 
-Results of the faster module could then depend on the number of trials, and readers of the original would find old
-values. A value that only the first call computes, such as a mask of the inputs' size, is not state.
+With such state, results of the faster module could depend on the number of trials, and readers of the original would
+find old values. A value that only the first call computes, such as a mask of the inputs' size, is not state.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def check_nothing_is_carried(original: nn.Module, step: Step, drawn: Sequence[Dr
     """Run a copy of a model on draws, and check that nothing except buffers changes from call to call.
 
     Args:
-        drawn: the given inputs first; the model may refuse others.
+        drawn: the given inputs first; the model may refuse the other draws.
 
     Raises:
         TypeError: the model cannot be copied.
@@ -39,7 +39,7 @@ def check_nothing_is_carried(original: nn.Module, step: Step, drawn: Sequence[Dr
             f"optimize: {type(original).__name__} cannot be copied ({type(error).__name__}: {error}): give its "
             "modules a __deepcopy__, or remove from them what cannot be copied"
         ) from error
-    outcome_of(step, model, model, drawn[0].given)  # computes values that later calls reuse
+    outcome_of(step, model, model, drawn[0].given)  # the first call may compute values that later calls reuse
     for (name, own), parameter in zip(model.named_parameters(), original.parameters(), strict=True):
         if not same_values(own, parameter):
             raise ValueError(f"optimize: a call changes the parameter {name}, which only an optimizer should")
@@ -47,7 +47,7 @@ def check_nothing_is_carried(original: nn.Module, step: Step, drawn: Sequence[Dr
     for draw in (*drawn[1:], drawn[0]):
         try:
             outcome_of(step, model, model, draw.given)
-        except Exception:  # the error is reported when the draw is tried
+        except Exception:  # the search reports the error when it tries the draw
             continue
         if changed := _changed(before, _state(model)):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Stops a block of code after some time, as Ctrl-C would: a compiler cannot be asked to hurry."""
+"""Stop a block of code after some time, as Ctrl-C would, because a compiler has no time limit of its own."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ ON_ITS_WAY_S = 0.01
 
 
 class StoppedError(BaseException):
-    """The time of a `Deadline` was over. It is not an `Exception`, so that handlers of errors do not catch it."""
+    """A `Deadline` has passed. This is not an `Exception`, so that handlers of errors do not catch it."""
 
 
 class Deadline:
     """A `with` block that raises `StoppedError` in this thread after `seconds`.
 
-    Python raises it between two of its instructions: a call into C++ runs to its end first.
+    Python raises it between two bytecode instructions, so a call into C++ first runs to its end.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._thread = threading.get_ident()
         self._over = threading.Event()
-        self._raised = False  # the exception was raised, but has not arrived yet
+        self._raised = False  # the exception is scheduled, but not raised yet
         self._lock = threading.Lock()
 
     def __enter__(self) -> Deadline:
@@ -42,10 +42,10 @@ class Deadline:
         self.end()
 
     def end(self) -> None:
-        """Raise nothing from now on.
+        """End the deadline, so that nothing is raised from now on.
 
-        An exception that is on its way is waited for, not taken back: CPython 3.11 would then loop forever under a
-        profiler.
+        If the exception is already scheduled, wait for it: if it were withdrawn, CPython 3.11 would loop forever under
+        a profiler.
         """
         while not self._over.is_set():
             try:

@@ -1,4 +1,4 @@
-"""Inputs for which a change must be correct: the given ones, and similar ones."""
+"""Inputs for which a change must be correct: the given inputs, and similar ones."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ LARGE = 1e3
 
 @dataclass(frozen=True)
 class Draw:
-    """Arguments of one call, and what is special about them.
+    """The arguments of one call, and a description of them.
 
     Attributes:
         what: a readable name: "NaN in the inputs".
         given: (args, kwargs).
         special: the values may make a model overflow or divide by zero.
         otherwise: arguments to try, in this order, if the model refuses `given`.
-        needed: the error to raise if the model refuses all; "" to skip the draw.
+        needed: the error to raise if the model refuses all of them; "": skip the draw.
     """
 
     what: str
@@ -60,8 +60,9 @@ def draws(given: Arguments, generator: torch.Generator) -> list[Draw]:
 
 
 def others(given: Arguments, generator: torch.Generator) -> Draw:
-    """The given arguments with other values. If the model refuses these, integers stay unchanged, first in one tensor,
-    then in all."""
+    """The given arguments with other values. If the model refuses these, integers keep their values, first in one
+    tensor, then in all.
+    """
 
     def but(fixed: list[Tensor]) -> Arguments:
         other = lambda t: t if any(t is each for each in fixed) else other_values(t, generator)  # noqa: E731
@@ -99,9 +100,9 @@ def _floats(change: Change) -> Change:
 
 
 def other_values(tensor: Tensor, generator: torch.Generator, shape: Sequence[int] | None = None) -> Tensor:
-    """A tensor with values drawn from this one; for integers and truth values a permutation.
+    """A tensor with values drawn from this one; integers and booleans are permuted.
 
-    For a constant tensor, values between 0 and the constant, or 0 and 1, are drawn instead. Sparse tensors stay
+    For a constant tensor, values are drawn between 0 and the constant, or between 0 and 1. Sparse tensors stay
     unchanged.
     """
     if tensor.layout != torch.strided:
@@ -121,7 +122,7 @@ def other_values(tensor: Tensor, generator: torch.Generator, shape: Sequence[int
 
 
 def _varied(flat: Tensor, generator: torch.Generator) -> Tensor:
-    """Values between 0 and a constant; an integer 0 stays, since 1 may not be a valid index."""
+    """Values between 0 and a constant. An integer 0 stays 0, since 1 may not be a valid index."""
     first = flat[0]
     if flat.is_complex() or not bool((flat == first).all()):
         return flat
@@ -154,7 +155,7 @@ def with_nan(tensor: Tensor) -> Tensor:
 def of_shape(given: Arguments, shape: Sequence[int], generator: torch.Generator) -> Arguments:
     """The given arguments with the first tensor in another shape.
 
-    Other tensors whose first dimension is the same have the same batch, so their first dimension changes too.
+    Other tensors with the same first dimension share the batch, so their first dimension changes, too.
     """
     first, *_ = tensors_of(given)
 
@@ -168,7 +169,7 @@ def of_shape(given: Arguments, shape: Sequence[int], generator: torch.Generator)
 
 
 def key_of(given: Arguments) -> Any:
-    """The key of a call. If two calls have the same key, a proof of one holds for the other; strides may differ.
+    """The key of a call. A proof for one call holds for all calls with the same key; strides may differ.
 
     Raises:
         TypeError: an argument is not a tensor, number, string or structure of them.

@@ -1,7 +1,7 @@
-"""What a compiler could fuse in a step, from the time and the tensors of each operator.
+"""Forecast what a compiler could fuse in a step, from the time and the tensors of each operator.
 
 The rules of `rooftop.analysis.advice.fusion` find the operators that would share a kernel, and the memory traffic that
-is left. The memory rate is measured quickly: only its ratio to the rate of the step's own operators counts.
+remains. The memory bandwidth is measured only roughly: just its ratio to the rate of the step's own operators matters.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ LAUNCH_ROUNDS, LAUNCHES = 5, 200
 
 
 def quick_ceilings(device: torch.device) -> Ceilings:
-    """The memory rates of a device, the time of its shortest kernel and of a launch, measured in a moment. Arithmetic
-    is not limited in these ceilings."""
+    """Quickly measured limits of a device: memory bandwidths, the time of the shortest kernel, and the time of a
+    launch. These ceilings do not limit arithmetic.
+    """
     points = []
     for size in SIZES:
         source = torch.ones(size // 8, device=device)
@@ -61,7 +62,7 @@ def quick_ceilings(device: torch.device) -> Ceilings:
 
 
 def _host_ms(run: Callable[[], object], device: torch.device) -> float:
-    """The time in which the host launches a call, the best of some rounds; the device does not stop it."""
+    """The time in which the host launches a call, the best of several rounds, without waiting for the device."""
     found = math.inf
     for _ in range(LAUNCH_ROUNDS):
         torch.cuda.synchronize(device)
@@ -74,7 +75,7 @@ def _host_ms(run: Callable[[], object], device: torch.device) -> float:
 
 
 def fusable_of(run: Callable[[], object], device: torch.device, ceilings: Ceilings) -> Fusable:
-    """What a compiler could fuse in a run of forward and backward."""
+    """The fusions that a compiler could make in a run of forward and backward."""
     clock = OperatorClock(device)
     with CountingMode(_place, clock.at) as counted:
         run()
@@ -91,9 +92,9 @@ def _place() -> tuple[str, str]:
 
 
 class OperatorClock:
-    """A context around each of many operators, which may not be nested.
+    """Measure the time of each of many operators by a context around it. Contexts cannot be nested.
 
-    On a GPU, events take the time. Before each operator the GPU waits until the host has launched it.
+    On a GPU, CUDA events measure the time. Before each operator the GPU waits until the host has launched it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -133,7 +134,7 @@ class OperatorClock:
         if self.device.type != "cuda":
             return self._ms
         count = len(self._events)
-        for _ in range(EVENT_PAIRS):  # the time between two events without work
+        for _ in range(EVENT_PAIRS):  # measure the time between two events without work
             self._begin()
             self._events[-1][1].record(torch.cuda.current_stream(self.device))
         torch.cuda.synchronize(self.device)

@@ -1,8 +1,8 @@
-"""Whether a change of a model is correct: on the given inputs, on similar ones, and in its effects.
+"""Decide whether a change of a model is correct: on the given inputs, on similar inputs, and in its side effects.
 
-A change is correct if its results are as accurate as the original's, both judged by the same model in float64
-(`rooftop.testing.assert_as_accurate`), and nothing else differs: shapes, dtypes, strides, gradients, buffers, changed
-arguments, shared memory. If the float64 model does not run, only the same bits are correct.
+A change is correct if its results are as accurate as the original's, measured against the model in float64
+(`rooftop.testing.assert_as_accurate`). Nothing else may differ: shapes, dtypes, strides, gradients, buffers, changed
+arguments, shared memory. If the float64 model does not run, only identical bits are correct.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ below, dropout with another mask is far above."""
 
 
 class RefusedError(Exception):
-    """The reason why a change is not correct; the search catches it."""
+    """Raised for a change that is not correct, with the reason; the search catches it."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Known:
     Attributes:
         draw: the inputs.
         eager: the original's outcome.
-        truth: the outcome in float64; None if that does not run.
+        truth: the float64 model's outcome; None if it does not run.
     """
 
     draw: Draw
@@ -62,14 +62,14 @@ class Known:
 
 
 def check_taken(original: nn.Module, step: Step, drawn: Sequence[Draw]) -> None:
-    """Run the original on the given inputs and on those that it must accept, so that errors are raised before the
+    """Run the original on the given inputs, and on draws that it must accept, so that errors are raised before the
     search.
 
     Args:
         drawn: the given inputs come first.
 
     Raises:
-        ValueError: it refuses required inputs, or a training step has no gradients.
+        ValueError: the model refuses required inputs, or a training step has no gradients.
         Exception: any error that the model raises on the given inputs.
     """
     given = outcome_of(step, original, original, drawn[0].given)
@@ -91,14 +91,14 @@ class Gate:
         original: the model; its buffers are restored after each run.
         step: how it is run.
         known: the original's results for each draw.
-        dropped: draws that the original refuses, or for which no time was left, with the reason.
-        random: its results depend on the random state.
-        repeats: the original returns the same bits in each call.
-        exact_only: the reason why only the same bits are correct, else "".
-        precise: the original in float64; None if it does not run, or is not needed. first_truth: its outcome on the
-            given inputs.
-        lowered: the original in a lower precision, which the user has allowed: results must be as accurate as its
-            results.
+        dropped: draws that the original refuses or that there was no time for, with the reason.
+        random: the original's results depend on the random state.
+        repeats: the original returns identical bits in each call.
+        exact_only: the reason why only identical bits are correct, or "".
+        precise: the original in float64; None if that does not run, or is not needed.
+        first_truth: the float64 outcome on the given inputs.
+        lowered: the original in a lower precision, which the user has allowed. A change must be as accurate as this
+            model.
     """
 
     original: nn.Module
@@ -118,8 +118,8 @@ class Gate:
 
         Args:
             drawn: the given inputs come first.
-            seconds: approximate time limit, after which special values are skipped.
-            exact: only the same bits are correct.
+            seconds: approximate time limit, after which draws with special values are skipped.
+            exact: only identical bits are correct.
         """
         gate = cls(original, step, exact_only="only bit-identical results were requested" if exact else "")
         gate.precise = None if exact else gate._in_float64(drawn[0])
@@ -156,7 +156,7 @@ class Gate:
             return self._known(replace(draw, given=first, otherwise=tuple(rest)))
         try:
             truth = truth or self._truth(draw)
-        except Exception:  # such as too little memory for float64: then only the same bits are correct on this draw
+        except Exception:  # for example out of memory: then only identical bits are correct on this draw
             truth = None
         return Known(draw, eager, truth)
 
@@ -187,7 +187,9 @@ class Gate:
             self.exact_only = "the model's results differ from call to call, so only bit-identical results count"
 
     def _repeats_in_float64(self) -> bool:
-        """Whether the float64 model repeats its results up to the order of sums, as one without random numbers does."""
+        """Whether the float64 model repeats its results up to the order of sums, as a model without random numbers
+        does.
+        """
         first = self.known[0]
         again = self._truth(first.draw)
         if first.truth is None or again is None or first.truth.values.keys() != again.values.keys():
@@ -213,10 +215,10 @@ class Gate:
         """Compare a change with the original's behaviour.
 
         Returns:
-            The largest error as a multiple of the allowed error; at most 1.
+            The largest error, as a fraction of the allowed error, at most 1.
 
         Raises:
-            RefusedError: it is not correct.
+            RefusedError: the change is not correct.
             Exception: any error that the changed model raises.
         """
         worst, model = 0.0, _with_names_of(candidate.model, self.original)
@@ -237,17 +239,17 @@ class Gate:
         return worst
 
     def judge_on(self, candidate: Candidate, draw: Draw) -> None:
-        """Compare a proven change on one more draw, after its many runs.
+        """Check a proven change on one more draw, after the many runs of its timing.
 
         Raises:
-            RefusedError: it is no longer correct.
+            RefusedError: the change is no longer correct.
         """
         known = self._known(draw)
         got = outcome_of(self.step, candidate.call, _with_names_of(candidate.model, self.original), known.draw.given)
         self._compare(got, known)
 
     def _in_the_same_memory(self, candidate: Candidate, model: nn.Module) -> None:
-        """Run the candidate on new values in the same memory, to detect results cached by address."""
+        """Run the candidate on new values at the same addresses, to detect results cached by address."""
         first, others = self.known[0], [k for k in self.known[1:] if not k.draw.special and _alike(self.known[0], k)]
         if not others:
             return
@@ -259,7 +261,7 @@ class Gate:
             with torch.no_grad():
                 pairs = zip(own, tensors_of(others[0].draw.given), strict=True)
                 for place, value in pairs:
-                    if place.layout == torch.strided:  # in other layouts the values are the same
+                    if place.layout == torch.strided:  # tensors of other layouts keep their values
                         place.detach().copy_(value)
         with preserved(model):
             seed_all(SEED, model)
@@ -306,7 +308,9 @@ class Gate:
         return as_accurate(name, got, eager, truth, what, self._usual_error(name))
 
     def _usual_error(self, name: str) -> float:
-        """The original's largest error on the given inputs, since results of constant inputs may be exact by luck."""
+        """The original's largest error on the given inputs. For draws of constant inputs, its results may be exact by
+        luck.
+        """
         first = self.known[0]
         if first.truth is None or name not in first.eager.values or name not in first.truth.values:
             return 0.0
@@ -314,14 +318,15 @@ class Gate:
 
 
 def as_accurate(name: str, got: Tensor, eager: Tensor, truth: Tensor, what: str, usual: float) -> float:
-    """The error as a multiple of the allowed error.
+    """The error of a result as a multiple of the allowed error.
 
     Args:
-        got, eager: results of the change and of the original. truth: in float64.
-        usual: an error of the original that counts even if it is smaller here.
+        got, eager: results of the change and of the original.
+        truth: the float64 model's result.
+        usual: the original's error on the given inputs, used if its error here is smaller.
 
     Raises:
-        RefusedError: it is above 1, or NaN and infinities are in other places.
+        RefusedError: the error is above 1, or NaN and infinities are in other places than the original's.
     """
     kind = torch.finfo(got.dtype)
     got, eager, truth = got.double(), eager.double(), truth.to(got.device).double()
@@ -348,7 +353,7 @@ def as_accurate(name: str, got: Tensor, eager: Tensor, truth: Tensor, what: str,
 
 
 def doubled(given: Arguments) -> Arguments:
-    """Floating-point arguments in float64."""
+    """The arguments with floating-point tensors in float64."""
 
     def double(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
@@ -359,7 +364,7 @@ def doubled(given: Arguments) -> Arguments:
 
 
 class _Renamed(nn.Module):
-    """Parameters and buffers of a changed model under the original's names, if it has the same tensors."""
+    """Access to a changed model's parameters and buffers under the original's names, where it has the same tensors."""
 
     def __init__(self, changed: nn.Module, original: nn.Module) -> None:
         super().__init__()
@@ -378,21 +383,21 @@ def _with_names_of(changed: nn.Module, original: nn.Module) -> nn.Module:
 
 
 def _apart(tensor: Tensor) -> Tensor:
-    """A writable copy of a tensor: expanded ones have several elements at one address."""
+    """A writable form of a tensor: a copy if several elements share an address, as in an expanded tensor."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad) if overlaps(tensor) else tensor
 
 
 def _unchanged(known: Known, before: Outcome) -> None:
-    """Check that the next call does not overwrite results of this one, which belong to the caller."""
+    """Check that the next call does not overwrite the results of this call, which the caller owns."""
     for i, result in enumerate(before.results):
         if result.layout == torch.strided and not same_values(result.detach(), before.values[f"result {i}"]):
             raise RefusedError(f"{known.draw.what}: result {i} was changed by the next call")
 
 
 def _same_draws(known: Known) -> bool:
-    """Whether the model in float64 has drawn the same random numbers: then its results are close."""
+    """Whether the float64 model has drawn the same random numbers, judged by how close its results are."""
     if known.truth is None or known.draw.special:
-        return True  # large and constant values do not show whether the random numbers are the same
+        return True  # with large or constant values, closeness does not show this
     for name, value in known.eager.values.items():
         truth = known.truth.values.get(name)
         if truth is None or truth.shape != value.shape:
@@ -424,7 +429,7 @@ def _same_bits(one: Outcome, other: Outcome) -> bool:
 
 
 def _difference(one: Tensor, other: Tensor, finite: bool = False) -> float:
-    """The largest difference; `finite`: NaN and infinities do not count."""
+    """The largest difference. `finite`: ignore NaN and infinities."""
     if one.numel() == 0:
         return 0.0
     apart = (one.double() - other.to(one.device).double()).abs()

@@ -32,16 +32,17 @@ QUICK = frozenset((bool, int, str, type(None)))
 
 @dataclass(frozen=True)
 class Change:
-    """A rule that was considered.
+    """The outcome of one rule.
 
     Attributes:
         rule: its name.
         verdict: "kept", "refused" (it cannot be applied, or is wrong), "no gain", "not tried", "failed".
-        reason: the reason for the verdict, in words.
-        where: the parts that it changed.
-        predicted_ms: expected gain of a step. measured_ms: measured gain, compared with the best so far.
+        reason: the reason for the verdict.
+        where: the parts that the rule changed.
+        predicted_ms: expected gain of a step.
+        measured_ms: measured gain of a step, compared with the best candidate so far.
         error: largest error as a multiple of the allowed error, at most 1; None if it was not checked.
-        first_call_s: time until the first call was done: compiling, capturing.
+        first_call_s: time of the first call in seconds, including compilation and capture.
         bytes: additional peak memory of a step, on a GPU.
     """
 
@@ -76,15 +77,17 @@ class Optimized:
 
     Attributes:
         module: the faster module. It runs proven calls, and the original for all others.
-        optimizer: for a training step: the faster one, or the given one.
-        changes: the rules that were tried, in that order.
-        before_ms, after_ms: a step of the original and of the faster module, timed in turns at the end.
-        noise: spread of those times, relative to them.
-        checked: inputs on which every change was compared with the original. unchecked: skipped ones, with the reason.
-        proven: shapes that the faster module runs.
+        optimizer: for a training step, the faster optimizer, or the given one.
+        changes: the outcome of each rule, in the order of trials.
+        before_ms, after_ms: times of a step of the original and of the faster module, timed in turns at the end.
+        noise: spread of these times, as a share of a step.
+        checked: inputs on which every change was compared with the original.
+        unchecked: inputs that were skipped, with the reason.
+        proven: shapes for which the faster module runs.
         surroundings: the model, inputs, device and versions of this result.
-        without_ms: a step with the kept rules that neither compile nor capture graphs; None if all or none of them do.
-        differs: if a plan was given: how this machine, model and inputs differ from those for which the plan was found.
+        without_ms: time of a step with only the kept rules that neither compile nor capture graphs; None if all of the
+            kept rules do, or none.
+        differs: how this machine, model and inputs differ from the plan's, if a plan was given.
     """
 
     module: OptimizedModule
@@ -102,16 +105,16 @@ class Optimized:
 
     @property
     def kept(self) -> list[str]:
-        """Names of the active rules."""
+        """Names of the kept rules."""
         return [change.rule for change in self.changes if change.verdict == "kept"]
 
     def undo(self) -> nn.Module:
-        """Return the original. From now on, the faster module also runs the original."""
+        """Return the original, which the faster module also runs from now on."""
         self.module.stop("undone")
         return self.module.original
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan: the rules that were kept. `optimize(..., plan=path)` applies it again without a search."""
+        """Write the kept rules to a plan file, which `optimize(..., plan=path)` applies without a search."""
         plan = {
             "version": PLAN_VERSION,
             "rules": self.kept,
@@ -155,24 +158,24 @@ class Optimized:
 class OptimizedModule(nn.Module):
     """A module that runs the faster model for proven calls, and the original for all others.
 
-    State dicts, parameters and attributes are those of the original. A call that was not proven is counted in
-    `unproven`; the first one for each reason warns. If no rule was kept, all calls run the original.
+    It has the original's state dict, parameters and attributes. Unproven calls are counted in `unproven`, and the first
+    call for each reason warns. If no rule was kept, all calls run the original.
 
     Args:
         original: the user's model.
-        candidate: the model that runs in its place.
-        proven: arguments that were tried.
+        candidate: the model that runs instead.
+        proven: arguments for which the candidate was proven.
     """
 
     def __init__(self, original: nn.Module, candidate: Candidate, proven: list[Arguments]) -> None:
         super().__init__()
         self.__dict__["_own"] = _State(original, candidate, {key_of(given) for given in proven})
-        for register in REGISTERS:  # the original's own dicts, so that tracers find its parts under its names
+        for register in REGISTERS:  # shares the original's dicts, so that tracers find its parts under their names
             self.__dict__[register] = vars(original)[register]
 
     @property
     def training(self) -> bool:  # type: ignore[override]
-        """The original's mode."""
+        """Whether the original is in training mode."""
         own = self.__dict__.get("_own")
         return own is None or own.original.training
 
@@ -270,14 +273,14 @@ class OptimizedModule(nn.Module):
 
     def __getstate__(self) -> object:
         raise TypeError(
-            "rooftop.optimize: an optimized module is not pickled: save its state_dict and the plan "
+            "rooftop.optimize: an optimized module cannot be pickled: save its state_dict and the plan "
             "(`Optimized.save`), and call optimize(..., plan=...) after loading"
         )
 
 
 @dataclass
 class _State:
-    """The state of an optimized module, hidden from `nn.Module`."""
+    """The state of an optimized module, which `nn.Module` does not see."""
 
     original: nn.Module
     candidate: Candidate
@@ -292,17 +295,17 @@ class _State:
         self.versions, self.addresses, self.kinds = self._versions(), self._addresses(), self._kinds()
         self.hooks = RemovableHandle.next_id
         self.unchanged = not any(self.candidate.changes.values())
-        self._quick: set[Hashable] = set()  # keys of proven calls that are cheap to compute
+        self._quick: set[Hashable] = set()  # quick keys of proven calls
         self.modules = contents.modules
         self.modes = [module.training for module in self.modules]
-        # On a GPU, the host launches first and checks meanwhile. If a check fails, a graph or a compiled model has run
-        # in vain, but has changed nothing.
+        # On a GPU, the host launches the faster model first, and checks while that runs. If a check fails, a graph or a
+        # compiled model has run in vain, but has changed nothing.
         self.looks_first = self.candidate.training or self.candidate.device.type == "cpu"
         self._watch()
 
     def _watch(self) -> None:
-        """Record the contents of all modules. Each call compares them, so they are laid out for loops in C."""
-        plain = vars(nn.Module()).keys() - {"training"}  # hooks and similar attributes, which other checks cover
+        """Record the contents of all modules, in lists that each call can compare by loops in C."""
+        plain = vars(nn.Module()).keys() - {"training"}  # hooks and the like, which other checks cover
         self.dicts = [vars(each) for each in self.modules]
         self.dicts += [part[name] for part in self.dicts for name in REGISTERS]
         self.sizes = list(map(len, self.dicts))
@@ -320,17 +323,18 @@ class _State:
         return [(tensor.dtype, tensor.device) for tensor in self.tensors]
 
     def _as_it_was(self) -> bool:
-        """Whether the attributes, parameters, buffers and submodules of all modules are the same objects as in the
-        proof."""
+        """Whether the attributes, parameters, buffers and submodules of all modules are still the objects of the
+        proof.
+        """
         if list(map(len, self.dicts)) != self.sizes:
             return False
         try:
             return all(map(operator.is_, map(operator.getitem, self.places, self.keys), self.values))
-        except KeyError:  # one was removed, and another was added
+        except KeyError:  # an entry was removed, and another was added
             return False
 
     def why_not(self, given: Arguments) -> str:
-        """Why the original must run this call; "" if the faster model may."""
+        """Why the original must run this call; "" if the faster model may run it."""
         if self.stopped:
             return self.stopped
         training = self.candidate.training
@@ -381,7 +385,9 @@ class _State:
 
 
 def _quick_key(given: Arguments) -> Hashable | None:
-    """A key for calls with plain tensors and plain constants, in a tenth of the time of `key_of`; None for others."""
+    """A key for calls with only plain tensors and constants, which takes a tenth of the time of `key_of`; None for
+    other calls.
+    """
     args, kwargs = given
     values = (*args, *kwargs.values())
     key: list[Hashable] = [len(args), *kwargs]
@@ -399,7 +405,7 @@ def _quick_key(given: Arguments) -> Hashable | None:
 
 
 def unusual_context() -> str:
-    """The context of a call if the proof had none such: autocast, transforms, tracing; "" for none."""
+    """The context of a call that the proof did not have: autocast, transforms or tracing; "" for none."""
     if torch._C._is_any_autocast_enabled():
         return "autocast is on"
     if torch._C._functorch.peek_interpreter_stack() is not None:

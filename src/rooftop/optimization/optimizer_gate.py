@@ -1,9 +1,9 @@
-"""Whether a changed optimizer makes the same steps.
+"""Check that a changed optimizer makes the same steps.
 
-Both make some steps from the same state with the same gradients, and are compared with the original in float64. Kernels
-may hold settings in float32 (float64 for parameters in float64), as PyTorch's fused steps on GPUs do. 1 - 0.999 in
-float32 is off by 1e-5, so a correct step can be off by much more than the original, which computes such numbers in
-Python. So the error that one rounding of a setting causes in a step is allowed, too.
+The changed and the original optimizer make some steps from the same state with the same gradients. Both are compared
+with the original in float64. Kernels may hold settings in float32 (float64 for float64 parameters), as PyTorch's fused
+steps on GPUs do. In float32, 1 - 0.999 is off by 1e-5, so a correct step can be off by much more than the original,
+which computes such numbers in Python. So the error that one rounding of a setting causes in a step is allowed, too.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ OF_FLOAT64 = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True)
 class Rounded:
-    """A setting that is off by one rounding in one step.
+    """A setting that is changed by one rounding in one step.
 
     Attributes:
-        name: of the setting in `param_groups`. place: in a tuple such as betas, else None.
-        step: in which it is off.
+        name: name of the setting in `param_groups`.
+        place: index in a tuple such as betas, else None.
+        step: index of that step.
     """
 
     name: str
@@ -42,7 +43,7 @@ class Rounded:
     step: int
 
     def of(self, value: Any) -> Any:
-        """The setting in that step."""
+        """The changed setting."""
         if self.place is None:
             return value * (1 + ROUNDED)
         return tuple(each * (1 + ROUNDED) if i == self.place else each for i, each in enumerate(value))
@@ -51,11 +52,12 @@ class Rounded:
 def parameters_after(
     optimizer: torch.optim.Optimizer, dtype: torch.dtype | None = None, rounded: Rounded | None = None
 ) -> list[Tensor]:
-    """Copies of its parameters after some steps with random gradients; the optimizer and its parameters do not change.
+    """Copies of an optimizer's parameters after some steps with random gradients. The optimizer and its parameters do
+    not change.
 
     Args:
-        dtype: dtype of the copies; None: unchanged. The gradients have the same values in each.
-        rounded: a setting that is off.
+        dtype: dtype of the copies; None: unchanged. The gradients have the same values in each dtype.
+        rounded: a setting to change.
     """
     own: dict[int, Tensor] = {}
     dtypes: list[torch.dtype] = []
@@ -94,7 +96,7 @@ def check_steps(changed: torch.optim.Optimizer, original: torch.optim.Optimizer)
     """Check that a changed optimizer is as accurate as the original, up to a rounding of each setting in each step.
 
     Raises:
-        RefusedError: it is not.
+        RefusedError: the changed optimizer is less accurate.
     """
     exact = parameters_after(original, torch.float64)
     got, plain = parameters_after(changed), parameters_after(original)
@@ -111,7 +113,7 @@ def _compare(got: list[Tensor], plain: list[Tensor], exact: list[Tensor], usual:
 
 
 def _by_rounding(optimizer: torch.optim.Optimizer, exact: list[Tensor]) -> list[float]:
-    """For each parameter, the error by roundings of the settings: the sum over all settings and steps."""
+    """For each parameter, the error that roundings of settings cause, summed over all settings and steps."""
     found = [0.0] * len(exact)
     for rounded in _roundings(optimizer):
         others = parameters_after(optimizer, torch.float64, rounded)
@@ -121,7 +123,7 @@ def _by_rounding(optimizer: torch.optim.Optimizer, exact: list[Tensor]) -> list[
 
 
 def _roundings(optimizer: torch.optim.Optimizer) -> Iterator[Rounded]:
-    """Each setting that is a number, in each step."""
+    """A rounding of each setting that is a number, in each step."""
     names: dict[tuple[str, int | None], None] = {}
     for group in optimizer.param_groups:
         for name, value in group.items():

@@ -48,24 +48,25 @@ def optimize(
 ) -> Optimized:
     """Make a model faster: try each rule in the whole model, prove it, time it, and keep it if it saves time.
 
-    The original is not changed. The faster module shares its parameters and buffers, except where a kept rule computes
-    new ones.
+    The original does not change. The faster module shares the original's parameters and buffers, except where a kept
+    rule computes new ones.
 
     Args:
         module: the model, on its device, in its dtype.
         *args, **kwargs: arguments of a typical call: tensors, numbers, and structures of them.
-        train: optimize forward and backward in training mode; otherwise forward in evaluation mode, without gradients.
-        loss: computes the loss from the output. Without it a one-element output is the loss; other outputs get fixed
+        train: True: optimize forward and backward in training mode. False: optimize forward in evaluation mode, without
+            gradients.
+        loss: computes the loss from the output. None: an output of one element is the loss; other outputs get fixed
             random gradients.
-        optimizer: also optimize its step. Create learning rate schedulers afterwards, for `Optimized.optimizer`.
+        optimizer: optimize its step, too. Create learning rate schedulers afterwards, for `Optimized.optimizer`.
         shapes: other expected shapes of the first tensor argument. Other tensors with the same first dimension get the
-            new one, too.
+            new first dimension, too.
         rules: names of rules or your own (`rooftop.rewrites.Rule`); None: all except those that lower the precision.
-        exact: keep only rules that return the same bits.
-        min_gain: least gain for which a rule is kept, as a share of a step.
+        exact: keep only rules whose results are identical bit for bit.
+        min_gain: smallest gain for which a rule is kept, as a share of a step.
         budget_s: time limit in seconds. Rules that do not fit in the time are listed as not tried.
-        draw: creates other arguments (a tuple), if values drawn from the given ones are not valid.
-        plan: a file of `Optimized.save`: apply its rules, prove and time them, without a search.
+        draw: a function that creates other arguments (a tuple), if values drawn from the given arguments are not valid.
+        plan: a file of `Optimized.save`, whose rules are applied, proven and timed without a search.
         progress: called with (the current activity, fraction done).
 
     Raises:
@@ -84,7 +85,7 @@ def optimize(
     step = Step(train, loss)
     generator = torch.Generator().manual_seed(SEED)
     given: Arguments = (args, kwargs)
-    key_of(given)  # raises for values that cannot be distinguished
+    key_of(given)  # raises for values that a key cannot represent
 
     def fresh() -> Draw:
         return drawn() if draw is not None else others(given, generator)
@@ -101,7 +102,7 @@ def optimize(
             tried[1] = replace(tried[1], needed="")
             tried += [drawn(f"draw() {i + 1}") for i in range(2)]
         check_nothing_is_carried(module, step, tried[:2])
-        twin = Candidate.of(module, None, train, tensors_of(given)).model  # its calls may leave values in attributes
+        twin = Candidate.of(module, None, train, tensors_of(given)).model  # calls may leave values in attributes
         check_taken(twin, step, tried)
 
         def gate() -> Gate:
@@ -110,7 +111,7 @@ def optimize(
         proven = [given, *(each.given for each in claimed)]
 
         def wrap(candidate: Candidate) -> OptimizedModule:
-            return OptimizedModule(module, candidate, proven)  # in the mode of the proof
+            return OptimizedModule(module, candidate, proven)  # created in the mode of the proof
 
         ends = began + budget_s
         search = Search(twin, optimizer, step, gate, given, min_gain, ends, progress, fresh, wrap, originals)
@@ -137,7 +138,7 @@ def optimize(
 
 
 def _rules(given: Sequence[str | Rule] | None) -> list[Rule]:
-    """Rules by name, in the order of `RULES`; those of the user come last."""
+    """The requested rules in the order of `RULES`; the user's own rules come last."""
     if given is None:
         return [rule for rule in RULES if not rule.opt_in]
     if isinstance(given, str) or not isinstance(given, Sequence):
@@ -157,7 +158,7 @@ def _rules(given: Sequence[str | Rule] | None) -> list[Rule]:
 
 
 def _of_shapes(shapes: Sequence[Sequence[int]], given: Arguments, generator: torch.Generator) -> list[Draw]:
-    """Arguments of each requested shape, except that of the given ones."""
+    """Arguments of each requested shape, except the shape of the given arguments."""
     found = []
     for shape in check_shapes(shapes):
         if not tensors_of(given):
@@ -177,17 +178,17 @@ def _in_order(tried: list[Draw]) -> list[Draw]:
 
 
 def _planned(path: str | os.PathLike[str], own: Sequence[str | Rule] | None) -> tuple[list[Rule], dict[str, Any]]:
-    """The rules of a plan, and the plan.
+    """(the rules of a plan, the plan).
 
     Args:
-        own: rules of the user, which the plan may name.
+        own: the user's own rules, which the plan may name.
 
     Raises:
         InputError: the file is not a plan, or it names unknown rules.
     """
     mine = _rules(own) if own is not None else []
     if any(rule in RULES for rule in mine):
-        raise ValueError("optimize: a plan defines the rules: pass only your own rules beside it")
+        raise ValueError("optimize: a plan defines the rules: with plan=, pass only your own rules")
     try:
         plan = json.loads(Path(path).read_text(encoding="utf-8"))
         version, names, surroundings = plan["version"], plan["rules"], plan.get("surroundings", {})

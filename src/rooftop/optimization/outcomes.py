@@ -1,6 +1,4 @@
-"""The effects of one call of a model: results, gradients, changed buffers and arguments, and which memory they
-share.
-"""
+"""The effects of one call of a model: results, gradients, changed buffers and arguments, and shared memory."""
 
 from __future__ import annotations
 
@@ -29,11 +27,11 @@ class Outcome:
     Attributes:
         values: copies of the values after the call, by name: "result 0", "gradient of fc.weight", "buffer
             bn.running_mean", "argument 0 afterwards". Sparse tensors are dense here.
-        structure: of the results and of the arguments afterwards: everything except the tensors in them.
-        strides: of each result; None for results without elements and for dimensions of size 1, whose strides do not
+        structure: structure of the results, and of the arguments afterwards: everything except tensors.
+        strides: strides of each result. None for empty results and for dimensions of size 1, whose strides do not
             matter.
         shared: pairs of values that share memory: ("result 0", "argument 0").
-        results: the results themselves, to be checked again after another call.
+        results: the results themselves, to check them again after another call.
     """
 
     values: Mapping[str, Tensor]
@@ -48,8 +46,8 @@ class Step:
     """How a model is run: forward, or forward and backward.
 
     Attributes:
-        training: also backward.
-        loss: computes the loss from the output; None: an output of one element is the loss, other outputs get fixed
+        training: run backward, too.
+        loss: computes the loss from the output; None: an output of one element is the loss, and other outputs get fixed
             random gradients.
     """
 
@@ -58,7 +56,9 @@ class Step:
     _slopes: dict[Hashable, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def run(self, call: Callable[..., Any], model: nn.Module, given: Arguments) -> tuple[Any, dict[str, Tensor]]:
-        """Output and gradients of one call: of the parameters of `model`, and of inputs that require them."""
+        """The output of one call, and the gradients of the parameters of `model` and of inputs that require
+        gradients.
+        """
         args, kwargs = given
         if not self.training:
             with torch.no_grad():
@@ -74,11 +74,11 @@ class Step:
         return output, {name: grad for name, grad in zip(wanted, found, strict=True) if grad is not None}
 
     def _lost(self, output: Any) -> tuple[list[Tensor], list[Tensor]]:
-        """The tensors from which backward starts, and their gradients."""
+        """(the tensors from which backward starts, the gradients of these tensors)."""
         if self.loss is not None:
             loss = self.loss(output)
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-                raise ValueError(f"optimize: loss must give a tensor of one element with a gradient, got {_kind(loss)}")
+                raise ValueError(f"optimize: loss must return one element with a gradient, got {_kind(loss)}")
             return [loss], [torch.ones_like(loss)]
         outputs = [t for t in tensors_of(output) if t.requires_grad]
         if len(outputs) == 1 and outputs[0].numel() == 1:
@@ -86,10 +86,10 @@ class Step:
         return outputs, [self._slope(i, output) for i, output in enumerate(outputs)]
 
     def _slope(self, place: int, output: Tensor) -> Tensor:
-        """A random gradient of an output, the same in each call; models of all dtypes get the same."""
+        """A random gradient of an output, with the same values in each call and for all dtypes."""
         key = place, output.shape, output.dtype, output.device
         known = self._slopes.get(key)
-        if known is None or known._version != 0:  # a backward has written into it
+        if known is None or known._version != 0:  # a backward wrote to it
             generator = torch.Generator().manual_seed(SEED + place)
             values = torch.randn(output.shape, generator=generator).to(output.device, output.dtype)
             known = self._slopes[key] = values.detach().clone()
@@ -103,7 +103,7 @@ def _kind(loss: Any) -> str:
 
 
 def outcome_of(step: Step, call: Callable[..., Any], model: nn.Module, given: Arguments, seed: int = SEED) -> Outcome:
-    """Runs `call` on copies of the arguments; restores the model's buffers and the random state afterwards.
+    """Run `call` on copies of the arguments, and restore the model's buffers and the random state afterwards.
 
     Args:
         model: the model of `call`, whose parameters and buffers are read.
@@ -152,7 +152,7 @@ def _has_strides(tensor: Tensor) -> bool:
 
 
 def same_values(one: Tensor, other: Tensor | None) -> bool:
-    """The same shape, dtype and values, NaN where the other has NaN."""
+    """Whether two tensors have the same shape, dtype and values; NaN equals NaN."""
     if other is None or one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
         return False
     if one.layout != torch.strided:
@@ -161,9 +161,9 @@ def same_values(one: Tensor, other: Tensor | None) -> bool:
 
 
 def seed_all(seed: int, model: nn.Module) -> None:
-    """Seed the generators that a model may use: those of its devices, of Python and of numpy.
+    """Seed the random generators that a model may use: of its devices, of Python and of NumPy.
 
-    `torch.manual_seed` would seed those of other devices, too.
+    `torch.manual_seed` would also seed the generators of other devices.
     """
     torch.default_generator.manual_seed(seed)
     for device in _gpus(model):
@@ -174,7 +174,7 @@ def seed_all(seed: int, model: nn.Module) -> None:
 
 
 def _gpus(model: nn.Module) -> list[int]:
-    """The GPUs of a model's tensors; a model without tensors may run on any."""
+    """The GPUs of a model's tensors; all GPUs for a model without tensors."""
     tensors = (*model.parameters(), *model.buffers())
     if not tensors and torch.cuda.is_initialized():
         return list(range(torch.cuda.device_count()))
@@ -199,8 +199,8 @@ def _address(tensor: Tensor) -> int | None:
 def _delay(given: Arguments) -> None:
     """Make the GPU wait for a while.
 
-    The arguments are copied after the wait. So a reader on a stream that does not wait for this one reads the earlier
-    values.
+    The arguments are copied after this delay. So a kernel on another stream that does not wait for this stream reads
+    the old values, which reveals the error.
     """
     device = next((t.device for t in tensors_of(given) if t.is_cuda), None)
     if device is not None:
@@ -214,7 +214,7 @@ def copied(given: Arguments) -> Arguments:
     def copy(tensor: Tensor) -> Tensor:
         if tensor.layout != torch.strided:
             return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        if overlaps(tensor):  # expanded, or windows of one sequence
+        if overlaps(tensor):  # an expanded tensor, or overlapping windows
             memory = tensor.detach().as_strided((_span(tensor),), (1,)).clone()
             return memory.as_strided(tensor.shape, tensor.stride(), 0).requires_grad_(tensor.requires_grad)
         same = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
@@ -229,7 +229,7 @@ def anew(given: Arguments) -> Arguments:
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """Whether it has more elements than memory addresses."""
+    """Whether a tensor has more elements than memory addresses."""
     return tensor.layout == torch.strided and _span(tensor) < tensor.numel()
 
 
@@ -239,7 +239,7 @@ def _span(tensor: Tensor) -> int:
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Restores buffers of the model and the random state of the process afterwards."""
+    """After the block, restore the model's buffers and the random state of the process."""
     before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     with torch.random.fork_rng(_gpus(model)):
         try:
@@ -247,12 +247,12 @@ def preserved(model: nn.Module) -> Iterator[None]:
         finally:
             with torch.no_grad():
                 for buffer, values in before:
-                    if not same_values(buffer, values):  # a write without a change would count as a change
+                    if not same_values(buffer, values):  # even a write of the same value would count as a change
                         buffer.copy_(values)
 
 
 def poison(outcome: Outcome) -> None:
-    """Fill memory of these sizes with NaN and free it, so that the next allocations likely contain NaN."""
+    """Fill memory of these sizes with NaN and free it, so that the next allocations probably contain NaN."""
     left = [torch.empty_like(value) for value in outcome.values.values() for _ in range(2)]
     for tensor in left:
         tensor.fill_(torch.nan if tensor.is_floating_point() else 1)

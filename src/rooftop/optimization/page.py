@@ -1,4 +1,6 @@
-"""The result of `rooftop.optimize` as one self-contained HTML page: before and after, each change and its reason."""
+"""Render the result of `rooftop.optimize` as one self-contained HTML page: times before and after, and each change with
+its reason.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from rooftop.optimization.optimized import Optimized
 
 
 def render_page(found: Optimized, target: str) -> str:
-    """The page, which needs neither JavaScript nor a network.
+    """The HTML page, which needs neither JavaScript nor a network.
 
     Args:
         target: name of the model.

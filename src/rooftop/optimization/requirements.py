@@ -1,4 +1,4 @@
-"""Checks of the arguments of `rooftop.optimize`: wrong ones raise before anything is run."""
+"""Check the arguments of `rooftop.optimize` before anything runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_arguments(
     min_gain: float,
     budget_s: float,
 ) -> None:
-    """Raise TypeError or ValueError; the message has the remedy."""
+    """Raise TypeError or ValueError for wrong arguments; the message has the remedy."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"optimize: module must be a torch.nn.Module, got {type(module).__name__}")
     if isinstance(module, OptimizedModule):
@@ -46,7 +46,7 @@ def check_arguments(
 
 def _check_model(module: nn.Module) -> None:
     if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
-        raise TypeError("optimize: TorchScript has its own code: pass the model that it was made from")
+        raise TypeError("optimize: a TorchScript module has its own code: pass the model that it was made from")
     parts = Contents.of(module).modules
     if isinstance(module, WRAPPERS):
         raise TypeError(f"optimize: pass the model inside this {type(module).__name__}, then wrap the faster module")
@@ -85,14 +85,14 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> Non
 
 
 def check_drawn(arguments: Any) -> tuple[Any, ...]:
-    """The result of `draw`, which must be a tuple."""
+    """The result of `draw`; raises TypeError if it is not a tuple."""
     if not isinstance(arguments, tuple):
-        raise TypeError(f"optimize: draw must give a tuple of arguments, got {type(arguments).__name__}")
+        raise TypeError(f"optimize: draw must return a tuple of arguments, got {type(arguments).__name__}")
     return arguments
 
 
 def check_shapes(shapes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Each shape once."""
+    """The requested shapes, each once."""
     found: dict[tuple[int, ...], None] = {}
     for shape in shapes:
         sizes = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else None

@@ -1,7 +1,8 @@
-"""The search: first rules that apply at once, then those that compile, each by predicted gain.
+"""The search tries rules: first those that apply at once, then those that compile, in the order of their predicted
+gains.
 
-Each is tried together with the kept rules, and timed against them alone. A rule that saves time is proven, and kept if
-it is correct.
+Each rule is tried together with the kept rules, and timed against these alone. A rule that saves time is then proven,
+and kept if it is correct.
 """
 
 from __future__ import annotations
@@ -59,11 +60,12 @@ HOW_IT_RUNS = ("compile", "graphs")
 
 @dataclass(frozen=True)
 class Result:
-    """The best candidate, with ms of a step before and after.
+    """The best candidate, and the times of a step before and after in ms.
 
     Attributes:
         noise: the spread of the gain, as a share of a step.
-        without_ms: a step with the kept rules that neither compile nor capture; None if all or none of them do.
+        without_ms: time of a step with only the kept rules that neither compile nor capture; None if all of the kept
+            rules do, or none.
     """
 
     candidate: Candidate
@@ -74,24 +76,24 @@ class Result:
 
 
 class Search:
-    """Finds the rules that make a model faster.
+    """Find the rules that make a model faster.
 
     Args:
         original: the model, in the mode in which it will run.
         optimizer: optimizer of its training step.
         step: how the model is run.
-        gate: creates the reference for all candidates once the first one saves time.
+        gate: creates the reference for all candidates once the first candidate saves time.
         given: arguments of the timed calls.
-        min_gain: least gain, as a share of a step.
+        min_gain: smallest gain that keeps a rule, as a share of a step.
         ends: the time limit, by `time.perf_counter`.
         progress: called with (the current activity, fraction done).
-        fresh: creates inputs that no candidate has seen.
-        wrap: the call of a candidate as users will make it, with all checks.
+        fresh: draws inputs that no candidate has seen.
+        wrap: wraps a candidate as users will call it, with all checks.
         originals: tensors of the model, which no rule may change.
 
     Attributes:
         kept: rules that save time, in the order of `RULES`.
-        changes: the result for each rule, in the order in which they were tried.
+        changes: the outcome of each rule, in the order of trials.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class Search:
         originals: Originals,
     ) -> None:
         self.original, self.optimizer, self.step, self._make_gate = original, optimizer, step, gate
-        self.given = copied(given)  # copies, because a rule may write into its arguments
+        self.given = copied(given)  # copies, because a rule may change its arguments
         self.min_gain, self.ends, self.progress, self.fresh = min_gain, ends, progress, fresh
         self.wrap, self.originals = wrap, originals
         self.kept: list[Rule] = []
@@ -122,16 +124,16 @@ class Search:
         self._limit = self.ends
         self.ends -= LAST_STEPS * self._step_s
         self._gates: dict[tuple[str, ...], Gate] = {}
-        self._profiles: dict[frozenset[str], Times] = {}  # times by the names of the kept rules
+        self._profiles: dict[frozenset[str], Times] = {}  # times of a step, by the names of the kept rules
         self._peak = self._peak_bytes(self.plain)
-        self._pace = 1.0  # compile time relative to the estimate
-        self._compiled: dict[frozenset[str], Compiled] = {}  # by the rules beside the compiler
+        self._pace = 1.0  # measured compile time / its estimate
+        self._compiled: dict[frozenset[str], Compiled] = {}  # by the rules other than the compiler's
 
     def run(self, rules: Sequence[Rule], all_at_once: bool = False) -> None:
-        """Try rules. The rule with the largest predicted gain comes first.
+        """Try rules, beginning with the largest predicted gain.
 
         Args:
-            all_at_once: apply them all, prove and time them together: a plan.
+            all_at_once: for a plan: apply all rules, and prove and time them together.
         """
         try:
             self.planned = all_at_once
@@ -141,7 +143,7 @@ class Search:
                 self._search(rules)
         except KeyboardInterrupt:
             self.progress("interrupted", 1.0)
-            print("rooftop.optimize was interrupted; until then:", *map(str, self.changes), sep="\n")
+            print("rooftop.optimize was interrupted. Results until then:", *map(str, self.changes), sep="\n")
             raise
 
     def _search(self, rules: Sequence[Rule]) -> None:
@@ -158,7 +160,7 @@ class Search:
         for number, rule in enumerate(order):
             self.progress(rule.name, 0.1 + 0.8 * number / len(order))
             change = self._tried(rule, predicted[id(rule)])
-            self.changes.append(change)  # a list that `_tried` may have replaced
+            self.changes.append(change)  # looked up again, because `_tried` may replace the list
         again = [c.rule for c in self.changes if c.verdict == "no gain" and c.measured_ms is not None]
         for rule in (rule for rule in order if rule.name in again and len(self.kept) > 1):
             if time.perf_counter() < self.ends and self._could_pay(rule):
@@ -166,7 +168,7 @@ class Search:
                 self.changes = [each for each in self.changes if each.rule != rule.name] + [change]
 
     def _could_pay(self, rule: Rule) -> bool:
-        """Whether a rule without a gain was tried before another one was kept."""
+        """Whether another rule was kept after this rule was tried without a gain."""
         names = [change.rule for change in self.changes]
         return any(names.index(kept.name) > names.index(rule.name) for kept in self.kept)
 
@@ -193,7 +195,7 @@ class Search:
             self.changes.append(Change(rule.name, verdict, reason, where, error=error, first_call_s=seconds))
 
     def _fits(self, rule: Rule) -> bool:
-        """Whether a rule can be applied; if not, that is recorded."""
+        """Whether a rule can be applied; a refusal is recorded."""
         fits = rule.trains if self.step.training else rule.infers
         given = replace(self.plain, optimizer=self.optimizer)
         try:
@@ -206,7 +208,7 @@ class Search:
         return reason is None
 
     def _has_work(self, rule: Rule, times: Times) -> bool:
-        """Whether a step has work that the rule could make faster; if not, that is recorded."""
+        """Whether a step has work that the rule could make faster; the absence of such work is recorded."""
         try:
             reason = rule.absent(times)
         except Exception as error:
@@ -217,8 +219,8 @@ class Search:
         return reason is None
 
     def _forecast(self, rule: Rule, times: Times) -> tuple[float, float] | None:
-        """Seconds until the first call is done and the gain in ms, by the rule's own estimate; None if it fails, which
-        is recorded.
+        """(seconds until the first call is done, gain in ms), by the rule's own estimates; None, and a record, if an
+        estimate fails.
         """
         try:
             return float(rule.seconds(times)), float(rule.predicted_ms(times))
@@ -229,10 +231,10 @@ class Search:
     # ---- trying one rule -----------------------------------------------------------------------------------------
 
     def _tried(self, rule: Rule, predicted_ms: float) -> Change:
-        """Try a rule with the kept ones, except those that it replaces.
+        """Try a rule together with the kept rules, except those that it replaces.
 
         Args:
-            predicted_ms: its gain without the kept ones.
+            predicted_ms: the rule's predicted gain without the kept rules.
         """
         change = Change(rule.name, "not tried", predicted_ms=predicted_ms)
         for replaced in self._replaced(rule):
@@ -246,16 +248,18 @@ class Search:
         return change
 
     def _replaced(self, rule: Rule) -> list[list[Rule]]:
-        """The kept rules that a rule replaces, and others if it does not pay so. The compiler cannot look into our
-        kernels, so it is first tried instead of them. At last the whole model is compiled without any other rule."""
+        """The sets of kept rules that a rule may replace, in the order of trials. The compiler cannot look into
+        Rooftop's kernels, so it is first tried instead of these. As the last trial, the whole model is compiled without
+        other rules.
+        """
         same = [kept for kept in self.kept if kept.kind and kept.kind == rule.kind]
         if rule.kind != "compile":
             return [same]
         opaque = [kept for kept in self.kept if kept.opaque]
         found = [same + opaque, same] if opaque else [same]
-        others = [kept for kept in self.kept if kept.infers]  # the optimizer's and those about memory stay
+        others = [kept for kept in self.kept if kept.infers]  # rules about the optimizer and memory stay
         if rule.name == WHOLE and len(found[0]) < len(others):
-            found.append(others)  # compared with what a user would try first
+            found.append(others)  # what a user would try first
         return found
 
     def _tried_instead(self, rule: Rule, replaced: Sequence[Rule], predicted_ms: float) -> Change:
@@ -303,7 +307,7 @@ class Search:
             return replace(change, reason=STOPPED.format(seconds=time.perf_counter() - began))
         except RefusedError as why:
             return replace(change, verdict="refused", reason=str(why))
-        except Exception as error:  # an error of a compiler, a kernel or memory: continue without the rule
+        except Exception as error:  # the compiler, a kernel or an allocation failed: continue without the rule
             torch.cuda.empty_cache()
             return replace(change, verdict="failed", reason=_first_line(error))
         finally:
@@ -326,7 +330,7 @@ class Search:
         return replace(times, memory=Memory(_allocated(device) + self._peak, total))
 
     def _predicted(self, rule: Rule, others: Sequence[Rule]) -> float:
-        """The predicted gain over the best candidate of a rule together with others."""
+        """The predicted gain of a rule, together with the other rules, over the best candidate."""
         names = frozenset(each.name for each in others)
         known = max((each for each in self._profiles if each <= names), key=len)
         times = self._profiles[known]
@@ -336,7 +340,7 @@ class Search:
         return self._times.wall_ms - times.wall_ms + float(rule.predicted_ms(times))
 
     def _note_compiled(self, rule: Rule, others: Sequence[Rule], candidate: Candidate, wall_ms: float) -> None:
-        """Measure a compiled step, from which other rules that compile are predicted."""
+        """Measure a compiled step, to predict other rules that compile."""
         with untouched(self.original, candidate):
             run = step_of(candidate, self.step, copied(self.given))
             device_ms, host_ms = ahead(run, candidate.device, max(wall_ms, 1e-6))
@@ -344,19 +348,19 @@ class Search:
         self._compiled[names] = Compiled(wall_ms, device_ms, host_ms, whole=rule.name != BLOCKS)
 
     def _profile(self, gain_ms: float) -> None:
-        """Take the times of the new best candidate, from which further gains are predicted."""
+        """Measure the times of the new best candidate, to predict further gains."""
         wall_ms = max(1e-6, self._times.wall_ms - gain_ms)
         if not any(kept.kind in HOW_IT_RUNS for kept in self.kept):
             self._times = self._times_of(self.best, wall_ms)
         else:
-            with untouched(self.original, self.best):  # its operators are those from before
+            with untouched(self.original, self.best):  # its operators have not changed
                 run = step_of(self.best, self.step, copied(self.given))
                 device_ms, host_ms = ahead(run, self.best.device, wall_ms)
             self._times = replace(self._times, wall_ms=wall_ms, device_ms=device_ms, host_ms=host_ms)
         self._profiles[frozenset(kept.name for kept in self.kept)] = self._times
 
     def _peak_bytes(self, candidate: Candidate) -> int:
-        """The memory on a GPU that a step needs while it runs; 0 on a CPU."""
+        """The peak GPU memory of a step; 0 on a CPU."""
         device = candidate.device
         if device.type != "cuda":
             return 0
@@ -368,7 +372,7 @@ class Search:
             return torch.cuda.max_memory_allocated(device) - before
 
     def _more_memory(self, candidate: Candidate, held: int) -> int | None:
-        """Memory that a candidate needs beyond the original, at the peak of a step; None on a CPU.
+        """Additional peak memory of a candidate's step, compared with the original; None on a CPU.
 
         Args:
             held: allocated bytes before the candidate was built.
@@ -387,7 +391,7 @@ class Search:
         """A candidate with these rules.
 
         Raises:
-            RefusedError: one of them cannot be applied after the others.
+            RefusedError: one of the rules cannot be applied after the others.
         """
         candidate = self._plain()
         for rule in _ordered(rules):
@@ -411,7 +415,7 @@ class Search:
         return all(candidate.optimizer is not each for each in self.copies)
 
     def _first_call(self, candidate: Candidate) -> float:
-        """Run two steps and return the seconds of the second; the first may compile."""
+        """Run two steps, and return the seconds of the second; the first may compile."""
         with untouched(self.original, candidate):
             step_of(candidate, self.step, copied(self.given))()
             began = time.perf_counter()
@@ -419,7 +423,7 @@ class Search:
             return time.perf_counter() - began
 
     def _gate_of(self, rules: Sequence[Rule]) -> Gate:
-        """The reference for a candidate with these rules: the original, in the precision that the rules give it."""
+        """The reference for a candidate with these rules: the original, in the precision that the rules set."""
         lowering = [rule for rule in rules if rule.opt_in]
         key = tuple(rule.name for rule in lowering)
         if key not in self._gates:
@@ -428,7 +432,7 @@ class Search:
 
     @property
     def gate(self) -> Gate | None:
-        """The reference for candidates; None if none has saved time."""
+        """The reference for candidates; None if no candidate has saved time."""
         return self._gates.get(())
 
     def _proven(self, candidate: Candidate, gate: Gate) -> float:
@@ -439,12 +443,15 @@ class Search:
         return error
 
     def _least_share(self, predicted_ms: float) -> float:
-        """The least gain that keeps a rule: half of `min_gain` if the prediction is above `min_gain`, so that a gain
-        close to it has the same verdict in each search."""
+        """The smallest gain that keeps a rule. It is half of `min_gain` if the predicted gain exceeds `min_gain`, so
+        that a gain close to `min_gain` has the same verdict in each search.
+        """
         return self.min_gain / 2 if predicted_ms > self.min_gain * self._times.wall_ms else self.min_gain
 
     def _gain(self, candidate: Candidate, least: float) -> tuple[float, float, bool]:
-        """Gain in ms compared with the best so far, its share of a step, and whether it is surely above `least`."""
+        """(gain in ms over the best candidate, the gain as a share of a step, whether the share surely exceeds
+        `least`).
+        """
         befores: list[float] = []
         shares: list[float] = []
         while True:
@@ -468,7 +475,7 @@ class Search:
     # ---- the end -------------------------------------------------------------------------------------------------
 
     def result(self) -> Result:
-        """The best candidate, timed as users call it; the original if that is faster, unless a plan was applied."""
+        """The best candidate, timed as users call it; or the original if it is faster and no plan was applied."""
         if not self.kept:
             timing = self._pair(self.plain, self.plain)[0]
             return Result(self.plain, timing.median_ms, timing.median_ms, timing.spread)
@@ -486,13 +493,15 @@ class Search:
         ms = {name: before_ms * (1 - statistics.median(of)) for name, of in shares.items()}
         noise = max(shares["after"]) - min(shares["after"])
         for_memory = any(kept.saves_memory for kept in self.kept)
-        if ms["after"] >= before_ms and not self.planned and not for_memory:  # or the checks of a call cost the gain
+        if ms["after"] >= before_ms and not self.planned and not for_memory:  # checks of a call may undo the gain
             self._give_up(f"together they are slower: {ms['after']:.3g} ms, the original {before_ms:.3g} ms")
             return Result(self.plain, before_ms, before_ms, noise)
         return Result(self.best, before_ms, ms["after"], noise, ms.get("without"))
 
     def _last_rounds(self, candidates: dict[str, Candidate]) -> list[dict[str, Timing]]:
-        """Times in turns; more rounds if the first ones do not show that "after" is faster than "before"."""
+        """Time the candidates in turns, in more rounds if the first rounds do not show that "after" is faster than
+        "before".
+        """
         times: list[dict[str, Timing]] = []
         while True:
             times.append(self._timed(candidates))
@@ -502,7 +511,9 @@ class Search:
                 return times
 
     def _uncompiled(self) -> dict[str, Candidate]:
-        """The kept rules without those that compile or capture, as "without"; empty if all are of one sort."""
+        """{"without": a candidate without the kept rules that compile or capture}; empty if all of the kept rules do,
+        or none.
+        """
         rules = [rule for rule in self.kept if rule.kind not in HOW_IT_RUNS]
         if not rules or len(rules) == len(self.kept):
             return {}
@@ -519,19 +530,20 @@ class Search:
 
 
 def _urgency(seconds: float, predicted_ms: float) -> tuple[bool, float]:
-    """The key by which rules are ordered: first those that apply at once, by their gain; then the others, by their gain
-    for each second that they take."""
+    """The sort key of a rule. Rules that apply at once come first, by their gain. The others follow, by their gain per
+    second of trial.
+    """
     return seconds > 0, -predicted_ms / (seconds if seconds > 0 else 1.0)
 
 
 def _ordered(rules: Sequence[Rule]) -> list[Rule]:
-    """The rules in order of application: that of `RULES`, then those of the user."""
+    """The rules in order of application: first as in `RULES`, then the user's own."""
     places = {rule.name: place for place, rule in enumerate(RULES)}
     return sorted(rules, key=lambda rule: places.get(rule.name, len(places)))
 
 
 def _falls_short(shares: Sequence[float], least: float) -> bool:
-    """Whether three of four rounds show a gain below the least one: close ones are timed for longer."""
+    """Whether three of four rounds show a gain below `least`. If not, timing continues."""
     return statistics.quantiles(shares, n=4, method="inclusive")[2] < least
 
 

@@ -1,4 +1,4 @@
-"""The time of a step, and of its operators."""
+"""Measure the time of a step and of its operators."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def step_of(candidate: Candidate, step: Step, given: Arguments) -> Callable[[], 
 
 @contextmanager
 def untouched(model: nn.Module, *candidates: Candidate) -> Iterator[None]:
-    """Restore a model's parameters, gradients and buffers, and the candidates' optimizers, afterwards."""
+    """After the block, restore a model's parameters, gradients and buffers, and the candidates' optimizers."""
     optimizers = [candidate.optimizer for candidate in candidates if candidate.optimizer is not None]
     states = [_copied_state(optimizer) for optimizer in optimizers]
     before = [(p, p.detach().clone() if p.requires_grad else None, p.grad) for p in model.parameters()]
@@ -69,11 +69,11 @@ def untouched(model: nn.Module, *candidates: Candidate) -> Iterator[None]:
 def compare_steps(
     candidates: dict[str, Candidate], step: Step, given: Arguments, original: nn.Module, seconds: float, step_s: float
 ) -> dict[str, Timing]:
-    """Time steps of candidates, interleaved; each has run before.
+    """Time steps of candidates in turns; each candidate must have run before.
 
     Args:
-        seconds: approximate time for each candidate; steps that take longer are run once.
-        step_s: about how long a step takes.
+        seconds: approximate time for each candidate; steps that take longer run once.
+        step_s: approximate time of a step.
     """
     (device,) = {candidate.device for candidate in candidates.values()}
     runs = {name: step_of(candidate, step, given) for name, candidate in candidates.items()}
@@ -90,7 +90,7 @@ def times_of(
     run = step_of(candidate, step, given)
     now, faster = OptimizerStep(), None
     with untouched(original, candidate):
-        for _ in range(1 if wall_ms > SLOW_MS else 2):  # the first one is for lazy initialization
+        for _ in range(1 if wall_ms > SLOW_MS else 2):  # the first run does lazy initialization
             with OperatorTimes(candidate.device) as watched:
                 run()
         device_ms, host_ms = ahead(run, candidate.device, wall_ms)
@@ -104,7 +104,9 @@ def times_of(
 
 
 def _optimizer_step(optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerStep:
-    """The times of a step alone, with the gradients of the last run, after one that creates the state."""
+    """The times of an optimizer's step alone, with the gradients of the last run, after a step that creates the
+    state.
+    """
     optimizer.step()
     _wait(device)
     began = time.perf_counter()
@@ -116,10 +118,10 @@ def _optimizer_step(optimizer: torch.optim.Optimizer, device: torch.device) -> O
 
 
 def ahead(run: Callable[[], object], device: torch.device, wall_ms: float) -> tuple[float | None, float | None]:
-    """The time of a step's work on a GPU, if the host is far ahead, and the time in which the host launches it.
+    """(device time of a step if the host is far ahead, host time of launching the step); None on a CPU.
 
-    Before each run the GPU waits for longer than the host needs. A CUDA graph of the step takes about the first time.
-    None on a CPU.
+    Before each run the GPU waits for longer than the host needs. A CUDA graph of the step would take about the device
+    time.
     """
     if device.type != "cuda":
         return None, None
@@ -139,7 +141,9 @@ def ahead(run: Callable[[], object], device: torch.device, wall_ms: float) -> tu
 
 
 class OperatorTimes(TorchDispatchMode):
-    """The time of each operator below autograd; the host waits for the device before and after it."""
+    """Measure the time of each operator below autograd. The host waits for the device before and after each
+    operator.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -160,7 +164,7 @@ class OperatorTimes(TorchDispatchMode):
         return result
 
     def calls(self) -> tuple[Call, ...]:
-        """The calls during the mode."""
+        """The calls that the mode has timed."""
         ms = self._clock.times_ms()
         return tuple(
             Call(operator, arguments, self.device, len(indices), sum(ms[index] for index in indices))
@@ -184,9 +188,9 @@ def _without_data(tensor: Tensor) -> Tensor:
 
 
 def same_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The same optimizer for the same parameters, with its own settings, state and attributes.
+    """A copy of an optimizer for the same parameters, with its own settings, state and attributes.
 
-    The copy has neither the original's hooks nor a replaced `step`, such as a learning rate scheduler leaves.
+    The copy has neither the original's hooks nor a replaced `step`, which a learning rate scheduler may have set.
     """
     same = copy.copy(optimizer)
     memo: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}

@@ -1,7 +1,7 @@
-"""Rewrites: changes that make a model faster. Each one can be applied to a copy of the model.
+"""Rewrites: changes that make a model faster. Each can be applied to a copy of the model.
 
-`rooftop.inference.Engine` applies those for inference directly; `rooftop.optimize` tries each one on the user's model
-and keeps those that are correct and faster.
+`rooftop.inference.Engine` applies the rewrites for inference directly. `rooftop.optimize` tries each rewrite on the
+user's model, and keeps those that are correct and faster.
 """
 
 from rooftop.rewrites.attention_rules import AttentionBackend

@@ -1,4 +1,4 @@
-"""The rule about attention: another back end of PyTorch's `scaled_dot_product_attention`."""
+"""The rule for attention: another back end of PyTorch's `scaled_dot_product_attention`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ BACKENDS = {
 
 
 class AttentionBackend(Rule):
-    """Attention that tries one back end first. The others and the plain formula remain for calls that it does not
+    """Try one back end of attention first. Other back ends and the plain formula compute the calls that it does not
     support.
 
-    PyTorch takes the first back end, in a fixed order, that can compute a call. The fastest one depends on the GPU, the
-    lengths and the features of a head.
+    PyTorch uses the first back end, in a fixed order, that can compute a call. But the fastest back end depends on the
+    GPU, the sequence lengths and the features of a head.
     """
 
     trains = True
@@ -45,7 +45,9 @@ class AttentionBackend(Rule):
         return "it is already used" if all(f"_{self.backend}_" in name for name in names) else None
 
     def predicted_ms(self, times: Times) -> float:
-        """The forward calls are timed alone with both back ends; the backward gains the same share."""
+        """The predicted gain. The forward calls are timed alone with both back ends; the backward is assumed to gain
+        the same share.
+        """
         forward = [call for call in times.calls if _is_forward(call)]
         now_ms = sum(call.count * alone_ms(repeated(call), call.device) for call in forward)
         after_ms = sum(call.count * alone_ms(_by(self.backend, call), call.device) for call in forward)
@@ -75,7 +77,7 @@ def _is_forward(call: Call) -> bool:
 
 
 def _by(backend: str, call: Call) -> Callable[[], object]:
-    """The attention of a call, computed by a back end."""
+    """The attention of a call, computed by the given back end."""
     given = filled(call)
     named = {each.name: value for each, value in zip(call.operator._schema.arguments, given, strict=False)}
     bias = named.get("attn_bias", named.get("attn_mask"))

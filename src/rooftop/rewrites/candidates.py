@@ -1,8 +1,8 @@
-"""The object that rewrites change, and the base of all rules.
+"""`Candidate`, which rewrites change, and `Rule`, the base class of all rewrites.
 
 A rule changes a `Candidate`: a copy of the user's model that shares its tensors with the original until a rule replaces
-one. The original never changes. To undo a rule, the candidate is built again without it, so a rule that fails midway
-leaves nothing behind.
+one. The original never changes. To undo a rule, the candidate is built again without the rule, so a rule that fails
+midway leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Call:
         operator: an overload, `torch.ops.aten.convolution.default`.
         arguments: the arguments, with tensors replaced by data-less ones of the same shapes, strides and dtypes.
         device: the device of the calls.
-        count: how many calls there were.
-        ms: time of all of them together.
+        count: number of calls.
+        ms: total time of the calls.
     """
 
     operator: Any
@@ -39,12 +39,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Fusable:
-    """The operators of a step that a compiler would join into fewer kernels.
+    """The operators of a step that a compiler would fuse into fewer kernels.
 
     Attributes:
-        operators: their number. kernels: number of kernels that a compiler would write for them.
-        now_ms, after_ms: device time of the operators, and of these kernels.
-        launches: number of kernels of the whole step now.
+        operators: number of operators.
+        kernels: number of kernels that a compiler would write for them.
+        now_ms, after_ms: device time of the operators now, and of the fused kernels.
+        launches: current number of kernels of the whole step.
         channels_last: whether the compiler would also lay out convolutions channels last.
     """
 
@@ -58,12 +59,12 @@ class Fusable:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A step of compiled code that was measured.
+    """The measured times of a step of compiled code.
 
     Attributes:
-        wall_ms: of the step.
+        wall_ms: wall time of the step.
         device_ms, host_ms: as in `Times`.
-        whole: whether the whole model was compiled, or its repeated blocks.
+        whole: True if the whole model was compiled, False if its repeated blocks were.
     """
 
     wall_ms: float
@@ -77,7 +78,7 @@ class OptimizerStep:
     """Times of an optimizer's step alone.
 
     Attributes:
-        wall_ms: from start to end.
+        wall_ms: wall time.
         device_ms, host_ms: as in `Times`.
     """
 
@@ -88,7 +89,7 @@ class OptimizerStep:
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of a GPU at the peak of a step, with everything else in this process, and all of it, in bytes."""
+    """Bytes of GPU memory: the peak during a step, with everything else in this process, and the GPU's total."""
 
     peak_bytes: int
     total_bytes: int
@@ -99,16 +100,16 @@ class Times:
     """The times of a step, from which rules predict their gain.
 
     Attributes:
-        wall_ms: of a step.
-        calls: of its operators, with the time of each.
-        optimizer: of the optimizer's step, if there is one. fused: of the same optimizer with `fused=True`, if it has
-            that.
-        device_ms: of the step's work on a GPU, if the host is far ahead. host_ms: the time in which the host launches a
-            step. None on a CPU.
+        wall_ms: wall time of a step.
+        calls: the calls of operators, with their times.
+        optimizer: times of the optimizer's step, if there is one.
+        fused: times of the same optimizer with `fused=True`, if it supports that.
+        device_ms: device time of a step on a GPU, if the host is far ahead; None on a CPU.
+        host_ms: time in which the host launches a step; None on a CPU.
         fusable: what a compiler could fuse; None if that is not known.
         launch_ms: the time in which the host launches a small operator on a GPU; 0 on a CPU.
-        compiled: the same step with compiled code, if that was measured before.
-        memory: of a GPU; None on a CPU.
+        compiled: times of the same step with compiled code, if it was measured before.
+        memory: GPU memory; None on a CPU.
     """
 
     wall_ms: float
@@ -123,17 +124,17 @@ class Times:
     memory: Memory | None = None
 
     def of(self, *names: str) -> float:
-        """Time in ms of the operators whose name contains one of these."""
+        """Time in ms of the operators whose names contain one of these parts."""
         return sum(call.ms for call in self.calls if any(name in call.operator.name() for name in names))
 
     def count(self, *names: str) -> int:
-        """Number of calls of the operators whose name contains one of these."""
+        """Number of calls of the operators whose names contain one of these parts."""
         return sum(call.count for call in self.calls if any(name in call.operator.name() for name in names))
 
     def gain_ms(self, device_ms: float, calls: int = 0) -> float:
-        """The gain of a step that saves `device_ms` of work and `calls` calls of operators.
+        """The gain in ms if a step saves `device_ms` of device time and `calls` calls of operators.
 
-        A GPU works while the host launches, so the longer of the two sets the time of a step.
+        A GPU works while the host launches, so the longer of device time and host time is the time of a step.
         """
         if self.device_ms is None or self.host_ms is None:
             return device_ms
@@ -141,7 +142,7 @@ class Times:
         return self.gain_of(device_ms, self.host_ms * calls / every)
 
     def gain_of(self, device_ms: float, host_ms: float) -> float:
-        """The gain of a step that saves `device_ms` of work and `host_ms` of launches."""
+        """The gain in ms if a step saves `device_ms` of device time and `host_ms` of launches."""
         if self.device_ms is None or self.host_ms is None:
             return device_ms
         left_ms = max(self.device_ms - device_ms, self.host_ms - host_ms)
@@ -153,15 +154,15 @@ class Candidate:
     """A copy of a model that rules change.
 
     Attributes:
-        model: the copy. Its tensors are those of the original.
+        model: the copy. It shares the original's tensors until a rule replaces one.
         call: runs the model; rules may wrap it. It takes the model's arguments.
-        optimizer: for a training step; rules may replace it.
+        optimizer: optimizer of a training step; rules may replace it.
         training: whether the step is forward and backward, in training mode.
         device: the device of the calls.
-        frozen: a rule keeps values that were computed from parameters or buffers.
-        placed: a rule reads parameters and buffers at the addresses that they have now.
-        changes: the changes of each rule, in words, by its name.
-        prepared: the last call of `prepare`.
+        frozen: whether a rule keeps values that were computed from parameters or buffers.
+        placed: whether a rule relies on the current addresses of parameters and buffers.
+        changes: what each rule changed, in words, by the rule's name.
+        prepared: the call that `prepare` set last, if it still runs the whole model.
     """
 
     model: nn.Module
@@ -175,7 +176,7 @@ class Candidate:
     prepared: Callable[..., Any] | None = None
 
     def prepare(self, call: Callable[..., Any]) -> None:
-        """Replace the call by one around it, which changes only arguments, results or the context."""
+        """Replace the call by a wrapper, which changes only arguments, results or the context."""
         self.prepared = call if self.runs_model else None
         self.call = call
 
@@ -195,12 +196,12 @@ class Candidate:
         """A copy without changes, in training or evaluation mode.
 
         Args:
-            arguments: tensors of a call. They say where a model without parameters and buffers runs: on the GPU, if
-                one of them is there.
+            arguments: tensors of a call. A model without parameters and buffers runs on the GPU if one of these tensors
+                is there.
 
         Raises:
             TypeError: the model cannot be copied.
-            ValueError: it is on several devices.
+            ValueError: the model is on several devices.
         """
         devices = {t.device for t in tensors_of(original)}
         devices = devices or {t.device for t in arguments if t.device.type != "cpu"} or {torch.device("cpu")}
@@ -213,13 +214,13 @@ class Candidate:
 
 
 def tensors_of(model: nn.Module) -> list[Tensor]:
-    """Its parameters and buffers."""
+    """A model's parameters and buffers."""
     return [*model.parameters(), *model.buffers()]
 
 
 def set_mode(model: nn.Module, training: bool) -> None:
-    """Set training or evaluation mode; a model that already has this mode stays unchanged, including parts in the other
-    mode (frozen norms).
+    """Set training or evaluation mode. A model that already has this mode does not change, nor do its parts in the
+    other mode (frozen norms).
     """
     if model.training != training:
         model.train(training)
@@ -229,13 +230,14 @@ class Rule(ABC):
     """A change that may make a model faster.
 
     Attributes:
-        name: its name for users, "fold-norms".
-        trains: whether it can be applied to a training step. infers: whether it can be applied to inference.
-        exact: it returns the same bits, by its design.
-        opt_in: tried only if the user names it, because it lowers the precision.
+        name: the rule's name for users, such as "fold-norms".
+        trains: whether it can be applied to a training step.
+        infers: whether it can be applied to inference.
+        exact: whether results are identical bit for bit by design.
+        opt_in: whether it is tried only if the user names it, because it lowers the precision.
         kind: at most one rule of each kind is kept.
-        opaque: it calls kernels into which torch.compile cannot look.
-        saves_memory: it is kept for the memory that it saves, although it costs time.
+        opaque: whether it calls kernels that torch.compile cannot look into.
+        saves_memory: whether it is kept for the memory that it saves, although it takes time.
     """
 
     name: str
@@ -248,24 +250,26 @@ class Rule(ABC):
     saves_memory: ClassVar[bool] = False
 
     def refusal(self, candidate: Candidate) -> str | None:
-        """Why it cannot be applied here; None if it can."""
+        """Why the rule cannot be applied to this candidate; None if it can."""
         return None
 
     def absent(self, times: Times) -> str | None:
-        """Why a step has nothing for the rule to make faster; None if it has something, or if only `apply` can tell."""
+        """Why a step has nothing that the rule could make faster; None if it has something, or if only `apply` can
+        tell.
+        """
         return None
 
     def predicted_ms(self, times: Times) -> float:
-        """The predicted gain of a step in ms, from its times."""
+        """The predicted gain of a step in ms, from the step's times."""
         return 0.0
 
     def seconds(self, times: Times) -> float:
-        """Approximate time until the first call is done."""
+        """Approximate seconds until the first call is done."""
         return 0.0
 
     @abstractmethod
     def apply(self, candidate: Candidate) -> str:
-        """Change the candidate; returns the changes in words, "" if there was nothing to change."""
+        """Change the candidate. Return the changes in words, or "" if there was nothing to change."""
 
 
 def only_on_gpu(candidate: Candidate) -> str | None:
@@ -274,11 +278,11 @@ def only_on_gpu(candidate: Candidate) -> str | None:
 
 
 def counted(count: int, what: str) -> str:
-    """ "3 norms"; "" for none."""
+    """A count in words, such as "3 norms"; "" for 0."""
     return f"{count} {what}{'s' if count != 1 else ''}" if count else ""
 
 
 def names_of(found: Mapping[str, str]) -> str:
-    """ "2 LayerNorm, 1 Softmax", from kinds by module."""
+    """Counts of kinds in words, such as "2 LayerNorm, 1 Softmax"."""
     kinds = list(found.values())
     return ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))

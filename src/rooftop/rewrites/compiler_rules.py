@@ -1,4 +1,4 @@
-"""Rules about `torch.compile`: the whole model, or its repeated blocks."""
+"""Rules for `torch.compile`: compile the whole model, or its repeated blocks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ with 60 to 600 calls; for GPUs on the hosts of an H100 and an H200, where models
 
 
 class Compile(Rule):
-    """The whole model through `torch.compile`, for the shapes of its calls."""
+    """Compile the whole model with `torch.compile`, for the shapes of its calls."""
 
     trains = True
     kind = "compile"
@@ -51,7 +51,7 @@ class Compile(Rule):
 
     def apply(self, candidate: Candidate) -> str:
         options: dict[str, Any] = {"dynamic": False, "mode": None if self.mode == "default" else self.mode}
-        if candidate.runs_model:  # without the code around it, at which the compiler would break the graph
+        if candidate.runs_model:  # the wrappers around the model would break the compiler's graph
             compile_in_place(candidate.model, **options)
             compiled = candidate.call
         else:
@@ -69,7 +69,7 @@ class Compile(Rule):
 
 
 class CompileBlocks(Rule):
-    """Repeated blocks of a model through `torch.compile`: one compilation serves all."""
+    """Compile the repeated blocks of a model with `torch.compile`: one compilation serves all equal blocks."""
 
     name = "compile-blocks"
     trains = True
@@ -93,8 +93,9 @@ class CompileBlocks(Rule):
 
 
 def compile_in_place(module: nn.Module, **options: Any) -> None:
-    """Let `torch.compile` compile the calls of a module; including `nn.Sequential` and its subclasses, whose forward it
-    would leave uncompiled because it is PyTorch's own."""
+    """Let `torch.compile` compile the calls of a module. This includes `nn.Sequential` and its subclasses, whose
+    forward `torch.compile` skips because it is PyTorch's own code.
+    """
     if torch._dynamo.trace_rules.check(type(module).forward):
         inlined = torch._dynamo.external_utils.wrap_inline(module._call_impl)
         module._compiled_call_impl = torch.compile(inlined, **options)
@@ -103,13 +104,13 @@ def compile_in_place(module: nn.Module, **options: Any) -> None:
 
 
 class InOneForm:
-    """Calls compiled code with arguments of one form, so that it is compiled only once.
+    """Call compiled code with arguments of one form, so that it is compiled only once.
 
-    The compiler makes a version for each stride of an input, and for inference mode. So inputs with gaps are made
-    contiguous, and inference mode becomes `torch.no_grad`.
+    The compiler makes a version for each set of input strides, and for inference mode. So non-contiguous inputs are
+    made contiguous, and inference mode becomes `torch.no_grad`.
 
     Args:
-        run: the compiled function. Its first call may compile a version of a block for each of its forms.
+        run: the compiled function. Its first call may compile several versions of a block.
     """
 
     def __init__(self, run: Callable[..., Any]) -> None:
@@ -135,7 +136,7 @@ class InOneForm:
 
 
 def _is_in_form(value: Any) -> bool:
-    """Whether an argument needs no change. Tensors are also searched in structures."""
+    """Whether an argument, including tensors in structures, needs no change."""
     if type(value) is Tensor:
         return value.layout == torch.strided and value.is_contiguous() and not value.is_inference()
     return type(value) in CONSTANTS
@@ -151,7 +152,9 @@ def _without_gaps(tensor: Tensor) -> Tensor:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Blocks that one container holds at least `LEAST_BLOCKS` times. A block has submodules; none is inside another."""
+    """Blocks that occur at least `LEAST_BLOCKS` times in one container. A block has submodules, and no block is inside
+    another.
+    """
     parts = list(model.children())
     kinds: Counter[type[nn.Module]] = Counter()
     if isinstance(model, nn.ModuleList | nn.Sequential):
@@ -165,13 +168,13 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 def gain_compiled(times: Times, replayed: bool = False, whole: bool = True) -> float:
     """The predicted gain in ms of compiling a step.
 
-    The compiler joins operators into fewer kernels, and lays out convolutions channels last. Products, convolutions and
-    attention stay as they are. On a GPU the host launches each kernel that is left. If compiled code of this step was
-    measured before, that tells more.
+    The compiler fuses operators into fewer kernels, and lays out convolutions channels last. It does not change
+    products, convolutions and attention. On a GPU the host launches each remaining kernel. If compiled code of this
+    step was measured before, the prediction uses that measurement.
 
     Args:
-        replayed: the kernels are replayed from CUDA graphs, so the host launches nothing.
-        whole: the whole model, not only its repeated blocks.
+        replayed: whether kernels are replayed from CUDA graphs, so that the host launches nothing.
+        whole: whether the whole model is compiled, or only its repeated blocks.
     """
     if times.compiled is not None:
         return _gain_as_measured(times, times.compiled, replayed, whole)
@@ -185,14 +188,14 @@ def gain_compiled(times: Times, replayed: bool = False, whole: bool = True) -> f
     if times.device_ms is None or times.host_ms is None:
         return share * (saved_ms + CPU_CALL_MS * (found.operators - found.kernels))
     kernels = found.launches - found.operators + found.kernels
-    launches = not replayed and times.host_ms > 0  # else graphs are replayed
+    launches = not replayed and times.host_ms > 0  # False if graphs are replayed
     host_ms = START_MS + LAUNCHES_A_KERNEL * times.launch_ms * kernels if launches else 0.0
     now_ms = max(times.device_ms, times.host_ms)
     return share * times.wall_ms * (1 - max(times.device_ms - saved_ms, host_ms) / now_ms)
 
 
 def _gain_as_measured(times: Times, compiled: Compiled, replayed: bool, whole: bool) -> float:
-    """The gain of compiling as well as in a step that was measured. A whole model gains more than its blocks."""
+    """The gain, if compiling gains as much as in the measured step. A whole model gains more than its blocks."""
     share = BLOCKS_SHARE ** (compiled.whole - whole)
     if times.device_ms is None or compiled.device_ms is None or compiled.host_ms is None:
         return share * (times.wall_ms - compiled.wall_ms)

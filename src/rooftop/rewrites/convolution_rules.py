@@ -1,4 +1,6 @@
-"""Rules about convolutions: folding norms into them, fusing the operations after them, pools without indices."""
+"""Rules for convolutions: fold norms into them, fuse the operations after them, and compute max pools without
+indices.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from rooftop.rewrites.pooling import replace_pools
 
 
 class FoldNorms(Rule):
-    """Batch norms folded into the convolution or linear layer before them."""
+    """Fold batch norms into the convolution or linear layer before them."""
 
     name = "fold-norms"
 
@@ -25,7 +27,7 @@ class FoldNorms(Rule):
 
 
 class FuseConvolutions(Rule):
-    """2-D convolutions fused with bias, sum and activation in one of Rooftop's kernels."""
+    """Fuse 2-D convolutions with bias, sum and activation in one of Rooftop's kernels."""
 
     name = "fuse-convolutions"
     opaque = True
@@ -53,7 +55,7 @@ class FuseConvolutions(Rule):
 
 
 class Pools(Rule):
-    """Max pools that do not write the positions of the maxima."""
+    """Compute max pools without writing the positions of the maxima."""
 
     name = "pools"
     opaque = True

@@ -1,4 +1,4 @@
-"""Folds batch norms into the convolution or linear layer before them.
+"""Fold batch norms into the convolution or linear layer before them.
 
 With constant statistics a batch norm is y = s x + t for each channel (Ioffe and Szegedy 2015, section 3.1). A
 convolution followed by it is a convolution with other weights:
@@ -7,8 +7,8 @@ convolution followed by it is a convolution with other weights:
     norm(W x + b) = (s W) x + (s b + t)
 
 When is it allowed? `torch.fx` traces the model, or the largest parts that it can trace. A norm is folded if its only
-call takes the output of the only call of a convolution, and nothing else uses that output. A trace sees a single path
-through the code, so each call checks it again: a folded convolution wraps its result, and only its norm unwraps it.
+call takes the output of the only call of a convolution, and nothing else uses that output. A trace shows a single path
+through the code, so each call checks this again: a folded convolution wraps its result, and only its norm unwraps it.
 Code on another path raises an error instead of computing wrong numbers.
 """
 
@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-# Dimensions of their output, with the batch. Subclasses may do anything, so types must be exactly these.
+# Number of dimensions of each layer's output, with the batch. Types must be exactly these, since subclasses may do
+# anything.
 CONVOLUTIONS: dict[type[nn.Module], int] = {
     nn.Linear: 2,
     nn.Conv1d: 3,
@@ -37,7 +38,7 @@ CONVOLUTIONS: dict[type[nn.Module], int] = {
     nn.ConvTranspose3d: 5,
 }
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-# Dimensions of their input.
+# Possible numbers of dimensions of each norm's input.
 NORMS: dict[type[nn.Module], tuple[int, ...]] = {
     nn.BatchNorm1d: (2, 3),
     nn.BatchNorm2d: (4,),
@@ -49,7 +50,7 @@ FROZEN = {"weight", "bias", "running_mean", "running_var"}
 
 @dataclass
 class Folding:
-    """The result of `fold_norms`, by the names of modules in the model.
+    """The result of `fold_norms`, by module name.
 
     Attributes:
         folded: for each removed norm, the module it was folded into.
@@ -66,16 +67,16 @@ class Folding:
 
 
 class CannotFoldError(Exception):
-    """The reason why a norm stays; caught in this file."""
+    """Raised with the reason why a norm stays; caught in this file."""
 
 
 @torch.no_grad()
 def fold_norms(model: nn.Module) -> Folding:
-    """Fold the batch norms of a model in evaluation mode, in place. Afterwards the model is for inference only.
+    """Fold the batch norms of a model in evaluation mode, in place. Afterwards the model is only for inference.
 
     It folds BatchNorm1d, 2d, 3d, SyncBatchNorm, and frozen norms. A frozen norm is a module with only the buffers
-    weight, bias, running_mean and running_var that multiplies and adds a constant per channel, which a trial confirms.
-    The new weights are computed in float64 and rounded once. Names in the state dict change.
+    weight, bias, running_mean and running_var, which multiplies by and adds a constant per channel. A trial run
+    confirms this. The new weights are computed in float64 and rounded once. Keys of the state dict change.
 
     While it traces, torch.fx replaces methods of all modules of the process, so other threads must not run models.
 
@@ -116,11 +117,11 @@ class Structure:
     """The calls of modules that torch.fx finds in a model.
 
     Attributes:
-        modules: by each of their names.
-        calls: of each module (by id), over all traces.
-        before: for each norm (by id) the node that calls it, and the name of the traced part, which prefixes other
-            names.
-        read: modules (by id) whose parameters or buffers other code reads.
+        modules: modules by each of their names.
+        calls: number of calls of each module (by id), over all traces.
+        before: for each norm (by id), the node that calls it, and the name of the traced part, which is a prefix of
+            other names.
+        read: modules (by id) whose parameters or buffers are read by code outside the module.
         untraced: the error for each module that could not be traced.
     """
 
@@ -146,7 +147,7 @@ class Structure:
                 self.read.add(id(self.modules[owner]))
 
     def convolution_before(self, name: str, norm: nn.Module) -> str:
-        """Return the name of the convolution that only this norm follows.
+        """Return the name of the convolution whose output only this norm uses.
 
         Raises:
             CannotFoldError: there is no such convolution.
@@ -192,7 +193,7 @@ class Structure:
 
 
 class _Tracer(fx.Tracer):
-    """Traces into modules that have submodules and can be traced; all others are single nodes."""
+    """Trace into modules that have submodules and can be traced; other modules become single nodes."""
 
     proxy_buffer_attributes = True
 
@@ -206,7 +207,7 @@ class _Tracer(fx.Tracer):
 
 
 def _traces(model: nn.Module, untraced: dict[str, str]) -> list[tuple[str, fx.Graph]]:
-    """The graphs of the largest parts that can be traced, with their names; no part contains another."""
+    """The graphs of the largest traceable parts, by name; no part contains another."""
     graphs: dict[str, fx.Graph] = {}
     opaque: set[nn.Module] = set()
     modules = dict(model.named_modules())
@@ -224,7 +225,9 @@ def _traces(model: nn.Module, untraced: dict[str, str]) -> list[tuple[str, fx.Gr
 def _outermost(
     module: nn.Module, graphs: dict[str, fx.Graph], opaque: set[nn.Module], name: str, inside: bool
 ) -> Iterator[str]:
-    """Names of the graphs that are in no other graph; `inside`: whether a graph around this module shows its parts."""
+    """Names of the graphs that no other graph contains. `inside`: whether an enclosing graph shows the parts of this
+    module.
+    """
     if module in opaque:
         inside = False
     elif name in graphs and not inside:
@@ -240,7 +243,7 @@ def _is_container(module: nn.Module) -> bool:
 
 
 def _traced(module: nn.Module, opaque: set[nn.Module]) -> fx.Graph:
-    """Trace a forward that has no optional arguments: a trace would see only one choice of them.
+    """Trace a forward without optional arguments: for these, a trace would show only one choice.
 
     Raises:
         Exception: any error that the forward raises for inputs that are not tensors.
@@ -254,7 +257,7 @@ def _traced(module: nn.Module, opaque: set[nn.Module]) -> fx.Graph:
 
 
 def _without_data(model: nn.Module) -> nn.Module:
-    """A copy on the meta device, so that a traced forward changes nothing in the model."""
+    """A copy on the meta device, so that tracing its forward changes nothing in the model."""
     tensors: dict[int, Any] = {}
     for parameter in model.parameters():
         tensors[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
@@ -271,14 +274,14 @@ def _joined(prefix: str, name: str) -> str:
 
 
 def _fold(convolution: nn.Module, norm: nn.Module, convolution_name: str, norm_name: str) -> None:
-    """Raises CannotFoldError before anything is changed."""
+    """Fold a norm into a convolution, or raise CannotFoldError before any change."""
     dimensions = CONVOLUTIONS[type(convolution)]
     old, old_bias = convolution.weight, convolution.bias
     assert isinstance(old, Tensor)
     scale, shift = _scale_and_shift(norm, dimensions)  # (C,) float64
     channels = convolution.out_features if isinstance(convolution, nn.Linear) else convolution.out_channels
     if len(scale) != channels:
-        raise CannotFoldError(f"it has {len(scale)} channels, but {convolution_name} gives {channels}")
+        raise CannotFoldError(f"it has {len(scale)} channels, but {convolution_name} returns {channels}")
     if not old.is_floating_point() or old.device != scale.device:
         raise CannotFoldError(f"{convolution_name} is {old.dtype} on {old.device}, the norm on {scale.device}")
     weight = _scaled(convolution, old.double(), scale).to(old.dtype)
@@ -286,7 +289,7 @@ def _fold(convolution: nn.Module, norm: nn.Module, convolution_name: str, norm_n
     bias = bias.to(old.dtype)
     if not (weight.isfinite().all() and bias.isfinite().all()):
         raise CannotFoldError("the folded weights would not be finite")
-    # Removed, not only changed: code that reads the old tensors outside the trace must notice.
+    # Removed instead of changed, so that code outside the trace that reads the old tensors fails.
     folded = copy.copy(convolution)
     folded._parameters, folded._modules = {}, {}
     folded._parameters["weight"] = nn.Parameter(weight.contiguous(), requires_grad=False)
@@ -310,7 +313,7 @@ def _scaled(convolution: nn.Module, weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def _scale_and_shift(norm: nn.Module, dimensions: int) -> tuple[Tensor, Tensor]:
-    """(C,) float64 each: norm(x) = scale x + shift for x with that many dimensions."""
+    """(scale, shift), (C,) float64, such that norm(x) = scale x + shift for x with this number of dimensions."""
     if not isinstance(norm, _BatchNorm):
         return _measured(norm, dimensions)
     if type(norm) not in NORMS:
@@ -329,8 +332,9 @@ def _scale_and_shift(norm: nn.Module, dimensions: int) -> tuple[Tensor, Tensor]:
 
 
 def _measured(norm: nn.Module, dimensions: int) -> tuple[Tensor, Tensor]:
-    """Scale and shift of a frozen norm, whose eps is unknown: measured with the inputs 0 and 1 in float64, and checked
-    on others."""
+    """Scale and shift of a frozen norm, whose eps is unknown. They are measured with the inputs 0 and 1 in float64, and
+    checked on other inputs.
+    """
     example = norm.running_mean
     assert isinstance(example, Tensor)
     shape = (1, example.numel(), *(1,) * (dimensions - 2))
@@ -354,7 +358,7 @@ def _measured(norm: nn.Module, dimensions: int) -> tuple[Tensor, Tensor]:
 
 
 class _Sealed:
-    """The wrapped output of a folded convolution, which only its norm can unwrap."""
+    """The wrapped output of a folded convolution; only the convolution's norm unwraps it."""
 
     def __init__(self, value: Tensor, convolution: nn.Module, norm: str) -> None:
         self.__dict__.update(value=value, convolution=convolution, norm=norm)
@@ -376,20 +380,20 @@ _OTHER_WAY = (
 
 
 class Sealing:
-    """The forward of a folded convolution."""
+    """The forward of a folded convolution, which wraps the output."""
 
     def __init__(self, folded: nn.Module, dimensions: int, norm: str) -> None:
         self.folded, self.dimensions, self.norm = folded, dimensions, norm
 
     def __call__(self, input: Tensor) -> _Sealed:
         output = self.folded(input)
-        if output.dim() != self.dimensions:  # raise the error of its norm
+        if output.dim() != self.dimensions:  # raise what the norm would raise
             raise ValueError(f"{self.norm}: expected {self.dimensions}D input (got {output.dim()}D input)")
         return _Sealed(output, self.folded, self.norm)
 
 
 class Opening:
-    """The forward of a folded norm."""
+    """The forward of a folded norm, which unwraps its input."""
 
     def __init__(self, folded: nn.Module, convolution: str, norm: str) -> None:
         self.folded, self.convolution, self.norm = folded, convolution, norm

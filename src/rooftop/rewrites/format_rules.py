@@ -1,4 +1,4 @@
-"""Rules about formats: layouts of images, and precisions. Only the user may allow a lower precision."""
+"""Rules for formats: memory layouts of images, and precisions. Only the user may allow a lower precision."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ OF_IMAGES = ("convolution", "pool", "batch_norm", "relu", "silu", "hardswish", "
 
 
 class ChannelsLast(Rule):
-    """Weights of 2-D convolutions and inputs with four dimensions are stored channels last. In training, the weights
-    stay as they are, because they are the original's: each call copies them into this layout."""
+    """Store weights of 2-D convolutions, and inputs with four dimensions, channels last. In training, the weights
+    belong to the original and keep their layout, so each call copies them to channels last.
+    """
 
     name = "channels-last"
     trains = True
 
     def predicted_ms(self, times: Times) -> float:
-        # of weights in the forward, and of their gradients in the backward
+        # the forward copies weights, and the backward their gradients
         copies = 2 * times.count("convolution_backward")
         return times.gain_ms(gain_channels_last([call for call in times.calls if _is_of_images(call)]), -copies)
 
@@ -42,7 +43,7 @@ class ChannelsLast(Rule):
         convolutions = [
             module
             for module in candidate.model.modules()
-            if isinstance(module, CONVOLUTIONS_2D) and module.weight is not None  # a folded convolution has no weight
+            if isinstance(module, CONVOLUTIONS_2D) and module.weight is not None  # a folded one has no weight
         ]
         for module in convolutions:
             weight = module.weight.detach().contiguous(memory_format=torch.channels_last)
@@ -65,7 +66,7 @@ def _run_channels_last(candidate: Candidate) -> None:
 
 
 def _is_copied(module: nn.Module) -> bool:
-    """Whether a module is a plain convolution, whose weight a call can replace."""
+    """Whether a module is a plain convolution, so that a call can replace its weight."""
     return type(module) is nn.Conv2d and "forward" not in vars(module) and not has_hooks(module)
 
 
@@ -92,9 +93,10 @@ def _is_of_images(call: Call) -> bool:
 
 
 def gain_channels_last(calls: Sequence[Call]) -> float:
-    """The gain of convolutions and other operators of images from channels last in ms.
+    """The gain in ms of convolutions and other image operators from channels last.
 
-    Each is timed alone in both layouts. The ratio counts: in the model they take longer, with other data in the caches.
+    Each operator is timed alone in both layouts. Only the ratio is used: in the model operators take longer, since
+    caches hold other data.
     """
     first_ms = sum(call.count * _alone(call, torch.contiguous_format) for call in calls)
     last_ms = sum(call.count * _alone(call, torch.channels_last) for call in calls)
@@ -112,7 +114,7 @@ def _of(tensor: Tensor, layout: torch.memory_format) -> torch.memory_format:
 
 
 class Autocast(Rule):
-    """Products and convolutions in bfloat16, by autocast."""
+    """Compute products and convolutions in bfloat16, by autocast."""
 
     name = "bf16-autocast"
     trains = True
@@ -133,7 +135,7 @@ class Autocast(Rule):
 
 
 class TensorFloat32(Rule):
-    """float32 products and convolutions by TensorFloat-32 units."""
+    """Compute float32 products and convolutions in TF32 on tensor cores."""
 
     name = "tf32"
     trains = True

@@ -1,13 +1,13 @@
-"""Fuses convolutions with the bias, shortcut sum and activation that follow (`kernels.conv_act`).
+"""Fuse convolutions with the bias, shortcut sum and activation that follow (`kernels.conv_act`).
 
     relu(convolution(x) + shortcut)
 
 When is it allowed? The traces of `folding.py` show which convolutions' results are used only once, by an activation or
 by a sum that only an activation uses. Nothing in between may change a tensor. Such a convolution returns a promise. The
-sum is recorded in it, and the activation computes everything at once. Any other use of a promise gets the tensor that
-the convolution alone would have returned. So the trace only decides what is fast: a call on another path still returns
-correct numbers. The exception is code that changes a tensor of inference mode in place, since such tensors do not count
-their changes. Shapes are known only in the call: PyTorch adds a shortcut that would be broadcast or cast.
+sum is recorded in the promise, and the activation computes everything at once. Any other use of a promise gets the
+tensor that the convolution alone would have returned. So the trace decides only the speed: a call on another path still
+returns correct numbers. The exception is code that changes an inference tensor in place, since such tensors have no
+version counter. Shapes are known only in the call: a shortcut that would be broadcast or cast is added by PyTorch.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ MODULES = (nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid)
 SUMS: tuple[Function, ...] = (operator.add, torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
 SUMS_IN_PLACE: tuple[Function, ...] = (operator.iadd, Tensor.add_, Tensor.__iadd__)
 METHODS = ("relu", "relu_", "sigmoid", "add", "add_")
-# Methods of tensors, which Python looks up in the type; sums are above.
+# Methods that Python looks up in the type of a tensor, except sums, which are above.
 SPECIAL_METHODS = (
     "__neg__", "__pos__", "__abs__", "__sub__", "__rsub__", "__isub__", "__mul__", "__rmul__", "__imul__",
     "__truediv__", "__rtruediv__", "__itruediv__", "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__", "__pow__",
     "__rpow__", "__ipow__", "__matmul__", "__rmatmul__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__",
     "__getitem__", "__setitem__", "__len__", "__iter__", "__contains__", "__bool__", "__array__", "__deepcopy__",
 )  # fmt: skip
-# Modules that change no tensor. Only these may come between a convolution and its activation.
+# Modules that change no tensor. Only these may run between a convolution and its activation.
 PURE = (*CONVOLUTIONS, *NORMS, nn.Identity, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
 
 
 @dataclass
 class Fusing:
-    """The result of `fuse_convolutions`, by the names of modules in the model.
+    """The result of `fuse_convolutions`, by module name.
 
     Attributes:
         fused: for each convolution that Rooftop computes, the fused operations ("bias, sum, relu").
@@ -76,9 +76,9 @@ class Fusing:
 def fuse_convolutions(model: nn.Module) -> Fusing:
     """Let `kernels.conv_act` compute the 2-D convolutions of a model with their bias, sum and activation, in place.
 
-    For inference only; call `fold_norms` before it, if at all. Modules keep their parameters and names in the state
-    dict. While it traces, torch.fx replaces methods of all modules of the process, so other threads must not run
-    models.
+    The model is then only for inference. To fold norms as well, call `fold_norms` first. Modules keep their parameters,
+    and keys of the state dict do not change. While it traces, torch.fx replaces methods of all modules of the process,
+    so other threads must not run models.
 
     Raises:
         TypeError: model is not a module.
@@ -94,7 +94,7 @@ def fuse_convolutions(model: nn.Module) -> Fusing:
     left = {name: why for name, module in candidates.items() if (why := _why_not(module))}
     followers = Followers(model)
     steps: dict[str, tuple[str, ...]] = {}
-    for name, module in reversed(candidates.items()):  # of two summed convolutions, the later one computes the sum
+    for name, module in reversed(candidates.items()):  # if two convolutions are summed, the later one adds
         steps[name] = () if name in left else followers.of(module)
     for name, module in candidates.items():
         folded = _folded(module)
@@ -110,7 +110,7 @@ def fuse_convolutions(model: nn.Module) -> Fusing:
 
 
 def _folded(convolution: nn.Conv2d) -> nn.Conv2d:
-    """The convolution with folded weights in this module, or the module itself."""
+    """The folded convolution inside this module, or the module itself."""
     forward = vars(convolution).get("forward")
     return forward.folded if isinstance(forward, Sealing) else convolution  # type: ignore[return-value]
 
@@ -139,11 +139,12 @@ class Followers:
 
     def __init__(self, model: nn.Module) -> None:
         self.structure = Structure(model)
-        self.taken: set[fx.Node] = set()  # sums that belong to a convolution
+        self.taken: set[fx.Node] = set()  # sums assigned to a convolution
 
     def of(self, module: nn.Conv2d) -> tuple[str, ...]:
-        """("relu",), ("sum", "relu"), or () if the following operations stay separate, as they do for a convolution
-        with several calls."""
+        """The operations to fuse with a convolution: ("relu",) or ("sum", "relu"); () if nothing can be fused, for
+        example after several calls.
+        """
         structure = self.structure
         if structure.names[id(module)] > 1 or structure.calls[id(module)] != 1:
             return ()
@@ -200,7 +201,7 @@ class Followers:
 
 
 def _only(node: fx.Node) -> fx.Node | None:
-    """The only use of a node's value; None if there are several, or the value is a result of the model."""
+    """The only user of a node's value; None if there are several, or if the model returns the value."""
     users = list(node.users)
     return users[0] if len(users) == 1 and users[0].op != "output" else None
 
@@ -216,7 +217,7 @@ def _is_sum_with(node: fx.Node, result: fx.Node) -> bool:
 
 
 def _activation_of(function: Any, options: dict[str, Any]) -> str | None:
-    """The name of an activation that is called with only its input and these options."""
+    """The name of the activation that a function computes with these options; None if it computes anything else."""
     name = ACTIVATIONS.get(function) if isinstance(function, Callable) else None  # type: ignore[arg-type]
     if name == "gelu":
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(options.get("approximate", "none"))
@@ -233,14 +234,14 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 class _Computing:
-    """The forward of a convolution that Rooftop computes: at once, or once the following operations are known."""
+    """The forward of a convolution that Rooftop computes, either at once or when the following operations are known."""
 
     def __init__(self, convolution: nn.Conv2d, steps: tuple[str, ...]) -> None:
         self.convolution, self.steps = convolution, steps
 
     def __call__(self, input: Any) -> Any:
         input = value_of(input)
-        if not isinstance(input, Tensor) or input.dim() != 4:  # a single image, or arguments that PyTorch refuses
+        if not isinstance(input, Tensor) or input.dim() != 4:  # an unbatched image, or arguments that PyTorch refuses
             return nn.Conv2d.forward(self.convolution, input)
         return _Promise(self.convolution, input) if self.steps else _computed(self.convolution, input, None, None)
 
@@ -255,8 +256,9 @@ def _computed(module: nn.Conv2d, input: Tensor, residual: Tensor | None, activat
 
 
 class _Promise:
-    """The output of a convolution that is computed later, with the following operations. Reading an attribute of a
-    tensor computes the convolution alone (with the sum, if there was one)."""
+    """The output of a convolution that will be computed with the following operations. Any access to an attribute of a
+    tensor computes the convolution without the activation.
+    """
 
     def __init__(self, convolution: nn.Conv2d, input: Tensor, residual: Tensor | None = None) -> None:
         self.convolution, self.input, self.residual = convolution, input, residual
@@ -268,7 +270,7 @@ class _Promise:
         return 4
 
     def value(self) -> Tensor:
-        """The result without an activation."""
+        """The result without the activation."""
         if self.settled is None:
             self.settled = self._with(None)
         return self.settled
@@ -282,7 +284,7 @@ class _Promise:
         kind = self.input.device.type
         if self.autocast == _autocast(kind):
             return _computed(self.convolution, self.input, self.residual, activation)
-        enabled, dtype = self.autocast  # the settings when the convolution was called
+        enabled, dtype = self.autocast  # autocast's settings when the convolution was called
         with torch.autocast(kind, dtype, enabled):
             return _computed(self.convolution, self.input, self.residual, activation)
 
@@ -297,7 +299,7 @@ class _Promise:
         return self
 
     def _can_add(self, other: Any) -> bool:
-        """Whether the sum has the shape and dtype of the convolution's result."""
+        """Whether the sum keeps the shape and dtype of the convolution's result."""
         module = self.convolution
         if type(other) not in (Tensor, nn.Parameter) or (other.dtype, other.device) != (
             self.input.dtype, self.input.device,
@@ -360,20 +362,22 @@ for _name in SPECIAL_METHODS:
 
 
 def settled(results: Any) -> Any:
-    """Replace promises in a model's results by tensors: a call on another path than the trace may return promises."""
+    """Replace promises in a model's results by tensors: a call on another path than the traced one may return
+    promises.
+    """
     return mapped(results, _Promise.value, of_type=_Promise)
 
 
 def _autocast(kind: str) -> tuple[bool, torch.dtype | None]:
-    """The dtype of autocast for this kind of device, if it is on; None for tensors without data."""
+    """(whether autocast is on for this device type, its dtype); (False, None) for meta tensors."""
     return (False, None) if kind == "meta" else (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
 
 def _version(tensor: Tensor | None) -> int | None:
-    """How often a tensor was changed in place; unknown for tensors of inference mode."""
+    """A tensor's version counter; None for an inference tensor, which has no counter."""
     return None if tensor is None or tensor.is_inference() else tensor._version
 
 
 def value_of(part: Any) -> Any:
-    """The tensor of a promise; other values unchanged."""
+    """The tensor of a promise, or any other value itself."""
     return part.value() if isinstance(part, _Promise) else part

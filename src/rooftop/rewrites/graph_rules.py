@@ -1,4 +1,4 @@
-"""The rule about CUDA graphs: the host makes one launch for each call."""
+"""The rule for CUDA graphs, with which the host makes one launch per call."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ MOST_GRAPHS = 8
 
 
 class CudaGraphs(Rule):
-    """Replay each call from a CUDA graph; each signature of the inputs has its own graph. In training there are two,
-    for forward and backward; the optimizer's step is not in them."""
+    """Replay each call from a CUDA graph. Each signature of the inputs has its own graph. In training it has two, for
+    forward and backward; the optimizer's step is not captured.
+    """
 
     name = "cuda-graphs"
     exact = True
@@ -43,17 +44,17 @@ class CudaGraphs(Rule):
             return "forward and backward"
         buffers = [buffer for buffer in candidate.model.buffers() if not buffer.is_inference()]
         candidate.call = Replays(candidate.call, candidate.device, lambda: tuple(b._version for b in buffers))
-        candidate.frozen = True  # a graph reads parameters at the addresses that they had during capture
+        candidate.frozen = True  # a graph reads parameters at their addresses during capture
         return "every call"
 
 
 class Replays:
-    """A function of tensors whose calls are replays of CUDA graphs; results are copies.
+    """Run a function of tensors by replaying CUDA graphs. Results are copies.
 
     Args:
         run: function to capture, once for each signature of its arguments.
-        device: where all of `run` runs.
-        state: must be the same before and after a call (see `rooftop.rewrites.graphs.capture`).
+        device: the device on which all of `run` runs.
+        state: returns a value that must be the same before and after a call (see `rooftop.rewrites.graphs.capture`).
 
     A call raises the errors of `run`. The first call raises `UncapturedError` if it cannot be captured. Later calls
     that cannot be captured run `run`.
@@ -90,5 +91,5 @@ class Replays:
         return self.graphs.add(key, places, call)
 
     def bytes(self) -> int:
-        """Memory of all graphs."""
+        """Bytes of memory of all graphs."""
         return sum(entry.bytes for entry in self.graphs.entries.values() if isinstance(entry, Graph))

@@ -1,9 +1,9 @@
-"""CUDA graphs of a model, one per signature of its inputs; the most recently used ones are kept.
+"""CUDA graphs of a model, one per signature of the inputs, in an LRU cache.
 
-A graph reads its inputs and writes its outputs at the addresses of the capture: a call copies in and replays, and the
-caller copies out. All graphs share one pool of memory, and together need little more than the largest. That is safe
-because they never overlap: one lock separates the calls of a model on the host, and each stream waits for the stream of
-the previous call.
+A graph reads its inputs and writes its outputs at the addresses of the capture. So a call copies inputs in and replays,
+and the caller copies outputs out. All graphs share one memory pool, and together need little more than the largest
+graph. That is safe because replays never overlap: a lock serializes the calls of a model on the host, and each stream
+waits for the stream of the previous call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rooftop.hardware.graphs import captured_into, in_a_line
 
-capturing = threading.Lock()  # one capture at a time in a process
+capturing = threading.Lock()  # a process makes one capture at a time
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class GraphReport:
     """A captured graph.
 
     Attributes:
-        inputs: shapes and dtypes.
-        bytes: size of its inputs, plus the growth of the shared pool by its capture.
+        inputs: shapes and dtypes of the inputs.
+        bytes: size of the inputs, plus the growth of the shared pool by the capture.
         replays: number of replays.
     """
 
@@ -41,7 +41,7 @@ class GraphReport:
 
 @dataclass
 class Graph:
-    """One captured call. It reads `inputs` and writes `outputs` (any structure)."""
+    """One captured call, which reads `inputs` and writes `outputs` (any structure)."""
 
     inputs: Sequence[Tensor]
     outputs: Any
@@ -63,13 +63,13 @@ class Graph:
 
 @dataclass(frozen=True)
 class Refusal:
-    """The reason why a call cannot be a graph."""
+    """The reason why a call cannot be captured."""
 
     why: str
 
 
 class UncapturedError(Exception):
-    """The call ran, but could not be captured; `outputs` are the results of the run."""
+    """A call ran, but could not be captured. `outputs` are the results of the run."""
 
     def __init__(self, why: str, outputs: Any) -> None:
         super().__init__(why)
@@ -77,10 +77,10 @@ class UncapturedError(Exception):
 
 
 class Graphs:
-    """Graphs by signature, at most `most` of them: the least recently used one is dropped.
+    """Graphs by signature. Above `most` graphs, the least recently used one is dropped.
 
     Args:
-        device: of the model.
+        device: device of the model.
         most: largest number of graphs.
         state: returns a value that must not change from call to call (see `capture`).
     """
@@ -102,8 +102,8 @@ class Graphs:
         """Capture `call`, which reads `inputs` and returns its outputs.
 
         Raises:
-            UncapturedError: the call runs but cannot be captured; its signature is remembered as refused.
-            Exception: any error that the call itself raises when it runs; nothing is remembered.
+            UncapturedError: the call runs but cannot be captured. Its signature is then stored as refused.
+            Exception: any error that the call itself raises; nothing is stored.
         """
         try:
             graph = self._capture(inputs, call)
@@ -116,7 +116,7 @@ class Graphs:
     def _keep(self, key: Hashable, entry: Graph | Refusal) -> None:
         self.entries[key] = entry
         while len(self.entries) > self.most:
-            self._wait()  # its memory must not be reused while it runs
+            self._wait()  # a graph's memory must not be reused while the graph runs
             self.entries.popitem(last=False)
 
     def _wait(self) -> None:
@@ -130,7 +130,7 @@ class Graphs:
 
     @contextmanager
     def in_order(self) -> Iterator[None]:
-        """Run a call on the current stream, after the previous call and the work on its stream.
+        """Run a call on the current stream, after the previous call and all work on that call's stream.
 
         Raises:
             RuntimeError: the caller is capturing a graph, which cannot contain replays.
@@ -143,7 +143,7 @@ class Graphs:
                 current.wait_stream(self._previous)
                 for entry in self.entries.values():
                     for place in entry.inputs if isinstance(entry, Graph) else ():
-                        # so that the memory outlives the last call if the engine is deleted before
+                        # the memory outlives this call even if the engine is deleted
                         place.record_stream(current)
             self._previous = current
             yield
@@ -156,27 +156,28 @@ def capture(
     pool: Any,
     state: Callable[[], Hashable],
 ) -> Graph:
-    """Run a call twice, then capture it in inference mode, all on `stream`; the current stream waits for `stream`.
+    """Run a call twice, then capture it in inference mode, all on `stream`. The current stream waits for `stream`.
 
-    The first run does lazy initialization, which must not happen in a capture, and shows errors of the call itself. The
-    second run detects waits of the host, because a failed capture leaves traces in the allocator.
+    The first run does lazy initialization, which must not happen in a capture, and raises errors of the call itself.
+    The second run detects GPU synchronization, because a failed capture leaves traces in the allocator.
 
     Args:
         inputs: the tensors that the call reads, with their values.
-        stream: the same for all graphs of a model, because libraries keep a workspace for each stream.
-        pool: memory pool of another graph to share; None: a new one.
-        state: must return the same before and after the first run: otherwise a graph would replay old state that the
-            model keeps from call to call.
+        stream: the same stream for all graphs of a model, because libraries keep a workspace per stream.
+        pool: memory pool of another graph, to share; None: a new pool.
+        state: must return the same value before and after the first run. If it does not, a graph would replay stale
+            state that the model keeps from call to call.
 
     Raises:
-        UncapturedError: the first run succeeded, but it changed the state, the host waits, or the capture failed.
+        UncapturedError: the first run succeeded, but the state changed, the host synchronizes with the GPU, or the
+            capture failed.
         OutOfMemoryError: a run or the capture needs more memory.
         Exception: any error that a run raises.
     """
     current = torch.cuda.current_stream(stream.device)
     stream.wait_stream(current)
     try:
-        # This stream context also resets the stream if a failed capture does not.
+        # This context resets the current stream even if a failed capture does not.
         with capturing, torch.cuda.stream(stream):
             with torch.no_grad():
                 before = state()
@@ -203,8 +204,9 @@ def capture(
 
 
 def waits(call: Callable[[], Any]) -> list[str]:
-    """The lines of Python at which the host waits for the GPU, as far as torch detects them; it does not detect an
-    explicit synchronization."""
+    """The Python lines at which the host waits for the GPU, as far as PyTorch detects them. PyTorch does not detect an
+    explicit synchronization.
+    """
     here, found = threading.get_ident(), []
     mode = torch.cuda.get_sync_debug_mode()
 
@@ -217,7 +219,7 @@ def waits(call: Callable[[], Any]) -> list[str]:
         line: str | None = None,
     ) -> None:
         if "called a synchronizing CUDA operation" in str(message):
-            if threading.get_ident() == here:  # the mode applies to the whole process
+            if threading.get_ident() == here:  # PyTorch's sync debug mode applies to the whole process
                 found.append(f"{filename}:{lineno}")
         elif "Synchronization debug mode is a prototype" not in str(message):
             shown(message, category, filename, lineno, file, line)
@@ -235,7 +237,7 @@ def waits(call: Callable[[], Any]) -> list[str]:
 
 
 def free_generator(device: torch.device) -> None:
-    """Replace the random generator of the device by a copy of its state, if a failed capture has left it unusable."""
+    """Replace the device's random generator by a copy if a failed capture has left it unusable."""
     generator = torch.cuda.default_generators[device.index]
     try:
         torch.empty(1, device=device).uniform_(generator=generator)

@@ -1,8 +1,8 @@
-"""The rule about Liger's kernels (https://github.com/linkedin/Liger-Kernel): norms and SwiGLU by the functions of
-`liger_kernel.transformers.functional`, if that package is installed.
+"""The rule for Liger's kernels (https://github.com/linkedin/Liger-Kernel). If the package is installed,
+`liger_kernel.transformers.functional` computes norms and SwiGLU.
 
 Liger's own patches replace classes and functions of transformers for the whole process. This rule changes only modules
-of the candidate, which are recognized by what they compute.
+of the candidate, and recognizes them by what they compute.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Function = Callable[[Tensor], Tensor]
 
 
 class Liger(Rule):
-    """Layer norms, RMS norms and SwiGLU computed by Liger's kernels."""
+    """Compute layer norms, RMS norms and SwiGLU by Liger's kernels."""
 
     name = "liger-kernel"
     kind = "kernels"
@@ -57,10 +57,10 @@ class Liger(Rule):
 
 
 class _Forward:
-    """The forward of one module.
+    """The forward of a module that Liger computes.
 
     Args:
-        usual: the module's own forward, for calls other than with one tensor of the weights' dtype.
+        usual: the module's own forward, for calls with anything other than one tensor of the weights' dtype.
     """
 
     def __init__(self, usual: Callable[..., Any], function: Function, dtype: torch.dtype) -> None:
@@ -78,7 +78,7 @@ def _dtype_of(module: nn.Module) -> torch.dtype:
 
 
 def _by_liger(module: nn.Module, functions: Any) -> tuple[str, Function] | None:
-    """What a module computes, and the same by Liger; None for other modules."""
+    """(kind of the module, function of Liger that computes it); None for other modules."""
     weight: Any = getattr(module, "weight", None)
     if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1 and module.bias is not None:
         bias, layer_eps = module.bias, module.eps
@@ -90,7 +90,7 @@ def _by_liger(module: nn.Module, functions: Any) -> tuple[str, Function] | None:
         eps, offset = norm
     else:
         return _swiglu(module, functions) if is_swiglu(module) else None
-    casting = "gemma" if offset else "llama"  # where values are rounded: before or after the product with the weight
+    casting = "gemma" if offset else "llama"  # "llama" rounds before the product with the weight, "gemma" after it
     return "RMSNorm", lambda x: functions.liger_rms_norm(x, weight, eps, float(offset), casting, False)
 
 
@@ -100,7 +100,9 @@ def _swiglu(module: Any, functions: Any) -> tuple[str, Function]:
 
 
 def is_swiglu(module: nn.Module) -> bool:
-    """Whether a module with three projections computes down(silu(gate(x)) * up(x)), tried with small ones."""
+    """Whether a module with three projections computes down(silu(gate(x)) * up(x)), by a trial with small
+    projections.
+    """
     parts = dict(module.named_children())
     if not all(type(parts.get(name)) is nn.Linear for name in PROJECTIONS):
         return False
@@ -115,7 +117,7 @@ def is_swiglu(module: nn.Module) -> bool:
         x = torch.randn(5, 4)
         try:
             got = same(x)
-        except Exception:  # a forward may need other arguments or sizes
+        except Exception:  # the forward may need other arguments or sizes
             return False
         expected = same.down_proj(nn.functional.silu(same.gate_proj(x)) * same.up_proj(x))
         return type(got) is Tensor and got.shape == expected.shape and bool(torch.allclose(got, expected))

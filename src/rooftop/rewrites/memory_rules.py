@@ -1,4 +1,4 @@
-"""The rule about memory: results of blocks are computed again in the backward instead of kept."""
+"""The rule for memory: checkpointing, where backward recomputes the results of blocks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ LIMIT = 0.8
 
 
 class Checkpointing(Rule):
-    """Repeated blocks keep only their inputs, and compute the rest again in the backward
-    (`torch.utils.checkpoint`). It costs time: about a forward of these blocks."""
+    """Keep only the inputs of repeated blocks, and compute the rest again in the backward (`torch.utils.checkpoint`).
+    This takes the time of about one more forward of these blocks.
+    """
 
     name = "checkpointing"
     trains = True
@@ -43,7 +44,7 @@ class Checkpointing(Rule):
 
 
 class _Recomputed:
-    """The forward of a block that is computed again in the backward, with the same random numbers."""
+    """The forward of a block that backward computes again, with the same random numbers."""
 
     def __init__(self, block: nn.Module) -> None:
         self.forward = block.forward

@@ -1,4 +1,4 @@
-"""Rules about modules: Rooftop's kernels for norms and similar modules, and results that are computed once."""
+"""Rules for modules: Rooftop's kernels for norms and similar modules, and cached constants."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYER_NORM, SOFTMAX = "aten::native_layer_norm", "aten::_softmax"
 
 
 class Kernels(Rule):
-    """Norms, softmaxes, embeddings and losses computed by Rooftop's kernels (`rooftop.nn.replace`)."""
+    """Compute norms, softmaxes, embeddings and losses by Rooftop's kernels (`rooftop.nn.replace`)."""
 
     name = "kernels"
     kind = "kernels"
@@ -37,13 +37,13 @@ class Kernels(Rule):
 
 
 def gain_norms(times: Times, more_ms: float = 0.0) -> float:
-    """The gain of a step by norms that take one kernel each.
+    """The gain of a step if each norm takes one kernel.
 
-    Layer norms are timed alone both ways; the backward gains the same share. An RMS norm of several operators becomes
-    one that takes half as long as its first one, which reads and writes float32.
+    Layer norms are timed alone both ways; the backward is assumed to gain the same share. An RMS norm of several
+    operators is assumed to take half as long as its first operator, which reads and writes float32.
 
     Args:
-        more_ms: of device time that is also saved.
+        more_ms: additional device time that is saved.
     """
     saved_ms = more_ms + share_of(times, LAYER_NORM, _layer_norm) * times.of(LAYER_NORM)
     by_hand = times.count("aten::rsqrt")
@@ -53,11 +53,11 @@ def gain_norms(times: Times, more_ms: float = 0.0) -> float:
 
 
 def share_of(times: Times, name: str, make: Callable[..., object]) -> float:
-    """The share of the forward calls of an operator that a kernel saves, each timed alone.
+    """The share of the time of an operator's forward calls that a kernel saves. Each call is timed alone.
 
     Args:
         name: part of the operator's name.
-        make: called with the operator's arguments.
+        make: runs the kernel on the operator's arguments.
     """
     calls = [call for call in times.calls if name in call.operator.name() and "backward" not in call.operator.name()]
     now_ms = sum(call.count * alone_ms(repeated(call), call.device) for call in calls)
@@ -79,7 +79,7 @@ def _softmax(x: Any, dim: int, to_float: bool) -> object:
 
 
 class Constants(Rule):
-    """Module results that depend only on parameters and sizes, computed once (`rooftop.nn.constants`)."""
+    """Compute module results that depend only on parameters and sizes once (`rooftop.nn.constants`)."""
 
     name = "constants"
     exact = True

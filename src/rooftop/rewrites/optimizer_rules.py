@@ -1,4 +1,4 @@
-"""The rule about optimizers: one kernel for all parameters."""
+"""The rule for optimizers: fused steps, in which one kernel updates many parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagr
 
 
 class FusedOptimizer(Rule):
-    """PyTorch's optimizer with `fused=True`."""
+    """Use PyTorch's optimizer with `fused=True`."""
 
     name = "fused-optimizer"
     trains = True
@@ -26,7 +26,7 @@ class FusedOptimizer(Rule):
         return "no optimizer was given" if candidate.optimizer is None else not_fusable(candidate.optimizer)
 
     def predicted_ms(self, times: Times) -> float:
-        """Both steps were timed alone."""
+        """The predicted gain: both optimizers' steps were timed alone."""
         now, then = times.optimizer, times.fused
         if then is None:
             return 0.0
@@ -60,7 +60,7 @@ def not_fusable(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def fused(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The same optimizer with a fused step: the same parameters, a copy of its settings and of its state."""
+    """A copy of an optimizer with a fused step: the same parameters, copies of its settings and state."""
     same = copy.copy(optimizer)
     same.param_groups = [{**group, "fused": True, "foreach": False} for group in optimizer.param_groups]
     same.state = defaultdict(dict)
@@ -71,7 +71,7 @@ def fused(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _own(name: str, value: Any, parameter: Tensor) -> Any:
-    """A copied value of the state; the step counter goes to the parameter's device, where a fused step needs it."""
+    """A copy of a value of the state. The step counter moves to the parameter's device, as a fused step requires."""
     if not isinstance(value, Tensor):
         return torch.tensor(float(value), device=parameter.device) if name == "step" else copy.copy(value)
     return value.to(parameter.device, torch.float32, copy=True) if name == "step" else value.clone()

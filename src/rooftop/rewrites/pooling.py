@@ -1,4 +1,4 @@
-"""Max pools without the indices of the maxima, which only training needs (`kernels.max_pool2d`)."""
+"""Replace max pools by ones without indices of the maxima, which only training needs (`kernels.max_pool2d`)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def replace_pools(model: nn.Module) -> dict[str, str]:
     """Let `kernels.max_pool2d` compute each `nn.MaxPool2d` of a model, in place, for inference.
 
     Returns:
-        Their names in the model, with their kind. Pools that return indices, round up, are subclasses or have another
-        forward stay unchanged.
+        The kind of each replaced pool, by module name. Pools that return indices, round up, are subclasses or have
+        another forward are not replaced.
     """
     replaced = {}
     for name, module in model.named_modules():
@@ -36,5 +36,5 @@ class _Pooling:
     def __call__(self, input: Any) -> Tensor:
         pool, input = self.pool, value_of(input)
         if not isinstance(input, Tensor) or input.dim() != 4 or input.dtype not in FLOATS:
-            return nn.MaxPool2d.forward(pool, input)  # a single image, or arguments that PyTorch refuses
+            return nn.MaxPool2d.forward(pool, input)  # an unbatched image, or arguments that PyTorch refuses
         return max_pool2d(input, pool.kernel_size, pool.stride, pool.padding, pool.dilation)

@@ -14,11 +14,11 @@ CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, tor
 
 
 def mapped(structure: Any, function: Callable[[Any], Tensor], strict: bool = False, of_type: type = Tensor) -> Any:
-    """Apply `function` to each tensor of a structure; a tensor that occurs twice is mapped once.
+    """Apply `function` to each tensor of a structure. A tensor that occurs twice is mapped once.
 
     Args:
         of_type: the type that `function` takes, if not tensors.
-        strict: refuse objects that may hide tensors; else such objects stay unchanged.
+        strict: True: refuse objects that may hide tensors. False: leave such objects unchanged.
 
     Raises:
         TypeError: an object may hide tensors, and `strict` is set.
@@ -27,7 +27,9 @@ def mapped(structure: Any, function: Callable[[Any], Tensor], strict: bool = Fal
 
 
 def _mapped(part: Any, function: Callable[[Any], Tensor], strict: bool, of_type: type, done: dict[int, Tensor]) -> Any:
-    """A function inside `mapped` would refer to itself, and keep tensors until the next garbage collection."""
+    """The recursion of `mapped`. As a closure it would refer to itself, and keep tensors alive until the next garbage
+    collection.
+    """
     if isinstance(part, of_type):
         if id(part) not in done:
             done[id(part)] = function(part)
@@ -38,7 +40,7 @@ def _mapped(part: Any, function: Callable[[Any], Tensor], strict: bool, of_type:
     if type(part) in (tuple, list):
         return type(part)(_mapped(each, *rest) for each in part)
     if isinstance(part, dict):
-        same = copy.copy(part)  # keeps the type and the order of the original
+        same = copy.copy(part)  # a copy has the original's type and order
         for key, value in part.items():
             same[key] = _mapped(value, *rest)
         return same
@@ -52,13 +54,13 @@ def _mapped(part: Any, function: Callable[[Any], Tensor], strict: bool, of_type:
 
 
 def signature(structure: Any, kind: Callable[[Tensor], Hashable]) -> tuple[Hashable, list[Tensor]]:
-    """The signature of a call, equal for calls that do the same work, and its distinct tensors in order.
+    """(signature, distinct tensors in order) of a call. Calls with equal signatures do the same work.
 
-    Tensors enter by their `kind` (such as shape and dtype) and by which of them are identical; numbers and strings by
-    value.
+    The signature contains the `kind` of tensors (such as shape and dtype), which of them are identical, and the values
+    of numbers and strings.
 
     Raises:
-        TypeError: an object that may hide tensors, or may change between calls.
+        TypeError: an object may hide tensors, or may change between calls.
     """
     tensors: list[Tensor] = []
     return _signature(structure, kind, tensors, {}), tensors
@@ -79,7 +81,7 @@ def _signature(part: Any, kind: Callable[[Tensor], Hashable], tensors: list[Tens
         return type(part), *(_signature(getattr(part, field.name), *rest) for field in dataclasses.fields(part))
     if type(part) not in CONSTANTS:
         raise TypeError(_unknown(part))
-    return type(part), repr(part)  # 1 is not True, 0.0 not -0.0, nan is nan
+    return type(part), repr(part)  # so 1 differs from True and 0.0 from -0.0, and nan equals nan
 
 
 def _unknown(part: Any) -> str:

@@ -1,4 +1,4 @@
-"""The time of one operator alone, by which rules predict their gain."""
+"""Time one operator alone, so that rules can predict their gain."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AHEAD_MS = 0.2
 
 
 def alone_ms(run: Callable[[], object], device: torch.device) -> float:
-    """The time of a call on the device in ms, the best of three, after one that is not counted."""
+    """The device time of a call in ms: the best of three runs, after a warm-up run."""
     run()
     return min(_once(run, device) for _ in range(REPEATS))
 
@@ -41,18 +41,18 @@ def _once(run: Callable[[], object], device: torch.device) -> float:
 
 
 def filled(call: Call) -> tuple[Any, ...]:
-    """Arguments of a call with other values."""
+    """The arguments of a call, with tensors that have values."""
     return mapped(call.arguments, lambda tensor: _filled(tensor, call.device))  # type: ignore[no-any-return]
 
 
 def repeated(call: Call) -> Callable[[], object]:
-    """The call on other values."""
+    """Run the operator of a call on tensors that have values."""
     given = filled(call)
     return lambda: call.operator(*given)
 
 
 def _filled(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the same shape, strides and dtype, with values; also of an expanded one."""
+    """A tensor with values, of the same shape, strides and dtype; the given tensor may be expanded."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     memory = torch.ones(max(1, span), dtype=tensor.dtype, device=device)
     return memory.as_strided(tensor.shape, tensor.stride())

@@ -1,9 +1,9 @@
-"""Training from CUDA graphs: one for a model's forward, one for its backward.
+"""Train with two CUDA graphs: one for a model's forward, and one for its backward.
 
-A call replays the forward inside a function of autograd, whose backward replays the other graph. So the loss, hooks of
-parameters and the optimizer stay the user's. Both graphs share memory: the backward reads what the forward has left
-there. While a backward is still to come, another call runs without graphs. Results and gradients are copies, because
-autograd may keep a gradient and add the next one to it.
+A call replays the forward inside an autograd function, whose backward replays the other graph. So the loss, hooks of
+parameters and the optimizer remain under the user's control. Both graphs share memory: the backward reads what the
+forward left there. Until the backward of a call has run, other calls run without graphs. Results and gradients are
+copies, because autograd may keep a gradient and add the next one to it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ class Recorded:
     """Two graphs, and the memory that they read and write.
 
     Attributes:
-        outputs: written by the forward. gradients: written by the backward; None for unused inputs.
-        forward, backward: replay them.
-        bytes: how much the memory pool grew.
+        outputs: tensors that the forward writes.
+        gradients: tensors that the backward writes; None for unused inputs.
+        forward, backward: functions that replay the graphs.
+        bytes: growth of the memory pool.
     """
 
     outputs: list[Tensor]
@@ -52,8 +53,8 @@ class _Pair:
     """The graphs for one signature.
 
     Attributes:
-        inputs: where calls copy their tensors. slopes: where backwards copy the gradients of outputs; None for outputs
-            without a gradient.
+        inputs: tensors into which calls copy their inputs.
+        slopes: tensors into which backward copies the gradients of outputs; None for outputs without a gradient.
         result: the structure of the result, with the outputs in it.
     """
 
@@ -64,20 +65,20 @@ class _Pair:
 
 
 class _Turn:
-    """A replayed forward whose memory a backward needs; `done` after the backward."""
+    """A replayed forward whose memory its backward needs; `done` after that backward."""
 
     def __init__(self, number: int) -> None:
         self.number, self.done = number, False
 
 
 class TrainingReplays:
-    """A model whose calls in training are replays.
+    """Run a model in training by replaying CUDA graphs.
 
     Args:
         run: runs the model.
-        model: its parameters get gradients. Their addresses must not change.
+        model: the module whose parameters get gradients; the parameters' addresses must not change.
         device: a GPU.
-        record: captures both graphs; tests pass another one.
+        record: captures both graphs; tests pass another function.
 
     A call raises the errors of `run`. The first call raises `UncapturedError` if it cannot be captured. Later calls
     that cannot be captured, for example because all parameters are frozen, run the model.
@@ -116,7 +117,7 @@ class TrainingReplays:
                     return self.run(*args, **kwargs)
                 while len(self._pairs) > MOST_PAIRS:
                     if self.device.type == "cuda":
-                        torch.cuda.synchronize(self.device)  # its memory must not be reused while it runs
+                        torch.cuda.synchronize(self.device)  # a graph's memory must not be reused while the graph runs
                     self._pairs.popitem(last=False)
             self._pairs.move_to_end(key)
             self.turns += 1
@@ -127,7 +128,7 @@ class TrainingReplays:
             return mapped(pair.result, lambda output: result_of[id(output)])
 
     def bytes(self) -> int:
-        """Memory of all graphs."""
+        """Bytes of memory of all graphs."""
         return sum(pair.recorded.bytes for pair in self._pairs.values())
 
     def _parameters(self) -> list[nn.Parameter]:
@@ -174,7 +175,7 @@ class TrainingReplays:
 
 
 class _Replay(torch.autograd.Function):
-    """The replays in autograd's graph."""
+    """The autograd function that replays both graphs."""
 
     @staticmethod
     def forward(ctx: Any, owner: TrainingReplays, pair: _Pair, turn: _Turn, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -194,8 +195,8 @@ class _Replay(torch.autograd.Function):
         pair: _Pair = ctx.pair
         if ctx.turn.done or ctx.turn.number != ctx.owner.turns:
             raise RuntimeError(
-                "rooftop.optimize: the CUDA graphs of training run one backward for each call, before the next call: "
-                "leave the rule cuda-graphs out to run more"
+                "rooftop.optimize: with CUDA graphs, each call in training takes one backward, before the next call: "
+                "to run more, leave the rule cuda-graphs out"
             )
         for place, slope in zip(pair.slopes, slopes, strict=True):
             if place is not None:
@@ -204,7 +205,7 @@ class _Replay(torch.autograd.Function):
         ctx.turn.done = True
         found = [gradient for gradient in pair.recorded.gradients if gradient is not None]
         copies = [torch.empty_like(gradient) for gradient in found]
-        torch._foreach_copy_(copies, found)  # few launches for all
+        torch._foreach_copy_(copies, found)  # copies all in few launches
         following = iter(copies)
         gradients = (None if gradient is None else next(following) for gradient in pair.recorded.gradients)
         return None, None, None, *gradients
@@ -212,15 +213,16 @@ class _Replay(torch.autograd.Function):
 
 @contextmanager
 def _quiet_about_streams() -> Iterator[None]:
-    """PyTorch warns if a parameter was used on another stream before, since accumulating would wait. Nothing is
-    accumulated here."""
+    """Suppress PyTorch's warning that a parameter was used on another stream, where accumulating would wait. Nothing is
+    accumulated here.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match", UserWarning)
         yield
 
 
 class _Capture:
-    """Captures both graphs on one stream, into one pool of memory."""
+    """Capture both graphs on one stream, in one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -228,11 +230,11 @@ class _Capture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, forward: Forward, backward: Backward) -> Recorded:
-        """Run forward and backward twice, then capture them. The first run does lazy initialization, the second one
-        detects waits of the host.
+        """Run forward and backward twice, then capture them. The first run does lazy initialization, and the second run
+        detects GPU synchronization.
 
         Raises:
-            UncapturedError: the host waits, or the capture failed.
+            UncapturedError: the host synchronizes with the GPU, or the capture failed.
             Exception: any error of a run.
         """
         device, stream = self.device, self._stream
@@ -264,7 +266,9 @@ class _Capture:
 
 @contextmanager
 def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restores buffers and the random state of the process: runs before a capture must leave no traces."""
+    """After the block, restore buffers and the random state of the process, because runs before a capture must leave no
+    traces.
+    """
     before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
         try:

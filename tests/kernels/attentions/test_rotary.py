@@ -197,8 +197,8 @@ X, (COS, SIN) = torch.zeros(2, 3, 4, 8), tables(6, 4)
         ({"offset": torch.tensor([-1, 0])}, ValueError, "positions -1 to 3 are not"),
         ({"offset": torch.tensor([1])}, ValueError, r"expected offset \(2,\)"),
         ({"offset": 0.5}, TypeError, "offset must be an int or a tensor"),
-        ({"x": X.clone().requires_grad_(), "inplace": True}, ValueError, "autograd watches x"),
-        ({"x": X[:, :1].expand(2, 3, 4, 8), "inplace": True}, ValueError, "x repeats memory"),
+        ({"x": X.clone().requires_grad_(), "inplace": True}, ValueError, "autograd tracks x"),
+        ({"x": X[:, :1].expand(2, 3, 4, 8), "inplace": True}, ValueError, "needs x without overlapping memory"),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, object], error: type[Exception], message: str) -> None:

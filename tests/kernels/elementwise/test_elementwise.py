@@ -225,7 +225,7 @@ def test_sums_are_made_by_the_kernel_of_the_gradient() -> None:
         y = fused(lambda x, c: x * c)(x, column)
         y.backward(torch.ones_like(y))
     assert launches.total() == 2 * int(INTERPRETED)
-    with pytest.raises(ValueError, match="marks 1 dimensions of the 2"):
+    with pytest.raises(ValueError, match="has 1 digits for the 2 dimensions"):
         torch.ops.rooftop.fused([x, row], [], "tt 0=1: a0 * a1")
     for head in ("tt 1=01", "tt 0=2", "tt 0=", "tt x", "tt 0=01 autocast"):
         with pytest.raises(ValueError, match="state the kept dimensions of a result,"):

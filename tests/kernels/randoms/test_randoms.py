@@ -326,7 +326,7 @@ X = torch.zeros(2, 3)
         (
             lambda: counter_dropout(X, 0.5, 0, box=Box.whole((4,))),
             ValueError,
-            r"x has shape \(2, 3\), the box has size",
+            r"x has shape \(2, 3\), but the box has another number of elements",
         ),
     ],
 )

@@ -379,7 +379,7 @@ def test_cost_is_what_a_person_counts() -> None:
     ("call", "error", "message"),
     [
         (lambda x: sum(x, 2), ValueError, r"sum: dim 2 is out of range for an input of shape \(3, 4\)"),
-        (lambda x: sum(x, (0, -2)), ValueError, "names a dimension twice"),
+        (lambda x: sum(x, (0, -2)), ValueError, "contains a dimension twice"),
         (lambda x: amax(x, 1.0), TypeError, "dim must be"),
         (lambda x: argmax(x, (0, 1)), TypeError, "argmax: dim must be an int or None"),
         (lambda x: sum([1.0]), TypeError, "input must be a tensor, got list"),

@@ -1,3 +1,1 @@
-"""Attention by the fastest back end, attention over pages of keys and values, attention in windows, and rotary
-embeddings.
-"""
+"""Attention by the fastest back end, paged attention, window attention and rotary embeddings."""

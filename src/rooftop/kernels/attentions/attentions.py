@@ -2,7 +2,7 @@
 
 softmax(Q K^T scale + mask) V, and L = log(sum(exp(...))) of each row. The back ends are flash (Dao 2023,
 "FlashAttention-2"), cuDNN's fused kernels and the memory-efficient ones (Rabe and Staats 2021). Attention is bound by
-flops from a few hundred positions on. `attention_plan` names the back end of a call and the reason.
+flops above a few hundred positions. `attention_plan` names the back end of a call and the reason.
 
 The gradient with respect to L: dS = P (dO V^T - delta + dL), where P are the probabilities and delta = rowsum(dO O).
 The back ends compute delta from dO and O, and use O for nothing else. So they get an O' with rowsum(dO O') = delta -
@@ -10,9 +10,9 @@ dL:
 
     O' = O - dL dO / |dO|^2
 
-If dO is negligible next to dL (or 0), one element of dO becomes dL / 2^40 and the same element of O' becomes -2^40,
-since only their product matters. Both values need the range of bfloat16 or float32, so in float16 the gradient with
-respect to L raises.
+If dO is 0 or negligible next to dL, one element of dO becomes dL / 2^40 and the same element of O' becomes -2^40: only
+their product matters. Both values need the range of bfloat16 or float32, so in float16 the gradient with respect to L
+raises.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def kv_of_groups(gradient: Tensor, like: Tensor) -> Tensor:
 # ---- implementations -------------------------------------------------------------------------------------------
 
 aten = torch.ops.aten
-ALIGNMENT = 16  # bytes of a load; the back ends need rows of whole loads
+ALIGNMENT = 16  # bytes of a load; in the back ends, a row's size must be a multiple of it
 
 
 def _aligned_rows(x: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ def _forward(
     bias = _bias(mask, query, key)
     keys, values = (_for_heads(t, query.shape[1]) for t in (key, value))
     found = aten._scaled_dot_product_efficient_attention(query, keys, values, bias, True, 0.0, is_causal, scale=scale)
-    lse = found[1].narrow(-1, 0, query.shape[2])  # this back end pads rows to a multiple of 32
+    lse = found[1].narrow(-1, 0, query.shape[2])  # this back end pads lse to multiples of 32 queries
     if mask is not None:  # for a row that attends to nothing, PyTorch returns +inf or 0, depending on its version
         sees = (mask if mask.dtype == torch.bool else mask != -math.inf).any(-1)
         lse = lse.masked_fill(~sees, -math.inf)
@@ -163,11 +163,11 @@ def _backward(
     scale: float,
     mask_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dquery, dkey, dvalue, dscores or none) by a back end that is not the reference."""
+    """(dquery, dkey, dvalue, dscores or None), computed by one of PyTorch's fused back ends."""
     dout = dout if 0 not in dout.stride() else dout.contiguous()
     tensors = (_at_aligned_address(t) for t in (dout, query, key, value, out))
     dout, query, key, value, out = (_aligned_rows(t) for t in tensors)
-    seed = torch.zeros((), dtype=torch.int64, device=query.device)  # a placeholder for the dropout, which is absent
+    seed = torch.zeros((), dtype=torch.int64, device=query.device)  # placeholder: without dropout no seed is read
     lengths = (None, None, query.shape[2], key.shape[2])
     if backend == "flash":
         return *aten._scaled_dot_product_flash_attention_backward(
@@ -180,7 +180,7 @@ def _backward(
         return *aten._scaled_dot_product_cudnn_attention_backward(
             dout, query, key, value, out, lse.unsqueeze(-1), seed, seed, None, *lengths, 0.0, is_causal, scale=scale
         ), None
-    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel ignores these strides
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel ignores the strides of out
     bias = _bias(mask, query, key)
     keys, values = (_for_heads(t, query.shape[1]) for t in (key, value))
     rows = -(-query.shape[2] // 32) * 32 - query.shape[2]
@@ -194,7 +194,7 @@ def _backward(
 
 
 def _in_order_of(x: Tensor, query: Tensor) -> Tensor:
-    """x with its elements in memory in the order of the query's elements; the shapes are equal."""
+    """x, which has the query's shape, copied if needed to have the query's memory layout too."""
     target = torch.empty_like(query)
     return x if same_layout(x, target) else target.copy_(x)
 
@@ -292,7 +292,7 @@ class Attention(NamedTuple):
         return True
 
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
-        """Flops: scores and weighted values; 5 for a pair's softmax, and the mask."""
+        """Flops: the products for scores and values. Each pair adds 5 for the softmax, and 1 if there is a mask."""
         flops = _flops(self, self.query.shape[3] + self.value.shape[3], 5)
         return Cost(distinct_bytes(self[:4]), distinct_bytes(made), flops)
 
@@ -332,7 +332,9 @@ class AttentionBackward(NamedTuple):
         return like_rows(query), like_rows(self.key), like_rows(self.value), dmask
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Flops: scores again, gradients of queries, keys, values and weights; 6 for a pair's softmax."""
+        """Flops: the products for scores and for gradients of queries, keys, values and weights. Each pair adds 6 for
+        the softmax.
+        """
         flops = _flops(self, 3 * self.query.shape[3] + 2 * self.value.shape[3], 6)
         written = made if self.mask is not None and self.mask_gradient else made[:3]
         return Cost(distinct_bytes(self[:8]), distinct_bytes(written), flops)
@@ -350,7 +352,7 @@ _attention_backward = declare(
 
 
 def _laid_out(gradient: Tensor | None, like: Tensor) -> Tensor:
-    """Give a gradient the memory order of its input, as the fake implementation promises."""
+    """Lay out a gradient in its input's memory order, as the fake implementation promises."""
     assert gradient is not None
     target = like_rows(like)
     return gradient if gradient.stride() == target.stride() else target.copy_(gradient)

@@ -1,4 +1,4 @@
-"""Attention of one new position of each sequence to paged keys and values.
+"""Paged attention: one new position of each sequence attends to keys and values in pages.
 
 softmax(q K^T scale) V over the positions that a page table lists for each sequence: Kwon et al. 2023, "Efficient Memory
 Management for Large Language Model Serving with PagedAttention". It is bound by memory: query heads that share a key
@@ -6,8 +6,8 @@ head read each page once for all of them (Ainslie et al. 2023, "GQA"). One seque
 several programs share its positions, and merge their results by log-sum-exps in float32 (Dao et al. 2023,
 "Flash-Decoding for long-context inference").
 
-It is for inference and has no gradient. The number of positions is in a tensor, and the launch does not depend on that
-number. So a CUDA graph can be replayed while sequences grow.
+It is for inference and has no gradient. The lengths are in a tensor, and the launch does not depend on their values. So
+a CUDA graph can be replayed while sequences grow.
 """
 
 from __future__ import annotations
@@ -80,9 +80,7 @@ def _attend_one_by_one(
     window: int | None,
     out: Tensor,
 ) -> None:
-    """Compute the same as the reference, from checked pages and lengths as numbers. Each sequence reads only its own
-    positions.
-    """
+    """Compute what the reference computes, one sequence at a time, from checked pages and lengths as Python numbers."""
     _, kv_heads, page, width = keys.shape
     for row, length in enumerate(lengths):
         if length == 0:
@@ -98,8 +96,8 @@ def _attend_one_by_one(
 
 
 def _side_by_side(stored: Tensor, own: Sequence[int]) -> Tensor:
-    """The positions (H_k, T, D) in the pages `own` of a cache (N, H_k, P, D). In a new cache these positions are
-    contiguous.
+    """The positions (H_k, T, D) in the pages `own` of a cache (N, H_k, P, D). In a new cache a sequence's pages are
+    adjacent.
     """
     if len(own) == 1:
         return stored[own[0]]
@@ -145,7 +143,7 @@ def _attend(
         return
     batch, heads, width = query.shape
     count, kv_heads, page = keys.shape[:3]
-    if 0 in (count, page, pages.shape[1]):  # there are no positions
+    if 0 in (count, page, pages.shape[1]):  # no sequence can have a position
         out.copy_(torch.where(lengths == 0, 0.0, torch.nan)[:, None, None].expand_as(out))
         return
     if numbers is not None and query.dtype != torch.float64:
@@ -204,8 +202,9 @@ class PagedAttention(NamedTuple):
         return self.query.new_empty(self.query.shape)
 
     def cost(self, made: Tensor) -> Cost:
-        """Flops: two products; scale, maximum, subtraction, exponential and sum of each pair. Only positions that a
-        query attends to count."""
+        """Flops: two products, and 5 operations of softmax for each pair. Only positions that a query attends to
+        count.
+        """
         query, keys, _, pages, lengths, _, positions, _ = self
         (batch, heads, width), kv_heads = query.shape, keys.shape[1]
         seen = batch if positions is None else positions
@@ -254,8 +253,8 @@ def paged_attention(
 
     Raises:
         TypeError: a tensor is not dense, or its dtype does not match.
-        ValueError: shapes or devices do not match; on the CPU also pages outside the cache, and lengths beyond the
-            page table. On a GPU the result of a sequence with such an error is NaN.
+        ValueError: shapes or devices do not match. On the CPU also: a page is outside the cache, or a length exceeds
+            the page table; on a GPU, such a sequence's result is NaN.
         NotImplementedError: a tensor that needs a gradient, or forward-mode differentiation.
     """
     tensors = {"query": query, "keys": keys, "values": values, "pages": pages, "lengths": lengths}
@@ -306,7 +305,7 @@ def _check(tensors: dict[str, Tensor]) -> None:
 
 
 def _checked_values(keys: Tensor, pages: Tensor, lengths: Tensor) -> tuple[list[list[int]], list[int]]:
-    """Pages and lengths as numbers, after checks of the lengths and of the pages that they reach."""
+    """Pages and lengths as numbers. Lengths, and the pages within them, are checked first."""
     count, page, room = keys.shape[0], keys.shape[2], pages.shape[1] * keys.shape[2]
     depends("pages and lengths are checked at each call")
     numbers: list[int] = lengths.tolist()

@@ -1,5 +1,4 @@
-"""Attention to a part of the keys, whose results are merged later, and its gradients from the merged results of all
-keys.
+"""Attention to a part of the keys: its results are merged later, and its gradients follow from the merged results.
 
 Forward returns a part's result and log-sum-exp, which `merge_attention_states` merges. Backward takes the merged
 results: with L over all keys, exp(S - L) are the probabilities of the whole row, and rowsum(dO O) is the sum of the

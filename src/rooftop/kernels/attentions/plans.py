@@ -1,4 +1,4 @@
-"""Choose PyTorch's back end for an attention: the fastest one that can compute it, by a table measured on an H200."""
+"""Choose PyTorch's fastest back end that can compute an attention, by a table measured on an H200."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class Rule:
 
 
 # Measured on an H200 at 64 to 16384 positions of 32 to 128 features (benchmarks/results/h200/tune_attentions.json).
-# cuDNN's kernels, which use the GPU's matrix instructions, are the fastest, causal or not, forward and backward. Next
-# is flash-2, which does not use these instructions, and then the memory-efficient kernels. For few positions with few
-# features, the memory-efficient kernels are the fastest.
+# cuDNN's kernels, which use Hopper's matrix instructions, are the fastest in forward and backward, causal or not. Next
+# is flash-2, which does not use them, and then the memory-efficient kernels. For few positions with few features, the
+# memory-efficient kernels are the fastest.
 _CUDNN_FIRST, _EFFICIENT_FIRST = ("cudnn", "flash", "efficient"), ("efficient", "cudnn", "flash")
 RULES = (
     Rule("forward", _CUDNN_FIRST, capability=(9, 0), least_positions=128),

@@ -79,7 +79,7 @@ def _rotate(
     interleaved: bool,
     conjugate: bool,
 ) -> None:
-    """Fills y for one or two pairs (x, y), (B, H, S, D); x and y may be the same."""
+    """Fill y with the rotated x, (B, H, S, D), for one or two pairs (x, y); y may be x itself."""
     x, y = tensors[0]
     if by_reference(x):
         for source, target in tensors:
@@ -110,7 +110,7 @@ def _rotate(
 
 
 def _like(x: Tensor) -> Tensor:
-    """Memory for a result: with x's strides if the heads of x are not interleaved, else contiguous."""
+    """Memory for a result: with x's strides if the features of x are contiguous, else contiguous."""
     return torch.empty_like(x) if x.stride(-1) == 1 else x.new_empty(x.shape)
 
 
@@ -118,7 +118,7 @@ def _like(x: Tensor) -> Tensor:
 
 
 class Rope(NamedTuple):
-    """Rotate x and other; `conjugate`: by the negative angles."""
+    """Rotate x and other, by the negative angles if `conjugate`."""
 
     x: Tensor
     other: Tensor | None
@@ -150,7 +150,9 @@ class Rope(NamedTuple):
     def gradients(
         kept: tuple[Any, ...], wanted: Sequence[bool], dy: Tensor | None, dother: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """A rotation is linear, and its transpose is the rotation back. So second derivatives are correct as well."""
+        """The gradient is the rotation by the negative angles. The rotation is linear, so second derivatives are
+        correct, too.
+        """
         (shape, dtype), of_other, *tables, conjugate = kept
         if dy is None:
             assert dother is not None
@@ -196,7 +198,7 @@ _rope_in_place = declare("rope_", RopeInPlace, mutates=("x", "other"))
 def _cost(
     x: Tensor, other: Tensor | None, cos: Tensor, sin: Tensor, starts: Tensor | None, written: Sequence[Tensor | None]
 ) -> Cost:
-    """Flops: four products and two sums a pair. Bytes of the tables: the rows of S positions."""
+    """Flops: 6 per rotated pair. Of the tables, only the rows of the S positions count as read."""
     (batches, heads, positions, _), pairs = x.shape, cos.shape[-1]
     rows = positions * (batches if cos.shape[0] > 1 or starts is not None else 1)
     table_bytes = min(rows, cos.shape[0] * cos.shape[1]) * pairs * (cos.element_size() + sin.element_size())
@@ -356,11 +358,9 @@ def _check_offset(name: str, x: Tensor, table_positions: int, offset: int | Tens
 def _check_in_place(name: str, names: tuple[str, ...], tensors: tuple[Tensor, ...]) -> None:
     for argument, tensor in zip(names, tensors, strict=True):
         if torch.is_grad_enabled() and tensor.requires_grad:
-            raise ValueError(
-                f"{name}: autograd watches {argument}, so it cannot be changed in place: use inplace=False"
-            )
+            raise ValueError(f"{name}: autograd tracks {argument}, so it cannot be changed in place: use inplace=False")
         if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-            raise ValueError(f"{name}: {argument} repeats memory, so it cannot be changed in place: use inplace=False")
+            raise ValueError(f"{name}: inplace=True needs {argument} without overlapping memory: use inplace=False")
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             raise ValueError(
                 f"{name}: inplace=True needs the features of {argument} side by side in memory, got strides "

@@ -1,10 +1,10 @@
 """Merge attention over parts of the keys: outputs are weighted by their log-sum-exps.
 
-out = (e^lse_a out_a + e^lse_b out_b) / e^lse with lse = log(e^lse_a + e^lse_b) is attention over the keys of both. The
-merge is associative and commutative, and (0, -inf), the result of attention to no keys, changes nothing. Milakov and
-Gimelshein 2018, "Online normalizer calculation for softmax"; Liu et al. 2023, "Ring Attention with Blockwise
-Transformers". The merge is bound by memory: forward reads two outputs and writes one; backward reads three tensors and
-writes two.
+out = (e^lse_a out_a + e^lse_b out_b) / e^lse with lse = log(e^lse_a + e^lse_b) is attention over the keys of both
+parts. The merge is associative and commutative, and (0, -inf), the result of attention to no keys, changes nothing.
+Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; Liu et al. 2023, "Ring Attention with
+Blockwise Transformers". The merge is bound by memory: forward reads two outputs and writes one; backward reads three
+tensors and writes two.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def rows_tile(config: ElementsConfig, width: int) -> Constants:
 
 
 def row_places(*tensors: Tensor) -> tuple[int, int, list[int]]:
-    """(heads, positions, strides of batch, head and position of each tensor (B, H, S, D)): numbers that locate a row by
-    its number.
+    """The kernel arguments that locate a row by its number: heads, positions, and each tensor's strides of batch, head
+    and position.
 
     If the rows of every tensor are equally spaced, each row counts as a batch, because Triton omits divisions by 1.
     """
@@ -176,8 +176,9 @@ class MergeAttentionStatesBackward(NamedTuple):
         return like_rows(self.out_a), dlse_a, like_rows(self.out_b), dlse_b
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Flops: for each element, two products for the gradients and three operations for their difference; for each
-        row, the weights again."""
+        """Flops: 5 for each element (two gradients and a sum over their difference), and 15 for the weights of each
+        row.
+        """
         flops = 5 * self.dout.numel() + 15 * self.lse_a.numel()
         return Cost(distinct_bytes(self), distinct_bytes(made), {precision_of(self.lse_a.dtype): flops})
 
@@ -191,7 +192,7 @@ class MergeAttentionStatesInPlace(NamedTuple):
     part_lse: Tensor
 
     def run(self) -> None:
-        _merge(*self, self.out, self.lse)  # a row is read before it is written
+        _merge(*self, self.out, self.lse)  # in place: the kernel reads a row before it writes it
 
     def fake(self) -> None:
         return None
@@ -229,7 +230,7 @@ def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tens
 
 
 def _cost(read: Sequence[Tensor], out: Tensor, lse: Tensor) -> Cost:
-    """Flops: two products and a sum an element; maximum, exponentials, sum, logarithm and divisions a row."""
+    """Flops: 3 for each element, and 11 for the weights and the log-sum-exp of each row."""
     flops = 3 * out.numel() + 11 * lse.numel()
     return Cost(distinct_bytes(read), distinct_bytes([out, lse]), {precision_of(lse.dtype): flops})
 
@@ -284,7 +285,7 @@ def _check(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     wide = accumulator_dtype(out_a.dtype, out_b.dtype)
     for argument, tensor in given.items():
         if argument.startswith("lse") and tensor.dtype != wide:
-            raise TypeError(f"{name}: {argument} must be {wide} beside these outputs, got {tensor.dtype}")
+            raise TypeError(f"{name}: {argument} must be {wide} for these outputs, got {tensor.dtype}")
     if out_a.dim() != 4 or out_a.shape != out_b.shape or out_a.shape[3] > MOST_FEATURES:
         raise ValueError(
             f"{name}: expected outputs of one shape (B, H, S, D), D up to {MOST_FEATURES}, "

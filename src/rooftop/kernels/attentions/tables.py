@@ -1,4 +1,4 @@
-"""Launch parameters of the kernels of attention: merging partial results, windows, pages, rotary embeddings."""
+"""Launch parameters of attention kernels: merging, windows, pages and rotary embeddings."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ MERGE_BACKWARD = ElementsConfig(elements=1024, warps=4)
 
 @dataclass(frozen=True)
 class WindowConfig:
-    """Parameters for windows of up to `positions` and heads of up to `features`: query positions of a program, warps,
-    and the number of windows whose loads are in flight (backward only, where a program computes one window after
-    another).
+    """Launch parameters for windows of up to `positions` and heads of up to `features`: query positions per program,
+    warps, and pipeline stages. Only backward has stages: its programs compute one window after another.
     """
 
     positions: int
@@ -32,8 +31,8 @@ class WindowConfig:
     measured: bool = field(default=True, compare=False)  # False: predicted
 
 
-# These parameters were chosen by the compiler's report for sm_90, and are not measured yet. Forward: no spills in half
-# precision; for windows of more than 64 positions, a program has 16 query positions. Backward: no spills in half
+# These parameters follow the compiler's report of spills for sm_90. They are not measured yet. Forward: no spills in
+# half precision; for windows of more than 64 positions, a program has 16 query positions. Backward: no spills in half
 # precision with plain scores. Cosine attention and float32 spill a few hundred bytes a thread in backward, with 4, 8
 # and 16 warps alike.
 WINDOW_FORWARD = (

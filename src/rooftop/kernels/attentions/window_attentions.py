@@ -9,7 +9,8 @@ positions from two parts get a mask of -100, as in the original. The shifted, pa
 memory: a program reads the positions of its window directly from the original map. It is bound by memory at the sizes
 of Swin (49 positions of 32 features): forward reads the map and writes a third as many bytes.
 
-Only the inputs are kept for backward, which computes the weights again. It is deterministic, without atomics.
+Only the inputs are kept for backward, which computes the weights again. Backward uses no atomics, so it is
+deterministic.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from rooftop.launch.triton_launch import INTERPRETED, launch, processors, requir
 
 MASKED = -100.0  # added to scores between parts that are not neighbours; weights become nearly 0, but not exactly 0
 PLAIN = "the formula in PyTorch (rooftop.kernels.attentions.window_attentions.window_attention_reference)"
-SHORTEST = 1e-12  # smallest divisor of a vector in cosine attention, as in torch.nn.functional.normalize
+SHORTEST = 1e-12  # least norm that cosine attention divides a vector by, as in torch.nn.functional.normalize
 
 # ---- reference -------------------------------------------------------------------------------------------------
 
@@ -151,7 +152,7 @@ def _shift_mask(x: Tensor, window: Sequence[int], shift: Sequence[int]) -> Tenso
     (down, across), (high, wide) = _windows(x, window), window
     rows = torch.arange(down * high, device=x.device) >= down * high - shift[0]
     columns = torch.arange(across * wide, device=x.device) >= across * wide - shift[1]
-    parts = 2 * rows[:, None] + columns.to(torch.int64)  # (H, W): which of four parts
+    parts = 2 * rows[:, None] + columns.to(torch.int64)  # (H, W): the index, 0 to 3, of each position's part
     part = _cut(parts[None, :, :, None], None, window, (0, 0))[0]  # (windows, N, 1)
     return MASKED * (part != part.mT)[:, None]
 
@@ -159,7 +160,7 @@ def _shift_mask(x: Tensor, window: Sequence[int], shift: Sequence[int]) -> Tenso
 def _scaled(
     query: Tensor, key: Tensor, cosine_scale: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor | float]:
-    """(left, right, factor): scores are products of left and right, times factor."""
+    """(left, right, factor) such that the scores are factor * (left @ right^T)."""
     if cosine_scale is None:
         return query, key, scale
     normalize = torch.nn.functional.normalize
@@ -173,7 +174,7 @@ def _weights(left: Tensor, right: Tensor, factor: Tensor | float, bias: Tensor, 
 
 
 def _through_normalizing(gradient: Tensor, x: Tensor) -> Tensor:
-    """The gradient of x, from that of x / max(|x|, SHORTEST)."""
+    """The gradient of x, from the gradient of x / max(|x|, SHORTEST)."""
     length = x.norm(dim=-1, keepdim=True)
     divisor = length.clamp_min(SHORTEST)
     unit = torch.where(length < SHORTEST, 0.0, x / divisor)
@@ -206,7 +207,7 @@ def _constants(x: Tensor, padding: Tensor | None, cosine_scale: Tensor | None, s
 
 
 def _block(size: int) -> int:
-    """The next power of two; at least 16, which matrix instructions need."""
+    """The next power of two, but at least 16, the smallest operand of a matrix instruction."""
     return max(16, power_of_two(size))
 
 
@@ -235,7 +236,7 @@ def _sizes(x: Tensor, heads: int, window: Sequence[int], shift: Sequence[int], s
 
 
 def _moved(x: Tensor, window: Sequence[int], shift: Sequence[int]) -> list[int]:
-    """The shift of the map: 0 along a dimension that one window covers."""
+    """The shift of the map, set to 0 along a dimension that one window covers."""
     return [s if size > w else 0 for s, size, w in zip(shift, x.shape[1:3], window, strict=True)]
 
 
@@ -282,7 +283,7 @@ def _backward(
     down, across = _windows(x, sizes.window)
     windows = x.shape[0] * down * across
     programs = min(windows, -(-WINDOW_PROGRAMS_PER_SM * processors(x) // sizes.heads))
-    sums = [  # sums of each program
+    sums = [  # each program's partial sums
         x.new_empty((programs, *bias.shape), dtype=torch.float32),
         x.new_empty((programs, x.shape[3] if constants["PADDING"] else 0), dtype=torch.float32),
         x.new_empty((programs, sizes.heads if cosine_scale is not None else 0), dtype=torch.float32),
@@ -301,7 +302,9 @@ def _backward(
 
 
 def _contiguous(x: Tensor, bias: Tensor, padding: Tensor | None, cosine_scale: Tensor | None) -> tuple[Tensor, ...]:
-    """Copy arguments that are not contiguous. An absent argument becomes empty memory, which is not read."""
+    """Copy arguments that are not contiguous. An absent argument becomes an empty tensor, which the kernel does not
+    read.
+    """
     return tuple((bias if t is None else t).contiguous() for t in (x, bias, padding, cosine_scale))
 
 
@@ -339,9 +342,10 @@ class WindowAttention(NamedTuple):
         return [None if given is None else each for given, each in zip(kept[:4], found, strict=True)]
 
     def cost(self, made: Tensor) -> Cost:
-        """Flops: scores and weighted values; 5 for a pair's softmax, and the bias; for a shifted map the mask.
+        """Flops: the products for scores and values. Each pair adds 5 for the softmax, 1 for the bias, and 1 for the
+        mask of a shifted map.
 
-        Cosine attention: 3 operations for each element of queries and keys, and the scale of its head for each pair.
+        Cosine attention adds 3 for each element of queries and of keys, and 1 for the scale of each pair.
         """
         cosine = self.cosine_scale is not None
         flops = _flops(self.query_key_value, self._sizes(), 2, 6 + cosine, 6 * cosine)
@@ -349,7 +353,7 @@ class WindowAttention(NamedTuple):
 
 
 class WindowAttentionBackward(NamedTuple):
-    """Gradients of the map, the bias, the padding and the scale of cosine attention; empty for absent ones."""
+    """Gradients of the map, the bias, the padding and the cosine scale. The gradient of an absent input is empty."""
 
     dout: Tensor
     query_key_value: Tensor
@@ -373,9 +377,10 @@ class WindowAttentionBackward(NamedTuple):
         return _sizes(self.query_key_value, *self[5:])
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Flops: scores again, gradients of weights, queries, keys, values; 6 for a pair's softmax, 2 for the bias.
+        """Flops: the products for scores and for gradients of weights, queries, keys and values. Each pair adds 6 for
+        the softmax and 2 for the bias.
 
-        Cosine attention: 5 more operations for each element of queries and keys, and 3 more for each pair.
+        Cosine attention adds 8 for each element of queries and of keys, and 4 for each pair.
         """
         cosine = self.cosine_scale is not None
         flops = _flops(self.query_key_value, self._sizes(), 5, 8 + 4 * cosine, 16 * cosine)
@@ -384,7 +389,7 @@ class WindowAttentionBackward(NamedTuple):
 
 
 def _precision(arguments: Sequence[Any]) -> str | None:
-    """The setting that the kernels' products depend on; None: they depend on none."""
+    """The precision setting that the kernels' float32 products depend on; None for other dtypes."""
     return matrix_precision(arguments[0]) if arguments[0].dtype == torch.float32 else None
 
 
@@ -398,8 +403,9 @@ _window_attention_backward = declare(
 
 
 def _flops(x: Tensor, sizes: Sizes, products: int, of_pair: int, of_element: int) -> dict[str, int]:
-    """Flops of matrix products, of other operations for each pair of positions (and a shifted map's mask), and of
-    operations for each element of the queries."""
+    """Flops of the matrix products, of `of_pair` operations for each pair (one more for a shifted map's mask), and of
+    `of_element` operations for each element of the queries.
+    """
     window, heads = sizes.window, sizes.heads
     down, across = _windows(x, window)
     positions = x.shape[0] * down * across * window[0] * window[1]
@@ -434,10 +440,10 @@ def window_attention(
     Args:
         query_key_value: (B, H, W, 3 C), bfloat16, float16, float32 or float64. Each position has the queries of all
             heads, then the keys, then the values, as `torch.nn.Linear(C, 3 * C)` returns them. H and W are arbitrary: a
-            map that windows do not divide is padded below and on the right. Queries attend to padding, too, as in the
-            original.
-        bias: (heads, N, N), N = h * w positions of a window row by row: added to the scores of queries (second
-            dimension) and keys (third). Its floating point dtype may differ.
+            map whose size is not a multiple of the window's is padded below and on the right. Queries attend to
+            padding, too, as in the original.
+        bias: (heads, N, N) for the N = h * w positions of a window, row by row. It is added to the scores of queries
+            (second dimension) and keys (third). It may have another floating-point dtype.
         heads: the number of heads, which divides C.
         window: (h, w), the size of a window in positions.
         shift: (h, w), each at least 0 and below the window's size. If one window covers the map, it is not shifted, as
@@ -448,9 +454,8 @@ def window_attention(
             factor.
         scale: without cosine attention, the factor of the products of queries and keys; 1 / sqrt(C / heads) if not
             given.
-        dropout: probability with which the weight of a query and a key, in a window and head, is set to zero; the
-            others are divided by 1 - dropout. With dropout above 0, plain PyTorch computes the result, with the weights
-            of all windows in memory.
+        dropout: probability with which an attention weight is set to zero; the other weights are divided by 1 -
+            dropout. With dropout above 0, plain PyTorch computes the result, with the weights of all windows in memory.
 
     Returns:
         (B, H, W, C), contiguous, of query_key_value's dtype. The arithmetic is float32 (float64 for float64); the

@@ -1,1 +1,1 @@
-"""Convolutions fused with the operations that follow them, and max pools: windows over images."""
+"""Operators with windows over images: convolutions fused with the operations that follow them, and max pools."""

@@ -3,12 +3,12 @@
 Once its batch norms are folded, a convolutional network consists of such operations (He et al. 2016, "Deep Residual
 Learning": the sum with the shortcut comes before the activation). They are bound by the tensor cores for windows of 3 x
 3, and by memory for 1 x 1. For 1 x 1, a separate pass for bias, sum and activation would move more bytes than the
-convolution. The kernel applies these operations to the float32 sums before it stores them, in an implicit product of
-matrices (Chetlur et al. 2014, "cuDNN", section 3): channels last and half precision. Deterministic: no atomics touch a
-sum.
+convolution. The kernel is an implicit matrix product (Chetlur et al. 2014, "cuDNN", section 3), channels last and in
+half precision. It applies these operations to the float32 sums before it stores them. No sum uses atomics, so results
+are deterministic.
 
-By the shape of a call, `tables.py` chooses a kernel and its parameters, or cuDNN or cuBLAS. `conv_act_plan` returns the
-choice and its reason; `launches.py` launches the kernel.
+For the shape of a call, `tables.py` chooses a kernel and its parameters, or cuDNN, or cuBLAS. `conv_act_plan` returns
+the choice and its reason; `launches.py` launches the kernel.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ class ConvAct(NamedTuple):
         return dx, dweight, dbias, dz if wanted[3] else None
 
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
-        """The convolution, and for each result bias, residual and activation. Only pixels that windows touch count as
-        read.
+        """Flops: the convolution, and bias, residual and activation for each result. Only pixels inside windows count
+        as read.
         """
         from rooftop.cost.formulas.windows import touched_bytes
 
@@ -178,8 +178,8 @@ def _in_format(y: Tensor, before: Tensor, x: Tensor, weight: Tensor, keep: bool)
 
 
 def _format_of(x: Tensor, weight: Tensor) -> torch.memory_format:
-    """The memory format of the result: channels last if x or the weights are, and if its shape allows another
-    format.
+    """The memory format of the result: channels last if x or the weights are, and if the shape distinguishes the
+    formats.
     """
     for t in (x, weight):
         if t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous():
@@ -232,8 +232,8 @@ def conv_act(
         input: (N, C, H, W), bfloat16, float16, float32 or float64.
         weight: (O, C / groups, KH, KW), same dtype.
         bias: (O,), same dtype.
-        residual: (N, O, OH, OW), the result's shape, same dtype; under autocast of any of these dtypes.
-        stride, padding, dilation: a number, or a pair: for lines, and for pixels within a line.
+        residual: (N, O, OH, OW), the result's shape, same dtype; under autocast any of these dtypes.
+        stride, padding, dilation: a number, or a pair (vertical, horizontal).
         groups: number of channel groups, each convolved separately.
         activation: None (or "none"), "relu", "gelu", "gelu_tanh" (as `gelu(approximate="tanh")`), "silu" or "sigmoid".
 
@@ -288,8 +288,10 @@ def _prepared(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, stride: Pair, padding: Pair,
     dilation: Pair, groups: int, activation: str | None,
 ) -> Prepared:  # fmt: skip
-    """Return the checked arguments, cast as under autocast; a residual to be added later; the shapes; the activation's
-    name. Under autocast a residual of another dtype is added later, because it makes the sum wider, as in PyTorch."""
+    """Return the arguments, checked and cast as by autocast; a residual to add after the operator; the shapes; the
+    activation's name. Under autocast a residual of another dtype is added later, because it promotes the sum, as in
+    PyTorch.
+    """
     check_tensors(name, FLOATS, ("bias", "residual"), input=x, weight=weight, bias=bias, residual=residual)
     after = "none" if activation is None else activation
     check_choice(name, "activation", after, ACTIVATIONS, "None or ")

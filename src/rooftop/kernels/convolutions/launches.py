@@ -1,4 +1,4 @@
-"""Launch the kernels of `triton_kernels/`, and complete the libraries' convolutions with the operations that they lack.
+"""Launch the kernels of `triton_kernels/`, and apply the operations after a convolution by cuDNN or cuBLAS.
 
 `forward` and `max_pool` follow the plans of `tables.py`; `conv_acts.py` and `max_pools.py` have the operators.
 """
@@ -67,13 +67,15 @@ def has_cudnn(x: Tensor) -> bool:
 
 
 def copied(x: Tensor, weight: Tensor, residual: Tensor | None, geometry: Geometry) -> bool:
-    """Whether tensor descriptors can describe all operands: channels in groups of 16 bytes, whole strides."""
+    """Whether tensor descriptors can describe all operands. Channels must be groups of 16 bytes, and strides must
+    divide sizes.
+    """
     group = GROUP_BYTES // x.element_size()
     aligned = all(t.data_ptr() % GROUP_BYTES == 0 for t in (x, weight, residual) if t is not None)
     if geometry.groups > 1 or geometry.out_channels % group or not aligned:
         return False
     if geometry.channels < LEAST_CHANNELS:
-        return True  # few channels are packed
+        return True  # `packed` lays out few channels in groups
     if geometry.channels % (2 * group):
         return False
     strided = geometry.taps > 1 or geometry.padding != (0, 0)
@@ -84,8 +86,8 @@ def forward(
     plan: ConvPlan, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, geometry: Geometry,
     activation: str, keep: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(y (N, O, OH, OW), input of the activation or nothing) as `plan` says; the back end decides the memory layout of
-    y.
+    """(y (N, O, OH, OW), input of the activation or None), computed by `plan`. The back end decides the memory layout
+    of y.
     """
     nothing = x.new_empty(0)
     bias = bias.contiguous() if bias is not None else None
@@ -123,7 +125,7 @@ def _as_product(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geomet
 
 
 def _by_cudnn(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, g: Geometry) -> Tensor:
-    """cuDNN's fused call: relu, alone or after a sum."""
+    """Run cuDNN's fused convolution with relu, or with a sum and relu."""
     if residual is None:
         return torch.cudnn_convolution_relu(x, weight, bias, g.stride, g.padding, g.dilation, g.groups)
     return torch.cudnn_convolution_add_relu(x, weight, residual, 1.0, bias, g.stride, g.padding, g.dilation, g.groups)
@@ -152,7 +154,7 @@ def dense(t: Tensor) -> Tensor:
 def finish(
     sums: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, y: Tensor, before: Tensor | None
 ) -> None:
-    """y = activation(sums + bias + residual) of (N, O, OH, OW). All tensors are contiguous, or all are channels
+    """Compute y = activation(sums + bias + residual), (N, O, OH, OW). All tensors are contiguous, or all are channels
     last.
     """
     from rooftop.kernels.convolutions.triton_kernels.conv_acts import conv_act_finish
@@ -182,13 +184,13 @@ def finish(
 
 @dataclass(frozen=True)
 class Boxes:
-    """An image as the kernels that copy boxes address it: five dimensions, (N, H / SH, SH, W / SW, SW C), any strides.
+    """An image in the five dimensions that tensor descriptors need: (N, H / SH, SH, W / SW, SW C), with any strides.
 
     Attributes:
         base: the memory.
         shape, strides: sizes and strides of the five dimensions.
-        geometry: geometry of the convolution of this image; `out` is the size of the whole result in the kernels'
-            terms.
+        geometry: geometry of the convolution of this image.
+        batch, out: batch and size of the convolution's result as the kernels see it.
     """
 
     base: Tensor
@@ -200,15 +202,15 @@ class Boxes:
 
 
 def boxes_of(x: Tensor, geometry: Geometry) -> Boxes:
-    """The boxes of x, channels last. Its channels are whole groups of 16 bytes, and the convolution's strides divide
-    its size.
+    """The boxes of x, channels last. The channels of x are groups of 16 bytes, and the convolution's strides divide its
+    size.
     """
     batch, channels, height, width = x.shape
     (down, right), line = geometry.stride, width * channels
-    if geometry.pointwise:  # one line of all pixels
+    if geometry.pointwise:  # all pixels form one line
         shape, strides = (1, 1, 1, geometry.rows, channels), (*(geometry.rows * channels,) * 3, channels, 1)
         return Boxes(x, shape, strides, geometry, 1, (1, geometry.rows))
-    if geometry.taps == 1 and geometry.padding == (0, 0):  # only the pixels that are needed
+    if geometry.taps == 1 and geometry.padding == (0, 0):  # strides skip the pixels that no window reads
         plain = geometry._replace(stride=(1, 1))
         shape = (batch, geometry.out[0], 1, geometry.out[1], channels)
         strides = (height * line, down * line, down * line, right * channels, 1)
@@ -221,9 +223,9 @@ def boxes_of(x: Tensor, geometry: Geometry) -> Boxes:
 def packed(x: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Boxes, Tensor]:
     """Pack an image of few channels and its weights, so that one line of a window is contiguous in memory.
 
-    Pixels get additional channels, so that the windows of neighbouring pixels begin a multiple of 16 bytes apart. Lines
-    are padded at their left and right. Then KW pixels of CHANNELS channels act as one pixel of KW * CHANNELS, a power
-    of 2, and the window is KH x 1. Windows overlap by overlapping strides.
+    Pixels get additional channels, so that neighbouring windows begin a multiple of 16 bytes apart. Lines are padded on
+    the left and right. Then KW pixels of CHANNELS channels act as one pixel of KW * CHANNELS channels, a power of 2,
+    and the window is KH x 1. Strides smaller than a pixel make the windows overlap.
     """
     pixel, run, _ = packing(geometry, x.element_size())
     if pixel == run:
@@ -244,7 +246,7 @@ def packed(x: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Boxes, Tensor
 
 
 def _widened(x: Tensor, weight: Tensor, geometry: Geometry, channels: int) -> tuple[Boxes, Tensor]:
-    """The image with additional zero channels, and with lines and pixels padded to whole strides."""
+    """The image with additional zero channels, its height and width padded to multiples of the strides."""
     down, right = geometry.stride
     height, width = -(-geometry.height // down) * down, -(-geometry.width // right) * right
     image = _pack(x, height, width, channels, 0).permute(0, 3, 1, 2)
@@ -272,8 +274,10 @@ def _pack(source: Tensor, height: int, width: int, pixel: int, left: int) -> Ten
 
 @cache
 def box_of(pixels: int, batch: int, lines: int, line: int) -> tuple[int, int, int]:
-    """(images, lines, pixels of a line), powers of 2 with that product, that cover a result with the fewest boxes.
-    Among equal ones, the choice has the longest lines in the fewest images, so that copies are contiguous."""
+    """The box (images, lines, pixels of a line), powers of 2 with a given product, that covers a result with the fewest
+    boxes. Among equal boxes it is the one with the longest lines in the fewest images, so that copies are
+    contiguous.
+    """
     powers = [1 << exponent for exponent in range(pixels.bit_length())]
     boxes = [(pixels // (h * w), h, w) for h in powers for w in powers if h * w <= pixels]
     boxes = [box for box in boxes if max(box) <= 256]  # the limit of one TMA copy
@@ -396,7 +400,7 @@ def _early(tile: ConvTile) -> dict[str, bool]:
 
 
 def _shared_sums(tile: ConvTile, tiles: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """(memory for the sums of the parts of K; zeroed counters of the parts' programs that have arrived)."""
+    """(memory for the sums of the parts of K, zeroed counters of the parts that are stored), both by tile."""
     if tile.split == 1:
         return None, None
     sums = torch.empty(tile.split * tiles * tile.rows * tile.columns, dtype=torch.float32, device=device)

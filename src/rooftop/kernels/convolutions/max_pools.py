@@ -1,8 +1,7 @@
 """Max pooling of images for inference: y = the largest value in each window, without its position.
 
 It is bound by memory: the kernel reads the image once, and writes one result for each window. PyTorch's operator also
-writes the position of each maximum, which takes 8 bytes, while a value in half precision takes 2. Only backward needs
-positions.
+writes the position of each maximum, which only backward needs: 8 bytes, beside 2 bytes for a value in half precision.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Pair = int | Sequence[int]
 
 
 class MaxPool(NamedTuple):
-    """(N, C, OH, OW) of x (N, C, H, W), channels last if x is and if its shape allows another format."""
+    """(N, C, OH, OW) of x (N, C, H, W), channels last if x is and if its shape distinguishes the formats."""
 
     x: Tensor
     kernel: Sequence[int]
@@ -59,7 +58,7 @@ class MaxPool(NamedTuple):
         return torch.channels_last if last else torch.contiguous_format
 
     def cost(self, made: Tensor) -> Cost:
-        """A comparison for each element of each window. Only pixels that windows touch count as read."""
+        """Flops: one comparison for each element of each window. Only pixels inside windows count as read."""
         from rooftop.cost.formulas.windows import touched_bytes
 
         x, *window = self
@@ -93,8 +92,8 @@ def max_pool2d(
 
     Args:
         input: (N, C, H, W), bfloat16, float16, float32 or float64.
-        kernel_size, stride, padding, dilation: a number, or a pair: for lines, and for pixels within a line. A stride
-            of None equals the kernel size. Padding holds -inf and is at most half of the kernel size.
+        kernel_size, stride, padding, dilation: a number, or a pair (vertical, horizontal). A stride of None means the
+            kernel size. Padding has the value -inf, and is at most half of the kernel size.
 
     Returns:
         (N, C, OH, OW), channels last if input is; NaN if a window contains one.

@@ -2,7 +2,7 @@
 
 `MEASURED_ON_HOPPER` holds the measurements of a GPU (`benchmarks/tuning/conv_acts.py` prints its lines). A call uses
 the fastest choice for the nearest measured shape of its kind. If no measured shape is near, `_predicted` returns the
-choice that should be the fastest. No measurement takes place when a program starts.
+choice that should be the fastest. Nothing is measured at run time.
 """
 
 from __future__ import annotations
@@ -28,16 +28,14 @@ class ConvTile:
     """How a kernel computes a convolution.
 
     Attributes:
-        kernel: "persistent" programs copy many boxes each (TMA), "single" programs copy one box, "gathered" programs
-            load by pointers.
-        rows, columns, depth: pixels and channels of a tile of the result, and channels of a tap that one step covers;
-            powers of 2.
-        warps, stages: warps of a program, and the number of steps whose loads to shared memory are in flight or held at
-            a time.
-        group: rows of tiles in a band, whose operands L2 holds.
-        parts: parts of a tile's pixels, finished one after the other (not gathered).
-        split: number of parts of K that are summed separately (not persistent); no part is empty.
-        programs_per_sm: number of persistent programs on an SM: with two, one computes while the other finishes.
+        kernel: "persistent": each program computes many boxes, copied by TMA. "single": each program computes one box.
+            "gathered": programs load by pointers.
+        rows, columns, depth: pixels and channels of a tile of the result, and channels of a tap per step; powers of 2.
+        warps, stages: warps of a program, and stages of its pipeline of loads to shared memory.
+        group: rows of tiles in a band; L2 caches the operands of a band.
+        parts: number of parts in which the epilogue stores a tile's pixels (not gathered).
+        split: number of parts of K that separate programs sum (not persistent); no part is empty.
+        programs_per_sm: number of persistent programs on an SM. With two, one computes while the other stores.
         early: whether the kernel is launched while the previous kernel may still run, and waits for it (not
             persistent).
     """
@@ -61,8 +59,9 @@ class ConvTile:
 
 class Geometry(NamedTuple):
     """The shapes of a convolution: x (batch, channels, height, width) and weight (out_channels, channels / groups,
-    *kernel). The other attributes are pairs: for lines, and for pixels within a line. The class is a tuple, since each
-    call makes and hashes one."""
+    *kernel). The other attributes are pairs (vertical, horizontal). It is a tuple, which is fast to create and hash,
+    since each call does both.
+    """
 
     batch: int
     channels: int
@@ -97,15 +96,16 @@ class Geometry(NamedTuple):
 
     @property
     def pointwise(self) -> bool:
-        """Whether the convolution is a matrix product: its windows are single pixels, and they cover all pixels."""
+        """Whether the convolution is a matrix product: its window is a single pixel and visits every pixel."""
         return self.taps == 1 and self.stride == (1, 1) and self.padding == (0, 0) and self.groups == 1
 
 
 @dataclass(frozen=True)
 class Entry:
     """The choice for convolutions near `shape`: (rows, out channels, channels, taps, stride, whether there is a
-    residual). `ms`: time of the fastest choice; `library_ms`: time of cuDNN and one more pass, measured in the same
-    run."""
+    residual). `ms`: time of the fastest choice. `library_ms`: time of cuDNN and a pass for the operations after it, in
+    the same run.
+    """
 
     shape: tuple[int, int, int, int, int, bool]
     backend: Backend
@@ -138,7 +138,8 @@ class ConvPlan:
 SQUARE_IN_TWO = ConvTile("persistent", 128, 128, 64, 4, 3, group=16, parts=2, programs_per_sm=2)
 SQUARE_IN_FOUR = replace(SQUARE_IN_TWO, parts=4)
 
-# On an H200, ResNet-50 at a batch of 256 (benchmarks/results/h200/tune_conv_acts.json): its first 16 kinds.
+# The first 16 kinds of convolutions of ResNet-50 at a batch of 256, on an H200
+# (benchmarks/results/h200/tune_conv_acts.json).
 MEASURED_ON_HOPPER: tuple[Entry, ...] = (
     Entry(
         (3211264, 64, 3, 49, 2, False),
@@ -173,7 +174,7 @@ NEAR = 2.0  # sum of the logarithms (base 2) of three ratios: rows, out channels
 # Results of few pixels were not measured yet. Two programs of 128 x 128 run on each SM, as in linear_act: one computes
 # while the other stores.
 MANY = SQUARE_IN_TWO
-MANY_ADDED = SQUARE_IN_FOUR  # the residual is staged in shared memory, too
+MANY_ADDED = SQUARE_IN_FOUR  # with a residual, which also takes shared memory
 FEW = ConvTile("single", 64, 64, 64, 4, 4, early=True)
 MOST_PARTS, LEAST_STEPS = 8, 4  # largest number of parts of K; least size of a part
 
@@ -250,7 +251,7 @@ def _same_kind(entry: Entry, problem: Problem) -> bool:
     geometry = problem.geometry
     *_, taps, stride, residual = entry.shape
     same = (taps, (stride, stride), residual) == (geometry.taps, geometry.stride, problem.residual)
-    return same and (entry.backend != "product" or geometry.pointwise)  # with padding it is not a matrix product
+    return same and (entry.backend != "product" or geometry.pointwise)  # else it is not a matrix product
 
 
 def _distance(entry: Entry, problem: Problem) -> float:
@@ -275,11 +276,12 @@ def _predicted(problem: Problem, library: Backend) -> ConvPlan:
 
 
 def fitted(tile: ConvTile, problem: Problem) -> ConvTile:
-    """Adapt a tile for launch. The tile gets no more channels (of a tap and of the result) than the convolution has,
-    and no empty part of K. Its kernel is "gathered" if nothing can be copied."""
+    """Adapt a tile for launch. A tile has at most as many channels of a tap and of the result as the convolution. No
+    part of K is empty. The kernel is "gathered" if TMA cannot copy the operands.
+    """
     geometry = problem.geometry
     kernel: Kernel = tile.kernel if problem.copied else "gathered"
-    least = 16 if kernel == "gathered" else 64  # least size of an operand of a tensor core's instruction
+    least = 16 if kernel == "gathered" else 64  # smallest operand of a tensor-core instruction
     columns = min(tile.columns, max(least, power_of_two(geometry.out_channels)))
     if kernel == "gathered":
         depth, steps = tile.depth, -(-geometry.taps * geometry.channels // tile.depth)
@@ -300,12 +302,12 @@ def _reason(entry: Entry) -> str:
     return f"{entry.ms:.4g} ms at {shape}, {entry.library_ms:.4g} ms with cuDNN and another pass"
 
 
-LEAST_CHANNELS = 8  # fewer channels are packed into groups (`launches.packed`)
+LEAST_CHANNELS = 8  # `launches.packed` packs images of fewer channels into groups
 GROUP_BYTES = 16  # a tensor descriptor's strides and addresses are multiples of this
 
 
 def packing(geometry: Geometry, element_bytes: int) -> tuple[int, int, int]:
-    """(channels of a pixel, channels of a tap, taps) of an image of few channels and of its weights, after packing."""
+    """(channels of a pixel, channels of a tap, taps) of an image of few channels after packing."""
     group = GROUP_BYTES // element_bytes
     if geometry.dilation[1] > 1 and geometry.kernel[1] > 1:
         # The taps of a line are not contiguous, so each tap is read separately, and a pixel is a whole group.
@@ -321,7 +323,7 @@ def packing(geometry: Geometry, element_bytes: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """Lines, pixels and channels of the part of the result that a program computes, and the program's warps."""
+    """A program's block of the result (lines, pixels and channels), and its warps."""
 
     lines: int
     pixels: int
@@ -331,7 +333,7 @@ class PoolConfig:
 
 # Measured on an H200 (benchmarks/results/h200/tune_max_pools.json): within 3% of the fastest at the three sizes timed.
 MAX_POOL = PoolConfig(lines=2, pixels=8, channels=64, warps=4)
-MOST_TAPS = 25  # elements of a window; the kernel has a load for each
+MOST_TAPS = 25  # elements of a window; the kernel is unrolled over them
 
 
 @dataclass(frozen=True)

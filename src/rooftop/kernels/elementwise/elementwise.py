@@ -78,7 +78,7 @@ def fused_reference(
             number = torch.full((), float(value), dtype=torch.float64, device=device)
         else:
             number = torch.full((), wrapped(int(value), torch.int64), dtype=torch.int64, device=device)
-        return number.to(rounded_to or dtype).to(dtype)  # comparisons use the value rounded to half precision
+        return number.to(rounded_to or dtype).to(dtype)  # before a comparison PyTorch rounds to half precision
 
     for node in topological(outputs):
         typed = types[id(node)]
@@ -108,7 +108,7 @@ def fused_reference(
 
 
 class Like(NamedTuple):
-    """An argument that gets a gradient: its number, and the shape and dtype of the gradient."""
+    """An argument that gets a gradient: its number, and the gradient's dtype, shape and device."""
 
     number: int
     dtype: torch.dtype
@@ -122,7 +122,7 @@ class Kept(NamedTuple):
     Attributes:
         numbers, program: the operator's arguments.
         wanted: the arguments that get a gradient.
-        summed: shapes of the summed outputs before the sum.
+        summed: for each summed output, the shape of its elements before the sum.
     """
 
     numbers: list[Number]
@@ -131,7 +131,9 @@ class Kept(NamedTuple):
     summed: dict[int, torch.Size]
 
     def gradients(self, tensors: Sequence[Tensor | None], given: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Gradients by argument, summed to its shape, from those of outputs of one shape."""
+        """Gradients by argument number, from the gradients of outputs of one shape; each is summed to its argument's
+        shape.
+        """
         full = next(iter(given.values())).shape
         outputs = tuple([(i, g.dtype) for i, g in given.items()])
         call = _remembered(_backward_call, self.program, outputs, self.wanted, full)
@@ -153,10 +155,10 @@ class BackwardCall(NamedTuple):
 
     Attributes:
         program: text of the program; "" if nothing is computed.
-        tensors, slopes, numbers: which of the tensors, of the outputs' gradients and of the numbers the call takes, in
-            order.
-        found: for each gradient, its shape and dtype, and the output whose gradient it takes unchanged; None if the
-            call computes it.
+        tensors, slopes, numbers: indices of the tensors, of the outputs' gradients and of the numbers that the call
+            takes.
+        found: for each gradient its `Like`, and the output whose gradient it equals (summed to shape); None if the call
+            computes it.
     """
 
     program: str
@@ -167,7 +169,7 @@ class BackwardCall(NamedTuple):
 
 
 def _remembered(function: Any, *arguments: Any) -> Any:
-    """The result of a cached function. It is computed anew for symbolic shapes, which have no hash."""
+    """The result of a cached function, or of the uncached one for symbolic shapes, which have no hash."""
     try:
         return function(*arguments)
     except TypeError:
@@ -200,8 +202,9 @@ def _needs(
     likes: tuple[tuple[torch.Size, torch.device, torch.dtype, bool], ...],
     results: tuple[torch.dtype, ...],
 ) -> tuple[tuple[bool, ...], tuple[Like, ...], dict[int, torch.Size]]:
-    """(which tensors a program's backward needs, the arguments that get a gradient, shapes of summed outputs before the
-    sum), from (shape, device, dtype, whether it requires a gradient) of each tensor."""
+    """(which tensors backward needs, the arguments that get a gradient, the shapes of summed outputs before the sum).
+    `likes`: each tensor's shape, device, dtype, and whether it requires a gradient.
+    """
     program = program_of(text)
     places = program.places("t")
     like_of = dict(zip(places, likes, strict=True))
@@ -256,7 +259,7 @@ class FusedProgram(NamedTuple):
         return self.in_pytorch()
 
     def keep(self, made: list[Tensor]) -> tuple[Any, ...]:
-        """The tensors to keep (None in the place of tensors that no gradient needs), and the other values."""
+        """The tensors to keep for backward (None for a tensor that no gradient needs), and the other values."""
         likes = tuple([(t.shape, t.device, t.dtype, t.requires_grad) for t in self.tensors])
         needed, wanted, summed = _remembered(_needs, self.program, likes, tuple([y.dtype for y in made]))
         kept = [t if needs else None for t, needs in zip(self.tensors, needed, strict=True)]
@@ -267,7 +270,7 @@ class FusedProgram(NamedTuple):
         kept: tuple[Any, ...], wanted: Sequence[Any], slopes: list[Tensor | None]
     ) -> tuple[list[Tensor | None], list[None] | None]:
         tensors, rest = kept[:-1], kept[-1]
-        # one shape per group, because a summing kernel would compute smaller outputs repeatedly
+        # one group per shape: a kernel that sums would compute outputs of a smaller shape repeatedly
         groups: list[dict[int, Tensor]] = []
         for i, slope in enumerate(slopes):
             if slope is not None:
@@ -283,8 +286,9 @@ class FusedProgram(NamedTuple):
         return [sums.get(i) for i in program_of(rest.program).places("t")], None if rest.numbers else []
 
     def cost(self, made: list[Tensor]) -> Cost:
-        """Each operation counts once for each element of its operands' common shape, so a value that is broadcast later
-        counts once. A sum costs one addition per element."""
+        """Each operation counts once per element of its operands' broadcast shape. A value that is broadcast later
+        counts at its smaller shape. A sum costs one addition per element.
+        """
         plan, arguments = planned(*self)
         flops: Counter[str] = Counter()
         for node in topological(plan.outputs):
@@ -307,7 +311,7 @@ also_forget(_known.clear)
 
 
 def _memory(plan: Plan, arguments: Sequence[Argument | None], shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """Memory for the results; `shapes` are those of the elements before the sum."""
+    """Memory for the results. `shapes`: for each result, the shape of its elements before the sum."""
     like = next(each for each in arguments if isinstance(each, Tensor))
     return [
         empty(summed_shape(shape, kept), None if kept else strides_of(shape, arguments, used), dtype, like)
@@ -316,7 +320,7 @@ def _memory(plan: Plan, arguments: Sequence[Argument | None], shapes: Sequence[t
 
 
 def _values(plan: Plan, arguments: Sequence[Argument | None], shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """The results in plain PyTorch; summed results may have a wider dtype than stored ones."""
+    """The results in plain PyTorch. Summed results may have a wider dtype than the kernel stores."""
     nodes = [summand(y, plan.types) if kept else y for y, kept in zip(plan.outputs, plan.kept, strict=True)]
     dtypes = [computed_in(dtype) if kept else dtype for dtype, kept in zip(plan.results, plan.kept, strict=True)]
     values = fused_reference(nodes, dtypes, plan.types, arguments)
@@ -361,9 +365,7 @@ class Fused:
         return f"fused({', '.join(self.names)}: {self.text})"
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """Pickle the object by name if it has one, like a function; the name of a decorated function refers to this
-        object.
-        """
+        """Pickle by name if the object has one, as functions are: a decorated function's name refers to this object."""
         found: Any = sys.modules.get(self.function.__module__)
         for name in self.function.__qualname__.split("."):
             found = getattr(found, name, None)
@@ -411,12 +413,12 @@ class Fused:
 @repeated
 @recorded_whole
 def run_text(text: str, names: Sequence[str], single: bool, *arguments: Argument) -> Any:
-    """Compute the same as `Fused`, but from the program's text, so that torch.fx can record the call.
+    """Compute what `Fused` computes, from the program's text, so that torch.fx can record the call.
 
     Args:
         text: the expression, with arguments a0, a1, ...
         names: the arguments' names, for messages.
-        single: whether there is one result, which is then returned without a tuple.
+        single: return the only result itself instead of a tuple.
 
     Raises:
         TypeError, ValueError: as in `Fused`.
@@ -462,18 +464,17 @@ def fused(function: Function) -> Fused:
         y = gated(x, gate, bias, scale=0.5)
 
     Args:
-        function: takes up to 8 tensors that broadcast, and numbers. Numbers may differ from call to call without
-            recompilation. The function is called once, with expressions in place of tensors. It may use operators,
-            comparisons, casts (`.to(dtype)`, `.float()`) and elementwise functions of torch and torch.nn.functional:
-            abs, add, addcdiv, addcmul, ceil, clamp, cos, div, elu, erf, exp, expm1, floor, gelu, hardtanh, isnan,
-            leaky_relu, lerp, log, log1p, log2, logical_*, maximum, minimum, mul, neg, pow, reciprocal, relu, round,
-            rsqrt, sigmoid, sign, silu, sin, softplus, sqrt, square, sub, tanh, trunc, where. It returns one expression
-            or a tuple of them.
+        function: takes up to 8 tensors that broadcast, and numbers. A new number does not recompile. The function is
+            called once, with expressions in place of tensors. It may use operators, comparisons, casts (`.to(dtype)`,
+            `.float()`) and elementwise functions of torch and torch.nn.functional: abs, add, addcdiv, addcmul, ceil,
+            clamp, cos, div, elu, erf, exp, expm1, floor, gelu, hardtanh, isnan, leaky_relu, lerp, log, log1p, log2,
+            logical_*, maximum, minimum, mul, neg, pow, reciprocal, relu, round, rsqrt, sigmoid, sign, silu, sin,
+            softplus, sqrt, square, sub, tanh, trunc, where. It returns one expression or a tuple of them.
 
     Returns:
         A callable with the same arguments. dtypes are promoted as in PyTorch; half precision is computed in float32 and
-        rounded once, at the end. It can be differentiated any number of times, compiled with fullgraph=True, and used
-        under autocast.
+        rounded once, at the end. The callable can be differentiated any number of times, compiled with fullgraph=True,
+        and used under autocast.
 
     Raises:
         TypeError: the function uses an operation that is not elementwise, or a tensor that is not its argument.
@@ -539,7 +540,7 @@ def sigmoid(input: Tensor) -> Tensor:
 @repeated
 @recorded_whole
 def tanh(input: Tensor) -> Tensor:
-    """The same as `torch.tanh`."""
+    """Hyperbolic tangent, as `torch.tanh`."""
     return _TANH(input)
 
 
@@ -553,7 +554,7 @@ def silu(input: Tensor) -> Tensor:
 @repeated
 @recorded_whole
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:
-    """The same as `torch.nn.functional.gelu`; approximate: "none" or "tanh".
+    """Gaussian error linear unit, as `torch.nn.functional.gelu`; approximate: "none" or "tanh".
 
     Raises:
         ValueError: the approximation is unknown.

@@ -1,9 +1,8 @@
-"""Write the Triton source of one kernel for an elementwise expression, for given dtypes and a class of memory layouts.
+"""Generate the Triton source of one kernel from an elementwise expression, given dtypes and a class of memory layouts.
 
 A kernel has one of two forms. The flat form steps through all tensors in the same way. The tiled form has rows and
-columns, for tensors that are broadcast or strided and for results that are summed. The source depends on the class of
-layouts: the dimensions along which each tensor moves, and the tensors with contiguous elements. Sizes and strides are
-arguments.
+columns, for tensors that are broadcast or strided and for results that are summed. The class of layouts states along
+which dimensions each tensor moves, and which tensors are contiguous. Sizes and strides are arguments.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ class Access:
     """How a kernel steps through a tensor's memory.
 
     Attributes:
-        outer: for each dimension except the last, whether the tensor moves along it.
-        column: the step along the last dimension. 0: none; 1: to the next element; 2: larger; 3: repeats over `period`
-            numbers, from a table with one copy for each start (`stores.py`).
+        outer: for each dimension except the last, whether the tensor's stride is nonzero.
+        column: the stride along the last dimension. 0: zero; 1: one; 2: larger; 3: `period` numbers repeat, read from a
+            table with one copy for each start (`stores.py`).
     """
 
     outer: tuple[bool, ...]
@@ -51,11 +50,10 @@ class Layout:
     Attributes:
         accesses: one for each argument, after dimensions were merged; None for a number or an unused argument.
         wide: whether offsets exceed 2^31.
-        sums: for each output the axis over which a program sums, "rows" or "columns"; "" if the output is stored
-            without a sum. A kernel that sums over rows loops over the tiles of a column.
+        sums: for each output the axis over which a program sums, "rows" or "columns"; "" for an output that is not
+            summed. A kernel that sums over rows loops over the tiles of a column.
         stored: layout of a result in the caller's memory (`stores.py`).
-        lines: whether each program of a stored kernel computes elements of one row, instead of a tile of rows and
-            columns.
+        lines: for a kernel of `stores.py`, whether each program computes elements of one row instead of a tile.
     """
 
     accesses: tuple[Access | None, ...]
@@ -72,7 +70,7 @@ class Layout:
 def source_of(
     outputs: Sequence[Expression], results: Sequence[torch.dtype], types: Types, kinds: Sequence[Kind], layout: Layout
 ) -> str:
-    """The module's source; its kernel is named `kernel_name(outputs)`.
+    """The source of a module whose kernel is named `kernel_name(outputs)`.
 
     Args:
         outputs: trees whose values have one shape.
@@ -90,8 +88,7 @@ def source_of(
 
 
 def module_of(lines: Sequence[str]) -> str:
-    """The source of a module with these lines, and with the functions of `operands/triton_kernels/scalars.py` that the
-    lines call."""
+    """The source of a module: these lines, and the functions of `operands/triton_kernels/scalars.py` that they call."""
     called = set(re.findall(r"\b\w+(?=\()", "\n".join(lines)))
     helpers = ", ".join(name for name in _HELPERS if name in called)
     imported = [f"from rooftop.kernels.operands.triton_kernels.scalars import {helpers}"] if helpers else []
@@ -120,7 +117,7 @@ def _flat(
     body: Body, outputs: Sequence[Expression], results: Sequence[torch.dtype], names: list[str], numbers: list[str],
     used: list[int],
 ) -> list[str]:  # fmt: skip
-    """The kernel that steps through all tensors in the same way, and the function of one of its blocks."""
+    """The flat kernel, which steps through all tensors in the same way, and the function that computes one block."""
     steps = [f"a{i}_step" for i in used if (access := body.layout.accesses[i]) and access.column == 2]
     arguments = ", ".join([*names, "elements", *steps])
     for i in used:
@@ -134,12 +131,12 @@ def _flat(
 
 
 def flat_kernel(name: str, arguments: str, numbers: list[str], says: str, lines: Sequence[str]) -> list[str]:
-    """The function of one block, whose lanes run `lines`, and the kernel that calls it with or without a mask.
+    """The function that computes one block by `lines`, and the kernel that calls it with or without a mask.
 
     Args:
-        arguments: the arguments of both, separated by commas, including `elements`.
+        arguments: the arguments of function and kernel, separated by commas, including `elements`.
         numbers: the arguments that are plain numbers.
-        says: the kernel's docstring.
+        says: docstring of the kernel.
     """
     return [
         *block_function(arguments, lines),
@@ -152,7 +149,7 @@ def flat_kernel(name: str, arguments: str, numbers: list[str], says: str, lines:
 
 
 def block_function(arguments: str, lines: Sequence[str]) -> list[str]:
-    """The function of the lanes from `start` on; there are `elements` in total."""
+    """The function that computes the block beginning at `start`, out of `elements` in total."""
     return [
         "@triton.jit",
         f"def block({arguments}, start, BLOCK: tl.constexpr, FULL: tl.constexpr):",
@@ -181,7 +178,7 @@ def _tiles(
     """The kernel in tiles of rows and columns."""
     layout = body.layout
     dims = layout.outer_dims
-    sizes = [f"size{d}" for d in range(1, dims)]  # sizes of all outer dimensions but the first
+    sizes = [f"size{d}" for d in range(1, dims)]  # sizes of the outer dimensions except the first
     accesses = {i: access for i in used if (access := layout.accesses[i])}
     strides = [name for i, access in accesses.items() for name in stride_names(i, access)]
 
@@ -215,7 +212,7 @@ def _tiles(
 
 
 def index_lines(dims: int, needed: Sequence[int]) -> list[str]:
-    """Lines that compute a row's indices in the outer dimensions `dims`."""
+    """Lines that compute a row's index in each of the outer dimensions `dims`."""
     divided = {d: "".join(f" // size{later}" for later in range(dims - 1, d, -1)) for d in needed}
     return [f"index{d} = row{by}" + (f" % size{d}" if d else "") for d, by in divided.items()]
 
@@ -250,7 +247,7 @@ def _rows(lines: list[str], down: list[int], wide: str) -> list[str]:
 
 
 def stride_names(number: int, access: Access) -> list[str]:
-    """The strides of a tensor that are arguments of the tiled kernel, in order."""
+    """Names of the strides that the tiled kernel takes for one tensor, in order."""
     outer = [f"a{number}_stride{d}" for d, moves in enumerate(access.outer) if moves]
     return outer + ([f"a{number}_step"] if access.column == 2 else [])
 
@@ -306,7 +303,7 @@ class Body:
             operands = [self._operand(each, compute, rounded_to=common) for each in node.operands]
         else:
             operands = [self._operand(each, compute) for each in node.operands]
-        # combined with a tensor, a plain number is float32 already
+        # next to a tensor operand, a plain number is already float32
         if compute == torch.float32 and node.operation != "pow":
             plain = [_plain(each, text) for each, text in zip(node.operands, operands, strict=True)]
             if sum(a != b for a, b in zip(plain, operands, strict=True)) < min(2, len(operands)):
@@ -318,7 +315,7 @@ class Body:
         elif node.operation == "neg" and common.is_floating_point:
             template = "{0} * -1.0"  # Triton computes -x as 0 - x, which gives 0.0 instead of -0.0 for 0.0
         elif node.operation == "div" and common == torch.float64:
-            template = "{0} / {1}"  # this division rounds correctly
+            template = "{0} / {1}"  # in float64, `/` rounds correctly
         else:
             template = _TEMPLATES[node.operation]
         ones = _literal(255 if common == torch.uint8 else -1, common) if "{ones}" in template else ""
@@ -336,7 +333,7 @@ class Body:
         if node.operation == "argument":
             kind = self.types[id(node)].kind
             if kind.rank == NUMBER:
-                if kind.dtype == torch.bool:  # passed as an integer
+                if kind.dtype == torch.bool:  # the kernel gets a bool as an integer
                     text = f"(a{node.value} != 0)"
                 else:
                     text = f"tl.cast(a{node.value}, {_tl(kind.dtype)})"
@@ -349,12 +346,12 @@ class Body:
 
 
 def _plain(node: Expression, text: str) -> str:
-    """The number inside a text like `tl.full((), number, dtype)`."""
+    """The number in a text such as `tl.full((), number, dtype)`."""
     return text.split(", ")[1] if node.operation == "constant" and text.startswith("tl.full") else text
 
 
 def _cast(text: str, has: torch.dtype, dtype: torch.dtype) -> str:
-    """A value in another dtype; for booleans, whether it differs from 0."""
+    """The text that casts a value to a dtype; the cast to bool compares with 0."""
     if dtype == torch.float64 and has in _UP_TO_32_BITS:
         return f"double_of({text})"
     return f"({text} != 0)" if dtype == torch.bool else f"{text}.to({_tl(dtype)})"
@@ -364,7 +361,7 @@ _UP_TO_32_BITS = (torch.uint8, torch.int8, torch.int16, torch.int32)
 
 
 def _literal(value: int | float | bool, dtype: torch.dtype) -> str:
-    """The literal of a number in a dtype; integers wrap around."""
+    """The literal of a number in a dtype; an integer that does not fit wraps around."""
     if not dtype.is_floating_point:
         number = int(value) if dtype == torch.bool else wrapped(int(value), dtype)
         return f"tl.full((), {number}, {_tl(dtype)})"

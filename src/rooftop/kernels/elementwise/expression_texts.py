@@ -4,8 +4,8 @@ text.
 Grammar: statements `t0 = expression`, separated by `;`, and at the end one or more expressions, separated by commas.
 Expressions contain arguments a0, a1, ..., names defined before, numbers, inf, nan, True, False, operators, calls of
 `OPERATIONS` and parentheses. Operators bind as in Python; comparisons are not chained. The parser evaluates nothing,
-and uses two stacks instead of recursion (Dijkstra 1961, the shunting-yard algorithm). So memory alone limits the depth
-of nested expressions, and the caller's stack does not.
+and uses two stacks instead of recursion (Dijkstra 1961, the shunting-yard algorithm). So only memory limits how deeply
+expressions can be nested.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ _WORDS = {"inf": math.inf, "nan": math.nan, "True": True, "False": False}
 class _Waiting(NamedTuple):
     """An operator, a call or a parenthesis that waits for operands.
 
-    `operation`: "" for parentheses that only group. `binding`: 0 for calls and parentheses. `before`: the number
-    of values on the stack before it.
+    `operation`: "" for grouping parentheses. `binding`: precedence; 0 for calls and parentheses. `before`: how many
+    values were on the stack when it was pushed.
     """
 
     operation: str
@@ -88,7 +88,7 @@ class _Reader:
         return self.values
 
     def _tokens(self) -> Iterator[tuple[str, str]]:
-        """(kind, text) of each token; the parenthesis of a call belongs to its name."""
+        """(kind, text) of each token. A function's name and its opening parenthesis are one token."""
         position = 0
         while position < len(self.text):
             match = _TOKEN.match(self.text, position)
@@ -116,7 +116,7 @@ class _Reader:
         """Handle a token after a complete operand. Returns whether another operand is expected."""
         if token in _BINDING:
             binding = _BINDING[token]
-            self._apply_waiting(binding + (token == "**" or binding == 1))  # powers group from the right
+            self._apply_waiting(binding + (token == "**" or binding == 1))  # `**` is right-associative
             if binding == 1 and self.waiting and self.waiting[-1].binding == 1:
                 self._refuse("comparisons of two", repr(token))
             self._wait(BY_SYMBOL[token, 2], 2, binding)
@@ -138,7 +138,7 @@ class _Reader:
         self.waiting.append(_Waiting(operation, arity, binding, len(self.values)))
 
     def _apply_waiting(self, binding: int) -> None:
-        """Apply the waiting operators that bind at least as strongly, the last one first."""
+        """Apply the waiting operators of at least this precedence, the last one first."""
         while self.waiting and self.waiting[-1].binding >= binding:
             self._apply(self.waiting.pop())
 
@@ -173,5 +173,5 @@ class _Reader:
 
 
 def _shown(text: str) -> str:
-    """The text for an error; only the beginning of a long text."""
+    """The text for an error message, shortened if it is long."""
     return repr(text if len(text) <= 80 else f"{text[:77]}...")

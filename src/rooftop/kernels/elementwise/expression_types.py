@@ -2,7 +2,7 @@
 
 Tensors with dimensions decide the result's dtype. Tensors without dimensions, and then numbers, count only if their
 category is higher (bool, integer, floating point), as in `torch.result_type`. PyTorch rounds to half precision between
-two operators; here values stay float32, as in any fused kernel. Integers wrap around as in PyTorch.
+two operators; a fused kernel keeps values in float32. Integers wrap around as in PyTorch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
 
 
 def summand(node: Expression, types: Types) -> Expression:
-    """A node whose value is summed in float32 for a result, since half precision results are rounded after the sum."""
+    """A node whose value is summed for a result: in float32, because half precision is rounded after the sum."""
     if DTYPES.get(node.operation) in HALVES and types[id(node.operands[0])].inside == torch.float32:
         return node.operands[0]
     return node
@@ -66,7 +66,7 @@ number; in sums it only wraps.
 
 
 def limits_of(outputs: Sequence[Expression], types: Types) -> list[tuple[Expression, torch.dtype]]:
-    """The plain numbers (constants, arguments) that must be in the range of an integer dtype."""
+    """The plain numbers (constants and arguments) that an integer dtype must be able to represent, with that dtype."""
     return [
         (each, common)
         for node in topological(outputs)
@@ -87,7 +87,7 @@ def check_limit(value: int | float | bool, dtype: torch.dtype) -> None:
 
 
 def wrapped(value: int, dtype: torch.dtype) -> int:
-    """An integer as stored in an integer tensor, modulo 2^bits."""
+    """An integer wrapped around as in an integer tensor, modulo 2^bits."""
     limits = torch.iinfo(dtype)
     return (value - limits.min) % (1 << limits.bits) + limits.min
 
@@ -159,9 +159,7 @@ def _type_of(name: str, operands: list[Kind], autocast: bool) -> Typed:
     if operation.typing == "promoted" and common == torch.bool and name not in OF_BOOLS:
         raise TypeError(f"fused: {name} of booleans is not defined: cast them, or use &, |, ^, ~")
     if name == "pow" and not common.is_floating_point:
-        raise TypeError(
-            "fused: integers have the powers 1 to 4 as constants: cast to a floating point dtype for others"
-        )
+        raise TypeError("fused: integers take only the constant powers 1 to 4: cast them to a floating point dtype")
     if autocast and operation.autocast and common in HALVES:
         common = torch.float32
     return Typed(Kind(common, rank), common)

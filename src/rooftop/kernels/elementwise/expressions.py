@@ -2,8 +2,8 @@
 
 A function of tensors is called with `Expression`s in place of the tensors. It returns the tree of its computation:
 operators, methods and torch's own functions (through `__torch_function__`) each add a node. Equal nodes are one object,
-so a value that a function computes twice is in the tree once. No traversal of a tree is recursive, so its depth is
-limited only by memory.
+so a value that a function computes twice is in the tree once. No traversal of a tree is recursive, so only memory
+limits its depth.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Operation:
             "where", "scaled" (the first operand's dtype), "nearest" (int32), "bits" (float64), or the name of the dtype
             of a cast.
         arity: number of operands.
-        apply: the same operation in PyTorch, on tensors of one dtype.
+        apply: the operation in PyTorch, on tensors of one dtype.
         gradients: a function from (gradient of the result, result, *operands) to the gradients of the operands; None:
-            no gradient at all.
+            the operation has no gradient.
         flops: flops of one element.
         symbol: notation of the operation, if it is not written as a function call.
         autocast: whether the operation is computed in float32 under autocast on a GPU, as in PyTorch.
@@ -154,19 +154,19 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def _first(a: Tensor, b: Tensor) -> Tensor:
-    """a in the common dtype of both operands."""
+    """Return a, which the caller has cast to the common dtype of both operands."""
     return a
 
 
 def _gradients_of_power(g: Expression, y: Expression, a: Expression, b: Expression) -> Gradients:
-    """b a^(b - 1) and a^b log(a), times g; without NaN if a or b is 0."""
+    """g b a^(b - 1) and g a^b log(a), with 0 instead of NaN where a or b is 0."""
     base = where(equal(b, 0), 0, g * (b * a ** (b - 1)))
     return base, where(equal(a, 0) & (b >= 0), 0, g * (y * apply("log", a)))
 
 
 def _nearest(a: Tensor) -> Tensor:
-    """The lower 32 bits of the nearest integer; ties go to the even one. This holds for |a| up to 2^22 in float32 and
-    2^51 in float64; above these limits kernels return other bits.
+    """The lower 32 bits of the nearest integer, with ties to even, for |a| up to 2^22 in float32 and 2^51 in float64.
+    Beyond these limits kernels return other bits.
     """
     return a.round().to(torch.int64).to(torch.int32)
 
@@ -205,7 +205,7 @@ class Expression:
         )
 
     def __iter__(self) -> Any:
-        raise TypeError("an elementwise expression has no elements of its own: it cannot be indexed or iterated over")
+        raise TypeError("an elementwise expression cannot be indexed or iterated over: it has no elements")
 
     __hash__ = object.__hash__
 
@@ -243,7 +243,7 @@ class Expression:
         return build(*args, **(kwargs or {}))
 
     def to(self, dtype: torch.dtype) -> Expression:
-        """Cast; half precision rounds."""
+        """Cast to a dtype; a cast to half precision rounds."""
         if dtype not in NAMES:
             raise TypeError(f"fused: a cast needs one of the dtypes {', '.join(DTYPES)}, got {dtype!r}")
         return apply(NAMES[dtype], self)
@@ -254,7 +254,7 @@ def _node(operation: str, operands: Operands, value: Any = None) -> Expression:
     key = (operation, tuple(map(id, operands)), type(value), repr(value))
     found = _NODES.get(key)
     if found is None:
-        with _lock:  # otherwise two equal nodes would each get only a part of the gradient
+        with _lock:  # without the lock, two equal nodes could exist, each with only a part of the gradient
             found = _NODES.get(key)
             if found is None:
                 found = object.__new__(Expression)
@@ -274,7 +274,7 @@ def argument(number: int) -> Expression:
 
 
 def constant(value: int | float | bool) -> Expression:
-    """A number that belongs to the expression.
+    """A number that is part of the expression.
 
     Raises:
         ValueError: an integer of more than 64 bits.
@@ -302,7 +302,7 @@ def _as_expression(operation: str, value: Any) -> Expression:
     if isinstance(value, numbers.Real):  # NumPy's numbers
         return constant(int(value) if isinstance(value, numbers.Integral) else float(value))
     if isinstance(value, Tensor):
-        raise TypeError(f"fused: {operation} of a tensor that is not an argument of the function: make it one")
+        raise TypeError(f"fused: {operation} uses a tensor that is not an argument of the function: make it one")
     raise TypeError(f"fused: {operation} needs tensors and numbers, got {type(value).__name__}")
 
 
@@ -317,7 +317,7 @@ def equal(a: Any, b: Any) -> Expression:
 
 
 def topological(outputs: Iterable[Expression]) -> list[Expression]:
-    """The given nodes and all nodes below them, each once, operands before the nodes that use them."""
+    """The given nodes and all their operands in topological order: each node once, after its operands."""
     return trees.topological(outputs, _OPERANDS)
 
 
@@ -378,9 +378,9 @@ def _bare(text: str) -> str:
 
 
 def _power(a: Any, b: Any) -> Expression:
-    """Small constant powers as products, as PyTorch computes them."""
+    """A power; small constant exponents become products, as in PyTorch."""
     if type(b) in (int, float) and b in (1, 2, 3, 4):
-        # a power of booleans is an integer, or floating point if the exponent is a float
+        # a power of booleans is an integer, or a float if the exponent is one
         a = apply("base", a, type(b)(1))
         square = apply("mul", a, a)
         return {1: lambda: a, 2: lambda: square, 3: lambda: square * a, 4: lambda: square * square}[int(b)]()
@@ -392,7 +392,7 @@ def _power(a: Any, b: Any) -> Expression:
 
 
 def _with_alpha(operation: str) -> Callable[..., Expression]:
-    """input + alpha * other; alpha does not affect the dtype."""
+    """input + alpha * other; alpha does not affect the result's dtype."""
 
     def build(input: Any, other: Any, *, alpha: Any = 1) -> Expression:
         return apply(operation, input, _times(apply("common", other, input), alpha) if _not_1(alpha) else other)
@@ -410,12 +410,12 @@ def _with_value(operation: str) -> Callable[..., Expression]:
 
 
 def _times(a: Expression, number: Any) -> Expression:
-    """a * number in the dtype of a."""
+    """a * number, computed in the dtype of a."""
     return apply("scale", a, number) if _not_1(number) else a
 
 
 def _not_1(number: Any) -> bool:
-    """Whether a factor differs from 1, so that it needs a product."""
+    """Whether a factor differs from 1, so that a product is needed."""
     return type(number) not in (int, float) or number != 1
 
 
@@ -447,7 +447,7 @@ def _gelu(input: Any, approximate: str = "none") -> Expression:
 def _softplus(input: Any, beta: float = 1.0, threshold: float = 20.0) -> Expression:
     """log(1 + exp(beta x)) / beta, and x itself above the threshold."""
     scaled = input if beta == 1.0 else input * beta
-    # bounded, so that the gradient is never inf * 0
+    # clamped: above the threshold, exp could overflow and the gradient become inf * 0
     soft = apply("log1p", apply("exp", apply("clamp_max", scaled, threshold)))
     return where(scaled > threshold, input, soft if beta == 1.0 else soft / beta)
 
@@ -566,7 +566,7 @@ def derivatives(
     gradient.
 
     The gradients have the shape of the outputs: the caller still sums the gradient of a broadcast argument. Reverse
-    accumulation over the tree, along the nodes that depend on the wanted arguments.
+    accumulation over the tree visits only nodes that depend on the wanted arguments.
     """
     nodes = topological(outputs)
     depends: set[int] = set()

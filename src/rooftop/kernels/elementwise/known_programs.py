@@ -1,7 +1,6 @@
-"""Repeat calls of fused programs with arguments of known shapes, strides and dtypes: the same allocations and
-launches.
+"""Repeat the allocations and launches of a fused program for arguments of known shapes, strides and dtypes.
 
-Planning a call takes the host longer than its launch, and depends only on these facts. So a call is planned once.
+On the host, planning a call takes longer than launching it. A plan depends only on these facts, so it is made once.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def facts_of(tensors: Sequence[Tensor], numbers: Sequence[Number], program: str)
 
 
 class Known(NamedTuple):
-    """The allocations and launches of such a call.
+    """The allocations and launches of a call with known facts.
 
     Attributes:
         results: shape, strides (None: contiguous) and dtype of each.
@@ -47,7 +46,7 @@ class Known(NamedTuple):
     def of(
         program: Program, shapes: Sequence[torch.Size], plan: Plan, arguments: Sequence[Any], steps: Sequence[Step]
     ) -> Known:
-        """Record a first call with these facts; no result may be summed."""
+        """Record the allocations and launches of a first call, none of whose results is summed."""
         order = [*program.places("t"), *program.places("n")]
         results = [
             (shape, strides_of(shape, arguments, used), dtype)
@@ -57,7 +56,7 @@ class Known(NamedTuple):
         return Known(tuple(results), tuple(moved))
 
     def run(self, tensors: Sequence[Tensor], numbers: Sequence[Number]) -> list[Tensor]:
-        """The results for arguments with these facts."""
+        """Allocate and compute the results for arguments with the recorded facts."""
         results = [empty(*each, tensors[0]) for each in self.results]
         arguments = (*tensors, *numbers)
         for step in self.steps:

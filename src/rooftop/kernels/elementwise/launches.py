@@ -40,9 +40,9 @@ class Step(NamedTuple):
     """One launch of a program, which can be repeated for arguments of the same shapes, strides and dtypes.
 
     Attributes:
-        used: numbers of the program's arguments that the kernel takes first.
-        stored: numbers of the results that the kernel takes next.
-        sizes: the kernel's last arguments.
+        used: indices of the program's arguments, the kernel's first parameters.
+        stored: indices of the results, which follow.
+        sizes: the kernel's last parameters.
     """
 
     kernel: Any
@@ -62,17 +62,16 @@ class Step(NamedTuple):
 def run(
     plan: Plan, arguments: list[Any], shapes: Sequence[torch.Size], results: Sequence[Tensor]
 ) -> tuple[Step, ...] | None:
-    """Fills the results; the shapes are those of their elements before the sum. One kernel computes all results of one
-    shape.
+    """Fill the results. `shapes`: for each result, the shape of its elements before the sum. One kernel computes all
+    results of one shape.
 
     Returns:
-        The launches; None if the call did more than launch kernels with these arguments and results, such as copies and
-        sums.
+        The launches; None if the call also copied arguments or added partial sums.
     """
     require_triton()
     like = next(each for each in arguments if isinstance(each, Tensor))
     stored = {shape: y for y, shape, kept in zip(results, shapes, plan.kept, strict=True) if not kept}
-    full: list[Tensor] = []  # the results; for summed ones, a tensor with the shape and strides before the sum
+    full: list[Tensor] = []  # for each result, a tensor with its shape and strides before any sum
     for y, shape, kept, used in zip(results, shapes, plan.kept, plan.used, strict=True):
         if kept and shape not in stored:
             stored[shape] = empty(shape, strides_of(shape, arguments, used), y.dtype, like.to("meta"))
@@ -94,15 +93,15 @@ def run(
 def launch_program(
     plan: Plan, chosen: tuple[int, ...], arguments: list[Any], y: Tensor, results: list[Tensor]
 ) -> Step | None:
-    """One kernel for outputs whose elements, before the sum, have the shape and strides of y; the launch, unless the
-    call did more than launch it.
+    """Launch one kernel for outputs whose elements, before the sum, have the shape and strides of y. Return the launch;
+    None if the call also copied arguments or added partial sums.
     """
     used = sorted({number for i in chosen for number in plan.used[i]})
     tensors = {i: arguments[i] for i in used if isinstance(arguments[i], Tensor)}
     marks = [_mark(y, plan.kept[i]) for i in chosen] if any(plan.kept) else []
     dims = merged_dims(y, [*tensors.values(), *marks])
     copied = len(dims) > MOST_DIMS
-    if copied:  # copies in the order of the results, so that all dimensions can be merged
+    if copied:  # copies with the results' strides, so that all dimensions can be merged
         tensors = {
             i: t if t.dim() == 0 else torch.empty_strided(y.shape, y.stride(), dtype=t.dtype, device=t.device).copy_(t)
             for i, t in tensors.items()
@@ -115,7 +114,7 @@ def launch_program(
     elif len(dims) == 1:
         dims = [(1, (0,) * len(dims[0][1])), *dims]
     device = results[0].device
-    stored = [  # if no such kernel computes a result's sum, the result is stored before the sum
+    stored = [  # if the kernel cannot sum a result, it stores the elements before the sum
         torch.empty_strided(y.shape, y.stride(), dtype=r.dtype, device=device) if plan.kept[i] and not over else r
         for r, i, over in zip(results, chosen, sums, strict=True)
     ]
@@ -143,10 +142,9 @@ def launch_program(
 def _launch_tiles(
     kernel: Any, given: list[Any], results: list[Tensor], tensors: dict[int, Tensor], layout: Layout, dims: Dims
 ) -> tuple[tuple[int, ...], tuple[int, ...], Constants]:
-    """One launch of the tiled kernel, for tensors that are broadcast or strided and for sums: its grid, sizes and
-    constants.
+    """Grid, sizes and constants of the tiled kernel, for tensors that are broadcast or strided and for sums.
 
-    `dims` have the strides of the tensors and then of the outputs; a summed output's strides are 0.
+    `dims` hold the strides of the tensors, then of the outputs; a summed output's strides are 0.
     """
     *outer, (columns, steps) = dims
     group, values = columns, []
@@ -202,14 +200,16 @@ def _launch_tiles(
 
 
 def _mark(y: Tensor, kept: str) -> Tensor:
-    """A view that steps along the kept dimensions of y alone, so that these are not merged with others."""
+    """A view of y with stride 0 in the summed dimensions, so that `merged_dims` does not merge kept and summed
+    dimensions.
+    """
     if not kept:
         return y
     return y.as_strided(y.shape, [s if keep == "1" else 0 for s, keep in zip(y.stride(), kept, strict=True)])
 
 
 def _summed_over(y: Tensor, kept: str, dims: Dims, mark: int) -> str:
-    """The axis over which the tiled kernel can sum a result: "columns", all "rows", or "" for neither.
+    """The axis over which the tiled kernel can sum a result: "columns", "rows", or "" for neither.
 
     The sums have the order of y's memory. That is the order of the result if y is contiguous or one dimension is kept.
     """
@@ -224,7 +224,7 @@ def _summed_over(y: Tensor, kept: str, dims: Dims, mark: int) -> str:
 
 
 def flat_config(tensors: Sequence[Tensor]) -> FlatConfig:
-    """The parameters for a kernel that moves these tensors."""
+    """The launch parameters for a kernel that reads or writes these tensors."""
     element_bytes = sum(each.element_size() for each in tensors if each.dim())
     return next(config for config in tables.FLAT if element_bytes <= config.element_bytes)
 
@@ -245,7 +245,7 @@ def merged_dims(y: Tensor, tensors: Sequence[Tensor]) -> Dims:
 
 
 def layout_of(dims: Dims, tensors: dict[int, Tensor], arguments: int, y: Tensor, sums: tuple[str, ...] = ()) -> Layout:
-    """The class of the tensors' layouts, by argument number, over merged dimensions."""
+    """The class of layouts of the tensors, over merged dimensions."""
     accesses: list[Access | None] = [None] * arguments
     for n, i in enumerate(tensors):
         outer = tuple(strides[n] != 0 for _, strides in dims[:-1])

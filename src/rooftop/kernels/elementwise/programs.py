@@ -2,8 +2,8 @@
 
 The operator takes a program as text, "tnt: a0 * a1 + a2": letters for tensor and number arguments, and the trees
 (`expression_texts.py`). "tt 1=01: a0, a0 * a1" sums result 1 over the first of two dimensions, which becomes 1. A plan
-adds dtypes. Programs are cached by their text, plans by the program and the arguments' dtypes. Shapes and the results'
-layouts are computed at each call.
+is a program together with the dtypes of its arguments. Programs are cached by their text, plans by the program and the
+arguments' dtypes. Shapes and the results' layouts are computed at each call.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Program:
     """The kinds of the arguments, and the trees.
 
     `kinds` has a letter for each argument: t a tensor, n a number, - none (not used). `kept` has a digit for each
-    dimension of a summed output: 1 if it stays, 0 if it becomes 1. For other outputs the text is empty.
+    dimension of a summed output: 1 if it stays, 0 if it becomes 1. For an output that is not summed, `kept` is "".
     """
 
     kinds: str
@@ -64,7 +64,7 @@ class Program:
         return tuple(next(rest[kind]) for kind in self.kinds)
 
     def places(self, kind: str) -> list[int]:
-        """Numbers of the arguments of one kind."""
+        """Indices of the arguments of one kind."""
         return [i for i, each in enumerate(self.kinds) if each == kind]
 
 
@@ -79,11 +79,11 @@ def program_of(text: str) -> Program:
     for option in options[autocast:]:
         number, _, marks = option.partition("=")
         if not number.isdecimal() or int(number) >= len(kept) or not marks or set(marks) - set("01"):
-            raise ValueError(f"fused: {option!r} does not state the kept dimensions of a result, as in '0=01'")
+            raise ValueError(f"fused: {option!r} must state the kept dimensions of a result, as in '0=01'")
         kept[int(number)] = marks
     used = arguments_of(outputs)
     if set(kinds) - set("tn-"):
-        raise ValueError(f"fused: expected letters t, n, - for tensors, numbers and nothing, got {head!r}")
+        raise ValueError(f"fused: expected letters t (tensor), n (number) and - (unused), got {head!r}")
     if any(number >= len(kinds) or kinds[number] == "-" for number in used):
         raise ValueError(f"fused: {trees.strip()!r} uses arguments that {head!r} does not have")
     for output in outputs:
@@ -96,7 +96,7 @@ def program_of(text: str) -> Program:
 class Plan:
     """The facts that follow from a program and its arguments' dtypes. Launches are cached by the plan's identity."""
 
-    outputs: tuple[Expression, ...]  # kept here, since types are keyed by the identity of nodes
+    outputs: tuple[Expression, ...]  # held here, because `types` has the ids of nodes as keys
     kept: tuple[str, ...]
     kinds: tuple[Kind | None, ...]
     types: Types
@@ -157,7 +157,7 @@ def planned(tensors: Sequence[Tensor], numbers: Sequence[Number], program: Progr
         if each.dtype not in NAMES:
             raise TypeError(f"fused: argument {i} must have one of the dtypes {', '.join(DTYPES)}, got {each.dtype}")
         if each.device != device:
-            arguments[i] = each.to(device)  # a single number on the CPU
+            arguments[i] = each.to(device)  # a tensor without dimensions may be on the CPU
     kinds = tuple(map(_kind, arguments))
     plan = plan_of(program, kinds, torch.get_default_dtype())
     for number, dtype in plan.limits:
@@ -166,7 +166,7 @@ def planned(tensors: Sequence[Tensor], numbers: Sequence[Number], program: Progr
 
 
 def _device(tensors: Sequence[Tensor]) -> torch.device:
-    """The tensors' device; those without dimensions may be on the CPU, as in PyTorch."""
+    """The tensors' device; tensors without dimensions may be on the CPU, as in PyTorch."""
     device = next((each.device for each in tensors if each.dim() or each.device.type != "cpu"), tensors[0].device)
     for each in tensors:
         if each.device != device and (each.dim() or each.device.type != "cpu"):
@@ -191,17 +191,17 @@ def broadcast_shape(shapes: Sequence[torch.Size]) -> torch.Size:
 
 
 def summed_shape(shape: torch.Size, kept: str) -> torch.Size:
-    """The shape of a result whose elements have the given shape, after they are summed."""
+    """The shape of a summed result, given the shape of its elements before the sum."""
     if not kept:
         return shape
     if len(kept) != len(shape):
-        raise ValueError(f"fused: {kept!r} marks {len(kept)} dimensions of the {len(shape)} of a result")
+        raise ValueError(f"fused: {kept!r} has {len(kept)} digits for the {len(shape)} dimensions of a result")
     return torch.Size(size if keep == "1" else 1 for size, keep in zip(shape, kept, strict=True))
 
 
 def strides_of(shape: torch.Size, arguments: Sequence[Argument | None], used: Sequence[int]) -> tuple[int, ...] | None:
-    """Strides of the results, as in PyTorch: those of the first tensor of the full shape if it is dense; None:
-    contiguous.
+    """Strides of the results, as in PyTorch: the strides of the first tensor of the full shape if it is dense, or None
+    for contiguous.
     """
     for i in used:
         tensor = arguments[i]
@@ -237,13 +237,14 @@ def empty(shape: torch.Size, strides: tuple[int, ...] | None, dtype: torch.dtype
 
 @dataclass(frozen=True)
 class ProgramGradients:
-    """How the gradients of some arguments follow from the gradients of some outputs of one shape.
+    """How the gradients of some arguments are computed from the gradients of outputs of one shape.
 
     Attributes:
-        passed: for each argument, the output whose gradient it takes unchanged; None if it must be computed.
+        passed: for each argument, the output whose gradient is also the argument's; None if the gradient must be
+            computed.
         there: for each argument, whether it has a gradient.
-        used: numbers of the arguments that the computation needs. The gradient of output i has the number of the
-            program's arguments plus i.
+        used: indices of the arguments that `program` needs. The gradient of output i has the index n + i, where n is
+            the original program's number of arguments.
         program: computes the gradients that exist and are not passed; "" if there are none.
     """
 
@@ -257,7 +258,7 @@ class ProgramGradients:
 def gradients_of(
     text: str, outputs: tuple[tuple[int, torch.dtype], ...], wanted: tuple[tuple[int, torch.dtype], ...]
 ) -> ProgramGradients:
-    """The gradients with respect to the arguments `wanted`, from those of `outputs`, both as (number, dtype)."""
+    """The gradients with respect to the arguments `wanted`, from the gradients of `outputs`. Each is (index, dtype)."""
     program = program_of(text)
     first = len(program.kinds)
     given = [argument(first + i) for i, _ in outputs]

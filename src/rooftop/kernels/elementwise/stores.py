@@ -5,11 +5,11 @@ computes float64 too. No product is fused with a sum, so each operation is round
 repeat along the last dimension (`rows`, from `operands/repeating_numbers.py`), such as one for each channel of images.
 
 The kernel is bound by memory: it reads every operand once and writes the result once. Tensors with the same layout are
-treated as one flat dimension, for any shape. Regions are read in place, one block of a row at a time, or as tiles of
-several short rows. A thread handles 16 bytes: 16 elements if they are bytes. Triton only knows whether a pointer is a
+treated as one flat dimension, for any shape. A program reads a strided region one block of a row at a time, or as a
+tile of several short rows. A thread handles 16 bytes of the narrowest tensor. Triton vectorizes only if a pointer is a
 multiple of 16 bytes, but a region may begin anywhere. So pointers are rounded down to a multiple of 16 bytes. The
-offsets of the tensors and all strides are given in the largest unit that divides them (`UNIT`), and loads and stores
-are one unit wide.
+kernel takes the remaining offsets and all strides in the largest unit that divides them (`UNIT`). Loads and stores are
+one unit wide.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ FAST = frozenset(
 
 
 class Row(NamedTuple):
-    """Numbers of a dtype as bytes, so that -0.0 differs from 0.0, and NaN equals itself."""
+    """Numbers of a dtype as bytes, because as bytes -0.0 differs from 0.0, and NaN equals itself."""
 
     bits: bytes
     dtype: torch.dtype
 
 
 def row_of(numbers: Sequence[Number], dtype: torch.dtype) -> Row:
-    """The numbers, rounded to the dtype."""
+    """A `Row` of the numbers, rounded to the dtype."""
     return Row(torch.tensor(numbers, dtype=dtype, device="cpu").numpy().tobytes(), dtype)
 
 
@@ -82,9 +82,9 @@ def store_fused(
         tensors: tensors of the shape of `out`, with any strides, on its device.
         numbers: Python numbers. Floats are float32; a float64 number is passed as an integer with the same bits,
             `float64_of_bits(a0)`.
-        out: the memory of the result. It may be the same as a tensor's, but must not overlap a tensor in part.
-        rows: numbers that repeat along the last dimension of `out`, whose size is a multiple of their count. Numbers
-            come after the tensors among the program's arguments.
+        out: the memory of the result. It may be the memory of an input tensor, but must not overlap one partially.
+        rows: numbers that repeat along the last dimension of `out`, whose size is a multiple of their count. In the
+            program's arguments, rows come after the tensors.
 
     Returns:
         The launch, which can be repeated on other memory. None if there was no launch, or several launches, or a launch
@@ -92,15 +92,15 @@ def store_fused(
 
     Raises:
         TypeError: the result's dtype differs from that of `out`, or an operation does not support float64 here.
-        ValueError: the arguments do not match the program's.
-        RuntimeError: the rows are new while a CUDA graph is captured.
+        ValueError: the arguments do not match the program.
+        RuntimeError: a row is used for the first time while a CUDA graph is captured.
     """
     tables = [table_of(each.bits, each.dtype, out.device) for each in rows]
     plan, arguments = planned([*tensors, *(each.numbers for each in tables)], numbers, program)
     if plan.results != (out.dtype,):
-        raise TypeError(f"store_fused: the result has dtype {plan.results}, and out {out.dtype}")
+        raise TypeError(f"store_fused: the result has dtype {plan.results}, but out has {out.dtype}")
     if rows and out.dim() and any(0 < abs(step) < abs(out.stride(-1)) for step in out.stride()[:-1]):
-        raise ValueError(f"store_fused: rows run along the innermost dimension, and out has strides {out.stride()}")
+        raise ValueError(f"store_fused: rows need an innermost last dimension of out, got strides {out.stride()}")
     if not out.numel():
         return None
     require_triton()
@@ -124,7 +124,7 @@ class Stored(NamedTuple):
     Attributes:
         launch: the kernel with its arguments.
         tensors: for each pointer of the launch, the number of its tensor; -1 for the result.
-        leads: for each pointer of the launch, its distance in bytes from the beginning of its tensor.
+        leads: for each pointer of the launch, the bytes from it to the beginning of its tensor.
     """
 
     launch: Repeated
@@ -132,16 +132,15 @@ class Stored(NamedTuple):
     leads: tuple[int, ...]
 
     def again(self, addresses: Sequence[int]) -> bool:
-        """Repeat the launch on tensors at these addresses, with the result's address last; rows stay the same. Return
-        whether that was possible (see `Repeated.at`).
+        """Repeat the launch with the same rows on tensors at these addresses, the result's address last. Return whether
+        that was possible (see `Repeated.at`).
         """
         return self.launch.at([addresses[n] - lead for n, lead in zip(self.tensors, self.leads, strict=True)])
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The facts that follow from a program and from its tensors' layout: the kernel, and its arguments other than
-    tensors."""
+    """A kernel and its arguments other than tensors, which follow from a program and the layout of its tensors."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -167,7 +166,7 @@ def _store(plan: Plan, arguments: list[Any], out: Tensor, periods: dict[int, int
         if len(_launches) >= _MOST_LAUNCHES:
             _launches.clear()
         _launches[key] = found = _launch_of(plan, moving, out, leads, periods)
-    if found is None:  # drop a dimension, with one launch for each of its indices
+    if found is None:  # too many dimensions: launch once for each index of the first one
         for n in range(out.shape[0]):
             parts = [each[n] if i in moving else each for i, each in enumerate(arguments)]
             _store(plan, parts, out[n], periods)
@@ -232,8 +231,9 @@ def _launch_of(
 
 
 def _unit(dims: Dims, every: Sequence[Access], leads: Sequence[int]) -> int:
-    """The largest group of up to 16 elements that divides the offsets, strides and columns of all contiguous tensors,
-    so that loads and stores are as wide as possible."""
+    """The widest possible load or store in elements, up to 16: it divides the offsets, strides and columns of all
+    contiguous tensors.
+    """
     *outer, (columns, _) = dims
     unit = math.gcd(LINE_BYTES, columns)
     for n, access in enumerate(every):
@@ -270,13 +270,13 @@ def _source_of(plan: Plan, layout: Layout) -> tuple[str, str]:
 
 
 def _flat(body: Body, plan: Plan, used: list[int], name: str, numbers: list[str]) -> list[str]:
-    """A flat kernel over all tensors: the function of one block, and the kernel."""
+    """A flat kernel over all tensors, and the function that computes one block."""
     names, lines = _block(body, plan, used)
     return flat_kernel(name, ", ".join(names), numbers, text_of(plan.outputs), lines)
 
 
 def _block(body: Body, plan: Plan, used: list[int]) -> tuple[list[str], list[str]]:
-    """The names of a block's arguments, and the lines of its lanes from `start` on."""
+    """The names of a block's arguments, and the lines that compute the block beginning at `start`."""
     accesses = {i: access for i in used if (access := body.layout.accesses[i])}
     stored = body.layout.stored
     assert stored is not None
@@ -296,7 +296,7 @@ def _block(body: Body, plan: Plan, used: list[int]) -> tuple[list[str], list[str
 
 
 def _lines(body: Body, plan: Plan, used: list[int], name: str, numbers: list[str]) -> list[str]:
-    """A block of one row, in which values that depend only on the row are computed once."""
+    """The lines that compute a block of one row; values that depend only on the row are computed once."""
     layout = body.layout
     given, lines = _block(body, plan, used)
     names, every = _names(layout, used)
@@ -337,7 +337,7 @@ def _names(layout: Layout, used: list[int]) -> tuple[list[str], dict[str, Access
 
 
 def _row_of(tensor: str, access: Access) -> str:
-    """The offset from a tensor's pointer to its first element in a row, or in several rows."""
+    """The text of the offset from a tensor's pointer to its first element in one row, or in each of several rows."""
     terms = [f"{tensor}_lead", *(f"index{d} * {tensor}_stride{d}" for d, moves in enumerate(access.outer) if moves)]
     return f"({' + '.join(terms)})" + (" * UNIT" if access.column == 1 else "")
 

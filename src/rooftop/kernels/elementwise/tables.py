@@ -1,4 +1,4 @@
-"""Launch parameters of the kernels of elementwise expressions."""
+"""Launch parameters of elementwise kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class FlatConfig:
-    """Elements and warps of a program, for kernels that move up to `element_bytes` for each element."""
+    """Elements and warps of a program, for kernels that read and write up to `element_bytes` per element."""
 
     element_bytes: int
     block: int
@@ -26,8 +26,8 @@ class TileConfig:
 
 
 # Measured on an H200 with up to four inputs, and used for any number, since differences are small. There are two
-# exceptions: activations of one tensor in half precision need 16 elements a thread, and transposed tensors need large
-# tiles (even larger tiles gain little, and spill with more tensors).
+# exceptions. Activations of one tensor in half precision need 16 elements a thread. Transposed tensors need large
+# tiles; even larger ones gain little, and spill with more tensors.
 FLAT = (
     FlatConfig(element_bytes=4, block=2048, warps=4),
     FlatConfig(element_bytes=1 << 30, block=1024, warps=4),
@@ -38,7 +38,7 @@ SQUARE = TileConfig(elements=8192, columns=64, warps=8)  # for a tensor that is 
 # Sums over columns need whole rows in a tile; sums over rows need several tiles per program.
 SUMS = TileConfig(elements=4096, columns=4096, warps=4)
 LONG_SUMS = TileConfig(elements=4096, columns=1024, warps=8)
-# programs that sum over rows have many tiles, so that they write few sums for the data that they read
+# a program that sums over rows reads many tiles for each sum that it writes
 PROGRAMS_PER_SM = 8
 
 # ---- results in existing memory --------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ class SwigluBackward(NamedTuple):
         return (torch.cat((dgate, dup), -1), None) if self.up is None else (dgate, dup)
 
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
-        """Flops: the sigmoid, three more operations for silu' and five products."""
+        """Flops: the sigmoid, three operations for the derivative of silu, and five products."""
         written = distinct_bytes(made if self.up is not None else made[:1])
         return Cost(distinct_bytes(self), written, {precision_of(self.dy.dtype): 12 * self.dy.numel()})
 
@@ -96,7 +96,7 @@ _swiglu_backward = declare("swiglu_backward", SwigluBackward, known=True)
 
 
 def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(gate, up); for a packed tensor (..., 2 N) its halves."""
+    """(gate, up), or the halves of a packed tensor (..., 2 N)."""
     if up is not None:
         return gate, up
     first, second = gate.chunk(2, -1)

@@ -14,7 +14,7 @@ from rooftop.launch.triton_launch import launch, require_triton
 
 
 def forward(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up of gate, up (..., N), any strides."""
+    """silu(gate) * up, for gate and up (..., N) of any strides."""
     require_triton()
     from rooftop.kernels.gated.triton_kernels import swiglu_forward
 
@@ -47,7 +47,7 @@ def backward(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -
 
 
 def _as_rows(*tensors: Tensor) -> list[Tensor]:
-    """Tensors (..., N) as (M, N) with unit column stride, or all as one row if all are contiguous."""
+    """View tensors (..., N) as (M, N) with unit column stride, or as one row if all are contiguous."""
     if all(t.is_contiguous() for t in tensors):
         return [t.reshape(1, -1) for t in tensors]
     columns = tensors[0].shape[-1]

@@ -1,4 +1,4 @@
-"""Launch parameters of the kernels of SwiGLU."""
+"""Launch parameters of SwiGLU's kernels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GatedConfig:
-    """Bytes of one tensor that a program works on, and warps."""
+    """Bytes of each tensor per program, and warps."""
 
     tile_bytes: int
     warps: int

@@ -1,6 +1,6 @@
 """The Triton kernels of gated activations; `gated.py` has the operators.
 
-`columns` and the strides of rows count groups of UNIT elements, so that the compiler knows their divisor.
+`columns` and row strides count groups of UNIT elements, so that the compiler knows that UNIT divides them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rooftop.kernels.operands.triton_kernels.rows import tile_of_program
 
 @triton.jit
 def swiglu_forward(
-    gate, up, y,  # (M, N) each; y contiguous
+    gate, up, y,  # (M, N), (M, N), (M, N) contiguous
     rows, columns, gate_stride, up_stride,
     UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip

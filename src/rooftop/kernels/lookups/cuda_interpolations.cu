@@ -1,7 +1,7 @@
 // Trilinear interpolation between the eight corners of a point's cell (rooftop.kernels.lookups.cuda_interpolations).
 //
-// A row of threads works on one point and goes along its channels, WIDTH at a time: neighbouring threads read
-// neighbouring addresses, and each has the loads of eight corners on their way at once.
+// A row of threads computes one point, WIDTH channels per thread at a time. Neighbouring threads read neighbouring
+// addresses, and each thread has loads of eight corners in flight.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -82,8 +82,8 @@ __global__ void trilinear_forward(
     }
 }
 
-// Gradients of the features, of the points, or of both; the other pointer is null. A point's sum over its channels goes
-// through the shuffles of its lanes, whose number is a power of two up to 32: the same bits each time.
+// Gradients of the features, of the points, or of both; the pointer of an unwanted gradient is null. The lanes of a
+// point, a power of two up to 32, sum over its channels by shuffles, so results are deterministic.
 template <typename T, typename P, int WIDTH>
 __global__ void trilinear_backward(
     const T* __restrict__ gradient, const T* __restrict__ features, const P* __restrict__ points,  // (B, C), (B, 8, C), (B, 3)
@@ -91,11 +91,11 @@ __global__ void trilinear_backward(
     long long count, int channels) {
     using A = typename Accumulator<T>::type;
     const long long asked = blockIdx.x * static_cast<long long>(blockDim.y) + threadIdx.y;
-    const long long point = asked < count ? asked : count - 1;  // all lanes of a warp take part in the shuffles
+    const long long point = asked < count ? asked : count - 1;  // all lanes of a warp must take part in the shuffles
     const int last = asked < count ? channels : 0;
     const Corners<A, P> corners(points + 3 * point);
     const long long first = point * 8 * channels;
-    A products[8] = {};  // of gradient and features, summed over channels, for each corner
+    A products[8] = {};  // for each corner, gradient * features summed over channels
     for (int channel = threadIdx.x * WIDTH; channel < last; channel += blockDim.x * WIDTH) {
         const Pack<T, WIDTH> dout = load<T, WIDTH>(gradient + point * channels + channel);
 #pragma unroll

@@ -3,8 +3,8 @@
     out[b] = sum over corners (i, j, k) of e_i(u) e_j(v) e_k(w) features[b, 4 i + 2 j + k]
     e_1(u) = (1 + u) / 2,  e_0(u) = (1 - u) / 2
 
-The point (u, v, w) is in [-1, 1]. Well-known tutorials for PyTorch's CUDA extensions compute this, and volume rendering
-uses it on grids of features. Outside of [-1, 1] the operator extrapolates linearly.
+The point (u, v, w) is in [-1, 1]. Tutorials of PyTorch's CUDA extensions use it as their example, and volume rendering
+applies it to grids of features. Outside of [-1, 1] the operator extrapolates linearly.
 
 It is bound by memory: forward reads eight corners and writes one result; backward writes eight corners and, for the
 points' gradient, reads eight. It needs no atomics, because each corner belongs to one point. If points share corners,
@@ -45,7 +45,7 @@ def trilinear_reference(features: Tensor, points: Tensor) -> Tensor:
 def trilinear_backward_reference(
     gradient: Tensor, features: Tensor, points: Tensor, mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of features and points; one that `mask` does not request is empty."""
+    """Gradients of features and points; a gradient that `mask` does not request is empty."""
     wide = accumulator_dtype(features.dtype)
     dfeatures, dpoints = features.new_empty(0), points.new_empty(0)
     dout, exact = gradient.to(wide), points.to(wide)
@@ -78,12 +78,12 @@ def _weights(points: Tensor) -> Tensor:
 
 # ---- launch ----------------------------------------------------------------------------------------------------
 
-THREADS = 256  # threads of a block, in which a row of lanes computes one point; not yet tuned by measurement
+THREADS = 256  # threads of a block; a row of lanes computes one point; not yet tuned by measurement
 TYPES = CPP_TYPES | {torch.float64: "double"}
 
 
 def kernel_for(name: str, points: Tensor, tensors: Sequence[Tensor]) -> tuple[str, int, tuple[int, int]]:
-    """The kernel's name, its grid and its block, for `tensors` (..., C) that it reads and writes in packs."""
+    """The kernel's name, grid and block, for tensors (..., C) that it reads and writes in packs of elements."""
     channels = tensors[0].shape[-1]
     width = math.gcd(16 // tensors[0].element_size(), channels)
     while any(t.data_ptr() % (width * t.element_size()) for t in tensors):
@@ -131,7 +131,7 @@ class TrilinearCuda(NamedTuple):
 
 
 class TrilinearCudaBackward(NamedTuple):
-    """Gradients of features and points; those that `mask` does not request are empty."""
+    """Gradients of features and points; a gradient that `mask` does not request is empty."""
 
     gradient: Tensor
     features: Tensor
@@ -143,7 +143,7 @@ class TrilinearCudaBackward(NamedTuple):
             return trilinear_backward_reference(*self)
         dout, features, points = (t.contiguous() for t in self[:3])
         dfeatures, dpoints = self.fake()
-        if features.numel() == 0:  # there are no channels
+        if features.numel() == 0:  # C is 0
             return dfeatures, dpoints.zero_()
         written = (dfeatures,) if self.mask[0] else ()
         name, grid, block = kernel_for("trilinear_backward", points, (features, dout, *written))
@@ -172,7 +172,7 @@ _trilinear_backward = declare(
 
 
 def only(wanted: Sequence[bool], found: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """The gradients that are needed, with None in place of the others."""
+    """The wanted gradients, with None for the others."""
     return tuple(t if each else None for t, each in zip(found, wanted, strict=True))
 
 
@@ -185,7 +185,8 @@ def trilinear_interpolate_cuda(features: Tensor, points: Tensor) -> Tensor:
 
     Args:
         features: (B, 8, C), bfloat16, float16, float32 or float64; corner 4 i + 2 j + k is at (i, j, k) of its cell.
-        points: (B, 3) on the same device, of these dtypes; a coordinate of -1 is at corners 0, 1 at corners 1.
+        points: (B, 3) on the same device, of these dtypes; coordinate -1 is at corner index 0, and coordinate 1 at
+            corner index 1.
 
     Returns:
         (B, C), the dtype of features; added up in float32 (float64 for float64).
@@ -217,7 +218,7 @@ def check_arguments(function: str, features: Tensor, points: Tensor) -> None:
             raise ValueError(f"{function}: expected {name} of shape {shape}, got {tuple(tensor.shape)}")
     if features.shape[0] != points.shape[0]:
         counts = f"{features.shape[0]} cells, {points.shape[0]} points"
-        raise ValueError(f"{function}: each point needs its cell, got {counts}")
+        raise ValueError(f"{function}: expected one row of features for each point, got {counts}")
     if features.device != points.device:
         where = f"features are on {features.device}, points on {points.device}"
         raise ValueError(f"{function}: {where}: move one to the other")

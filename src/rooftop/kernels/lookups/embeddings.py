@@ -1,13 +1,13 @@
 """Embeddings: look up rows of a table. The gradient is deterministic, and fast for any distribution of tokens.
 
 Forward copies rows and is memory-bound; a program copies a piece of several rows. Backward adds up the gradients of
-equal tokens. For few tokens, the program of a token's first place looks for its later places and adds their rows. For
-more, backward sorts the tokens (stably, so that equal ones keep their order), and each program adds the runs of one
-chunk in float32. A run within a chunk is then finished. The partial sums of runs that cross a boundary, at most two for
-each chunk, form a list of the same kind in the same order, 16 times shorter. The same kernel adds up that list, and so
-on until one chunk is left. So many programs share the work on a very frequent token, no addition is atomic, and the
-order of additions depends only on the tokens. Backward is bound by memory: it reads the gradients once, fills the table
-of gradients with zeros once, and writes its non-zero rows again.
+equal tokens. For few tokens, the program of a token's first position looks for its later positions and adds their rows.
+For more tokens, backward sorts them (stably, so that equal ones keep their order), and each program adds the runs of
+one chunk in float32. A run within a chunk is then finished. Runs that cross a chunk's boundary leave at most two partial
+sums per chunk. These form a list of the same kind, 16 times shorter. The same kernel adds up that list, and so on until
+one chunk is left. So many programs share the work on a frequent token. No addition is atomic, and the order of
+additions depends only on the tokens. Backward is bound by memory: it reads the gradients once, fills the table of
+gradients with zeros once, and writes its non-zero rows again.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Embedding(NamedTuple):
 
 
 class EmbeddingBackward(NamedTuple):
-    """The gradient (V, D) of a table of V rows from dy (*input.shape, D)."""
+    """The gradient (V, D) of a table of V rows, from dy (*input.shape, D)."""
 
     dy: Tensor
     input: Tensor
@@ -168,7 +168,7 @@ def _check(input: Tensor, weight: Tensor, padding_idx: int | None) -> None:
         raise ValueError(f"embedding: expected a weight of shape (V, D), got {tuple(weight.shape)}")
     rows = weight.shape[0]
     if rows == 0 and input.numel():
-        raise ValueError(f"embedding: weight of shape {tuple(weight.shape)} has no row for the tokens of input")
+        raise ValueError(f"embedding: weight of shape {tuple(weight.shape)} has no rows, but input has tokens")
     if padding_idx is not None and not isinstance(padding_idx, (int, torch.SymInt)):
         raise TypeError(f"embedding: padding_idx must be an int or None, got {type(padding_idx).__name__}")
     if padding_idx is not None and not -rows <= padding_idx < rows:

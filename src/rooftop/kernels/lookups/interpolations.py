@@ -1,9 +1,8 @@
 """Trilinear interpolation between the eight corners of a cell, in Triton: the same operator as in
 `cuda_interpolations.py`.
 
-That module has the formula, the reference, the checks and the cost. This one has the operator with Triton kernels. It
-is bound by memory: forward reads eight corners and writes one result; backward writes eight and, for the points'
-gradient, reads eight.
+`cuda_interpolations.py` has the formula, the reference, the checks and the cost. It is bound by memory: forward reads
+eight corners and writes one result; backward writes eight and, for the points' gradient, reads eight.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class TrilinearBackward(TrilinearCudaBackward):
             return trilinear_backward_reference(*self)
         dout, features, points = (t.contiguous() for t in self[:3])
         dfeatures, dpoints = self.fake()
-        if features.numel() == 0:  # there are no channels
+        if features.numel() == 0:  # C is 0
             return dfeatures, dpoints.zero_()
         launches.interpolate_backward(dout, features, points, dfeatures, dpoints, self.mask)
         return dfeatures, dpoints
@@ -74,8 +73,8 @@ def trilinear_interpolate(features: Tensor, points: Tensor) -> Tensor:
 
     Args:
         features: (B, 8, C), bfloat16, float16, float32 or float64; corner 4 i + 2 j + k is at (i, j, k) of its cell.
-        points: (B, 3) on the same device, of these dtypes; a coordinate of -1 is at corners 0, 1 at corners 1. Outside
-            of [-1, 1] it extrapolates linearly.
+        points: (B, 3) on the same device, of these dtypes; coordinate -1 is at corner index 0, and coordinate 1 at
+            corner index 1. Outside of [-1, 1] the operator extrapolates linearly.
 
     Returns:
         (B, C), the dtype of features, even under autocast; added up in float32. For float64, the reference computes the

@@ -27,13 +27,13 @@ def gather(input: Tensor, weight: Tensor) -> Tensor:
     grid = (-(-input.numel() // config.rows), -(-width // columns))
     sizes = (input.numel(), width, rows, weight.stride(0))
     tile = {"ROWS": config.rows, "COLUMNS": columns, "num_warps": config.warps}
-    tokens = input.reshape(-1).contiguous()  # reshape alone may keep the strides
+    tokens = input.reshape(-1).contiguous()  # reshape alone can return a strided view
     launch(gather_rows, grid, weight.device, weight, tokens, result, *sizes, debug=True, **tile)
     return result
 
 
 def add_rows(dy: Tensor, tokens: Tensor, rows: int, padding: int) -> Tensor:
-    """(rows, D): for each token, the sum of its rows of dy (N, D); tokens (N,)."""
+    """(rows, D): for each token, the sum of the rows of dy (N, D) at its positions in tokens (N,)."""
     table = torch.zeros(rows, dy.shape[1], dtype=dy.dtype, device=dy.device)
     if dy.numel() == 0 or rows == 0:
         return table
@@ -61,7 +61,7 @@ def _add_sorted(table: Tensor, dy: Tensor, tokens: Tensor, padding: int) -> None
 
     (rows, width), runs = table.shape, tables.RUNS
     if rows < 1 << 31:
-        tokens = tokens.to(torch.int32)  # the sort then has half the work
+        tokens = tokens.to(torch.int32)  # half the bytes to sort
     ordered, order = torch.sort(tokens, stable=True)
     values, stride, places = dy, dy.stride(0), order
     columns = min(runs.columns, power_of_two(width))
@@ -100,7 +100,7 @@ def interpolate(features: Tensor, points: Tensor) -> Tensor:
 def interpolate_backward(
     gradient: Tensor, features: Tensor, points: Tensor, dfeatures: Tensor, dpoints: Tensor, mask: list[bool]
 ) -> None:
-    """Writes the gradients that `mask` requests; all are contiguous, and none is empty."""
+    """Write the gradients that `mask` requests. All tensors are contiguous and none is empty."""
     require_triton()
     from rooftop.kernels.lookups.triton_kernels.interpolations import trilinear_backward
 

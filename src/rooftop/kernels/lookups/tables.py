@@ -1,4 +1,4 @@
-"""Launch parameters of the kernels of embeddings and of trilinear interpolation."""
+"""Launch parameters of embeddings and trilinear interpolation."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from rooftop.kernels.operands.launch_data import ANY_BYTES
 
 @dataclass(frozen=True)
 class RunsConfig:
-    """Parameters of the embedding's gradient: items of a chunk, rows that are loaded at once, columns of a program, and
-    warps."""
+    """Launch parameters of the embedding's gradient: tokens of a chunk, rows in flight at a time, columns of a program,
+    and warps.
+    """
 
     chunk: int
     ahead: int
@@ -67,8 +68,9 @@ OF_LINES, OF_ANY = (
 
 @dataclass(frozen=True)
 class CornersConfig:
-    """A program's block for cells with up to `row_bytes` per corner: bytes of one corner for all points of the program,
-    bytes of one corner of one point, and warps."""
+    """A program's block for corners of up to `row_bytes`: bytes of one corner over all points of the program, bytes of
+    one corner of one point, and warps.
+    """
 
     row_bytes: int
     block_bytes: int

@@ -1,1 +1,1 @@
-"""Cross entropy of logits, and cross entropy of a linear layer whose logits are never stored."""
+"""Cross entropy of logits, and of a linear layer without storing its logits."""

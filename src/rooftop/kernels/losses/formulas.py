@@ -1,5 +1,5 @@
-"""Cross entropy by PyTorch's own operators: the reference of the kernels, their higher derivatives, and the formula of
-exported programs. `losses.py` explains the formula and its terms.
+"""Cross entropy in PyTorch's own operators: for the kernels' reference, for higher derivatives, and for exported
+programs. `losses.py` explains the formula and its terms.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rooftop.launch.operators import without_autocast
 
 
 def cross_entropy_reference(x: Tensor, target: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
-    """(losses (N,), statistics (2, N)) of logits x (N, V) in plain PyTorch; float64, for half precision float32."""
+    """(losses (N,), statistics (2, N)) of logits x (N, V) in plain PyTorch; float64, or float32 for half precision."""
     values = x.to(reference_dtype(x.dtype))
     counted = target != terms.ignore_index
     label = target.where(counted, 0)
@@ -45,7 +45,7 @@ def cross_entropy_gradient_reference(factor: Tensor, x: Tensor, target: Tensor, 
     weights = _class_weights(values, terms)
     kept, spread = weights[label] * (1 - terms.label_smoothing), terms.label_smoothing / x.shape[1]
     power = (values - maximum[:, None]).exp() / total[:, None]
-    # Each term cancels separately, so that a probability near 1 is as exact as possible.
+    # Each term is computed separately: subtracting 1 from a probability near 1 is then exact.
     dx = power.scatter_add(1, label[:, None], power.new_full((len(label), 1), -1.0)) * kept[:, None]
     if spread:
         dx = dx + spread * (power * weights.sum() - weights)
@@ -55,7 +55,7 @@ def cross_entropy_gradient_reference(factor: Tensor, x: Tensor, target: Tensor, 
     return dx.where(counted[:, None], 0.0).to(x.dtype)
 
 
-BLOCK = 1 << 20  # logits of a block, few enough for the CPU's cache in float64
+BLOCK = 1 << 20  # logits of a block: in float64 they fit in the CPU's cache
 
 
 def _blocks(x: Tensor) -> Iterator[slice]:
@@ -98,19 +98,21 @@ def _statistics(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reference_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which PyTorch computes losses of these logits: wide enough that only the result is rounded."""
+    """The dtype in which the reference computes losses of these logits, so wide that only the result's rounding
+    matters.
+    """
     return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
 
 
 def _class_weights(values: Tensor, terms: Terms) -> Tensor:
-    """(V,) in the dtype of the values: the weights of the terms, or ones."""
+    """The class weights (V,) in the dtype of the values; ones if there are none."""
     if terms.weight is None:
         return values.new_ones(values.shape[1])
     return terms.weight.to(values.dtype)
 
 
 def loss_formula(x: Tensor, target: Tensor, terms: Terms, reduction: str) -> Tensor:
-    """The loss by PyTorch's functions, reduced according to `reduction`."""
+    """The loss in PyTorch's functions, reduced according to `reduction`."""
     values = x.to(accumulator_dtype(x.dtype))
     weight = None if terms.weight is None else terms.weight.to(values.dtype)
     losses = functional.cross_entropy(
@@ -126,8 +128,8 @@ def loss_formula(x: Tensor, target: Tensor, terms: Terms, reduction: str) -> Ten
 
 @without_autocast
 def reduced_gradient_formula(dloss: Tensor, x: Tensor, target: Tensor, terms: Terms, mean: bool) -> Tensor:
-    """The gradient of a reduced loss with respect to the logits x (N, V), by PyTorch's operators, so that it can be
-    differentiated again.
+    """The gradient of a reduced loss with respect to the logits x (N, V), in PyTorch's operators, so that it is
+    differentiable.
     """
     if mean:
         dloss = dloss * inverse_by_formula(target, x, terms)
@@ -135,7 +137,9 @@ def reduced_gradient_formula(dloss: Tensor, x: Tensor, target: Tensor, terms: Te
 
 
 def inverse_by_formula(target: Tensor, x: Tensor, terms: Terms) -> Tensor:
-    """1 / sum of the weights of the valid targets, or 0, by PyTorch's operators and without a GPU synchronization."""
+    """1 / sum of the weights of the valid targets (0 if the sum is 0), in PyTorch's operators, without a GPU
+    synchronization.
+    """
     counted = target != terms.ignore_index
     weights = _class_weights(x.detach().to(reference_dtype(x.dtype)), terms)
     total = weights[target.where(counted, 0)].where(counted, 0.0).sum()
@@ -143,7 +147,8 @@ def inverse_by_formula(target: Tensor, x: Tensor, terms: Terms) -> Tensor:
 
 
 def inverse_of_count(count: Tensor, dtype: torch.dtype) -> Tensor:
-    """The factor that turns a sum into a mean: 1 / count, or 0 if count is 0, so that the mean and its gradient are
-    0."""
+    """The factor that turns a sum into a mean: 1 / count. If count is 0 it is 0, so that the mean and its gradient are
+    0.
+    """
     wide = count.to(dtype)
     return torch.where(wide == 0, 0.0, wide.masked_fill(wide == 0, 1.0).reciprocal())

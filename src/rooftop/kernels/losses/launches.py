@@ -1,7 +1,7 @@
 """Launch the kernels of cross entropy, with parameters from tables by the length of a row.
 
 The functions here serve the operators in `losses.py`, which explains the formulas. The kernels of
-`softmaxes/clusters.py` compute rows for which `CLUSTER_FUSED` of `softmaxes/tables.py` has an entry.
+`softmaxes/clusters.py` compute the rows that `CLUSTER_FUSED` in `softmaxes/tables.py` lists.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Terms(NamedTuple):
     z_loss: float
 
     def contiguous(self) -> Terms:
-        """The same terms, with class weights in a form that kernels can read."""
+        """The same terms with contiguous class weights, which kernels can read."""
         return self if self.weight is None else self._replace(weight=self.weight.contiguous())
 
 
@@ -36,7 +36,7 @@ class Terms(NamedTuple):
 
 
 def inverse_of_targets(target: Tensor, classes: int, terms: Terms) -> Tensor:
-    """1 / sum of the weights of the valid targets, a float32 tensor (); 0 if there are none."""
+    """1 / sum of the weights of the valid targets, a float32 tensor (); 0 without valid targets."""
     require_triton()
     from rooftop.kernels.losses.triton_kernels import inverse_of_target_weights
 
@@ -66,8 +66,9 @@ def losses_of_rows(
     x: Tensor, target: Tensor, terms: Terms, inverse: Tensor | None, dx: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """(losses (N,), statistics (2, N)) of logits x (N, V). If `dx` is given, the kernel fills dx instead of the
-    statistics. The rows of dx need not be contiguous. Losses of float32 logits are float64, except from cluster
-    kernels."""
+    statistics. The rows of dx need not be contiguous. For float32 logits, losses are float64; cluster kernels return
+    float32.
+    """
     require_triton()
     from rooftop.kernels.losses import triton_kernels as kernels
 
@@ -103,9 +104,7 @@ def losses_of_rows(
 
 
 def _is_shifted(x: Tensor, dx: Tensor | None, terms: Terms) -> bool:
-    """Whether rows are contiguous and begin at addresses that are not multiples of 16 bytes, except for the first
-    row.
-    """
+    """Whether rows are contiguous, but only the first is sure to begin at a multiple of 16 bytes."""
     elements = 16 // x.element_size()
     as_one = all(t.data_ptr() % 16 == 0 and t.is_contiguous() for t in (x, dx) if t is not None)
     return terms.weight is None and as_one and x.shape[1] % elements != 0
@@ -134,7 +133,7 @@ def gradient(
 
 
 def scale(gradient: Tensor, factor: Tensor, result: Tensor) -> None:
-    """result = gradient * factor; does nothing if they are the same tensor and the factor is 1."""
+    """result = gradient * factor. Nothing is launched if result is gradient and the factor is 1."""
     require_triton()
     from rooftop.kernels.losses.triton_kernels import scale_unless_one
 
@@ -150,7 +149,7 @@ def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
 
 
 def _weight_arguments(terms: Terms, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Class weights, and the sum of these weights if it is used."""
+    """The kernel arguments for class weights and their sum; placeholders if unused."""
     if terms.weight is None:
         return other, other
     return terms.weight, terms.weight.sum(dtype=torch.float32) if terms.label_smoothing else other
@@ -162,7 +161,7 @@ def _numbers(terms: Terms, classes: int) -> tuple[int | float, ...]:
 
 
 def _constants(terms: Terms, inverse: Tensor | None) -> dict[str, bool]:
-    """Which of the terms are used, and whether the loss is a mean."""
+    """The kernel constants that state which terms are used and whether the loss is a mean."""
     return {
         "HAS_WEIGHT": terms.weight is not None,
         "SMOOTH": terms.label_smoothing > 0,

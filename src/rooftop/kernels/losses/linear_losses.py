@@ -50,19 +50,19 @@ from rooftop.launch.symbolic import recorded_whole
 
 # ---- chunks ----------------------------------------------------------------------------------------------------
 
-MOST_CHUNK_ROWS = 8192  # more rows do not make the matrix products faster
-LEAST_CHUNK_ROWS = 2048  # fewer rows make the products slower, and need more passes over the weight's gradient
-# Up to this many logits form one chunk, since their memory is negligible. On a CPU, PyTorch multiplies a few rows in a
-# different order than many rows. With two chunks of 3 and 2 rows, half of all random inputs of 5 x 768 failed the
-# numerics gate.
+MOST_CHUNK_ROWS = 8192  # above this number of rows the matrix products do not get faster
+LEAST_CHUNK_ROWS = 2048  # fewer rows make the products slower, with more passes over the weight's gradient
+# Up to this many logits form one chunk, since their memory is negligible. On a CPU, PyTorch adds in another order in
+# products of few rows than in products of many rows. With chunks of 3 and 2 rows, half of all random inputs of 5 x 768
+# failed the numerics gate.
 ONE_CHUNK_LOGITS = 1 << 20
 
 
 def chunk_rows(rows: int, features: int, classes: int) -> int:
-    """The number of rows whose logits are computed at a time. Within the limits above, these logits take as much memory
-    as the weight (V, H).
+    """The number of rows whose logits are computed at a time. Between `LEAST_CHUNK_ROWS` and `MOST_CHUNK_ROWS` rows,
+    these logits take as much memory as the weight (V, H).
 
-    More logits than `ONE_CHUNK_LOGITS` make at least two chunks, all of about the same size.
+    More than `ONE_CHUNK_LOGITS` logits are split into at least two chunks of about the same size.
     """
     if rows * classes <= ONE_CHUNK_LOGITS:
         return max(1, rows)
@@ -75,9 +75,7 @@ def chunk_rows(rows: int, features: int, classes: int) -> int:
 
 
 class LinearCrossEntropy(NamedTuple):
-    """(loss (), dhidden, dweight, dbias, factor). `wanted` selects the gradients, which must still be multiplied by
-    `factor`.
-    """
+    """(loss (), dhidden, dweight, dbias, factor). `wanted` selects gradients, which backward multiplies by `factor`."""
 
     hidden: Tensor
     weight: Tensor
@@ -114,7 +112,7 @@ class LinearCrossEntropy(NamedTuple):
             real = logits[:, :classes]
             gradient = real if any(self.wanted) else None
             losses[start:stop] = losses_of_rows(real, target[start:stop], terms, within, gradient)[0]
-            logits[:, classes:] = 0.0  # non-finite rows of hidden have left nonzero values there
+            logits[:, classes:] = 0.0  # padding classes: rows with inf or NaN in hidden left nonzero values there
             if dhidden is not None:
                 torch.mm(logits, weight, out=dhidden[start:stop])
             if dweight is not None:
@@ -153,8 +151,9 @@ class LinearCrossEntropy(NamedTuple):
         return loss, *self._stored(made), factor
 
     def _stored(self, gradients: list[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of hidden, weight and bias in the returned dtypes: for float16, those of weight and bias are
-        float32."""
+        """Gradients of hidden, weight and bias in the returned dtypes. For float16, the gradients of weight and bias
+        are float32.
+        """
         hidden, dtype = self.hidden, accumulator_dtype(self.hidden.dtype)
         dhidden, dweight, dbias = (
             hidden.new_empty(0) if g is None or t is None else g.to(dtype if i and _scaled_late(hidden) else t.dtype)
@@ -173,7 +172,7 @@ class LinearCrossEntropy(NamedTuple):
     def gradients(kept: tuple[Any, ...], wanted: Sequence[bool], dloss: Tensor) -> list[Tensor | None]:
         call, made = LinearCrossEntropy(*kept[:11]), kept[11:]
         needed = [int(each) for each in wanted[:3]]
-        if torch.is_grad_enabled():  # create_graph: the values from forward carry no graph back to hidden and weight
+        if torch.is_grad_enabled():  # create_graph: values saved by forward are detached from hidden and weight
             slopes = call.gradients_formula(dloss)
             return [slope if need else None for slope, need in zip(slopes, needed, strict=True)]
         if any(need and not there for need, there in zip(needed, call.wanted, strict=True)):  # in a traced program
@@ -187,15 +186,15 @@ class LinearCrossEntropy(NamedTuple):
 
     @without_autocast
     def gradients_formula(self, dloss: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The gradients of hidden, weight and bias by PyTorch's operators, with all the logits in memory."""
+        """The gradients of hidden, weight and bias in PyTorch's operators, with all the logits in memory."""
         hidden, weight, bias, target, *_ = self
         logits = functional.linear(hidden, weight, bias)
         slope = reduced_gradient_formula(dloss, logits, target, self.terms, self.mean)  # (N, V)
         return slope @ weight, slope.t() @ hidden, None if bias is None else slope.sum(0)
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """A matrix product for the logits, and one for each gradient of hidden and weight; no memory traffic for
-        logits.
+        """Flops: one matrix product for the logits, one for each gradient of hidden and weight. Logits count as no
+        memory traffic.
         """
         hidden, weight, bias, wanted = *self[:3], self.wanted
         logits = hidden.shape[0] * weight.shape[0]
@@ -210,7 +209,7 @@ _linear_cross_entropy = declare("linear_cross_entropy", LinearCrossEntropy, slop
 
 
 def _of_aligned_classes(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The weight with zero rows for additional classes, so that the rows of the logits are aligned."""
+    """The weight, with zero rows for padding classes, so that rows of logits are aligned."""
     more = missing_columns(weight.shape[0], weight)
     if more == 0:
         return weight, bias
@@ -218,14 +217,14 @@ def _of_aligned_classes(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
 
 
 def _scaled_late(hidden: Tensor) -> bool:
-    """Whether backward applies 1 / rows: in float16 it would make the gradient of the logits underflow before a loss
-    scale can help.
+    """Whether backward applies 1 / rows. In forward, it would make float16 gradients of the logits underflow before a
+    loss scale can help.
     """
     return hidden.dtype == torch.float16
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, added up in the dtype of `total`: float32 also for half precision."""
+    """total += a @ b, accumulated in the dtype of `total`, which is float32 also for half precision."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.device.type == "cuda":
@@ -264,8 +263,8 @@ def linear_cross_entropy(
         bias: (V,), same dtype.
         class_weight, ignore_index, label_smoothing, z_loss: as in `cross_entropy`.
         reduction: "mean" or "sum".
-        chunk_size: rows whose logits are computed at a time. None: 2048 to 8192 rows, so that the logits take as much
-            memory as the weight; up to 2^20 logits are one chunk.
+        chunk_size: rows whose logits are computed at a time. None: up to 2^20 logits are one chunk; above, 2048 to 8192
+            rows, chosen so that the logits take as much memory as the weight.
 
     Returns:
         () in the dtype of hidden, float32 under autocast.

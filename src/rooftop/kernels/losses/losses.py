@@ -7,12 +7,12 @@ V: classes. "mean" divides the sum over rows by the sum of their w_t, as PyTorch
 
 The loss is bound by memory, and has two forms. *Separable* reads the logits and keeps two numbers for each row: the
 maximum, and the sum of exponentials relative to the maximum (a log-sum-exp would lose accuracy for large logits).
-Backward reads the logits again and writes the gradient. *Fused* writes the gradient in the forward pass. Logits are
-then read once and gradients written once, as long as a row in flight stays in registers or in L2. Backward scales it in
-place by grad_output, unless that is 1. float16 uses the separable form by default: a gradient not yet multiplied by a
-loss scale would underflow.
+Backward reads the logits again and writes the gradient. *Fused* writes the gradient in the forward pass. It reads
+logits once and writes gradients once, as long as the rows in flight stay in registers or in L2. Backward multiplies the
+gradient in place by grad_output, unless grad_output is 1. float16 uses the separable form by default: without the loss
+scale, a gradient would underflow.
 
-Results are deterministic: there are no atomics, and sums are added in a fixed order.
+Results are deterministic: the kernels use no atomics, and add in a fixed order.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from rooftop.launch.symbolic import recorded_whole
 
 
 def inverse_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of the result of `inverse_of_targets`, for logits x."""
+    """The dtype of `inverse_of_targets` for logits x."""
     return reference_dtype(x.dtype) if by_reference(x) else torch.float32
 
 
@@ -78,7 +78,9 @@ def check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
 
 
 def inverse_of_targets(target: Tensor, classes: int, terms: Terms, dtype: torch.dtype) -> Tensor:
-    """1 / sum of the weights of the valid targets, a tensor () of the dtype of statistics; 0 if there are none."""
+    """1 / sum of the weights of the valid targets, a tensor () in the dtype of the statistics; 0 without valid
+    targets.
+    """
     if dtype == torch.float64 or without_kernels(target.device):
         counted = target[target != terms.ignore_index]
         if terms.weight is None:
@@ -90,8 +92,9 @@ def inverse_of_targets(target: Tensor, classes: int, terms: Terms, dtype: torch.
 def losses_of_rows(
     x: Tensor, target: Tensor, terms: Terms, inverse: Tensor | None, dx: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute (losses (N,), statistics (2, N)). If `dx` (which may be x) is given, fill it with the gradient times
-    `inverse` instead of computing statistics."""
+    """Compute (losses (N,), statistics (2, N)). If `dx` is given, fill it with the gradient times `inverse`, and
+    compute no statistics; dx may be x.
+    """
     if by_reference(x):
         return losses_by_reference(x, target, terms, inverse, dx)
     return launches.losses_of_rows(x, target, terms, inverse, dx)
@@ -99,7 +102,8 @@ def losses_of_rows(
 
 def total_of(losses: Tensor, inverse: Tensor | None, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The reduced loss of logits x, a scalar: the sum of losses (N,) times `inverse`, the reciprocal of the mean's
-    divisor. None: in the dtype of accumulators; else rounded from that to `dtype`."""
+    divisor. It is rounded to `dtype`; None: it keeps the accumulators' dtype.
+    """
     wide = accumulator_dtype(x.dtype)
     if by_reference(x):
         return (losses.sum() if inverse is None else losses.sum() * inverse).to(wide).to(dtype or wide)
@@ -112,8 +116,9 @@ Kept = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, int, float, float]
 
 
 class CrossEntropy(NamedTuple):
-    """(loss () or (N,), statistics (2, N), inverse) of logits x (N, V): `inverse` () for a mean, else empty. The loss
-    has the dtype of accumulators, or is rounded to `dtype`."""
+    """(loss () or (N,), statistics (2, N), inverse) of logits x (N, V). `inverse` is () for a mean, else empty. The
+    loss is rounded to `dtype`; None: it keeps the accumulators' dtype.
+    """
 
     x: Tensor
     target: Tensor
@@ -202,21 +207,21 @@ class CrossEntropyBackward(NamedTuple):
         return cross_entropy_gradient_reference(factor, self.x, self.target, self.terms)
 
     def cost(self, made: Tensor) -> Cost:
-        """Subtraction, exponential and product of each logit; with smoothing one more subtraction."""
+        """Flops per logit: subtraction, exponential and product, and one more subtraction with smoothing."""
         flops = (3 + (self.label_smoothing > 0)) * self.x.numel()
         return Cost(distinct_bytes(self[:6]), distinct_bytes([made]), {precision_of(self.x.dtype): flops})
 
 
 class KeptGradient(NamedTuple):
-    """The values that backward needs if forward has computed the gradient; for a second derivative, also the logits.
+    """The values that backward needs if forward has computed the gradient. A second derivative also needs the logits.
 
-    Keeping the logits would cost the memory that the kernel saves, and a caller who differentiates twice often still
-    has them.
+    Only a weak reference to the logits is kept, because the kernel exists to save their memory. A caller who
+    differentiates twice often still holds them.
     """
 
     gradient: Tensor
     target: Tensor
-    x: Tensor | None  # used if no kernel runs
+    x: Tensor | None  # the logits, if the reference computes the loss
     weight: Tensor | None
     numbers: tuple[int, float, float]  # the other terms
     mean: bool
@@ -272,7 +277,7 @@ class CrossEntropyWithGradient(NamedTuple):
     def gradients(kept: KeptGradient, wanted: Sequence[bool], dloss: Tensor) -> tuple[Tensor]:
         if not torch.is_grad_enabled():
             return (scaled(kept.gradient, dloss),)
-        # create_graph: the gradient from forward carries no graph back to the logits.
+        # create_graph: the gradient saved by forward is detached from the logits.
         x = kept.logits() if kept.x is None else kept.x
         if x is None:
             raise NotImplementedError(
@@ -283,7 +288,7 @@ class CrossEntropyWithGradient(NamedTuple):
         return (reduced_gradient_formula(dloss, x, kept.target, terms, kept.mean),)
 
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
-        """The loss and its gradient. The exponential counts once, because the gradient divides the same exponential by
+        """Flops of the loss and its gradient. The exponential counts once: the gradient divides the same exponential by
         the sum.
         """
         flops = (row_flops(self.terms) + 1 + (self.label_smoothing > 0)) * self.x.numel()
@@ -324,7 +329,7 @@ class ScaleGradientInPlace(NamedTuple):
         return None
 
     def cost(self, made: None) -> Cost:
-        """If the factor is 1, the gradient stays unchanged. So the least work is to read the factor."""
+        """With a factor of 1 the gradient stays unchanged, so the least work is to read the factor."""
         return Cost(distinct_bytes([self.factor]))
 
 
@@ -338,14 +343,16 @@ _scale_in_place = declare("scale_gradient_", ScaleGradientInPlace, mutates=("gra
 
 
 def row_flops(terms: Terms) -> int:
-    """Flops per logit: maximum, subtraction, exponential, sum; one more sum with smoothing, one more product with
-    weights."""
+    """Flops per logit: maximum, subtraction, exponential and sum. Smoothing adds a sum, and class weights with
+    smoothing a product.
+    """
     return 4 + (terms.label_smoothing > 0) * (1 + (terms.weight is not None))
 
 
 def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
     """gradient * factor: in place, unless the gradient is needed again (retain_graph, a batch of factors) or the call
-    is only traced."""
+    is traced.
+    """
     again = torch._C._autograd._get_current_graph_task_keep_graph()
     if again or isinstance(gradient, FunctionalTensor) or transformed((factor,)):
         return _scale(gradient, factor)
@@ -357,7 +364,7 @@ def _scale_into(gradient: Tensor, factor: Tensor, result: Tensor) -> None:
     """Scale `gradient` into `result`; both are contiguous."""
     in_place = result is gradient
     if by_reference(gradient):
-        if gradient.is_cuda:  # float64 like the factor, so that the host need not wait for the factor
+        if gradient.is_cuda:  # all in float64: the host does not read the factor, so it does not wait for the GPU
             torch.mul(gradient, factor, out=result)
         elif not in_place or float(factor) != 1.0:
             torch.mul(gradient, float(factor), out=result)
@@ -385,15 +392,15 @@ def cross_entropy(
     more.
 
     Args:
-        input: logits (N, V), (V,) or (N, V, d1, ...), bfloat16, float16, float32 or float64; the last form is copied
-            with V last.
+        input: logits (N, V), (V,) or (N, V, d1, ...), bfloat16, float16, float32 or float64; for the last form, the
+            logits are copied with V last.
         target: class indices, int64, of the shape of `input` without V; on the same device.
-        weight: (V,), the weight of each class, without gradient.
+        weight: (V,), the weight of each class; it gets no gradient.
         ignore_index: rows with this target are ignored.
         reduction: "mean" (divided by the sum of the targets' weights), "sum" or "none".
-        label_smoothing: from 0 to 1, the part of the target that is spread over all classes.
+        label_smoothing: from 0 to 1, the part of the target's probability that is spread over all classes.
         z_loss: factor of the squared log-sum-exp of each row, weighted like the row.
-        fused: compute the gradient in the forward pass. None: do so if `input` needs a gradient, the loss is reduced,
+        fused: compute the gradient in the forward pass. None: fused if `input` needs a gradient, the loss is reduced,
             and the dtype is not float16.
 
     Returns:
@@ -404,11 +411,11 @@ def cross_entropy(
     Raises:
         TypeError: a tensor is not dense, or its dtype does not match (class probabilities included).
         ValueError: a shape, device or number is wrong; or a target is not a class (checked on the CPU and, with
-            ROOFTOP_CHECK=1 in the environment, on a GPU). Without ROOFTOP_CHECK=1, the rows of such targets and a
-            reduced loss are NaN on a GPU; a mean is divided by the weights of the other targets, whose gradients are
-            finite.
+            ROOFTOP_CHECK=1 in the environment, on a GPU). On a GPU without ROOFTOP_CHECK=1, the rows of such targets
+            and a reduced loss are NaN. The gradients of other rows stay finite, since a mean is divided by the weights
+            of valid targets.
         NotImplementedError: a second derivative of the fused form on a GPU, if `input` is not (N, V), was changed in
-            place or was freed: the fused form does not keep it.
+            place or was freed, because the fused form does not keep the logits.
     """
     check_arguments("cross_entropy", input, target, weight, reduction, label_smoothing, z_loss)
     check_index("cross_entropy", ignore_index)
@@ -434,7 +441,7 @@ def cross_entropy(
 
 
 class LogitsShape(NamedTuple):
-    """A stand-in for logits that are never computed, with the properties that checks read."""
+    """Shape, dtype and device of logits that are never computed, for the checks of arguments."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -445,7 +452,7 @@ class LogitsShape(NamedTuple):
 
 
 def check_index(name: str, ignore_index: int) -> None:
-    """Raise TypeError if `ignore_index` is not an int, because no target would ever equal it."""
+    """Raise TypeError if `ignore_index` is not an int: no target would ever equal it."""
     if not isinstance(ignore_index, (int, torch.SymInt)):
         raise TypeError(f"{name}: ignore_index must be an int, got {type(ignore_index).__name__}")
 

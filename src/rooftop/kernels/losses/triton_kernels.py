@@ -1,16 +1,16 @@
 """Triton kernels of the cross entropy; `losses.py` has the formula and the operators.
 
 As in `softmaxes/triton_kernels.py`, rows that fit a program's registers are read once as tiles. Longer rows are read by
-persistent programs, block by block with an online maximum and sum. With GRADIENT the kernel also computes the gradient,
-and reads long rows a second time from L2, from the end to the beginning. The part of a row after its last full block
-stays in registers. `dx` may share memory with `x`: a program reads an element before it writes it.
+persistent programs, block by block with an online maximum and sum. With GRADIENT the kernel also computes the gradient.
+It then reads long rows a second time, mostly from L2, from the end to the beginning. The part of a row after its last
+full block stays in registers. `dx` may share memory with `x`: a program reads an element before it writes it.
 
 WIDE, for float32 logits: exponentials are added up in float64, and losses are float64. Rounding a sum or a logarithm
 shifts all results of its row equally; in some small tensors that shift exceeds twice PyTorch's error.
 
 Logits are taken relative to the row's maximum, or to the target's logit before the maximum is known. So a large common
 offset does not reduce the accuracy. A row whose target is ignored has loss 0 and gradient 0. A row whose target is not
-a class has NaN for loss and gradient, and nothing is read out of bounds.
+a class has NaN for loss and gradient; the kernel reads nothing out of bounds.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def cross_entropy_rows(
     WIDE: tl.constexpr,
     UNIT: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute losses of ROWS rows, and statistics or, with GRADIENT, dx; `kept` is 1 - smoothing, `spread` smoothing /
-    V.
+    """Compute losses and statistics of ROWS rows, or losses and dx with GRADIENT. kept = 1 - smoothing, spread =
+    smoothing / V.
     """
     columns = units * UNIT
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # (ROWS,)
@@ -101,9 +101,9 @@ def cross_entropy_rows_long(
 ):  # fmt: skip
     """Like `cross_entropy_rows`, for every (number of programs)-th row. Ignored rows are not read.
 
-    SHIFTED: rows at any address, without class weights, are loaded by the groups of GROUP elements that enclose them:
-    column = position - shift. Whole groups are stored at once; the elements of groups that neighbouring rows share come
-    last.
+    SHIFTED: rows may begin at any address. The program loads the groups of GROUP elements that enclose a row: column =
+    position - shift. It stores whole groups at once, and at the end the elements in groups that neighbouring rows
+    share. Class weights are not supported.
     """
     columns = units * UNIT
     lane = tl.arange(0, COLUMNS)
@@ -136,7 +136,7 @@ def cross_entropy_rows_long(
             if SHIFTED:
                 last = tl.where((tail >= shift) & (tail < length), last, float("-inf"))
             row_weight, picked = _of_target(source, weight, label, True, columns, HAS_WEIGHT)
-            # If this logit is infinite, the loss is infinite or NaN anyway; the sums below are then relative to 0.
+            # If this logit is infinite or NaN, so is the loss. The sums below are then relative to 0.
             origin = tl.where(tl.abs(picked) < float("inf"), picked, 0.0)
             largest = tl.full((COLUMNS // GROUP,), float("-inf"), tl.float32)
             total = tl.zeros((COLUMNS // GROUP,), tl.float32)
@@ -201,7 +201,7 @@ def cross_entropy_rows_long(
                         )  # fmt: skip
                     else:
                         tl.store(to_dx + column, result.to(dx.dtype.element_ty), eviction_policy="evict_first")
-                if SHIFTED:  # written later, because dx may be x
+                if SHIFTED:  # the row's ends; stored now, after all loads, because dx may be x
                     edge = tl.arange(0, 2 * GROUP)
                     column = tl.where(edge < GROUP, edge, length // GROUP * GROUP + edge - GROUP)
                     shared = tl.where(edge < GROUP, (shift > 0) & (edge >= shift), column < length)
@@ -210,7 +210,7 @@ def cross_entropy_rows_long(
                     if SMOOTH:
                         result -= factor * spread
                     tl.store(to_dx + column, result.to(dx.dtype.element_ty), mask=shared)
-                # Handle the target's element again, so that the loop need not search for it.
+                # Overwrite the target's element, so that the loop need not search for it.
                 tl.debug_barrier()
                 power = tl.div_rn(tl.exp(picked - maximum), total_sum)
                 valid = (label >= 0) & (label < columns)
@@ -221,12 +221,12 @@ def cross_entropy_rows_long(
 
 @triton.jit
 def cross_entropy_gradient(
-    dloss, x, target, weight, weight_sum, inverse, statistics, dx,  # (M,) or (), the others as above
+    dloss, x, target, weight, weight_sum, inverse, statistics, dx,  # dloss (M,) or (), x and dx (M, V)
     rows, units, x_stride, dloss_stride, ignored, kept, spread, z_loss,
     HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, Z: tl.constexpr, MEAN: tl.constexpr,
     UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dx of ROWS rows and COLUMNS columns from the statistics."""
+    """Compute dx of ROWS rows and COLUMNS columns from the statistics."""
     columns = units * UNIT
     blocks = tl.cdiv(columns, COLUMNS)
     row = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -259,7 +259,7 @@ def inverse_of_target_weights(
     rows, columns, ignored,
     HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """1 / sum of the weights of all targets that are classes, or 0; one program, always in the same order."""
+    """1 / sum of the weights of the valid targets; 0 without valid targets. One program adds in a fixed order."""
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, rows, BLOCK):
         row = start + tl.arange(0, BLOCK).to(tl.int64)
@@ -273,7 +273,7 @@ def inverse_of_target_weights(
 
 @triton.jit
 def total_of_losses(losses, inverse, out, rows, HAS_INVERSE: tl.constexpr, BLOCK: tl.constexpr):  # (M,), (), ()
-    """The sum of losses, times `inverse`; one program, always in the same order, in float64."""
+    """The sum of losses, times `inverse`. One program adds in a fixed order, in float64."""
     sums = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, rows, BLOCK):
         row = start + tl.arange(0, BLOCK)
@@ -286,11 +286,11 @@ def total_of_losses(losses, inverse, out, rows, HAS_INVERSE: tl.constexpr, BLOCK
 
 @triton.jit
 def scale_unless_one(
-    gradient, factor, result,  # (N,), (), (N,) or the same memory
+    gradient, factor, result,  # (N,), (), (N,); result may be gradient
     elements,
     IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """gradient * factor; in place, a factor of 1 costs no more than reading it."""
+    """result = gradient * factor. In place, a program that reads a factor of 1 does nothing more."""
     scale = tl.load(factor).to(tl.float32)
     if IN_PLACE:
         if scale != 1.0:
@@ -304,9 +304,7 @@ def scale_unless_one(
 
 @triton.jit
 def _in_groups(position, length, GROUP: tl.constexpr, SHIFTED: tl.constexpr):
-    """Whether the position exists. SHIFTED: whether any position of its group exists, since a group is loaded as a
-    whole.
-    """
+    """Whether a position is inside the row. SHIFTED: whether its group overlaps the row, as groups load whole."""
     if SHIFTED:
         return position < (length + GROUP - 1) // GROUP * GROUP
     else:
@@ -315,13 +313,13 @@ def _in_groups(position, length, GROUP: tl.constexpr, SHIFTED: tl.constexpr):
 
 @triton.jit
 def _next_group(position, GROUP: tl.constexpr):
-    """The first position at or after this one that begins a group."""
+    """Round a position up to the beginning of a group."""
     return (position + GROUP - 1) // GROUP * GROUP
 
 
 @triton.jit
 def _scale_blocks(gradient, scale, result, elements, BLOCK: tl.constexpr):
-    """Scales every (number of programs)-th block."""
+    """Scale every (number of programs)-th block."""
     for block in tl.range(tl.program_id(0), tl.cdiv(elements, BLOCK), tl.num_programs(0)):
         index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         values = tl.load(gradient + index, mask=index < elements, other=0.0).to(tl.float32) * scale
@@ -346,7 +344,7 @@ def _weight_of_target(weight, label, counted, columns, HAS_WEIGHT: tl.constexpr)
 
 @triton.jit
 def _of_target(source, weight, label, counted, columns, HAS_WEIGHT: tl.constexpr):
-    """The weight and the logit of the target."""
+    """(class weight, logit) of the target."""
     valid = counted & (label >= 0) & (label < columns)
     picked = tl.load(source + label, mask=valid, other=0.0).to(tl.float32)
     return _weight_of_target(weight, label, counted, columns, HAS_WEIGHT), picked
@@ -372,7 +370,7 @@ def _class_weights(weight, column, columns, HAS_WEIGHT: tl.constexpr):
 
 @triton.jit
 def _terms(factor, row_weight, log_sum_exp, kept, z_loss):
-    """The factor of a probability (minus one at the target), and the z-loss's part of it."""
+    """dx = a (p - [target]) + b p for probabilities p: returns the factors a, and b of the z-loss."""
     return factor * (row_weight * kept), factor * (2.0 * z_loss * row_weight * log_sum_exp)
 
 
@@ -380,8 +378,8 @@ def _terms(factor, row_weight, log_sum_exp, kept, z_loss):
 def _gradient(
     power, is_target, at_target, squared, spread, whole, share, SMOOTH: tl.constexpr, Z: tl.constexpr
 ):  # fmt: skip
-    """dx from probabilities `power`. Each term cancels separately, so that a probability near 1 is as exact as
-    possible.
+    """dx from probabilities `power`. Each term is computed separately: subtracting 1 from a probability near 1 is then
+    exact.
     """
     result = tl.where(is_target, power - 1.0, power) * at_target
     if SMOOTH:

@@ -1,4 +1,4 @@
-"""Launch the kernels of `triton_kernels.py`, or the library and the operations that it lacks, as a plan says.
+"""Launch what a plan selects: a kernel of `triton_kernels.py`, or cuBLAS and a kernel for the operations after it.
 
 `tables.py` makes the plans; `matmuls.py` has the operators.
 """
@@ -41,7 +41,8 @@ def forward(
     plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None,
     keep: bool, rounded: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(y (M, N), input of the activation (M, N) or nothing) by the library or a kernel, as `plan` says; any strides.
+    """(y (M, N), input of the activation (M, N) or None), computed by cuBLAS or a kernel as `plan` selects; any
+    strides.
 
     rounded: apply the activation to the rounded value that is kept, instead of to the value before rounding.
     """
@@ -64,7 +65,7 @@ def forward(
         y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
         before = torch.empty_like(y) if keep else nothing
     steps = -(-x.shape[1] // tile.depth)
-    split = -(-steps // -(-steps // tile.split))  # so that no part is empty
+    split = -(-steps // -(-steps // tile.split))  # fewer parts if some would be empty
     run = _RUN[tile.kernel]
     bias = bias.contiguous() if bias is not None else None
     if split == 1:
@@ -98,7 +99,7 @@ def _by_library(
 
 
 def _with_aligned_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Pad the operands with zeros, like additional inputs and outputs of the layer, so that rows are aligned."""
+    """Pad the operands with zeros, as if the layer had more inputs and outputs, so that rows are aligned."""
     depth, columns = missing_columns(x.shape[1], x), missing_columns(weight.shape[0], x)
     if x.shape[0] * weight.shape[0] < LEAST_PADDED or not (depth or columns):
         return x, weight, bias
@@ -161,9 +162,7 @@ def _with_single_tiles(
 
 
 def _described(t: Tensor, height: int, width: int) -> TensorDescriptor:
-    """A tensor descriptor with boxes of (height, width); if rows are the fast dimension, the descriptor is of the
-    transpose.
-    """
+    """A tensor descriptor with boxes of (height, width). If columns are contiguous, it describes the transpose."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     if t.stride(1) != 1:
@@ -193,7 +192,7 @@ _RUN = {"descriptors": _with_descriptors, "single": _with_single_tiles, "pointer
 
 
 def _reach(t: Tensor, beyond: int) -> int:
-    """The largest offset that a kernel computes within a matrix, up to `beyond` columns past its end."""
+    """The largest offset that a kernel computes in a matrix; it may reach `beyond` columns past the end."""
     return (t.shape[0] - 1) * t.stride(0) + (t.shape[1] + beyond) * t.stride(1)
 
 
@@ -257,7 +256,7 @@ def activate(before: Tensor, activation: str) -> Tensor:
 
 
 def backward(dy: Tensor, saved: Tensor, activation: str, of_output: bool, sums: bool) -> tuple[Tensor, Tensor]:
-    """(dz, the sums of its columns). dz is empty without an activation, the sums are empty if not needed."""
+    """(dz, its column sums). dz is empty without an activation; the sums are empty if they are not needed."""
     dz = dy.new_empty(dy.shape if activation != "none" else 0)
     total = dy.new_empty(dy.shape[1] if sums else 0)
     if dy.numel() == 0:
@@ -271,7 +270,7 @@ def backward(dy: Tensor, saved: Tensor, activation: str, of_output: bool, sums: 
     block = min(BACKWARD_COLUMNS, power_of_two(columns))
     blocks = -(-columns // block)
     wanted = max(1, BACKWARD_PROGRAMS_PER_SM * processors(dy) // blocks)
-    # the same number of bytes in float32, so that registers do not spill
+    # half as many rows in float32, so that registers do not spill
     height = BACKWARD_ROWS * 2 // dy.element_size()
     rows_of_chunk = -(-rows // (wanted * height)) * height
     chunks = -(-rows // rows_of_chunk)
@@ -291,8 +290,9 @@ def backward(dy: Tensor, saved: Tensor, activation: str, of_output: bool, sums: 
 
 
 def _described_or_copied(t: Tensor, rows_only: bool = False) -> Tensor:
-    """(M, N) unchanged if a tensor descriptor can describe it, else a copy; `rows_only`: N must be the fast
-    dimension."""
+    """The matrix (M, N) itself if a tensor descriptor can describe it, else a copy. `rows_only`: rows must be
+    contiguous.
+    """
     if describable(t) and not (rows_only and t.stride(1) != 1):
         return t
     more = -t.shape[1] % (16 // t.element_size())

@@ -1,13 +1,13 @@
 """Matrix products fused with the operations after them: y = activation(x @ weight.T + bias) + residual.
 
-They are bound by the tensor cores from a few hundred rows on, and with fewer rows by reading the weight. A library's
-product alone reaches the roof, but a separate pass for the activation costs two more memory accesses per element. The
-kernels here apply bias, activation and residual to the float32 sums before writing them. Two ideas, bands of tiles that
-share operands in L2 and persistent programs with tensor descriptors, follow Tillet, Kung and Cox 2019, "Triton", and
-its tutorial on persistent products. Deterministic: no atomics.
+With a few hundred rows or more they are bound by the tensor cores, with fewer rows by reading the weight. cuBLAS's
+product alone reaches the roof, but a separate pass for the activation adds a read and a write per element. The kernels
+here apply bias, activation and residual to the float32 sums before writing them. Bands of tiles share operands in L2,
+and persistent programs use tensor descriptors, as in Triton's tutorial on persistent products (Tillet, Kung and Cox
+2019, "Triton"). No sum uses atomics, so results are deterministic.
 
-By the shape of a call, `tables.py` chooses a kernel and its parameters, or the library (cuBLAS, and one pass for the
-other operations). `linear_act_plan` returns the choice and its reason; `launches.py` launches the kernel.
+For the shape of a call, `tables.py` chooses a kernel and its parameters, or cuBLAS and one pass for the operations
+after it. `linear_act_plan` returns the choice and its reason; `launches.py` launches the kernel.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ def linear_act_reference(
 
 
 class Kept(NamedTuple):
-    """The values that backward needs: `saved` is the activation's result if `of_output`, else its input; None without
-    an activation, and in a traced program."""
+    """The values that backward needs. `saved` is the activation's result if `of_output`, else its input. It is None
+    without an activation, and in a traced program.
+    """
 
     x: Tensor
     weight: Tensor
@@ -74,8 +75,7 @@ class Kept(NamedTuple):
 
 
 class LinearAct(NamedTuple):
-    """(y, input of the activation) for x (M, K) and weight (N, K). If the input of the activation is not kept, an empty
-    tensor is in its place.
+    """(y, input of the activation) for x (M, K) and weight (N, K). The second is empty if it is not kept.
 
     rounded: the input of the activation is rounded first, as if it had been kept.
     """
@@ -116,7 +116,7 @@ class LinearAct(NamedTuple):
         x, weight, bias, saved, activation, of_output = kept
         for_x, for_weight, for_bias, _, for_residual = wanted[:5]
         dz, dbias = dy, None
-        if torch.is_grad_enabled():  # create_graph: the saved tensors carry no graph back to x
+        if torch.is_grad_enabled():  # create_graph: saved tensors are detached from x
             if activation != "none":
                 before = _product(x, weight, bias)
                 dz = activation_backward_reference(dy, before, activation, of_output=False).to(dy.dtype)
@@ -132,7 +132,7 @@ class LinearAct(NamedTuple):
         return dx, dweight, dbias if for_bias else None, None, dy if for_residual else None
 
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
-        """The product, and for each result bias, activation and residual."""
+        """Flops: the product, and bias, activation and residual for each result."""
         x, weight, bias, activation, residual, *_ = self
         results = x.shape[0] * weight.shape[0]
         each = FORWARD_FLOPS[activation] + (bias is not None) + (residual is not None)
@@ -143,7 +143,8 @@ class LinearAct(NamedTuple):
 
 
 class LinearActBackward(NamedTuple):
-    """(dz, dbias): dy * activation' and its column sums. dz is empty if it equals dy, dbias if it is not needed.
+    """(dz, dbias): dy * activation' and its column sums. dz is empty if it equals dy; dbias is empty if it is not
+    needed.
 
     saved: the activation's result if `of_output`, else its input.
     """
@@ -214,13 +215,12 @@ def _keeps(activation: str, residual: Tensor | None) -> bool:
 
 @without_autocast
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute the input of the activation."""
+    """The input of the activation, recomputed."""
     return functional.linear(x, weight, bias)
 
 
 def _products(dz: Tensor, x: Tensor | None, weight: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """(dz @ weight, dz^T @ x) of dz (M, N), weight (N, K) and x (M, K); each is computed only if its operand is
-    given."""
+    """(dz @ weight, dz^T @ x) of dz (M, N), weight (N, K) and x (M, K). A product is None if weight or x is None."""
     columns = dz.shape[1]
     more = missing_columns(columns, dz)
     if more and dz.numel() >= LEAST_PADDED and not torch.is_grad_enabled():
@@ -248,11 +248,11 @@ def linear_act(
         weight: (N, K), same dtype.
         bias: (N,), same dtype.
         activation: "none", "relu", "gelu", "gelu_tanh" (as `gelu(approximate="tanh")`), "silu" or "sigmoid".
-        residual: (..., N), same dtype; under autocast of any of these dtypes.
+        residual: (..., N), same dtype; under autocast any of these dtypes.
 
     Returns:
         (..., N). Sums, bias, activation and residual are float32 (float64 for float64) and rounded once. float32
-        products use TF32 only if torch is allowed to. Under autocast the operands are cast as in `linear`.
+        products use TF32 only if PyTorch's settings allow it. Under autocast the operands are cast as in `linear`.
 
     Raises:
         TypeError: a tensor is not dense, or its dtype does not match.
@@ -270,9 +270,9 @@ def linear_act_and_before(
     """`linear_act` that also returns the input of the activation, without a gradient. `activation_of` recomputes the
     result from that input.
 
-    For this, the input of the activation is rounded first, as in PyTorch and as if it were kept for backward. In half
-    precision the result is rounded twice. Arguments and errors are as in `linear_act`; the backward of the activation
-    must need the activation's input.
+    The input of the activation is rounded before the activation, as in PyTorch, so in half precision the result is
+    rounded twice. Arguments and errors are as in `linear_act`. Only activations whose backward needs their input are
+    supported.
 
     Returns:
         (y, before), (..., N) both.
@@ -289,7 +289,7 @@ def linear_act_and_before(
 
 
 def activation_of(before: Tensor, activation: str) -> Tensor:
-    """The result of `linear_act` from the activation's kept input, bit for bit; without a gradient.
+    """Recompute the result of `linear_act` bit for bit from the activation's kept input, without a gradient.
 
     Args:
         before: (..., N), the input of the activation.
@@ -310,9 +310,9 @@ def _linear_act_of(
     residual: Tensor | None,
     again: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(y (..., N), the activation's input, (M, N) or (..., N), or nothing if it is neither needed nor requested).
+    """(y (..., N), the activation's input (M, N) or (..., N)). The input is None if it is neither needed nor requested.
 
-    again: whether that input is requested, so that y can be computed from it again.
+    again: whether the caller requests the input, to compute y from it again.
     """
     if _is_plain(input, weight, bias, activation, residual):
         return linear_act_reference(input, weight, bias, activation, residual)
@@ -328,8 +328,9 @@ def _linear_act_of(
 
 
 def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> bool:
-    """Whether all tensors are on the CPU and match. PyTorch's own functions then compute the result with less overhead.
-    This function raises no errors."""
+    """Whether all tensors are on the CPU and match, so that PyTorch's own functions compute the result with less
+    overhead. It never raises.
+    """
     if INTERPRETED or x is None or weight is None or not computed_on_cpu(x, weight, bias, residual):
         return False
     return (
@@ -348,9 +349,9 @@ MOST_KNOWN = 4096
 
 
 def _is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `torch.nn.functional.linear` computes the whole call with less work for the host. True if the library
-    computes the product, rows are aligned, and there is no bias whose gradient a kernel sums faster. This function
-    raises no errors."""
+    """Whether `torch.nn.functional.linear` computes the whole call with less work for the host: the plan is cuBLAS,
+    rows are aligned, and there is no bias whose gradient a kernel sums faster. It never raises.
+    """
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if INTERPRETED or not all(isinstance(t, Tensor) and t.is_cuda and t.layout == torch.strided for t in tensors):
         return False
@@ -390,7 +391,7 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
     if not under_autocast(input):
         check_same_dtype("matmul", "input", input, "cast one, or use autocast", other=other)
     if input.dim() == 0 or other.dim() == 0:
-        raise ValueError(f"matmul: a number is not a matrix: input {tuple(input.shape)}, other {tuple(other.shape)}")
+        raise ValueError(f"matmul: expected no scalars, got shapes {tuple(input.shape)} and {tuple(other.shape)}")
     if other.dim() > 2:
         if input.shape[-1] != other.shape[-2] or not _broadcast(input.shape[:-2], other.shape[:-2]):
             shapes = f"{tuple(input.shape)} and {tuple(other.shape)}"
@@ -433,8 +434,9 @@ Prepared = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 def _prepared(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
 ) -> Prepared:
-    """Return the checked arguments, cast as under autocast, and a residual to be added later. Under autocast a residual
-    of another dtype is added later, because it makes the sum wider, as in PyTorch."""
+    """Return the arguments, checked and cast as by autocast, and a residual to add after the operator. Under autocast a
+    residual of another dtype is added later, because it promotes the sum, as in PyTorch.
+    """
     check_tensors(name, FLOATS, ("bias", "residual"), input=x, weight=weight, bias=bias, residual=residual)
     check_choice(name, "activation", activation, ACTIVATIONS)
     if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:

@@ -1,7 +1,7 @@
 """Choose the kernel and its parameters, or the library, by the shape of a product and the operations after it.
 
-The tables hold the measurements of a GPU (`benchmarks/tuning/matmuls.py`); `plan_of` looks a call up. No measurement
-takes place when a program starts.
+The tables hold measurements of a GPU (`benchmarks/tuning/matmuls.py`), and `plan_of` looks up a call in them. Nothing
+is measured at run time.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ class Tile:
     """How a kernel computes a product.
 
     Attributes:
-        kernel: "descriptors" (persistent programs), "single" (programs with descriptors and one tile each), or
-            "pointers".
-        rows, columns, depth: size of a tile of the result, and of its steps through K.
-        warps, stages: warps of a program, and the number of steps that are loaded to shared memory at a time.
-        group: rows of tiles in a band, whose operands L2 holds.
-        parts: parts of a tile's columns, finished one after the other (descriptors).
-        split: parts of K that are summed separately.
-        programs_per_sm: number of persistent programs on an SM (descriptors): with two, one computes while the other
-            finishes.
-        lag: delay of the later half of the programs (descriptors), in clock cycles per element of K. Without the delay,
-            two programs that begin together would also finish together. The delay is about half of a tile's time.
-        early: whether the kernel may be launched while the previous one still runs (single); it then waits for the
-            previous one itself.
+        kernel: "descriptors" (persistent programs with tensor descriptors), "single" (tensor descriptors, one tile per
+            program), or "pointers".
+        rows, columns, depth: rows and columns of a tile of the result, and length of a step through K.
+        warps, stages: warps of a program, and stages of its pipeline of loads to shared memory.
+        group: rows of tiles in a band; L2 caches the operands of a band.
+        parts: number of parts in which the epilogue stores a tile's columns (descriptors).
+        split: number of parts of K that separate programs sum.
+        programs_per_sm: number of persistent programs on an SM (descriptors). With two, one computes while the other
+            stores.
+        lag: delay of the second half of the programs (descriptors), in clock cycles per element of K. Without it, the
+            two programs of an SM would store at the same time. The delay is about half of a tile's time.
+        early: programmatic dependent launch (single): the kernel may start while the previous one still runs, and waits
+            for its results.
         more: additional columns of a tile (single), 0 or `columns // parts`; for example 128 + 64 columns make a tile
             of 192.
     """
@@ -69,10 +69,10 @@ class Tile:
 
 @dataclass(frozen=True)
 class Entry:
-    """The choice for results of up to `tiles` tiles of 128 x 128 for each SM.
+    """The choice for results of up to `tiles` tiles of 128 x 128 per SM.
 
-    `tile`: the tile; None for the library. `tile_ms`, `library_ms`: times of the best tile and the library at `shape`
-    (M, N, K), measured in the same run; None if not measured yet.
+    `tile`: the kernel's tile; None for cuBLAS. `tile_ms`, `library_ms`: times of the best tile and of cuBLAS at `shape`
+    (M, N, K) in the same run; None if not measured yet.
     """
 
     tiles: float
@@ -84,14 +84,14 @@ class Entry:
 
 # ---- tables ----------------------------------------------------------------------------------------------------
 
-# With two programs of 128 x 128 on an SM, one multiplies while the other finishes. This hides more time than one
-# program of 128 x 256.
+# With two programs of 128 x 128 on an SM, one multiplies while the other stores. This hides more time than one program
+# of 128 x 256.
 TWO_AN_SM = Tile("descriptors", 128, 128, 64, 4, 3, group=16, parts=2, programs_per_sm=2)
-# With one tile for each SM, the kernel is launched while the previous one still runs.
+# With at most one tile per SM, the kernel starts while the previous one still runs.
 AHEAD = Tile("single", 128, 128, 64, 8, 6, parts=2, early=True)
 # Measured on an H200 (benchmarks/results/h200/tune_matmuls.json), the best of the candidates. relu uses the entries of
-# sigmoid. With less than half a tile for each SM, K has to be split. Compared with cuBLAS, one split was 2% faster at
-# 64 rows and 12% slower at 16; another was 9% faster at 16 rows and 85% slower at 64.
+# sigmoid. Below half a tile per SM, K would have to be split. Compared with cuBLAS, one split was 2% faster at 64 rows
+# and 12% slower at 16. Another was 9% faster at 16 rows and 85% slower at 64.
 _LIKE_SIGMOID = (
     Entry(0.5, None),
     Entry(1.0, AHEAD, (512, 4096, 4096), 0.02901, 0.03168),
@@ -111,8 +111,8 @@ FUSED_ON_HOPPER = {
     "silu": (*_LIKE_SIGMOID[:3], Entry(math.inf, TWO_AN_SM, (2048, 4096, 4096), 0.1056, 0.1087)),
     "sigmoid": _LIKE_SIGMOID,
 }
-# Loads of two bytes cannot be prefetched, and cost more than copying the operands to aligned rows. Fewer tiles than SMs
-# were not measured.
+# Loads of two bytes cannot be prefetched. They take longer than copying the operands to aligned rows. Results with
+# fewer tiles than SMs were not measured.
 UNALIGNED_ON_HOPPER = (
     Entry(0.1, None),
     Entry(1.0, Tile("pointers", 128, 128, 64, 8, 3)),
@@ -123,7 +123,7 @@ FUSED_ELSEWHERE = (Entry(0.1, None), Entry(math.inf, Tile("pointers", 128, 128, 
 
 @dataclass(frozen=True)
 class FewRows(Entry):
-    """The choice for results of at most `tiles` tiles of 128 x 128 for each SM, and K of at most `depth`."""
+    """The choice for results of at most `tiles` tiles of 128 x 128 per SM, and K of at most `depth`."""
 
     depth: int = 0
 
@@ -162,8 +162,10 @@ class LinearPlan:
 
 @dataclass(frozen=True)
 class Problem:
-    """The properties on which the choice depends. `aligned`: whether tensor descriptors can describe the operands;
-    `finish`: whether more than a bias follows the product; `library_finish`: whether cuBLAS has an epilogue for it."""
+    """The properties on which the choice depends. `aligned`: whether tensor descriptors can describe the operands.
+    `finish`: whether more than a bias follows the product. `library_finish`: whether cuBLAS has an epilogue for these
+    operations.
+    """
 
     rows: int
     columns: int
@@ -222,7 +224,7 @@ def _reason(entry: Entry) -> str:
 def plan_of(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, keep: bool
 ) -> LinearPlan:
-    """The plan for x (M, K), weight (N, K), residual (M, N) or none; `keep`: the kernel also writes the input of the
+    """The plan for x (M, K), weight (N, K), residual (M, N) or None. `keep`: the kernel also writes the input of the
     activation.
     """
     if x.dtype == torch.float64:
@@ -243,9 +245,9 @@ def plan_of(
 
 
 def finished_by_library(x: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, keep: bool) -> bool:
-    """Whether cuBLAS has an epilogue for all operations after the product that is as exact as PyTorch's operators.
+    """Whether a cuBLAS epilogue computes all operations after the product, as exactly as PyTorch's operators.
 
-    The library has no gelu_tanh in float32; for K = 0 it would omit the activation.
+    cuBLAS has no gelu_tanh in float32, and for K = 0 it would omit the activation.
     """
     has_one = activation == "relu" or (activation == "gelu_tanh" and x.element_size() == 2)
     return has_one and bias is not None and residual is None and not keep and x.is_cuda and x.shape[1] > 0

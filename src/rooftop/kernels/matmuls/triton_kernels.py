@@ -1,22 +1,21 @@
 """Triton kernels of y = activation(x @ weight.T + bias) + residual; `launches.py` launches them.
 
-Three kernels compute the product. Their tiles are float32, ROWS by COLUMNS, and they step through K by DEPTH. They
-visit the tiles in bands of GROUP rows of tiles, so that tiles in progress at the same time share operands in L2:
+Three kernels compute the product. Tiles of ROWS by COLUMNS accumulate in float32, in steps of DEPTH through K. The
+order of tiles is by bands of GROUP rows of tiles, so that tiles in progress at the same time share operands in L2:
 
-- `linear_act_descriptors` copies tiles with the tensor memory accelerator (TMA) of Hopper and later GPUs. The programs
-  of this kernel are persistent, so that the first copies of a tile are in flight while the previous tile is finished. A
-  tile is finished in PARTS of its columns, so that the staging for the store leaves more shared memory for copies. With
-  two programs on a multiprocessor, one multiplies while the other finishes. Programs that begin together would stay in
-  step and leave the tensor cores idle at the same time. So OUT_OF_STEP delays the later half of the programs.
-- `linear_act_single` also copies with TMA, one tile a program, for results with at most one tile for each
-  multiprocessor: bias and residual are loaded before the product. MORE columns allow tiles whose width is not a power
-  of two.
-- `linear_act_pointers` supports any strides and any K, with one tile a program.
+- `linear_act_descriptors` copies tiles with the tensor memory accelerator (TMA) of Hopper and later GPUs. Its programs
+  are persistent: the first copies of a tile are in flight while the previous tile is stored. A tile is stored in PARTS
+  of its columns, which need less staging and leave more shared memory for copies. With two programs on an SM, one
+  multiplies while the other stores. Programs that begin together would store together and leave the tensor cores idle.
+  So OUT_OF_STEP delays the second half of the programs.
+- `linear_act_single` also copies with TMA, one tile per program, for results with at most one tile per SM. It loads
+  bias and residual before the product. MORE columns allow tiles whose width is not a power of two.
+- `linear_act_pointers` supports any strides and any K, one tile per program.
 
-With SPLIT > 1 the K dimension is cut, and each part writes its own float32 sums. `linear_act_finish` adds them in
-order: no atomics, so the bits are the same each time. That kernel also completes the library's products.
+With SPLIT > 1 the K dimension is cut, and each part writes its own float32 sums. `linear_act_finish` adds them in order
+without atomics, so results are deterministic. It also computes the operations after cuBLAS's products.
 
-x and weight may have either dimension contiguous. X_ACROSS and W_ACROSS: K is the slow dimension.
+Either dimension of x and weight may be contiguous. X_ACROSS and W_ACROSS: K is not the contiguous one.
 """
 
 from __future__ import annotations
@@ -40,8 +39,9 @@ def linear_act_descriptors(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
     PARTS: tl.constexpr, HALF: tl.constexpr, OUT_OF_STEP: tl.constexpr,
 ):  # fmt: skip
-    """Computes every (number of programs)-th tile. OUT_OF_STEP: the later half of the programs begins `lag` later.
-    ROUNDED: the activation is applied to the kept value (KEEP), in z's dtype."""
+    """Compute every (number of programs)-th tile. OUT_OF_STEP: the second half of the programs begins `lag` cycles
+    later. ROUNDED: the activation is applied to the value that KEEP stores, rounded to z's dtype.
+    """
     row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
     steps = tl.cdiv(depth, DEPTH)
     steps_of_part = tl.cdiv(steps, SPLIT)
@@ -90,7 +90,7 @@ def linear_act_descriptors(
 
 @triton.jit
 def linear_act_single(
-    x, weight, weight_more, y, z,  # descriptors, as above; weight_more: a descriptor of MORE rows of weight
+    x, weight, weight_more, y, z,  # descriptors as in linear_act_descriptors; weight_more: with boxes of MORE rows
     residual, bias,  # (M, N), (N,)
     rows, columns, depth, residual_row,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
@@ -101,8 +101,8 @@ def linear_act_single(
 ):  # fmt: skip
     """Computes one tile of COLUMNS + MORE columns; MORE is 0 or the COLUMNS // PARTS columns that are stored at a time.
 
-    EARLY: launched while the previous kernel may still run; this kernel waits for its results (programmatic dependent
-        launch).
+    EARLY: programmatic dependent launch: this kernel starts while the previous one may still run, and waits for its
+    results.
     """
     if EARLY:
         gdc_wait()
@@ -178,7 +178,7 @@ def linear_act_pointers(
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     if WIDE:
         row, column = row.to(tl.int64), column.to(tl.int64)
-    # Rows and columns past the end read the last one: a mask in the loop would cost more.
+    # Rows and columns past the end read the last row or column: a mask in the loop would take longer.
     left_row, right_row = tl.minimum(row, rows - 1), tl.minimum(column, columns - 1)
     lane = part * steps_of_part * DEPTH + tl.arange(0, DEPTH)
     if WIDE:
@@ -253,7 +253,7 @@ def linear_act_backward(
 
     `saved` is the activation's input or, with OF_OUTPUT, its result. Without an activation the kernel computes only the
     sums. A chunk may have very many rows, so its sums are compensated, except with HALF, where the final rounding is
-    far coarser.
+    far coarser than their error.
     """
     columns = units * UNIT
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -308,7 +308,7 @@ def add_column_sums(
 
 @triton.jit
 def _compensated(sums, lost, values):
-    """(sums + values, the rounding error of that addition, which the next addition corrects): Kahan 1965. Infinities
+    """Kahan summation (Kahan 1965): (sums + values, the rounding error of that addition, for the next one). Infinities
     stay.
     """
     values -= lost
@@ -319,7 +319,7 @@ def _compensated(sums, lost, values):
 
 @triton.jit
 def _rows_from(source, row, step, ACROSS: tl.constexpr):
-    """A block of a matrix, rows by K. K is the descriptor's fast dimension or, with ACROSS, its slow one."""
+    """A block of a matrix, rows by K. K is the descriptor's contiguous dimension, or the other one with ACROSS."""
     if ACROSS:
         block = source.load([step, row]).T
     else:

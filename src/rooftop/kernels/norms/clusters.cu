@@ -1,28 +1,27 @@
-// Layer norm and RMS norm of rows that come to shared memory by bulk copies (rooftop.kernels.norms.clusters).
+// Layer norm and RMS norm of rows that bulk copies load to shared memory (rooftop.kernels.norms.clusters).
 //
-// CLUSTER blocks share a row, each has `share` of its groups of eight elements (16 bytes), and works on every
-// (number of clusters)-th row. One thread starts the copies of the rows to come (cp.async.bulk), which complete on an
-// mbarrier for each stage; no register waits for them. Blocks of a cluster exchange two floats a row, written into each
-// other's shared memory. Sums are always added in the same order.
+// The CLUSTER blocks of a cluster share a row: each block has `share` of its groups of eight elements (16 bytes). A
+// cluster computes every (number of clusters)-th row. One thread starts the copies of the next rows (cp.async.bulk),
+// which complete on the mbarrier of their stage, without registers. The blocks of a cluster exchange two floats per row
+// through distributed shared memory. Sums are always added in the same order.
 //
-// Rows may begin at odd addresses: what is copied are the groups that enclose a row, and column = 8 group + i - shift.
-// All rows of a cluster have the same shift, since eight divides N or else the number of clusters. Only a thread with
-// a group that a neighbour's row shares looks at single elements. pieces.cu and operands/cluster_pieces.cu
-// stand in front of it.
+// Rows may begin at odd addresses: the copies load the groups that enclose a row, and column = 8 group + i - shift. All
+// rows of a cluster have the same shift, because eight divides N or the number of clusters. Only threads whose group
+// overlaps a neighbouring row process single elements. pieces.cu and operands/cluster_pieces.cu must precede this file.
 
 constexpr int GROUP = 8;
 
-// At the beginning of dynamic shared memory; parameters and stages follow.
+// The beginning of dynamic shared memory; parameters and stages follow.
 struct Exchange {
-    unsigned long long full[8];     // of each stage
-    unsigned long long arrived[2];  // what the blocks of a cluster send each other, in turns
-    float of_warps[2][2][32];       // two sums of a row, in turns: who is late still reads those of the row before
+    unsigned long long full[8];     // barrier of each stage
+    unsigned long long arrived[2];  // barriers of the cluster's exchange, used in turns
+    float of_warps[2][2][32];       // two sums of a row, in turns: a late warp may still read the previous row's
     float4 of_blocks[2][8];
 };
 
-// What a block has of a row.
+// A block's part of a row.
 struct Part {
-    int shift, share, first, groups;  // first: the number of its first group in the row
+    int shift, share, first, groups;  // first: index in the row of its first group
     int columns;
 
     __device__ Part(int cluster, int rank, int blocks, int columns) : columns(columns) {
@@ -33,22 +32,22 @@ struct Part {
         groups = max(0, min(share, of_row - first));
     }
 
-    // Of the first element of one of its groups; negative where a neighbour's come first.
+    // The column of a group's first element; negative if elements of the neighbouring row come first.
     __device__ int column(int group) const { return (first + group) * GROUP - shift; }
     __device__ bool has(int column) const { return column >= 0 && column < columns; }
     __device__ bool is_whole(int column) const { return column >= 0 && column + GROUP <= columns; }
 
-    // In a tensor whose rows begin at multiples of 16 bytes.
+    // Whether the group is whole and aligned in a tensor whose rows begin at multiples of 16 bytes.
     __device__ bool is_aligned(int column) const { return is_whole(column) && column % GROUP == 0 && columns % GROUP == 0; }
 
-    // Columns of the block of that rank.
+    // The number of columns of the block with this rank.
     __device__ int count(int rank) const {
         const int from = rank * share * GROUP - shift;
         return max(0, min(columns, from + share * GROUP) - max(0, from));
     }
 };
 
-// Of a row of both tensors; b may be null. By one thread.
+// Start the copies of a row of both tensors; b may be null. One thread calls this.
 template <typename T>
 __device__ void start_copies(const Part& part, Pack<T, GROUP>* stage, const T* a, const T* b, unsigned long long* full) {
     const int bytes = part.groups * static_cast<int>(sizeof(Pack<T, GROUP>));
@@ -58,7 +57,7 @@ __device__ void start_copies(const Part& part, Pack<T, GROUP>* stage, const T* a
     if (b != nullptr) copy_bulk(stage + part.share, b + part.column(0), bytes, full);
 }
 
-// A parameter as it lies in groups of the rows, `missing` where there is none.
+// Load a parameter in the groups of the rows; `missing` replaces absent elements.
 template <typename P>
 __device__ void fetch_parameter(const Part& part, const P* from, P* to, float missing) {
     for (int group = threadIdx.x; group < part.groups; group += blockDim.x) {
@@ -75,7 +74,7 @@ __device__ void fetch_parameter(const Part& part, const P* from, P* to, float mi
     }
 }
 
-// Over the warps of a block; every thread gets it.
+// The sum over the warps of a block, for every thread.
 template <int WARPS>
 __device__ float block_sum(float value, float (&scratch)[32]) {
     value = warp_sum(value);
@@ -99,9 +98,9 @@ __device__ float2 block_sums(float2 values, float (&scratch)[2][32]) {
     return {warp_sum(values.x), block_sum<WARPS>(values.y, scratch[1])};
 }
 
-// Blocks of a cluster send each other a pair, and receive the pairs of all, in two steps: what is done between them costs
-// no time where blocks wait for each other. `number` counts these exchanges: a block that is one ahead of another sends
-// to the other set, and none can be two ahead.
+// Each block of a cluster sends a pair to all blocks, and receives the pairs of all. Work between the two steps hides
+// the time in which blocks wait for each other. `number` counts the exchanges. A block that is one exchange ahead sends
+// to the other set, and no block can be two ahead.
 template <int CLUSTER>
 __device__ void send(float2 values, int rank, Exchange& shared, unsigned number) {
     unsigned long long* const arrived = &shared.arrived[number % 2];
@@ -117,9 +116,8 @@ __device__ const float4* received(Exchange& shared, unsigned number) {
     return shared.of_blocks[number % 2];
 }
 
-// The groups of a thread, whose loops do not branch: where the block has no such group they read its last one, which
-// counts for nothing. Only a thread with a group that a neighbour's row shares, which has an `edge`, looks at single
-// elements.
+// The groups of a thread. Its loops do not branch: for a group past the block's end they read the last group, and
+// ignore the result. `edge`: a group overlaps a neighbouring row, so this thread processes single elements.
 template <int CHUNKS, int THREADS>
 struct Own {
     const Part& part;
@@ -133,7 +131,7 @@ struct Own {
     __device__ bool has(int chunk) const { return group(chunk) < part.groups; }
     __device__ int place(int chunk) const { return min(group(chunk), max(0, part.groups - 1)); }
 
-    // Sums of what `add(sum, chunk, first, last)` adds for elements of a group.
+    // Accumulate by `add(sum, chunk, first, last)` over elements first to last of each group.
     template <typename Sum, typename Add>
     __device__ Sum sums(Sum zero, Add add) const {
         Sum total = zero;
@@ -169,7 +167,7 @@ struct Own {
     }
 };
 
-// The threads of a block hold CHUNKS groups each. weight, bias and mean (of an RMS norm) may be null.
+// Each thread holds CHUNKS groups. weight and bias may be null, and so may mean for an RMS norm.
 template <typename T, typename P, int CHUNKS, int WARPS, int CLUSTER, bool RMS>
 __global__ void __launch_bounds__(32 * WARPS) norm_forward_staged(
     const T* __restrict__ x, const P* __restrict__ weight, const P* __restrict__ bias,    // (M, N), (N,), (N,)
@@ -198,13 +196,13 @@ __global__ void __launch_bounds__(32 * WARPS) norm_forward_staged(
     }
     fetch_parameter(part, weight, weights, 1.0f);
     fetch_parameter(part, bias, biases, 0.0f);
-    if constexpr (CLUSTER > 1) cluster_wait();  // nobody writes to a block that is not there yet
+    if constexpr (CLUSTER > 1) cluster_wait();  // no block writes to one that has not started
     else __syncthreads();
 
     int stage = 0;
     unsigned parity = 0, number = 0;
     Pack<T, GROUP> taken[CHUNKS];
-    const auto take = [&] {  // and the sum of what this thread has of that row
+    const auto take = [&] {  // returns the sum over this thread's elements of the row
         await_copies(&shared.full[stage], parity);
 #pragma unroll
         for (int chunk = 0; chunk < CHUNKS; ++chunk) taken[chunk] = staged[stage * part.share + own.place(chunk)];
@@ -220,7 +218,7 @@ __global__ void __launch_bounds__(32 * WARPS) norm_forward_staged(
     float sum = row < rows ? take() : 0.0f;
     for (; row < rows; row += clusters) {
         sum = block_sum<WARPS>(sum, shared.of_warps[0][RMS ? number % 2 : 0]);
-        // All have taken what they need from this stage.
+        // All threads have read this stage.
         if (threadIdx.x == 0) fill(row + static_cast<long long>(stages) * clusters, stage);
         if (++stage == stages) stage = 0, parity ^= 1;
         Pack<T, GROUP> held[CHUNKS];
@@ -240,9 +238,9 @@ __global__ void __launch_bounds__(32 * WARPS) norm_forward_staged(
             squares = block_sum<WARPS>(squares, shared.of_warps[0][1]);
         }
         if constexpr (CLUSTER > 1) send<CLUSTER>({average, squares}, rank, shared, number);
-        const bool early = CLUSTER > 1 && stages > 1;  // the next row, while the others send what they found
+        const bool early = CLUSTER > 1 && stages > 1;  // take the next row while waiting for the other blocks
         if (early && row + clusters < rows) sum = take();
-        if constexpr (CLUSTER > 1) {  // means and squares about them of all parts (Chan, Golub and LeVeque 1979)
+        if constexpr (CLUSTER > 1) {  // merge means and squared deviations of all parts (Chan, Golub and LeVeque 1979)
             const float4* all = received<CLUSTER>(shared, number);
             average = squares = 0.0f;
             if constexpr (!RMS) {
@@ -276,8 +274,8 @@ __global__ void __launch_bounds__(32 * WARPS) norm_forward_staged(
     }
 }
 
-// dx, and for each cluster the sums over its rows for weight and bias, which stay in registers until the end.
-// weight and mean (of an RMS norm, which has no sums for a bias) may be null.
+// dx, and each cluster's sums over its rows for weight and bias, which stay in registers until the end. weight may be
+// null. An RMS norm has no mean (null) and no sums for a bias.
 template <typename T, typename P, int CHUNKS, int WARPS, int CLUSTER, bool RMS>
 __global__ void __launch_bounds__(32 * WARPS, WARPS > 16 ? 1 : 16 / WARPS) norm_backward_staged(
     const T* __restrict__ dy, const T* __restrict__ x, const P* __restrict__ weight,      // (M, N), (M, N), (N,)
@@ -319,7 +317,7 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS > 16 ? 1 : 16 / WARPS) norm_
     look_up(row + clusters, next_average, next_scale);
     int stage = 0, before = -1;
     unsigned parity = 0, number = 0;
-    // Along a row, of dy * weight and of that times the normalized x, what this thread has.
+    // This thread's sums over its part of a row, of dy * weight, and of dy * weight * normalized x.
     const auto sums_of = [&](float average, float scale) {
         await_copies(&shared.full[stage], parity);
         const Pack<T, GROUP>* const gradients = staged + 2 * stage * part.share;
@@ -342,13 +340,13 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS > 16 ? 1 : 16 / WARPS) norm_
         float later_average = 0.0f, later_scale = 0.0f;
         look_up(row + 2ll * clusters, later_average, later_scale);
         float2 whole = block_sums<WARPS>(sums, shared.of_warps[number % 2]);
-        if (threadIdx.x == 0 && before >= 0) {  // all have left the row before
+        if (threadIdx.x == 0 && before >= 0) {  // all threads have finished the previous row
             fill(row + static_cast<long long>(stages - 1) * clusters, before);
         }
         if constexpr (CLUSTER > 1) send<CLUSTER>(whole, rank, shared, number);
         before = stage;
         if (++stage == stages) stage = 0, parity ^= 1;
-        if (row + clusters < rows) sums = sums_of(next_average, next_scale);  // with no barrier to what follows
+        if (row + clusters < rows) sums = sums_of(next_average, next_scale);  // no barrier before the next code
         if constexpr (CLUSTER > 1) {
             const float4* all = received<CLUSTER>(shared, number);
             whole = {0.0f, 0.0f};

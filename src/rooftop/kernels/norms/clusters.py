@@ -1,4 +1,4 @@
-"""Launch the norms' CUDA C++ kernels, for the sizes at which they are faster according to a table.
+"""Launch the norms' CUDA C++ kernels for the sizes at which, by a table, they are faster than Triton's.
 
 These kernels serve rows whose sums do not fit in a block's registers, and rows at odd addresses. A block, or a cluster
 of up to eight blocks, fetches the next rows to shared memory with Hopper's bulk copies, so that no thread spends
@@ -25,25 +25,25 @@ CUDA_FILES = ("norms/pieces.cu", "operands/cluster_pieces.cu", "norms/clusters.c
 # ---- limits -----------------------------------------------------------------------------------------------------
 
 
-GROUP = 8  # elements of 16 bytes
+GROUP = 8  # two-byte elements in 16 bytes
 EXCHANGE_BYTES = 848  # `Exchange` in clusters.cu
 MOST_STAGES = 8
-SYSTEM_BYTES = 1024  # shared memory of each block
+SYSTEM_BYTES = 1024  # shared memory that the system reserves per block
 MOST_SHARED_BYTES = 232_448  # largest shared memory of a block on Hopper
-MOST_CHUNKS = 4  # groups of a thread; more do not fit in registers
+MOST_CHUNKS = 4  # groups per thread; more do not fit in registers
 
 
 class Staged(NamedTuple):
-    """A kernel for rows of one length, and how it is launched.
+    """A kernel and its launch parameters, for rows of one length.
 
     Attributes:
         kernel: the kernel's name with its template arguments, as NVRTC needs it.
-        fused_multiply_add: whether a product and a sum may be rounded once instead of twice.
-        most: the largest number of clusters; 0: as many as the device holds.
+        fused_multiply_add: whether the compiler may fuse products and sums.
+        most: the largest number of clusters; 0: as many as run on the device at a time.
         multiple: the number of clusters is a multiple of this. With a multiple of eight, all rows of a cluster have the
             same shift.
         blocks, threads: blocks of a cluster, and threads of a block.
-        stages: the number of rows of a block that are being loaded or computed at a time.
+        stages: stages of a block's pipeline of rows: the rows that are being loaded or computed at a time.
     """
 
     kernel: str
@@ -70,9 +70,7 @@ def refused(
     rows: int, columns: int, dtypes: Sequence[torch.dtype], parameters: Sequence[torch.dtype | None],
     strides: Sequence[int], aligned: bool, device: Device,
 ) -> str | None:  # fmt: skip
-    """Why bulk copies cannot fetch the groups of eight elements that enclose each row, or why the kernel cannot use
-    them.
-    """
+    """Why the cluster kernels cannot compute these rows; None if they can."""
     given = {dtype for dtype in parameters if dtype is not None}
     if rows == 0:
         return "there are no rows"
@@ -105,9 +103,11 @@ def staged(
     kernel: str, config: ClusterConfig, dtype: torch.dtype, parameter: torch.dtype, rows: int, columns: int, rms: bool,
     device: Device,
 ) -> Staged | None:  # fmt: skip
-    """The staging of rows of x (in backward also of dy); None if shared memory or registers are too small."""
+    """The kernel and launch parameters for rows of x (in backward also of dy); None if shared memory or registers are
+    too small.
+    """
     backward = kernel == "norm_backward_staged"
-    # bytes of one column, in each stage and in the part of shared memory outside the stages
+    # bytes per column: in each stage, and in the shared memory outside the stages
     element_bytes, parameter_bytes = dtype.itemsize * (1 + backward), parameter.itemsize * (2 - backward)
     limit = min(device.shared_bytes, MOST_SHARED_BYTES)
     share, chunks, stages = layout(config, columns, element_bytes, parameter_bytes, limit)
@@ -117,7 +117,8 @@ def staged(
     name = kernel_name(kernel, config, dtype, parameter, chunks, rms)
     most = config.blocks_per_sm * device.processors if config.blocks == 1 else 0
     multiple = 8 if columns % GROUP else 1
-    # In dy * weight - mean(dy * weight) both products must be rounded alike; products of half precision are exact.
+    # In dy * weight - mean(dy * weight), both products must be rounded in the same way. Products of half precision are
+    # exact.
     fused = parameter.itemsize == 2
     return Staged(name, fused, rows, most, multiple, config.blocks, 32 * config.warps, stages, shared_bytes)
 
@@ -142,7 +143,7 @@ def launch(staged: Staged, device: torch.device, *arguments: object) -> None:
 def layout(
     config: ClusterConfig, columns: int, element_bytes: int, parameter_bytes: int, limit: int
 ) -> tuple[int, int, int]:
-    """Groups of a row in each block, groups in each thread, and the stages that fit in `limit` bytes."""
+    """(groups of a row per block, groups per thread, stages that fit in `limit` bytes)."""
     of_row = -(-(columns + (GROUP - 1 if columns % GROUP else 0)) // GROUP)
     share = -(-of_row // config.blocks)
     room = (limit + SYSTEM_BYTES) // config.blocks_per_sm - SYSTEM_BYTES - EXCHANGE_BYTES

@@ -1,11 +1,11 @@
 // Layer norm of x + input_bias + residual, rows at a time (rooftop.kernels.norms.cuda_norms).
 //
-// A thread holds CHUNKS packs of WIDTH neighbouring elements of its row, in float32. Half precision goes in and out in
-// pairs (__half2, __nv_bfloat162): one conversion instruction for two elements. Sums over a row go from registers
-// through the shuffles of a warp to shared memory, always in the same order. pieces.cu stands in front of it.
+// A thread holds CHUNKS packs of WIDTH neighbouring elements of its row, in float32. Half precision is converted in
+// pairs (__half2, __nv_bfloat162), with one instruction for two elements. A row is summed by warp shuffles and then in
+// shared memory, always in the same order. pieces.cu must precede this file.
 
-// The mean of a row as two floats: rounded to one, its error would be that of all elements of a row far from zero.
-// Half precision, whose results are rounded far more coarsely, leaves `low` at 0.
+// The mean of a row as the sum of two floats. In a row far from zero, the rounding error of a single float would be in
+// all deviations. For half precision, whose results are rounded far more coarsely, `low` stays 0.
 struct Mean {
     float high, low;
 
@@ -14,7 +14,7 @@ struct Mean {
 
 // ---- statistics of a row in registers ------------------------------------------------------------------------------
 
-// From the sum of this thread's values; half precision takes the mean once.
+// The mean, from the sum of this thread's values. Only float32 computes `low`, by a second sum.
 template <typename T, int WARPS, int CHUNKS, int WIDTH>
 __device__ Mean mean_of_row(
     const float (&values)[CHUNKS][WIDTH], float sum, int columns, float* scratch, float* more_scratch) {
@@ -33,7 +33,7 @@ __device__ Mean mean_of_row(
     return average;
 }
 
-// The reciprocal of the standard deviation.
+// 1 / the standard deviation of a row.
 template <int WARPS, int CHUNKS, int WIDTH>
 __device__ float scale_of_row(
     const float (&values)[CHUNKS][WIDTH], Mean average, int columns, float eps, float* scratch) {
@@ -53,7 +53,7 @@ __device__ float scale_of_row(
 
 // ---- kernels -------------------------------------------------------------------------------------------------------
 
-// Output of one pack: normal values times weight plus bias.
+// Compute and store y of one pack: normalized values times weight plus bias.
 template <typename P, int WIDTH, typename Y>
 __device__ void finish(float (&values)[WIDTH], Mean average, float scale, const P* weight, const P* bias, Y* y) {
 #pragma unroll
@@ -68,8 +68,8 @@ __device__ void finish(float (&values)[WIDTH], Mean average, float scale, const 
     store(values, y);
 }
 
-// Rows that fit in registers. A block is (32 * WARPS, rows of a block); rows of several warps have a block each.
-// residual, input_bias, weight, bias and total may be null: nothing is added, multiplied, written.
+// Rows that fit in registers. A block is (32 * WARPS, rows of a block); a row of several warps has a block of its own.
+// residual, input_bias, weight, bias and total may be null; the kernel then skips that operation.
 template <typename T, typename P, int WIDTH, int CHUNKS, int WARPS, typename Y = T>
 __global__ void __launch_bounds__(WARPS < 4 ? 128 : 32 * WARPS, 1) add_layer_norm(
     const T* __restrict__ x, const T* __restrict__ residual,                             // (M, N), (M, N)
@@ -78,9 +78,9 @@ __global__ void __launch_bounds__(WARPS < 4 ? 128 : 32 * WARPS, 1) add_layer_nor
     long long rows, int columns, long long x_stride, long long residual_stride, float eps) {
     __shared__ float scratch[3][WARPS];
     const long long row = blockIdx.x * static_cast<long long>(blockDim.y) + threadIdx.y;
-    if (row >= rows) return;  // whole warps, and whole blocks where a row has several warps
+    if (row >= rows) return;  // whole warps exit, or whole blocks if a row has several warps
 
-    Pack<T, WIDTH> loaded[CHUNKS], added[CHUNKS];  // all on their way before the first is used
+    Pack<T, WIDTH> loaded[CHUNKS], added[CHUNKS];  // all loads are in flight before the first is used
     const T* source = x + row * x_stride;
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; ++chunk) {
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(WARPS < 4 ? 128 : 32 * WARPS, 1) add_layer_nor
     }
 }
 
-// The sum of one pack of a long row.
+// x + input_bias + residual of one pack of a long row.
 template <typename T, typename P, int WIDTH>
 __device__ void add_up(const T* x, const T* residual, const P* input_bias, int column, float (&values)[WIDTH]) {
     widen(load<T, WIDTH>(x + column), values);
@@ -135,11 +135,11 @@ __device__ void add_up(const T* x, const T* residual, const P* input_bias, int c
     if (residual != nullptr) add(load<T, WIDTH>(residual + column), values);
 }
 
-// Longer rows, one a block, read twice; what was just read is mostly in L2. Each thread keeps its own mean and squared
-// deviations (Welford 1962), merged at the end (Chan, Golub and LeVeque 1979).
+// Longer rows: a block reads its row twice, the second time mostly from L2. Each thread keeps its own mean and squared
+// deviations (Welford 1962). These are merged at the end (Chan, Golub and LeVeque 1979).
 template <typename T, typename P, int WIDTH, int WARPS, typename Y = T>
 __global__ void __launch_bounds__(32 * WARPS) add_layer_norm_long(
-    const T* __restrict__ x, const T* __restrict__ residual,  // all as above
+    const T* __restrict__ x, const T* __restrict__ residual,  // shapes as above
     const P* __restrict__ input_bias, const P* __restrict__ weight, const P* __restrict__ bias,
     Y* __restrict__ y, T* __restrict__ total, float* __restrict__ mean, float* __restrict__ rstd,
     long long rows, int columns, long long x_stride, long long residual_stride, float eps) {

@@ -1,13 +1,12 @@
 """Layer norm of a sum in CUDA C++: y = layer_norm(x + input_bias + residual). One pass computes the sum and the norm.
 
-The kernel fuses the end of a transformer's sublayer: the bias of its last linear layer, the residual connection and the
-norm (Ba, Kiros and Hinton 2016), as in inference libraries for half precision. It is bound by memory: the kernel reads
+The kernel fuses the end of a transformer's sublayer, as inference libraries for half precision do: the bias of its last
+linear layer, the residual connection and the norm (Ba, Kiros and Hinton 2016). It is bound by memory: the kernel reads
 x and residual once, and writes y and the sum (the residual of the next sublayer) once. The kernel rounds the sum once
 and keeps it in registers until it is normalized. It reads and writes half precision 16 bytes at a time and converts in
 pairs. Row sums use shuffles within a warp and shared memory between warps (cuda_norms.cu).
 
-`add_layer_norm`, whose forward kernel is in Triton, computes the same statistics and results. Both have the same
-backward.
+`add_layer_norm`, whose forward kernel is in Triton, computes the same statistics and results. It has the same backward.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def _forward(
 
 
 def alike(parameters: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
-    """The parameters in one dtype: that of the rows if all have it, else float32."""
+    """The parameters in one dtype: the dtype of the rows if all parameters have it, else float32."""
     if any(t is not None and t.dtype != dtype for t in parameters):
         return [t.float() if t is not None else None for t in parameters]
     return list(parameters)
@@ -61,7 +60,7 @@ def alike(parameters: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tenso
 def kernel_for(
     x: Tensor, residual: Tensor | None, parameters: Sequence[Tensor | None], dtype: torch.dtype | None = None
 ) -> tuple[str, int, tuple[int, int]]:
-    """The kernel's name, its grid and its block. `dtype` is the dtype of y if it differs from that of x."""
+    """The kernel's name, grid and block. `dtype`: the dtype of y, if it is not the dtype of x."""
     rows, columns = x.shape
     given = [t for t in (x, residual, *parameters) if t is not None]
     width = width_of(columns, given)
@@ -90,7 +89,7 @@ def width_of(columns: int, tensors: Sequence[Tensor]) -> int:
 
 
 class AddLayerNormCuda(AddLayerNorm):
-    """`AddLayerNorm` by the kernel in CUDA C++."""
+    """`AddLayerNorm`, computed by the kernel in CUDA C++."""
 
     def run(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x, residual, input_bias, weight, bias, eps, dtype = self
@@ -118,7 +117,7 @@ def add_layer_norm_cuda(
     *,
     input_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`add_layer_norm` by the kernel in CUDA C++: the same arguments, results and errors.
+    """`add_layer_norm`, computed by the kernel in CUDA C++, with the same arguments, results and errors.
 
     Raises:
         MissingExtraError: on a GPU, without NVRTC or `cuda.core`.

@@ -1,6 +1,6 @@
-"""Launch the kernels of layer norm and RMS norm as the plans of `plans.py` say.
+"""Launch the kernels of layer norm and RMS norm that the plans of `plans.py` select.
 
-`forward` and `backward` serve both norms, of x alone and of a sum; `norms.py` and `sum_norms.py` have the operators.
+`forward` and `backward` serve both norms, of x or of a sum. `norms.py` and `sum_norms.py` have the operators.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def forward(
     rms: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """(y, total, mean, rstd) by the kernels of the plan, y in `dtype`.
+    """(y, total, mean, rstd), computed by the plan's kernels, with y in `dtype`.
 
     total is None if nothing is added; mean is None for an RMS norm. x and residual (M, N) have unit column stride; the
-    others (N,) are contiguous.
+    parameters (N,) are contiguous.
     """
     call = forward_call(x, residual, input_bias, weight, bias, rms, dtype)
     plan = choose_forward(call)
@@ -75,7 +75,7 @@ def backward(
     dweight: Tensor | None,
     dbias: Tensor | None,
 ) -> Tensor:
-    """dx, with `dtotal` added, by the plan's kernels, which also fill dweight and dbias, unless these are None.
+    """dx, with `dtotal` added, computed by the plan's kernels. They also fill dweight and dbias, unless these are None.
 
     dy, dtotal, x (M, N) have unit column stride, weight (N,) is contiguous. `mean` is None for an RMS norm.
     """

@@ -3,9 +3,9 @@
 y = (x - mean) / sqrt(var + eps) * weight + bias (Ba, Kiros and Hinton 2016, "Layer Normalization") and
 y = x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019, "Root Mean Square Layer Normalization"). Norms are
 bound by memory at every size: forward reads x and writes y, backward reads dy and x and writes dx. The backward kernel
-sums the gradients of weight and bias in the same pass, in float32 registers of persistent programs. It adds the
-programs' partial sums in a fixed order, without atomics, so the bits are the same each time. `sum_norms.py` has both
-norms applied to a sum.
+sums the gradients of weight and bias in the same pass, in float32 registers of persistent programs. The programs'
+partial sums are added in a fixed order, without atomics, so results are deterministic. `sum_norms.py` has both norms
+applied to a sum.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class LayerNorm(NamedTuple):
         return y, mean.to(inside).reshape(-1), rstd.to(inside).reshape(-1)
 
     def formula(self) -> tuple[Tensor, None, None]:
-        """The formula is written out, because the third derivatives of PyTorch's own function are wrong (2.13)."""
+        """The formula is written out, because third derivatives of PyTorch's own function are wrong (PyTorch 2.13)."""
         values = self.x.to(accumulator_dtype(self.x.dtype))
         centred = values - values.mean(1, keepdim=True)
         y = centred * (centred.square().mean(1, keepdim=True) + self.eps).rsqrt()
@@ -95,7 +95,7 @@ class LayerNorm(NamedTuple):
         return kept.gradients(dy, None, list(wanted[1:3]))
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Flops of an element: 3 for the statistics, 2 for centring and scaling, 1 each for weight and bias."""
+        """Flops per element: 3 for the statistics, 2 for centring and scaling, 1 each for weight and bias."""
         flops = (5 + (self.weight is not None) + (self.bias is not None)) * self.x.numel()
         read = distinct_bytes([self.x, self.weight, self.bias])
         return Cost(read, distinct_bytes(made), {precision_of(self.x.dtype): flops})
@@ -142,14 +142,14 @@ class RmsNorm(NamedTuple):
         return kept.gradients(dy, None, [wanted[1], False])[:2]
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Flops of an element: 2 for the squares and their sum, 1 for scaling, 1 for the weight."""
+        """Flops per element: 2 for the squares and their sum, 1 for scaling, 1 for the weight."""
         flops = (3 + (self.weight is not None)) * self.x.numel()
         return Cost(distinct_bytes([self.x, self.weight]), distinct_bytes(made), {precision_of(self.x.dtype): flops})
 
 
 class NormBackward(NamedTuple):
-    """(dx, dweight, dbias) of any of the norms. `mask` says whether weight and bias need a gradient; gradients that are
-    not needed are empty. dtotal: a gradient that reaches x without passing the norm. mean: None for an RMS norm.
+    """(dx, dweight, dbias) of any of the norms. mask: whether weight and bias need a gradient; a gradient that is not
+    needed is empty. dtotal: a gradient of x that is added to the norm's. mean: None for an RMS norm.
     """
 
     dy: Tensor
@@ -187,7 +187,7 @@ class NormBackward(NamedTuple):
         )
 
     def reference(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """(dx, dweight, dbias) in plain PyTorch. The latter two have the statistics' dtype, and are None if not
+        """(dx, dweight, dbias) in plain PyTorch. dweight and dbias have the statistics' dtype, and are None if not
         needed.
         """
         dy, dtotal, x, weight, _, mean, rstd, mask = self
@@ -211,7 +211,7 @@ class NormBackward(NamedTuple):
         slope, values = dy.to(rstd.dtype), x.to(rstd.dtype)
         centred = values if mean is None else values - values.mean(1, keepdim=True)
         square = centred.square().mean(1, keepdim=True)
-        rate = (square - square.detach() + rstd.detach()[:, None].pow(-2)).rsqrt()  # rstd, as a function of x
+        rate = (square - square.detach() + rstd.detach()[:, None].pow(-2)).rsqrt()  # rstd, differentiable in x
         normal = centred * rate
         dweight = (slope * normal).sum(0).to(weight.dtype) if weight is not None and mask[0] else None
         dbias = slope.sum(0).to(bias.dtype) if bias is not None and mask[1] else None
@@ -221,8 +221,8 @@ class NormBackward(NamedTuple):
         return (dx if dtotal is None else dx + dtotal).to(x.dtype), dweight, dbias
 
     def cost(self, made: tuple[Tensor, Tensor, Tensor]) -> Cost:
-        """Flops of an element: 2 for normalizing (RMS: 1), 7 for dx (5), 1 for the weight, 1 for dtotal, 2 and 1 for
-        the sums of weight and bias.
+        """Flops per element: 2 for normalizing (1 for RMS), 7 for dx (5 for RMS), 1 for the weight and 1 for dtotal.
+        The sums for weight and bias add 2 and 1.
         """
         dy, dtotal, x, weight, _, mean, rstd, mask = self
         per_element = 9 if mean is not None else 6
@@ -238,8 +238,8 @@ norm_backward = declare("norm_backward", NormBackward, known=True)
 
 
 def runs_reference(x: Tensor) -> bool:
-    """Whether plain PyTorch computes the norm instead of a kernel. Always true for empty rows, for which nothing can be
-    launched.
+    """Whether plain PyTorch computes the norm instead of a kernel; always true for empty tensors, which no kernel can
+    process.
     """
     return without_kernels(x.dtype, x.shape[1], device_facts(x.device).triton) is not None
 
@@ -250,8 +250,8 @@ def contiguous(parameter: Tensor | None) -> Tensor | None:
 
 
 def _alike(x: Tensor, weight: Tensor | None, inside: torch.dtype) -> Tensor | None:
-    """The weight in the statistics' dtype. Without a weight, half precision input gets ones, because otherwise PyTorch
-    would round the statistics.
+    """The weight in the statistics' dtype. Half precision input without a weight gets ones: without them PyTorch would
+    round the statistics.
     """
     if weight is None and x.dtype != inside:
         return torch.ones(x.shape[1], dtype=inside, device=x.device)
@@ -261,8 +261,8 @@ def _alike(x: Tensor, weight: Tensor | None, inside: torch.dtype) -> Tensor | No
 def _layer_norm_gradients(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias), not rounded to half precision. The terms that cancel are subtracted first, unlike in
-    PyTorch's operator.
+    """(dx, dweight, dbias), not rounded to half precision. Unlike PyTorch's operator, it subtracts the terms that
+    cancel first.
     """
     centred = x - mean[:, None]
     normal = (centred - centred.mean(1, keepdim=True)) * rstd  # corrects the rounding error of the mean
@@ -272,10 +272,10 @@ def _layer_norm_gradients(
 
 
 def _rms_norm_gradients(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """(dx, dweight), with products and sums in the order of autograd for PyTorch's operator."""
+    """(dx, dweight), with products and sums in the order that autograd uses for PyTorch's operator."""
     dweight = (dy * (x * rstd)).sum(0)
     gradient = dy if weight is None else dy * weight
-    dmean = (gradient * x).sum(1, keepdim=True) * -0.5 * rstd.pow(3) / x.shape[1]  # the factor of the mean square
+    dmean = (gradient * x).sum(1, keepdim=True) * -0.5 * rstd.pow(3) / x.shape[1]  # gradient of sum(x^2)
     return gradient * rstd + dmean * (2 * x), dweight
 
 

@@ -1,11 +1,11 @@
-// What the kernels of norms in CUDA C++ share: it stands in front of cuda_norms.cu and of clusters.cu.
+// Functions that the norms' CUDA C++ kernels share. This file must precede cuda_norms.cu and clusters.cu.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-// ---- elements as they lie in memory ------------------------------------------------------------------------------
+// ---- elements in memory -------------------------------------------------------------------------------------------
 
-// Words, not elements: a struct of elements is stored element by element.
+// Holds words, because the compiler would store a struct of elements element by element.
 template <typename T, int WIDTH, int BYTES = sizeof(T) * WIDTH>
 struct alignas(BYTES < 16 ? BYTES : 16) Pack {
     unsigned words[BYTES / 4];
@@ -66,7 +66,7 @@ __device__ Pack<T, WIDTH> narrowed(const float (&values)[WIDTH]) {
     return pack;
 }
 
-// Stores of 16 bytes have to be asked for: the compiler makes them of four words.
+// Inline PTX for 16-byte stores, which the compiler would split into four.
 template <typename T, int WIDTH>
 __device__ void store_pack(const Pack<T, WIDTH>& pack, T* to) {
 #ifdef __CUDACC__
@@ -104,7 +104,7 @@ __device__ void widen(const Pack<T, WIDTH> pack, float (&values)[WIDTH]) {
     }
 }
 
-// Stores the values and leaves in them what was stored: what is normalized is what backward will read.
+// Store the values, and round them as stored, so that the kernel normalizes what backward will read.
 template <typename T, int WIDTH>
 __device__ void store_rounded(float (&values)[WIDTH], T* to) {
     const Pack<T, WIDTH> pack = narrowed<T, WIDTH>(values);
@@ -128,7 +128,7 @@ __device__ float warp_sum(float value) {
     return value;
 }
 
-// Over the WARPS warps of a row; every thread gets it. `scratch`: WARPS floats that no other sum uses.
+// The sum over the WARPS warps of a row, for every thread. `scratch`: WARPS floats that no other sum uses.
 template <int WARPS>
 __device__ float row_sum(float value, float* scratch) {
     value = warp_sum(value);

@@ -1,8 +1,8 @@
-"""Choose the kernels that compute a norm: a plan for a call, with its reason, from the tables and the facts of that
-call alone.
+"""Choose the kernels that compute a norm. A plan, with its reason, follows from the tables and the facts of a call
+alone.
 
-`launches.py` launches what a plan says and decides nothing, so the plan always shows what runs. Plans are cached, since
-a choice takes the host longer than a launch: call `forget` after a change of the tables.
+`launches.py` launches exactly what a plan lists, so a plan always shows what runs. Plans are cached, since choosing
+takes the host longer than launching. Call `forget` after a change of the tables.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ class Launch:
 
     Attributes:
         kernel: its name.
-        grid: number of programs in each dimension; empty for clusters, whose number depends on the device.
+        grid: number of programs in each dimension; empty for a cluster kernel, whose grid depends on the device.
         sizes: the kernel's arguments after its tensors: rows, columns and strides in groups of UNIT elements.
         constants: the kernel's constants, and its number of warps.
         staged: the launch of a cluster kernel.
-        slots: rows of partial sums that the kernel writes in backward; a cluster kernel writes one for each of its
-            clusters.
+        slots: rows of partial sums that the kernel writes in backward; a cluster kernel writes one row per cluster.
     """
 
     kernel: str
@@ -61,9 +60,9 @@ class NormPlan:
         backend: "tiles" (a program holds whole rows), "shifted" (the same for rows at odd addresses, by loads of 16
             bytes), "long" (a program reads a row twice, block by block), "clusters" (CUDA C++: rows are staged in the
             shared memory of a cluster of blocks), "reference" (plain PyTorch).
-        launches: the launches, in order. Up to seven last rows may use a different kernel than the rows before them.
+        launches: the launches, in order. The last rows, up to seven, may use another kernel than the rows before them.
         reason: why this plan was chosen.
-        refused: the reason if a cluster kernel that the table lists for these rows cannot compute them.
+        refused: if the table lists a cluster kernel that cannot compute these rows, the reason.
     """
 
     backend: Backend
@@ -111,7 +110,7 @@ class Backward(NamedTuple):
         dtype, slope, weight: dtypes of x, dy and the weight.
         added: the dtype of a gradient that is added to dx; None without such a gradient.
         strides: elements between rows of dy, of the added gradient (0 without one), and of x.
-        aligned: whether these begin at multiples of 16 bytes.
+        aligned: whether dy, the added gradient and x begin at multiples of 16 bytes.
         sums: whether the gradients of weight and bias are needed.
     """
 
@@ -165,7 +164,7 @@ def gradients_of(call: Forward) -> Backward:
     """The call that gives all gradients of a norm, from contiguous gradients of its results."""
     columns, (stride, _) = call.columns, call.strides
     added = call.dtype if call.adds else None
-    strides = (columns, columns * call.adds, columns if call.adds else stride)  # a sum is without gaps
+    strides = (columns, columns * call.adds, columns if call.adds else stride)  # a sum is contiguous
     sums = (call.weight is not None, call.bias is not None)
     return Backward(
         call.rows, columns, call.dtype, call.result, call.weight, added, strides, call.adds or call.aligned, sums,
@@ -232,7 +231,7 @@ def _fetched(call: Forward) -> list[torch.dtype]:
 
 
 def _staged_forward(call: Forward, entry: ClusterConfig) -> tuple[Launch, ...] | str:
-    """The launches of cluster kernels, or why there are none."""
+    """The launches of cluster kernels, or the reason why these kernels cannot be used."""
     if call.adds:
         return "a sum precedes the norm"
     if call.result != call.dtype:
@@ -242,7 +241,7 @@ def _staged_forward(call: Forward, entry: ClusterConfig) -> tuple[Launch, ...] |
 
 
 def _forward_unshifted(call: Forward, group: int, part: Part) -> tuple[Backend, Launch, str]:
-    """Launches for a part that needs no shift: with tiles if one program holds a row, else block by block."""
+    """Launches for a part that needs no shift: with tiles if a program can hold a row, else block by block."""
     columns, size = call.columns, call.dtype.itemsize
     narrow = group * size < 16 and columns > 256
     config = config_for(tables.FORWARD_NARROW, columns) if narrow else None
@@ -319,7 +318,7 @@ def _fetched_backward(call: Backward) -> list[torch.dtype]:
 
 
 def _staged_backward(call: Backward, entry: ClusterConfig, parts: list[Part]) -> tuple[Launch, ...] | str:
-    """The launches of cluster kernels, or why there are none."""
+    """The launches of cluster kernels, or the reason why these kernels cannot be used."""
     if not any(call.sums):
         return "no gradient of weight or bias is needed"
     if call.added is not None:
@@ -329,7 +328,7 @@ def _staged_backward(call: Backward, entry: ClusterConfig, parts: list[Part]) ->
 
 
 def _last(call: Backward) -> tuple[Launch, ...]:
-    """The launch that adds the partial sums, if the gradients of weight or bias are needed."""
+    """The launch that adds the partial sums, if a gradient of weight or bias is needed."""
     if not any(call.sums):
         return ()
     grid = (-(-call.columns // tables.ADD_PARTIAL_SUMS["COLUMNS"]),)
@@ -385,7 +384,7 @@ def _staged(
     kernel: str, call: Forward | Backward, entry: ClusterConfig, parts: Sequence[Part],
     given: tuple[torch.dtype, ...], parameters: tuple[torch.dtype | None, ...], strides: tuple[int, ...],
 ) -> tuple[Launch, ...] | str:  # fmt: skip
-    """The cluster launches for the rows `given`, or why there are none."""
+    """The launches of cluster kernels for rows of the dtypes `given`, or the reason why they cannot be used."""
     why = clusters.refused(call.rows, call.columns, given, parameters, strides, call.aligned, call.device)
     if why is not None:
         return why
@@ -413,7 +412,7 @@ Config = TypeVar("Config", ForwardConfig, BackwardConfig)
 
 
 def config_for(table: Sequence[Config], columns: int) -> Config | None:
-    """The parameters for rows of `columns` elements; None if the rows are too long for a tile."""
+    """Launch parameters for rows of `columns` elements; None if a row does not fit in a tile."""
     for config in table:
         if columns <= config.columns:
             return config
@@ -421,7 +420,7 @@ def config_for(table: Sequence[Config], columns: int) -> Config | None:
 
 
 class Part(NamedTuple):
-    """Rows, and whether they are loaded with a shift."""
+    """A range of rows, and whether the kernel loads them with a shift."""
 
     start: int
     stop: int
@@ -431,11 +430,10 @@ class Part(NamedTuple):
 def parts_of(
     rows: int, columns: int, dtypes: Sequence[torch.dtype], strides: Sequence[int], worthwhile: bool
 ) -> list[Part]:
-    """Split rows of (M, N) tensors into a part that is loaded with a shift and a part that is not. If `worthwhile`, the
+    """Split rows of (M, N) tensors into a part loaded with a shift and a part loaded without. If `worthwhile`, the
     shifted part is the largest multiple of eight rows.
 
-    The other rows are loaded without a shift. All rows are loaded without a shift if elements have four bytes, if four
-    divides N, or if the rows are not contiguous.
+    No row is loaded with a shift if elements have four bytes, if four divides N, or if the rows are not contiguous.
     """
     odd = worthwhile and columns >= tables.SHIFTED_FROM and columns % 4 != 0 and rows >= 8
     if not odd or any(d.itemsize != 2 for d in dtypes) or any(stride != columns for stride in strides):
@@ -453,7 +451,9 @@ def tile(config: ForwardConfig | BackwardConfig, columns: int) -> Constants:
 
 
 def shifted_tile(config: BackwardConfig, columns: int, dtypes: Sequence[torch.dtype], device: Device) -> Constants:
-    """Launch parameters of kernels for rows at odd addresses, which read up to seven elements of a neighbouring row."""
+    """Launch parameters of kernels for rows at odd addresses. These kernels read up to seven elements of a neighbouring
+    row.
+    """
     constants = tile(config, columns + 7)
     del constants["EVEN"]
     fetched = stages(config, dtypes, columns + 7, device)
@@ -467,8 +467,8 @@ def long_tile(config: LongConfig, dtypes: Sequence[torch.dtype], device: Device)
 
 
 def stages(config: BackwardConfig | LongConfig, dtypes: Sequence[torch.dtype], columns: int, device: Device) -> int:
-    """The configuration's number of stages, or fewer if shared memory cannot hold them and the scratch space of the
-    sums.
+    """The configuration's number of stages, or fewer if they and the scratch space of the sums do not fit in shared
+    memory.
     """
     rows = config.rows if isinstance(config, BackwardConfig) else 1
     elements = rows * min(-(-columns // config.block) * config.block, power_of_two(columns))
@@ -477,7 +477,7 @@ def stages(config: BackwardConfig | LongConfig, dtypes: Sequence[torch.dtype], c
 
 
 def persistent(config: BackwardConfig | LongConfig, device: Device, tiles: int, multiple: int = 1) -> int:
-    """The number of programs that share the tiles; like the number of tiles, a multiple of `multiple`."""
+    """The number of persistent programs, a multiple of `multiple`."""
     most = config.programs_per_sm * device.processors
     return max(multiple, min(tiles, most) // multiple * multiple)
 

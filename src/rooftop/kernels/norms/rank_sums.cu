@@ -1,15 +1,16 @@
-// Norm of a sum over ranks (rooftop.kernels.norms.rank_sums): rank r sends its partial row to the mailboxes of all
-// others, takes theirs from its own mailbox, adds all in the order of the ranks, and normalizes the result. pieces.cu and
-// cuda_norms.cu stand in front of it.
+// Norm of a sum over ranks (rooftop.kernels.norms.rank_sums). A rank sends its partial row to the mailboxes of all
+// other ranks, and takes their rows from its own mailbox. It adds all rows in the order of the ranks, and normalizes
+// the sum. pieces.cu and cuda_norms.cu must precede this file.
 //
-// A word in a mailbox is 8 bytes: 4 bytes of data, and above them the number of the call that sent it. Such a word
-// arrives whole or not at all, so its number says that its data is there: nothing waits for a fence or a second trip.
+// A word in a mailbox has 8 bytes: data in the lower 4, and in the upper 4 the number of the call that sent it. A word
+// arrives atomically, so its number proves that its data is there, without a fence or a second trip.
 //
 //     mailbox of a rank    unsigned long long [2: call % 2][ranks: sender][rows][words of a row]
 //
-// Call n writes half n % 2, which call n - 2 used. Its sender has finished call n - 1, so it has received what every
-// other rank sent in call n - 1; that rank had finished call n - 2 and with it read this half. So two halves suffice, and
-// no rank tells that it has read. Numbers count up in `state` on the device: each replay of a graph is a new call.
+// Call n writes half n % 2, which call n - 2 used. The sender has finished call n - 1, so it has received what every
+// other rank sent in call n - 1. By then, each of these ranks had finished call n - 2, and had read this half. So two
+// halves suffice, and no rank acknowledges what it has read. Call numbers are counted in `state` on the device, so each
+// replay of a graph is a new call.
 
 // ---- words -----------------------------------------------------------------------------------------------------------
 
@@ -19,7 +20,7 @@ using Word = unsigned long long;  // number of the call << 32 | data
 __device__ void send_word(Word* to, Word word) {
     asm volatile("st.relaxed.sys.global.b64 [%0], %1;" :: "l"(__cvta_generic_to_global(to)), "l"(word) : "memory");
 }
-__device__ void send_words(Word* to, Word first, Word second) {  // each of them arrives whole
+__device__ void send_words(Word* to, Word first, Word second) {  // each word is atomic
     asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};"
                  :: "l"(__cvta_generic_to_global(to)), "l"(first), "l"(second) : "memory");
 }
@@ -82,23 +83,23 @@ __device__ void multiply(const Pack<T, WIDTH> pack, float (&values)[WIDTH]) {
 
 // ---- kernel ----------------------------------------------------------------------------------------------------------
 
-constexpr unsigned LOOKS = 1024;  // into the mailbox for each at `stop`, which is in the host's memory
+constexpr unsigned LOOKS = 1024;  // polls of the mailbox for each read of `stop`, which is in host memory
 
-// A block for each row; a thread holds CHUNKS packs of WIDTH elements. residual, input_bias, weight and bias may be null.
+// One block per row; a thread holds CHUNKS packs of WIDTH elements. residual, input_bias, weight and bias may be null.
 template <typename T, typename P, int WIDTH, int CHUNKS, int WARPS, int RANKS, bool RMS>
 __global__ void __launch_bounds__(32 * WARPS, 1) norm_of_rank_sum(
     const T* __restrict__ partial, const T* __restrict__ residual,                               // (M, N), (M, N)
     const P* __restrict__ input_bias, const P* __restrict__ weight, const P* __restrict__ bias,  // (N,) each
     T* __restrict__ y, T* __restrict__ total,                                                    // (M, N), (M, N)
-    const long long* __restrict__ mailboxes,  // (RANKS + 1,), addresses on this GPU; the last is that of `stop`
-    int* state,                               // (2,): calls before this one; blocks of this one that have read that
+    const long long* __restrict__ mailboxes,  // (RANKS + 1,), addresses on this GPU; the last is the address of `stop`
+    int* state,                               // (2,): number of earlier calls; blocks of this call that have read it
     int rank, int columns, long long half_words, float eps) {
     constexpr int WORDS = words_of_pack<T, WIDTH>;
     __shared__ float scratch[3][WARPS];
     const long long row = blockIdx.x;
     const int packs = columns / WIDTH;
     const unsigned call = static_cast<unsigned>(*static_cast<volatile int*>(state)) + 1;
-    // A row of what one rank sends, at the same place in every mailbox.
+    // The offset of a sender's row, which is the same in every mailbox.
     const auto place = [&](int sender) {
         return call % 2 * half_words + ((sender * static_cast<long long>(gridDim.x)) + row) * packs * WORDS;
     };
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1) norm_of_rank_sum(
         if (pack < packs) own[chunk] = load<T, WIDTH>(partial + row * columns + pack * WIDTH);
     }
 #pragma unroll
-    for (int step = 1; step < RANKS; ++step) {  // each rank begins with its neighbour: no mailbox is everybody's first
+    for (int step = 1; step < RANKS; ++step) {  // each rank begins with its neighbour, to spread the traffic
         const int other = (rank + step) % RANKS;
         Word* mailbox = reinterpret_cast<Word*>(mailboxes[other]) + place(rank);
 #pragma unroll
@@ -119,7 +120,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1) norm_of_rank_sum(
             if (pack < packs) send(own[chunk], call, mailbox + pack * WORDS);
         }
     }
-    // Loaded while words are on their way. Weights come from DRAM; they wait in registers where these suffice.
+    // Loads while words are in flight. Weights come from DRAM, and are loaded ahead if registers suffice.
     constexpr bool AHEAD = CHUNKS <= 2;
     Pack<P, WIDTH> scales[AHEAD ? CHUNKS : 1], shifts[AHEAD ? CHUNKS : 1];
 #pragma unroll
@@ -134,7 +135,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1) norm_of_rank_sum(
     }
 
     const Word* mailbox = reinterpret_cast<const Word*>(mailboxes[rank]);
-    const auto stop = reinterpret_cast<const volatile int*>(mailboxes[RANKS]);  // not 0: wait no longer
+    const auto stop = reinterpret_cast<const volatile int*>(mailboxes[RANKS]);  // not 0: stop waiting
     float values[CHUNKS][WIDTH];
     float sum = 0.0f;
 #pragma unroll
@@ -157,7 +158,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1) norm_of_rank_sum(
             if (!here) wait_for_ranks();
             if (++looks % LOOKS == 0 && *stop != 0) here = true;
         }
-        // In the order of the ranks: all of them get the same bits.
+        // Add in the order of the ranks, so that all ranks get identical bits.
 #pragma unroll
         for (int i = 0; i < WIDTH; ++i) values[chunk][i] = 0.0f;
 #pragma unroll
@@ -187,7 +188,8 @@ __global__ void __launch_bounds__(32 * WARPS, 1) norm_of_rank_sum(
         if (bias != nullptr) add(AHEAD ? shifts[AHEAD ? chunk : 0] : load<P, WIDTH>(bias + column), values[chunk]);
         store(values[chunk], y + row * columns + column);
     }
-    // All threads of this block have read `state` before the sum over the row. The last block counts the call.
+    // All threads of this block read `state` before the sum over the row. The last block increments the number of
+    // calls.
     if (threadIdx.x == 0 && atomicAdd(state + 1, 1) == static_cast<int>(gridDim.x) - 1) {
         state[1] = 0;
         state[0] = static_cast<int>(call);

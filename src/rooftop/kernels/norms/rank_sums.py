@@ -1,11 +1,11 @@
-"""Layer norm or RMS norm of a sum over ranks, in one kernel in CUDA C++: the end of a sublayer that ranks share.
+"""Layer norm or RMS norm of a sum over ranks, in one CUDA C++ kernel: the end of a sublayer that is sharded over ranks.
 
-total = partial of rank 0 + partial of rank 1 + ... + input_bias + residual, y = norm(total). The kernel replaces a sum
-over the ranks and `add_layer_norm` or `add_rms_norm` after it. It is for a few rows, such as those of a decoding step,
-where latency counts and not bandwidth. Each rank writes its partial rows into the memory of all other ranks, 4 bytes at
-a time together with the number of the call, and waits until the rows of the others have arrived. That is one trip over
-the link, without a fence or a barrier, as in NCCL's protocol "LL". All ranks add in float32 in the order of the ranks,
-and round once, so they compute the same bits.
+total = partial of rank 0 + partial of rank 1 + ... + input_bias + residual, y = norm(total). The kernel replaces an
+all-reduce and the `add_layer_norm` or `add_rms_norm` after it. It is for few rows, as in a decoding step, where latency
+matters more than bandwidth. Each rank writes its partial rows into the memory of all other ranks, 4 bytes at a time
+together with the number of the call. Then it waits until the other ranks' rows have arrived. That is one trip over the
+link, without a fence or a barrier, as in NCCL's protocol "LL". All ranks add in float32 in the order of the ranks, and
+round once, so their results are identical bit for bit.
 
 Source: Hu et al. 2025, "Demystifying NCCL" (arXiv:2507.04786), section 3.2, for words with flags.
 """
@@ -35,19 +35,19 @@ MOST_RANKS = 8
 
 @dataclass(frozen=True)
 class Mailboxes:
-    """The memory of each rank into which the others write, at addresses for this rank's GPU. A mailbox begins with
-    zeros.
+    """The memory of each rank that the other ranks write to, by its addresses on this rank's GPU. A new mailbox is
+    filled with zeros.
 
     All ranks make the same calls in the same order, on one stream at a time.
 
     Attributes:
         addresses: (ranks + 1,), int64, on this rank's device: addresses of each rank's mailbox and of `stop`.
-        state: (2,), int32, zeros at first: the number of calls so far, and the number of blocks of the present call
-            that have read that number.
+        state: (2,), int32, zeros at first: the number of calls so far, and how many blocks of the current call have
+            read it.
         stop: (1,), int32, in pinned memory of the host. If it is not 0, kernels no longer wait, and their results are
             undefined.
         rank: index of this rank.
-        words: words of `WORD_BYTES` in each mailbox that one rank may send in a call.
+        words: the most words of `WORD_BYTES` that a rank may send to a mailbox in one call.
     """
 
     addresses: Tensor
@@ -68,13 +68,11 @@ class Mailboxes:
 
     @staticmethod
     def bytes_of(ranks: int, words: int) -> int:
-        """The size of a mailbox, which holds the words of each rank for two calls."""
+        """The size of a mailbox in bytes; it holds the words of all ranks for two calls."""
         return 2 * ranks * words * WORD_BYTES
 
     def refused(self, rows: int, columns: int, dtype: torch.dtype) -> str:
-        """The reason why the kernel cannot add rows of this size; empty if it can. The answer is the same on all
-        ranks.
-        """
+        """The reason why the kernel cannot add rows of this size; empty if it can. All ranks get the same answer."""
         if dtype not in CPP_TYPES:
             return f"the kernel adds float32 and half precision, not {dtype}"
         if not 0 < columns <= 32 * RANK_SUM_WARPS[-1] * width_of(columns, dtype) * _most_chunks(columns, dtype):
@@ -86,14 +84,14 @@ class Mailboxes:
 
 
 def width_of(columns: int, dtype: torch.dtype) -> int:
-    """The number of neighbouring elements, up to 16 bytes, that a thread loads at once. Ranks must agree on the number,
-    so it depends only on these arguments.
+    """The number of neighbouring elements, up to 16 bytes, that a thread loads at once. It depends only on these
+    arguments, because ranks must agree on it.
     """
     return math.gcd(16 // dtype.itemsize, columns)
 
 
 def words_of(columns: int, dtype: torch.dtype) -> int:
-    """Words of a row in a mailbox."""
+    """The number of words of a row in a mailbox."""
     width = width_of(columns, dtype)
     return columns // width * max(1, width * dtype.itemsize // 4)
 
@@ -109,9 +107,7 @@ def kernel_of(columns: int, dtype: torch.dtype, parameters: torch.dtype, ranks: 
 
 
 def _most_chunks(columns: int, dtype: torch.dtype) -> int:
-    """The number of packs with which a thread holds as many elements as `RANK_SUM_CHUNKS` allows for single
-    elements.
-    """
+    """The most packs of a thread: together they have as many elements as `RANK_SUM_CHUNKS` allows."""
     return RANK_SUM_CHUNKS[-1] // width_of(columns, dtype)
 
 
@@ -128,8 +124,8 @@ def norm_of_rank_sum(
 ) -> tuple[Tensor, Tensor]:
     """Norm over the last dimension of the sum of all ranks' `partial`, `input_bias` and `residual`, and the sum itself.
 
-    All ranks call it, with the same shapes; all but `partial` must have the same values. The kernel waits for the other
-    ranks, like NCCL's kernels, until `mailboxes.stop` is set. It does not support autograd.
+    All ranks must call it with the same shapes, and with the same values of all arguments except `partial`. The kernel
+    waits for the other ranks, like NCCL's kernels, until `mailboxes.stop` is set. It does not support autograd.
 
     Args:
         partial: (..., N), float32 or half precision, on a GPU.
@@ -143,7 +139,7 @@ def norm_of_rank_sum(
         (y, total), both like partial. total is rounded once, and y is its norm.
 
     Raises:
-        TypeError, ValueError: arguments do not fit, or `Mailboxes.refused` gives a reason.
+        TypeError, ValueError: dtypes, shapes or devices do not match, or `Mailboxes.refused` returns a reason.
         MissingExtraError: without NVRTC or `cuda.core`.
     """
     if rms and bias is not None:
@@ -155,7 +151,7 @@ def norm_of_rank_sum(
     if refused:
         raise ValueError(f"norm_of_rank_sum: {refused}")
     if not cuda.runs_on(partial):
-        raise ValueError(f"norm_of_rank_sum: expected tensors on a GPU, got {partial.device}: use NCCL or gloo there")
+        raise ValueError(f"norm_of_rank_sum: expected tensors on a GPU, got {partial.device}: use torch.distributed")
     parameters = alike([contiguous(t) for t in (input_bias, weight, bias)], partial.dtype)
     parameter_dtype = next((t.dtype for t in parameters if t is not None), partial.dtype)
     name, threads = kernel_of(columns, partial.dtype, parameter_dtype, mailboxes.ranks, rms)
@@ -170,7 +166,7 @@ def norm_of_rank_sum(
 
 
 def _aligned(tensor: Tensor | None, width: int) -> Tensor | None:
-    """The tensor, contiguous and at an address from which a thread can load `width` elements at once."""
+    """The tensor, copied unless it is contiguous and so aligned that a thread can load `width` elements at once."""
     if tensor is None:
         return None
     tensor = tensor.contiguous()

@@ -1,9 +1,10 @@
-"""Layer norm and RMS norm of a sum, and the sum itself: the operation between the sublayers of a transformer.
+"""Layer norm and RMS norm of a sum that is returned too: the operation between the sublayers of a transformer.
 
-total = x + input_bias + residual, y = norm(total): one pass for the bias of the last linear layer, the residual
+total = x + input_bias + residual, y = norm(total). One pass computes the bias of the last linear layer, the residual
 connection and the norm. It is bound by memory: forward reads x and residual once, and writes y and total once. Backward
-reads dy, total and the gradient of total itself, and writes one gradient, which x and residual share. The sum is
-computed in float32 and rounded once. The norm uses the rounded sum, so y is exactly the norm of the returned total.
+reads dy, total and the gradient of total, and writes one gradient, which is the gradient of both x and residual. The
+sum is computed in float32 and rounded once. The norm uses the rounded sum, so y is exactly the norm of the returned
+total.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Kept(NamedTuple):
         self, wanted: Sequence[bool], dy: Tensor | None, dtotal: Tensor | None, mask: list[bool]
     ) -> Gradients:
         """The gradients of x, residual, input_bias, weight and bias."""
-        dtotal = dtotal if self.adds else None  # without an addition the caller returns x itself
+        dtotal = dtotal if self.adds else None  # if nothing is added, total is x itself
         dx, dweight, dbias = dtotal, None, None
         if dy is not None:
             dx, dweight, dbias = Statistics(*self[:5]).gradients(dy, dtotal, mask)
@@ -112,7 +113,7 @@ class AddLayerNorm(NamedTuple):
         return kept.gradients(wanted, dy, dtotal, list(wanted[3:5]))
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Flops of an element: 1 for each addend, 1 each for weight and bias, and 5 for the layer norm."""
+        """Flops per element: 1 for each addend, 1 each for weight and bias, and 5 for the layer norm."""
         return _cost(5, self[:5], made)
 
 
@@ -156,7 +157,7 @@ class AddRmsNorm(NamedTuple):
         return kept.gradients(wanted, dy, dtotal, [wanted[3], False])[:4]
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Flops of an element: 1 for each addend, 1 for the weight, and 3 for the RMS norm."""
+        """Flops per element: 1 for each addend, 1 for the weight, and 3 for the RMS norm."""
         return _cost(3, self[:4], made)
 
 
@@ -165,7 +166,7 @@ _add_rms_norm = declare("add_rms_norm", AddRmsNorm, slopes=2, known=True)
 
 
 def add_reference(x: Tensor, residual: Tensor | None, input_bias: Tensor | None) -> Tensor:
-    """x + input_bias + residual in float32 (float64), rounded once to the dtype of x."""
+    """x + input_bias + residual, added in float32 (float64 for float64) and rounded once to the dtype of x."""
     total = x.to(accumulator_dtype(x.dtype))
     for term in (input_bias, residual):
         total = total if term is None else total + term
@@ -218,8 +219,8 @@ def add_layer_norm(
 
     Returns:
         (y, total), both like input. total is rounded once, and y is its norm. If nothing is added, total is input
-        itself. Under a GPU's autocast y is float32, like PyTorch's norms, and total keeps the dtype of input, like
-        PyTorch's sums.
+        itself. Under a GPU's autocast y is float32, as from PyTorch's norms, and total keeps the dtype of input, as
+        PyTorch's sums do.
 
     Raises:
         TypeError: a tensor is not dense, a dtype is not floating point, or the dtypes of residual and input differ.
@@ -275,12 +276,12 @@ def layer_norm_plan(
     Args:
         input, normalized_shape, weight, bias: as in `layer_norm`.
         residual, input_bias: as in `add_layer_norm`, if given.
-        rms: whether the norm is `rms_norm` or `add_rms_norm`, which have no bias.
+        rms: plan `rms_norm` or `add_rms_norm`, which have no bias.
         direction: "backward" plans the gradients of input and of all given parameters, from contiguous gradients of the
             results.
 
     Raises:
-        TypeError, ValueError: as in the norms; also if an RMS norm has a bias, or the direction is unknown.
+        TypeError, ValueError: as in the norms. Also: an RMS norm has a bias, or the direction is unknown.
     """
     if direction not in ("forward", "backward"):
         raise ValueError(f"layer_norm_plan: direction must be 'forward' or 'backward', got {direction!r}")
@@ -298,7 +299,7 @@ def layer_norm_plan(
 def _is_plain_sum(
     x: Tensor, residual: Tensor | None, normalized_shape: int | Sequence[int], *parameters: Tensor | None
 ) -> bool:
-    """Whether all tensors are float32 on the CPU and match. PyTorch's layer norm then computes the same with less
+    """Whether all tensors are float32 on the CPU and match, so that PyTorch's layer norm computes the result with less
     overhead.
     """
     if INTERPRETED or x is None or not computed_on_cpu(x, residual, *parameters) or x.dim() == 0:

@@ -1,4 +1,4 @@
-"""Launch parameters of the kernels of layer norm and RMS norm."""
+"""Launch parameters of layer norm's and RMS norm's kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """Parameters for rows of up to `columns` elements: rows of a program, elements of a block, and warps."""
+    """Launch parameters of forward for rows of up to `columns` elements: rows of a program, elements of a block, and
+    warps.
+    """
 
     columns: int
     rows: int
@@ -19,9 +21,7 @@ class ForwardConfig:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """Parameters of backward: also the number of programs on an SM, and the number of tiles that are loaded at a
-    time.
-    """
+    """Launch parameters of backward: as in forward, and also programs per SM and stages of the pipeline of tiles."""
 
     columns: int
     rows: int
@@ -29,8 +29,8 @@ class BackwardConfig:
     warps: int
     programs_per_sm: int
     stages: int
-    hold: bool = False  # the weight in registers
-    again: bool = False  # rows are loaded twice
+    hold: bool = False  # keep the weight in registers
+    again: bool = False  # load rows twice
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class LongConfig:
 
 
 # Chosen by benchmarks/kernels/norm_variants.py on an H200 (bfloat16, 2^27 elements). Loads must be wide (a block gives
-# each thread 16 bytes or more), and masks may cover only little of the last block. In backward, rows must be
-# prefetched, and a weight in registers leaves more shared memory for this.
+# each thread 16 bytes or more), and the masked part of the last block must be small. Backward must prefetch rows; a
+# weight in registers leaves more shared memory for this.
 FORWARD = (
     ForwardConfig(columns=128, rows=8, block=128, warps=2),
     ForwardConfig(columns=256, rows=8, block=256, warps=4),
@@ -63,15 +63,15 @@ FORWARD = (
     ForwardConfig(columns=32768, rows=1, block=8192, warps=16),
 )
 
-# Rows whose length is a multiple of two or four elements, so that they begin at multiples of 4 or 8 bytes: one warp for
-# each row, and more warps on an SM.
+# Rows whose length is a multiple of two or four elements, and which begin at multiples of 4 or 8 bytes, have one warp
+# per row and more warps on an SM.
 FORWARD_NARROW = (
     ForwardConfig(columns=512, rows=4, block=128, warps=2),
     ForwardConfig(columns=1024, rows=1, block=256, warps=1),
 )
 
-# Longer half precision rows of four-element groups, which begin at multiples of 8 bytes. Up to this many elements,
-# these loads are faster than staging in shared memory (`clusters`).
+# Longer half precision rows that begin at multiples of 8 bytes. Up to this many elements, loads of 8 bytes are faster
+# than staging in shared memory (`clusters`).
 FORWARD_FOURS, FORWARD_FOURS_RMS = (
     (ForwardConfig(columns=16_384, rows=1, block=2048, warps=8),),
     (ForwardConfig(columns=24_568, rows=1, block=2048, warps=8),),
@@ -95,7 +95,8 @@ BACKWARD = (
     BackwardConfig(columns=16384, rows=1, block=4096, warps=16, programs_per_sm=1, stages=1, again=True),
 )
 
-# Half precision rows of up to 65536 elements in whole groups of 16 bytes: it is faster to read them once than twice.
+# Half precision rows of up to 65536 elements, in groups of 16 bytes: reading them once is faster than reading them
+# twice.
 FORWARD_HELD = ForwardConfig(columns=65536, rows=1, block=16384, warps=32)
 
 # Rows at odd addresses, loaded 16 bytes at a time. Forward with 381 to 1002, 2601 or 12287 elements is faster with
@@ -111,12 +112,12 @@ BACKWARD_SHIFTED = (
     BackwardConfig(columns=6144, rows=1, block=2048, warps=16, programs_per_sm=1, stages=3),
 )
 
-# Short rows of an even length: one warp a row and twelve on an SM are faster than shifted loads.
+# Short rows of an even length: one warp per row and twelve warps on an SM are faster than shifted loads.
 BACKWARD_PAIRS = (BackwardConfig(columns=512, rows=1, block=256, warps=1, programs_per_sm=12, stages=3, hold=True),)
-SHIFTED_FROM = 128  # columns; shorter rows need few loads anyway
+SHIFTED_FROM = 128  # columns; shorter rows need only few loads even without a shift
 
-# Longer rows, forward: one program for each row. A few persistent programs would keep their rows in L2 for the second
-# pass, but were slower, because 132 programs have too few loads in flight.
+# Longer rows in forward have one program per row. Few persistent programs would find their rows in L2 in the second
+# pass, but were slower: 132 programs have too few loads in flight.
 MANY = 64
 FORWARD_LONG = LongConfig(block=8192, warps=16, programs_per_sm=MANY, stages=3)
 FORWARD_LONG_ODD = LongConfig(block=1024, warps=8, programs_per_sm=MANY, stages=1, shifted=False)
@@ -129,14 +130,15 @@ ADD_PARTIAL_SUMS = {"ROWS": 128, "COLUMNS": 16, "num_warps": 4}
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Parameters for rows of `least` to `most` elements.
+    """Launch parameters for rows of `least` to `most` elements.
 
     Attributes:
         blocks: blocks of a cluster, which share a row: 1, 2, 4 or 8.
         warps: warps of a block.
         blocks_per_sm: number of blocks on an SM, which divide its shared memory.
-        stages: the number of rows of a block that are being loaded or computed; fewer if shared memory is too small.
-        odd: whether the entry is for rows that do not begin at multiples of 16 bytes; None: for both kinds.
+        stages: number of a block's rows that are being loaded or computed at a time; fewer if shared memory is too
+            small.
+        odd: True: for rows that do not all begin at multiples of 16 bytes. False: for rows that do. None: for both.
     """
 
     least: int
@@ -189,7 +191,7 @@ class CudaConfig:
     measured: bool = field(default=True, compare=False)  # False: predicted
 
 
-# A thread has 16 bytes of half precision, or a few times that, in flight. One warp holds a row of up to 1024 columns.
+# A thread has 16 to 64 bytes of half precision in flight. One warp holds a row of up to 1024 columns.
 # These parameters are not measured yet.
 CUDA = (
     CudaConfig(columns=256, elements=8, warps=1, rows=4, measured=False),
@@ -200,12 +202,12 @@ CUDA = (
     CudaConfig(columns=8192, elements=32, warps=8, rows=1, measured=False),
     CudaConfig(columns=16384, elements=32, warps=16, rows=1, measured=False),
 )
-CUDA_LONG_WARPS = 32  # parameters for a row that does not fit in registers
+CUDA_LONG_WARPS = 32  # warps of a row that does not fit in registers
 
 # ---- CUDA C++, norms of sums over ranks ----------------------------------------------------------------------------
 
 # Each row has a block with the fewest warps that hold the row with one pack (16 bytes) per thread, so that all loads of
-# the row are in flight at once. Longer rows take several packs, up to 32 elements of a thread. These parameters are not
+# the row are in flight at once. Threads hold several packs of longer rows, up to 32 elements. These parameters are not
 # measured yet.
 RANK_SUM_WARPS = (4, 8, 16)
 RANK_SUM_CHUNKS = (1, 2, 4, 8, 16, 32)

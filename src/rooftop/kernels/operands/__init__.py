@@ -1,1 +1,1 @@
-"""Code that all families share: dtypes, checks, rows, and functions that kernels call."""
+"""Code that all families of kernels share: dtypes, checks, rows, and functions that kernels call."""

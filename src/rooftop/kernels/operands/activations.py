@@ -12,13 +12,13 @@ ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "sigmoid")  # number
 OF_OUTPUT = ("none", "relu", "sigmoid")
 """Activations whose derivative follows from their result."""
 
-# Per element: an exponential, a division, an error function and a product count 1 each.
+# Flops per element; an exponential, a division or an error function counts 1, like a product.
 FORWARD_FLOPS = {"none": 0, "relu": 1, "gelu": 5, "gelu_tanh": 8, "silu": 4, "sigmoid": 3}
 BACKWARD_FLOPS = {"none": 0, "relu": 1, "gelu": 10, "gelu_tanh": 15, "silu": 8, "sigmoid": 3}
 
 
 def activated(values: Tensor, activation: str) -> Tensor:
-    """PyTorch's function with that name."""
+    """Apply PyTorch's activation of this name."""
     if activation == "relu":
         return values.relu()
     if activation == "gelu":

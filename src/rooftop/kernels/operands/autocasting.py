@@ -1,8 +1,8 @@
-"""The dtype of an operator's result under autocast: the same as for the corresponding PyTorch function.
+"""The dtype of an operator's result under autocast, as for the corresponding PyTorch function.
 
-PyTorch has a list of functions for each kind of device. A GPU's list computes norms, softmaxes and sums in float32. The
-CPU's list keeps their input's dtype, and computes only losses in float32. Operators get the dtype of their result as an
-argument, so that no input is copied to another dtype first.
+PyTorch lists, for each device type, the functions that autocast runs in float32. For GPUs these include norms,
+softmaxes and sums; for the CPU only losses. Operators get the dtype of their result as an argument, so that no input is
+copied to another dtype first.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ IN_FLOAT32 = {
 
 
 def under_autocast(x: Tensor) -> bool:
-    """Whether autocast applies to x: it is on for the device of x, and x is not float64. Autocast never casts
-    float64."""
+    """Whether autocast applies to x: autocast is on for its device, and x is not float64, which autocast never
+    casts.
+    """
     kind = x.device.type
     return kind != "meta" and x.dtype != torch.float64 and torch.is_autocast_enabled(kind)
 

@@ -27,9 +27,9 @@ def check_tensors(
 
     Args:
         name: name of the public function, for messages.
-        dtypes: the allowed dtypes. None: any dtype, because the function checks dtypes itself.
+        dtypes: the allowed dtypes. None: any, because the caller checks dtypes itself.
         optional: arguments that may be None.
-        beside: an argument and its name. All tensors must be on its device; None: on the first tensor's device.
+        beside: (name, tensor): all tensors must be on this tensor's device. None: on the first tensor's device.
         tensors: the arguments by name.
 
     Raises:
@@ -65,13 +65,13 @@ def check_dtype(name: str, argument: str, given: torch.dtype, dtypes: Sequence[t
 
 
 def check_shape(name: str, argument: str, tensor: Tensor | None, shape: tuple[int, ...], hint: str = "") -> None:
-    """Raise ValueError if a given tensor has another shape."""
+    """Raise ValueError if a tensor is present and has another shape."""
     if tensor is not None and tuple(tensor.shape) != shape:
         raise ValueError(f"{name}: expected {argument} of shape {shape}, got {tuple(tensor.shape)}{hint}")
 
 
 def check_same_dtype(name: str, first: str, tensor: Tensor, hint: str, **others: Tensor | None) -> None:
-    """Raise TypeError if another given tensor has another dtype than the first."""
+    """Raise TypeError if a tensor does not have the dtype of the first one."""
     for argument, other in others.items():
         if other is not None and other.dtype != tensor.dtype:
             raise TypeError(f"{name}: {first} is {tensor.dtype}, {argument} {other.dtype}: {hint}")
@@ -95,7 +95,7 @@ def check_finite(name: str, argument: str, value: Any, expected: str = "a number
 
 
 def two_integers(name: str, argument: str, given: Any, least: int) -> tuple[int, int]:
-    """For images: one number for height and width, or one for each.
+    """(vertical, horizontal), from one integer for both or from two.
 
     Raises:
         TypeError: the value is neither an integer nor a sequence of one or two integers.

@@ -1,5 +1,5 @@
-// What kernels of clusters share, which it stands in front of: clusters and bulk copies, as only PTX says them, and what
-// the warps of a block have found.
+// Functions that cluster kernels share: PTX for clusters and bulk copies, and reductions over the warps of a block.
+// This file must precede these kernels.
 
 #ifdef __CUDACC__
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -21,12 +21,12 @@ __device__ __forceinline__ int block_rank() {
     return rank;
 }
 
-// For all threads of all blocks of the cluster; what they wrote before can be read after.
+// Barrier of all threads of a cluster; it makes their earlier writes visible to each other.
 __device__ __forceinline__ void cluster_wait() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// To the same place of the shared memory of another block.
+// Store to the same place in the shared memory of another block.
 __device__ __forceinline__ void store_in_block(float* place, int rank, float value) {
     unsigned there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(place)), "r"(rank));
@@ -37,7 +37,7 @@ __device__ __forceinline__ void prepare_copies(unsigned long long* barrier) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(shared_address(barrier)) : "memory");
 }
 
-// The copy engine sees the barriers.
+// Make the initialized barriers visible to the copy engine.
 __device__ __forceinline__ void prepared() {
     asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -47,7 +47,7 @@ __device__ __forceinline__ void expect_copies(unsigned long long* barrier, int b
                  :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
 
-// Addresses and bytes are multiples of 16.
+// Start a bulk copy; addresses and `bytes` must be multiples of 16.
 __device__ __forceinline__ void copy_bulk(void* to, const void* from, int bytes, unsigned long long* barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  :: "r"(shared_address(to)), "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(shared_address(barrier))
@@ -60,18 +60,18 @@ __device__ __forceinline__ void await_copies(unsigned long long* barrier, unsign
                  :: "r"(shared_address(barrier)), "r"(parity) : "memory");
 }
 
-// 8 bytes, without a register that waits for them; `await_eights`: for all that this thread has asked for.
+// Copy 8 bytes asynchronously, without a register. `await_eights` waits for all such copies of this thread.
 __device__ __forceinline__ void copy_eight(void* to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8;"
                  :: "r"(shared_address(to)), "l"(__cvta_generic_to_global(from)) : "memory");
 }
 __device__ __forceinline__ void await_eights() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// What a thread has written to shared memory comes before what copies write there, once it has passed a barrier.
+// Order this thread's writes to shared memory before bulk copies that are started after the next barrier.
 __device__ __forceinline__ void hand_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// To the same place of the shared memory of another block, where the barrier at the same place counts the 16 bytes:
-// unlike a barrier of the cluster it does not wait until results on their way to memory are there.
+// Store 16 bytes to the same place in the shared memory of another block, and count them at the barrier at the same
+// place there. Unlike a cluster barrier, this does not wait for outstanding stores to global memory.
 __device__ __forceinline__ void send_to_block(float4* place, int rank, float4 value, unsigned long long* barrier) {
     unsigned there, signal;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(place)), "r"(rank));
@@ -87,7 +87,7 @@ __device__ __forceinline__ void await_blocks(unsigned long long* barrier, unsign
 }
 #endif
 
-// 16 bytes at a time: one after another a warp would wait for each.
+// Load 16 bytes at a time: with single loads, a warp would wait for each.
 template <int COUNT>
 __device__ void load_fours(const float* from, float (&values)[COUNT]) {
 #pragma unroll
@@ -103,7 +103,7 @@ __device__ void load_fours(const float* from, float (&values)[COUNT]) {
 template <int WARPS>
 constexpr int IN_FOURS = (WARPS + 3) / 4 * 4;
 
-// Always in the same order.
+// The sum of one value per warp, always in the same order.
 template <int WARPS>
 __device__ float sum_of(const float* of_warps) {
     float values[IN_FOURS<WARPS>], sums[4] = {};

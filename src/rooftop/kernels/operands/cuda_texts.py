@@ -1,4 +1,4 @@
-"""Join CUDA C++ files of the families into one text for NVRTC."""
+"""Join CUDA C++ files of several families into one text for NVRTC."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ KERNELS = Path(__file__).parents[1]
 
 @cache
 def cuda_text(*names: str) -> str:
-    """The text of files in `rooftop/kernels`, one after another.
+    """The joined text of files in `rooftop/kernels`.
 
     Args:
-        names: file names with folders, such as "norms/pieces.cu"; a file comes after the files whose functions it
-            calls.
+        names: paths such as "norms/pieces.cu". A file must follow the files whose functions it calls.
     """
     return "\n".join((KERNELS / name).read_text(encoding="utf-8") for name in names)

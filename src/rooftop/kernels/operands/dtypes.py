@@ -1,4 +1,4 @@
-"""The dtypes that operators accept, and the dtypes of their sums."""
+"""The dtypes that operators accept, and the dtypes in which they accumulate."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ CPP_TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.flo
 
 
 def accumulator_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """The dtype of sums and statistics of such numbers: float64 if one of them is float64, else float32."""
+    """The dtype of sums and statistics: float64 if one of the given dtypes is float64, else float32."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def in_words(dtypes: Sequence[torch.dtype]) -> str:
-    """The dtypes as errors name them: "bfloat16, float16, float32 or float64"."""
+    """The dtypes as text for error messages: "bfloat16, float16, float32 or float64"."""
     *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
     return f"{', '.join(others)} or {last}" if others else last

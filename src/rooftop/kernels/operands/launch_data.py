@@ -25,9 +25,7 @@ ANY_BYTES = 1 << 62
 
 @dataclass(frozen=True)
 class ElementsConfig:
-    """Elements of a program, and warps. `measured`: whether the parameters were measured; otherwise they are
-    predicted.
-    """
+    """Elements of a program, and warps. `measured`: True for measured parameters, False for predicted ones."""
 
     elements: int
     warps: int
@@ -35,7 +33,7 @@ class ElementsConfig:
 
 
 def power_of_two(size: int) -> int:
-    """The smallest power of two that is not less than `size`, as the sides of blocks must be."""
+    """The smallest power of two that is at least `size`: sides of blocks must be powers of two."""
     return 1 << max(0, size - 1).bit_length()
 
 
@@ -51,13 +49,13 @@ def grid_of(rows: int, columns: int, tile: Constants) -> tuple[int]:
 
 
 def is_wide(*tensors: Tensor) -> bool:
-    """Whether an offset needs 64 bits, within a tensor or past its end up to the end of a tile."""
+    """Whether offsets need 64 bits. An offset may reach past a tensor's end, to the end of a tile."""
     return any(t.numel() + (1 << 20) >= 1 << 31 for t in tensors)
 
 
 @cache
 def capability(device: torch.device) -> int:
-    """The major compute capability; for interpreted kernels that of Hopper."""
+    """The major compute capability; 9 (Hopper) for interpreted kernels."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
@@ -67,7 +65,7 @@ class Device(NamedTuple):
     Attributes:
         triton: whether Triton's kernels run on the device.
         processors: multiprocessors.
-        shared_bytes: shared memory that a block can have.
+        shared_bytes: the most shared memory of a block.
         cuda: the major compute capability; 0 if CUDA C++ kernels do not run on the device.
     """
 
@@ -79,7 +77,7 @@ class Device(NamedTuple):
 
 @cache
 def device_facts(device: torch.device) -> Device:
-    """The facts of an existing device."""
+    """The properties of a device of this machine."""
     nothing = torch.empty(0, device=device)
     major = capability(device) if cuda.runs_on(nothing) else 0
     return Device(not without_kernels(device), processors(nothing), shared_memory_bytes(nothing), major)

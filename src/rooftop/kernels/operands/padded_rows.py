@@ -1,6 +1,6 @@
-"""Copies of matrices whose rows are multiples of 16 bytes, which tensor cores need for fast products.
+"""Copy matrices to rows that are multiples of 16 bytes, which fast tensor-core products need.
 
-Without such rows, libraries multiply several times more slowly; a copy costs only one pass over memory.
+Without such rows, cuBLAS multiplies several times more slowly. A copy takes only one pass over memory.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from rooftop.kernels.operands.references import without_kernels
 from rooftop.launch.triton_launch import launch, require_triton
 
 ALIGNMENT, ROW_BYTES = 16, 128
-LEAST_PADDED = 1 << 17  # from this many elements of the result on, copies save more time than they take
+LEAST_PADDED = 1 << 17  # elements of the result; above this number, copies save more time than they take
 TILE = {"ROWS": 4, "COLUMNS": 1024, "num_warps": 4}
 
 
 def missing_columns(columns: int, x: Tensor) -> int:
-    """The number of columns, in the dtype of x, to add so that rows are multiples of 128 bytes. 0 if rows are already
-    multiples of 16 bytes, and on a CPU.
+    """The number of columns to append to x so that rows are multiples of 128 bytes. It is 0 on a CPU, and if rows are
+    multiples of 16 bytes.
     """
     size = x.element_size()
     return -columns % (ROW_BYTES // size) if x.device.type == "cuda" and columns * size % ALIGNMENT else 0

@@ -1,4 +1,4 @@
-"""Decide which calls plain PyTorch computes instead of the kernels."""
+"""Decide whether plain PyTorch computes a call instead of the kernels."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from rooftop.launch.triton_launch import INTERPRETED
 
 
 def without_kernels(device: torch.device) -> bool:
-    """Whether no Triton kernel runs on the device: on a CPU without Triton's interpreter."""
+    """Whether the device cannot run Triton kernels: it is a CPU, and Triton's interpreter is off."""
     return device.type == "cpu" and not INTERPRETED
 
 
 def by_reference(x: Tensor) -> bool:
-    """Whether the PyTorch formula computes the call: for float64, and if no kernel runs."""
+    """Whether the PyTorch formula computes the call: x is float64, or its device cannot run Triton kernels."""
     return why_reference(x.dtype, not without_kernels(x.device)) is not None
 
 
 def why_reference(dtype: torch.dtype, triton: bool) -> str | None:
-    """The reason why the PyTorch formula computes the call; None if kernels do. `triton`: whether Triton's kernels run
-    on the device.
+    """The reason why the PyTorch formula computes the call; None if kernels do. `triton`: whether the device runs
+    Triton kernels.
     """
     if dtype == torch.float64:
         return "float64"

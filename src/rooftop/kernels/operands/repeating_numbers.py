@@ -1,8 +1,8 @@
-"""Tables from which kernels load numbers that repeat along a row, such as one for each channel of interleaved
+"""Tables of numbers that repeat along a row, for kernels to load: for example one number per channel of interleaved
 images.
 
-A program may begin at any channel. So a table has one row for each start, which repeats the numbers from that start on.
-A program's numbers are contiguous, and its loads are as wide as those of images.
+A program may begin at any channel. So a table has one row per start: it repeats the numbers, beginning with number
+`start`. A program's numbers are contiguous, and it loads them as widely as pixels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 COLUMNS = 2048
 """The maximum number of values that a program takes from a table."""
-MOST_BYTES = 64 << 20  # tables kept in the cache
+MOST_BYTES = 64 << 20  # limit of all tables in the cache
 
 _tables: dict[tuple[bytes, torch.dtype, torch.device], Tensor] = {}
 _making = Lock()
@@ -25,9 +25,9 @@ class Table(NamedTuple):
     """Numbers on a device.
 
     Attributes:
-        numbers: (period, COLUMNS): line p has the numbers from number p on.
-        is_kept: whether the table stays in memory forever, for all streams and CUDA graphs. Otherwise it belongs to the
-            current stream, and lives as long as anything refers to it.
+        numbers: (period, COLUMNS): row p repeats the numbers, beginning with number p.
+        is_kept: True: the table stays in memory forever, for all streams and CUDA graphs. False: its memory belongs to
+            the current stream, and is freed with the last reference.
     """
 
     numbers: Tensor
@@ -35,15 +35,15 @@ class Table(NamedTuple):
 
 
 def table_of(numbers: bytes, dtype: torch.dtype, device: torch.device) -> Table:
-    """The table of the given numbers; its contents are written before this function returns.
+    """The table of the given numbers, whose contents are on the device when this function returns.
 
     Args:
-        numbers: the numbers as bytes. As keys, -0.0 and 0.0 differ, and a NaN equals itself.
+        numbers: the numbers as bytes: as keys of the cache, -0.0 differs from 0.0, and a NaN equals itself.
         dtype: dtype of the numbers.
         device: the device for the table.
 
     Raises:
-        RuntimeError: a CUDA graph is being captured, and no such table is kept.
+        RuntimeError: a CUDA graph is being captured, and the cache has no such table.
     """
     key = (numbers, dtype, device)
     found = _tables.get(key)

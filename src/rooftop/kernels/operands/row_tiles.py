@@ -1,4 +1,4 @@
-"""Launch data of kernels that work on rows: short rows as tiles in registers, long rows block by block."""
+"""Launch parameters of kernels over rows: short rows are tiles in registers, long rows are read block by block."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rooftop.kernels.operands.launch_data import WordConstants, power_of_two
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Parameters for rows of up to `row_bytes` (of all tensors that are held): rows of a program, bytes of a block of
-    one row, and warps. `hold`: whether exponentials (for logarithms, the arguments of the exponentials) stay in float32
-    registers; otherwise they are computed twice.
+    """Launch parameters for rows of up to `row_bytes` (of all tensors in registers): rows of a program, bytes of a
+    block of one row, and warps. `hold`: keep the exponentials in float32 registers (for logarithms, their arguments)
+    instead of computing them twice.
     """
 
     row_bytes: int
@@ -26,8 +26,9 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class LongConfig:
-    """Parameters for rows of up to `row_bytes`, in blocks that are fetched `stages` ahead. The number of programs per
-    SM limits the data that L2 must hold. `again`: L2's policy for data that will be read a second time.
+    """Launch parameters for rows of up to `row_bytes`, in blocks that are prefetched in `stages`. The number of
+    programs per SM limits the data that L2 must hold. `again`: L2's eviction policy for data that is read a second
+    time.
     """
 
     row_bytes: int
@@ -42,7 +43,7 @@ Config = TypeVar("Config", TileConfig, LongConfig)
 
 
 def tile(config: TileConfig, columns: int, element_bytes: int) -> WordConstants:
-    """Launch parameters of a tile; `element_bytes`: of all tensors that are held."""
+    """Launch parameters of a tile; `element_bytes`: bytes per element of all tensors in registers."""
     block = min(config.block_bytes // element_bytes, power_of_two(columns))
     blocks = -(-columns // block)
     even = blocks * block == columns
@@ -55,7 +56,7 @@ def tile_config(table: Sequence[Config], row_bytes: int) -> Config | None:
 
 
 def long_tile(table: Sequence[LongConfig], row_bytes: int, element_bytes: int) -> tuple[int, WordConstants]:
-    """(programs an SM, constants of the kernels) for long rows; elements have `element_bytes` bytes."""
+    """(programs per SM, constants of the kernels) for long rows of elements of `element_bytes`."""
     config = next(config for config in table if row_bytes <= config.row_bytes)
     block = config.block_bytes // element_bytes
     constants: WordConstants = {"COLUMNS": block, "STAGES": config.stages, "AGAIN": config.again}
@@ -63,7 +64,7 @@ def long_tile(table: Sequence[LongConfig], row_bytes: int, element_bytes: int) -
 
 
 def group_of(elements: int, element_bytes: int) -> int:
-    """The number of neighbouring elements that a thread loads at once, at most 16 bytes. One thread finds the maximum
-    of a group alone.
+    """The number of neighbouring elements that a thread loads at once, at most 16 bytes. The thread reduces them to one
+    maximum.
     """
     return math.gcd(elements, 16 // element_bytes)

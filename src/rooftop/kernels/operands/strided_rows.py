@@ -1,4 +1,4 @@
-"""Views of strided tensors for operators: as rows, in groups of elements."""
+"""Views of strided tensors as rows and in groups of elements, for launches."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ LINE_BYTES = 16
 
 
 def from_line(x: Tensor) -> tuple[Tensor, int]:
-    """(a view of the same memory, the number of elements from its beginning to the beginning of x). The view begins at
-    a multiple of 16 bytes, unless the memory of x begins later. A compiler knows only whether a pointer is such a
-    multiple."""
+    """(a view that begins at a multiple of 16 bytes before x, the number of elements from there to x). If the storage
+    of x begins after that multiple, it returns (x, 0). The compiler knows only whether a pointer is such a multiple.
+    """
     size = x.element_size()
     beyond = x.data_ptr() % LINE_BYTES
     lead = beyond // size

@@ -1,1 +1,1 @@
-"""Counter-based random numbers, and dropout by them."""
+"""Counter-based random numbers, and dropout with them."""

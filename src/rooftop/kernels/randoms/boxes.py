@@ -1,8 +1,8 @@
 """Boxes: the part of a whole tensor that a rank holds.
 
-A box describes a part of a tensor that is cut along rows, columns, heads or sequences; its elements are contiguous or
-at equal distances. For example, a rank may hold one chunk from the front and one from the back of a sequence, which
-balances causal attention.
+A box describes a part of a tensor that is cut along rows, columns, heads or sequences. Along each dimension, its
+elements are consecutive or equally spaced. For example, a rank may hold one chunk from the front and one from the back
+of a sequence, which balances causal attention.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Box:
-    """The part of a whole tensor that a rank holds: in each dimension start + i * stride, for i below size.
+    """The part of a whole tensor that a rank holds: indices start + i * stride for 0 <= i < size in each dimension.
 
-    The whole tensor may be viewed in any shape with its elements in the same order: (3, heads, features, hidden) for a
-    packed projection whose weight is (3 * heads * features, hidden). The elements of the part have the same order, too.
+    `shape` may be any view of the whole tensor: for example (3, heads, features, hidden) for a packed projection whose
+    weight is (3 * heads * features, hidden). The part's elements are in the same order.
 
     Attributes:
         shape: shape of the whole tensor.
@@ -56,8 +56,9 @@ class Box:
 
     @staticmethod
     def zigzag(shape: Sequence[int], dim: int, index: int, count: int) -> Box:
-        """Two of 2 `count` equal chunks along a dimension: chunk `index` from the front and chunk `index` from the
-        back."""
+        """Two of 2 * `count` equal chunks along a dimension: chunk `index` from the front, and chunk `index` from the
+        back.
+        """
         dim = _dimension(shape, dim)
         chunk = _equal(shape, dim, 2 * count, index, count)
         seen = (*shape[:dim], 2 * count, chunk, *shape[dim + 1 :])
@@ -80,11 +81,11 @@ class Box:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """`stride`, with ones for None."""
+        """The stride of each dimension; ones if `stride` is None."""
         return (1,) * len(self.shape) if self.stride is None else self.stride
 
     def of(self, whole: Tensor) -> Tensor:
-        """This part, of shape `size`, of a whole tensor with prod(shape) elements; a view if possible."""
+        """Extract this part, of shape `size`, from a whole tensor with prod(shape) elements; a view if possible."""
         seen = whole.reshape(self.shape)
         ends = zip(self.start, self.size, self.strides, strict=True)
         return seen[tuple(slice(first, first + count * pace, pace) for first, count, pace in ends)]
@@ -114,7 +115,7 @@ def _dimension(shape: Sequence[int], dim: int) -> int:
 
 
 def _equal(shape: Sequence[int], dim: int, pieces: int, index: int, count: int) -> int:
-    """The length of each piece, if `pieces` pieces divide a length equally."""
+    """The length of a piece; raises ValueError unless `pieces` divides the dimension."""
     if not 0 <= index < count:
         raise ValueError(f"Box: index must be from 0 to {count - 1} for {count} parts, got {index}")
     if shape[dim] % pieces:

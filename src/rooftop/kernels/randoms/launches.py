@@ -12,13 +12,13 @@ from rooftop.kernels.randoms import tables
 from rooftop.kernels.randoms.words import WORD, Values, quantile_table
 from rooftop.launch.triton_launch import launch, require_triton
 
-MOST_DIMENSIONS = 4  # largest number of dimensions of a part, after neighbouring ones are merged
+MOST_DIMENSIONS = 4  # most dimensions of a part after merging
 
 
 def fill(
     out: Tensor, values: Values, sizes: list[int], strides: list[int], offset: int, key: int, step: int
 ) -> None:  # fmt: skip
-    """Writes random numbers to out (prod(sizes),)."""
+    """Write random numbers to out (prod(sizes),)."""
     require_triton()
     from rooftop.kernels.randoms.triton_kernels import random_fill
 
@@ -35,7 +35,7 @@ def drop(
     x: Tensor, y: Tensor, dropped: int, scale: float, key: int, step: int | Tensor, sizes: list[int],
     strides: list[int], offset: int,
 ) -> None:  # fmt: skip
-    """Writes x * scale to y, or 0 where the element's word is below `dropped`; both contiguous."""
+    """Write x * scale to y, or 0 where an element's word is below `dropped`. x and y are contiguous."""
     require_triton()
     from rooftop.kernels.randoms.triton_kernels import dropout_tile
 
@@ -48,7 +48,9 @@ def drop(
 
 
 def grouped(sizes: Sequence[int], strides: Sequence[int], offset: int) -> bool:
-    """Whether the part consists of whole groups of four elements, which share a block of the generator."""
+    """Whether the part consists of whole groups of four elements. The elements of a group share one block of the
+    generator.
+    """
     return strides[-1] == 1 and sizes[-1] % 4 == 0 and offset % 4 == 0 and all(s % 4 == 0 for s in strides[:-1])
 
 
@@ -70,7 +72,9 @@ def _signed(word: int) -> int:
 
 
 def _layout(sizes: list[int], strides: list[int], offset: int) -> tuple[int, ...]:
-    """(rows, columns, sizes of the second and third dimension, four strides, offset); in groups of four if grouped."""
+    """(rows, columns, sizes of the second and third dimension, four strides, offset), counted in groups of four if
+    grouped.
+    """
     outer = [1] * (MOST_DIMENSIONS - len(sizes)) + sizes[:-1]
     paces = [0] * (MOST_DIMENSIONS - len(sizes)) + strides
     if grouped(sizes, strides, offset):

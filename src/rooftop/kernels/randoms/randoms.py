@@ -1,11 +1,10 @@
-"""Counter-based random numbers: each depends only on a key, a step and its position in the whole tensor.
+"""Counter-based random numbers. Each number depends only on a key, a step and its position in the whole tensor.
 
-So a part of a tensor gets the same numbers as its positions in the whole tensor, bit for bit, on any device and for any
-way of cutting. A dropout mask need not be kept, because backward computes it again. `words.py` explains the
-computation.
+So an element gets the same number bit for bit, on any device and however the tensor is sharded. A dropout mask need not
+be kept, because backward computes it again. `words.py` explains the computation.
 
-The operators are bound by integer arithmetic: ten rounds of two 64-bit products, for four elements if positions and
-sizes are multiples of four, else for each element.
+The operators are bound by integer arithmetic: ten rounds of two 64-bit products. These serve four elements if positions
+and sizes are multiples of four, else one element.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ class RandomNormal(NamedTuple):
 
 
 class CounterDropout(NamedTuple):
-    """Dropout of a part of a whole tensor. `sizes` and `strides` are None for the whole. `there` is the step as a
+    """Dropout of a part of a whole tensor. `sizes` and `strides` are empty for a whole tensor. `there` is the step as a
     tensor on the device.
     """
 
@@ -125,15 +124,15 @@ class CounterDropout(NamedTuple):
         return self.x.new_empty(self.x.shape)
 
     def keep(self, made: Tensor) -> tuple[Any, ...]:
-        return self[1:]  # autograd raises if `there` has changed in the meantime
+        return self[1:]  # autograd raises if `there` was changed before backward
 
     @staticmethod
     def gradients(kept: tuple[Any, ...], wanted: Sequence[bool], dy: Tensor) -> tuple[Tensor]:
-        """Drop the same elements of the gradient; the same numbers are computed again."""
+        """Drop the same elements of the gradient, by computing the same numbers again."""
         return (_counter_dropout(dy, *kept),)
 
     def cost(self, made: Tensor) -> Cost:
-        """One product for each element."""
+        """Flops: one product for each element."""
         return Cost(distinct_bytes([self.x]), distinct_bytes([made]), {precision_of(self.x.dtype): self.x.numel()})
 
 
@@ -141,7 +140,7 @@ _random_uniform = declare("random_uniform", RandomUniform)
 _random_normal = declare("random_normal", RandomNormal)
 _counter_dropout = declare("counter_dropout", CounterDropout)
 
-# elements that the reference computes at once, because each takes several integers of 8 bytes
+# elements that the reference computes at a time: each needs several integers of 8 bytes
 REFERENCE_CHUNK = 1 << 18
 
 
@@ -181,16 +180,16 @@ def _pieces(sizes: list[int], strides: list[int], offset: int, device: torch.dev
 
 
 def _cost(made: Tensor) -> Cost:
-    """A product and a sum for each number; the generator's integer operations do not count."""
+    """Flops: a product and a sum for each number. The generator's integer operations do not count."""
     return Cost(0, distinct_bytes([made]), {precision_of(made.dtype): 2 * made.numel()})
 
 
 @cache
 def _words_between(mean: float, std: float, low: float, high: float) -> tuple[int, int]:
-    """The first and the last word whose numbers are between bounds.
+    """The first and the last 32-bit word whose normal numbers are between the bounds.
 
-    The function searches for the words, because error functions, which would give them directly, differ between
-    libraries in their last bits.
+    The words are found by search. An error function would give them directly, but libraries' error functions differ in
+    their last bits.
     """
     if low == -math.inf and high == math.inf:
         return 0, WORD
@@ -203,7 +202,7 @@ def _words_between(mean: float, std: float, low: float, high: float) -> tuple[in
 
 
 def _dropped_words(p: float) -> int:
-    """The number of words, of 2^32, that drop an element."""
+    """The number of the generator's 2^32 words that drop an element."""
     return 1 << 32 if p == 1 else min(round(p * 2**32), WORD)
 
 
@@ -219,12 +218,12 @@ def _rounded(value: float, dtype: torch.dtype) -> float:
 
 
 def _below(value: float, dtype: torch.dtype) -> float:
-    """The largest number below `value` in the dtype, except for subnormal ones."""
+    """The largest number of the dtype below `value`; subnormal numbers are skipped."""
     rounded = torch.tensor(value, dtype=torch.float64, device="cpu").to(dtype)
     if float(rounded) < value:
         return float(rounded)
     if float(rounded) == 0:
-        return -torch.finfo(dtype).tiny  # some processors treat subnormal numbers as zeros
+        return -torch.finfo(dtype).tiny  # some processors flush subnormal numbers to zero
     bits = rounded.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
     return float((bits - 1 if float(rounded) > 0 else bits + 1).view(dtype))
 
@@ -246,12 +245,12 @@ def random_uniform(
 
     Args:
         box: the part, or the shape of a whole tensor.
-        key: from -2^63 to 2^63 - 1, as `random_key` computes it from a seed and a name.
-        step: from 0 to 2^63 - 1; another step gives other numbers.
+        key: from -2^63 to 2^63 - 1; `random_key` computes one from a seed and a name.
+        step: from 0 to 2^63 - 1; each step has other numbers.
         low, high: finite, rounded to float32 (except for float64).
-        dtype: float32: low + (high - low) * u with 24 bits of u. bfloat16, float16: the float32 number, rounded; if
-            that is `high`, the number below it. float64: 53 bits; the first 24 are the same.
-        device: the bits are the same on any device.
+        dtype: float32: low + (high - low) * u with 24 bits of u. bfloat16, float16: the float32 number, rounded; `high`
+            becomes the next smaller number. float64: 53 bits of u, the first 24 as in float32.
+        device: the numbers are identical on all devices.
 
     Returns:
         A contiguous tensor of the box's size.
@@ -285,7 +284,7 @@ def random_normal(
         box: the part, or the shape of a whole tensor.
         key, step, device: as in `random_uniform`.
         mean, std: mean and standard deviation of the distribution before truncation; finite, rounded to float32.
-        low, high: all numbers are between these, as in `torch.nn.init.trunc_normal_`; rounded to float32.
+        low, high: bounds of all numbers, as in `torch.nn.init.trunc_normal_`; rounded to float32.
         dtype: the numbers are computed in float32, up to 6.3 standard deviations from the mean. bfloat16 and float16
             round them and the bounds; float64 has the float32 values.
 
@@ -319,19 +318,19 @@ def _share_between(mean: float, std: float, low: float, high: float) -> float:
 
 @recorded_whole
 def counter_dropout(x: Tensor, p: float, key: int, *, step: int | Tensor = 0, box: Box | None = None) -> Tensor:
-    """x / (1 - p), with 0 for elements that are dropped with probability p, by key, step and position.
+    """Dropout by key, step and position: x / (1 - p), or 0 with probability p.
 
-    Backward computes the mask again, so nothing is kept for it; a recomputed forward drops the same elements. A dropped
+    Backward computes the mask again, so forward keeps nothing. A recomputed forward drops the same elements. A dropped
     element becomes 0 even if it was NaN.
 
     Args:
         x: any shape, bfloat16, float16, float32 or float64.
-        p: from 0 to 1; round(p * 2^32) of the generator's 2^32 words drop their element.
+        p: from 0 to 1. It is rounded to a multiple of 2^-32.
         key: as in `random_uniform`.
-        step: training step, from 0 to 2^63 - 1; each step has its own mask. If it is a tensor, () int64 on x's device,
-            the kernel reads it there, so each replay of a CUDA graph can have its own mask. The tensor must not change
-            before backward; a negative step is not detected.
-        box: the part of a whole tensor that x is, with as many elements in the same order; None: x is the whole.
+        step: training step, from 0 to 2^63 - 1; each step has its own mask. A tensor () int64 on x's device is read by
+            the kernel, so each replay of a CUDA graph can have its own mask. Such a tensor must not change before
+            backward, and its value is not checked.
+        box: which part of a whole tensor x is; x has the box's elements in the same order. None: x is the whole tensor.
 
     Returns:
         Like x, contiguous.
@@ -359,10 +358,10 @@ def counter_dropout(x: Tensor, p: float, key: int, *, step: int | Tensor = 0, bo
     )
     if math.prod(shape) != x.numel():
         raise ValueError(
-            f"counter_dropout: x has shape {tuple(x.shape)}, the box has size {shape}: their numbers of elements differ"
+            f"counter_dropout: x has shape {tuple(x.shape)}, but the box has another number of elements: {shape}"
         )
     no_tangents("counter_dropout", x, instead="x * counter_dropout(torch.ones_like(x), ...)")
-    if box is None:  # has the size of x when a traced program runs
+    if box is None:  # empty: a traced program reads the size of x when it runs
         sizes, strides = [], []
     return _counter_dropout(x, float(p), key, number, sizes, strides, offset, there)
 
@@ -370,7 +369,7 @@ def counter_dropout(x: Tensor, p: float, key: int, *, step: int | Tensor = 0, bo
 def _checked(
     name: str, box: Box | Sequence[int], key: int, step: int, dtype: torch.dtype
 ) -> tuple[list[int], list[int], int, tuple[int, ...]]:
-    """(sizes, strides, offset) of a part, and its shape."""
+    """((sizes, strides, offset) of a part, its shape)."""
     if isinstance(box, Box):
         (sizes, strides, offset), shape = box.index_map(), box.size
     elif isinstance(box, Sequence) and not isinstance(box, str):

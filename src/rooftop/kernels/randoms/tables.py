@@ -1,10 +1,10 @@
-"""Launch parameters of the kernels of random numbers and dropout."""
+"""Launch parameters of random numbers and dropout."""
 
 from __future__ import annotations
 
 from rooftop.kernels.operands.launch_data import ElementsConfig
 
-# Eight elements per thread are two blocks of the generator, whose rounds overlap. `benchmarks/tuning/randoms.py` tries
-# other numbers of elements; none has been timed yet.
+# Eight elements per thread are two blocks of the generator, whose rounds overlap. These parameters are not measured
+# yet; `benchmarks/tuning/randoms.py` compares them with others.
 FILL = ElementsConfig(elements=1024, warps=4, measured=False)
 DROPOUT = ElementsConfig(elements=1024, warps=4, measured=False)

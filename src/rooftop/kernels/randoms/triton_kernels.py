@@ -2,8 +2,8 @@
 are computed.
 
 All arithmetic is integer, except for conversions that are exact or round once, one exact float64 product, and the sum
-after it. Even a compiler that fuses that product and sum does not change the result. Keys and steps are passed as two
-halves of 32 bits each, so that new values need no recompilation.
+after it. The product is exact, so a compiler may fuse it with the sum without changing the result. Keys and steps are
+passed as two halves of 32 bits each, so that new values need no recompilation.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def random_fill(
     key_low, key_high, step_low, step_high,
     rows, columns, size_1, size_2, stride_0, stride_1, stride_2, stride_3, offset,
     scale, shift, low, high,  # float32
-    lower_word, last_word,  # the words that stand for a normal number: the first, and the number of words after it
+    lower_word, last_word,  # words that are mapped to normal numbers: the first word, and the number of words after it
     NORMAL: tl.constexpr, GROUPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write shift + scale * u of one tile, within low and high; u is uniform in [0, 1), or normal."""
+    """Write shift + scale * u, within low and high, to one tile. u is uniform in [0, 1), or normal."""
     row, column = _tile(columns, GROUPED, ROWS, COLUMNS)
     index = _index(row, column, size_1, size_2, stride_0, stride_1, stride_2, stride_3, offset)
     word = _words(index, key_low, key_high, step_low, step_high, GROUPED)
@@ -41,13 +41,13 @@ def random_fill(
 @triton.jit(do_not_specialize=[*KEYS, "dropped_words"])
 def dropout_tile(
     x, y,  # (rows, columns) contiguous
-    step_there,  # () int64, the step instead of its halves, or unused
+    step_there,  # () int64: the step, which replaces its halves; or unused
     key_low, key_high, step_low, step_high,
     rows, columns, size_1, size_2, stride_0, stride_1, stride_2, stride_3, offset,
-    dropped_words, scale,  # number of words that drop an element, below 2^32; float32
+    dropped_words, scale,  # dropped_words: number of words that drop an element, below 2^32; scale: float32
     STEP_THERE: tl.constexpr, GROUPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write x * scale of one tile, or 0 if an element's word is below `dropped_words`."""
+    """Write x * scale to one tile, or 0 where an element's word is below `dropped_words`."""
     if STEP_THERE:
         step = tl.load(step_there)
         step_low = step.to(tl.int32)
@@ -76,14 +76,14 @@ def _tile(columns, GROUPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.conste
 def _place(rows, columns, GROUPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """(ROWS, COLUMNS) positions of the tile's elements in memory, and whether they exist."""
     UNIT: tl.constexpr = 4 if GROUPED else 1
-    width = tl.full((), UNIT, tl.int64) * columns  # groups are fewer than 2^31 even if elements are more
+    width = tl.full((), UNIT, tl.int64) * columns  # `columns` fits in int32, but the number of elements may not
     row, column = _tile(width, False, ROWS, COLUMNS)
     return row * width + column, (row < rows) & (column < width)
 
 
 @triton.jit
 def _index(row, column, size_1, size_2, stride_0, stride_1, stride_2, stride_3, offset):
-    """The 64-bit positions in the whole tensor of a part's elements (or groups of four)."""
+    """The 64-bit positions of a part's elements (or groups of four) in the whole tensor."""
     outer = row // size_2
     index = offset + (outer // size_1) * stride_0 + (outer % size_1) * stride_1 + (row % size_2) * stride_2
     return index + column * stride_3
@@ -131,7 +131,7 @@ def normal(word, table):
     """The normal quantile of (word + 1/2) / 2^32, float32: see `normal_quantiles_reference`."""
     negative = (word >> 31) == 0
     tail = (tl.where(negative, word, word ^ 0xFFFFFFFF) << 1) | 1
-    # its second bit is 0, so rounding does not change the exponent
+    # the bit after the leading one is 0, so rounding does not change the exponent
     leading = (tail & ((tail >> 1) ^ 0xFFFFFFFF)).to(tl.float32)
     octave = 158 - (leading.to(tl.int32, bitcast=True) >> 23)
     place = (((tail << octave.to(tl.uint32)) << 1) ^ 0x80000000).to(tl.int32, bitcast=True)

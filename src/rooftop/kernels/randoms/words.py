@@ -1,15 +1,15 @@
 """Compute random numbers from a key, a step and a position: 32-bit words, and numbers from these words, in PyTorch.
 
 The generator is Philox 4x32-10 (Salmon, Moraes, Dror, Shaw 2011, "Parallel Random Numbers: As Easy as 1, 2, 3"). The
-key has 64 bits. The counter is the element's position divided by four and the step, 64 bits each. The four words of a
-block belong to four consecutive elements.
+key has 64 bits. The counter consists of the element's position divided by four, and of the step, 64 bits each. The four
+words of a block belong to four consecutive elements.
 
-A uniform number is the upper 24 bits of its word. In float64, it also has 29 more bits from a second block. A normal
-number is the quantile of its word. So it needs only one word and no rejection; the distribution is symmetric, and
-reaches 6.3 standard deviations. The quantile is a polynomial of degree 7 in each octave of the tail's probability (as
-in Cheung, Lee, Luk, Villasenor 2007, "Hardware Generation of Arbitrary Random Number Distributions From Uniform
-Distributions Via the Inversion Method"). The polynomial is computed in integers. This avoids logarithms and cosines,
-which differ between libraries, and floating point sums of products, which compilers may or may not fuse.
+A uniform number is the upper 24 bits of its word. In float64, a second block supplies 29 more bits. A normal number is
+the quantile of its word, so it needs one word and no rejection. The distribution is symmetric and reaches 6.3 standard
+deviations. The quantile is a polynomial of degree 7 in each octave of the tail's probability (as in Cheung, Lee, Luk,
+Villasenor 2007, "Hardware Generation of Arbitrary Random Number Distributions From Uniform Distributions Via the
+Inversion Method"). The polynomial is computed in integers. This avoids logarithms and cosines, which differ between
+libraries, and floating point sums of products, which compilers may or may not fuse.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def random_key(seed: int, name: str) -> int:
         From -2^63 to 2^63 - 1.
 
     Raises:
-        TypeError: seed is not an int, or name no str.
+        TypeError: seed is not an int, or name is not a str.
         ValueError: seed is out of range.
     """
     if not isinstance(seed, int) or isinstance(seed, bool):
@@ -50,7 +50,7 @@ def random_key(seed: int, name: str) -> int:
     return int.from_bytes(hashed.digest(), "little", signed=True)
 
 
-# The graph holds the key, not the hash. torch.compiler.assume_constant_result does the same, but imports the compiler.
+# A traced graph holds the key as a constant. torch.compiler.assume_constant_result would import the compiler.
 random_key._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 WORD = 0xFFFFFFFF  # 32 bits, all set
@@ -63,7 +63,7 @@ def philox_reference(counter: Sequence[Words], key: int) -> list[Words]:
     c0, c1, c2, c3 = counter
     k0, k1 = key & WORD, key >> 32 & WORD
     for _ in range(10):
-        first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # modulo 2^64, so a sign bit is cut off
+        first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # modulo 2^64; the mask removes the sign
         c0, c2 = (second >> 32 & WORD) ^ c1 ^ k0, (first >> 32 & WORD) ^ c3 ^ k1
         c1, c3 = second & WORD, first & WORD
         k0, k1 = k0 + 0x9E3779B9 & WORD, k1 + 0xBB67AE85 & WORD
@@ -73,8 +73,8 @@ def philox_reference(counter: Sequence[Words], key: int) -> list[Words]:
 def words_reference(place: Tensor, key: int, step: int | Tensor, more: bool = False, grouped: bool = False) -> Tensor:
     """The words of elements by their positions in the whole tensor, both int64.
 
-    `step`: int64 () if it is a tensor; `more`: counters for additional bits; `grouped`: positions (N,) are consecutive
-    whole groups of four.
+    `step`: an int, or a tensor () int64. `more`: use the counters of the additional bits. `grouped`: positions (N,) are
+    whole groups of four in order.
     """
     if grouped:
         return torch.stack(_philox(_counter(place[::4] >> 2, step, more), key), -1).flatten()
@@ -87,8 +87,8 @@ FEW = 1 << 12
 
 
 def _philox(counter: list[Tensor], key: int) -> list[Tensor]:
-    """`philox_reference`. On a CPU, NumPy computes up to `FEW` blocks in at most half the time, because its calls have
-    less overhead.
+    """`philox_reference`. On a CPU, NumPy computes up to `FEW` blocks, in at most half the time of PyTorch, because its
+    calls have less overhead.
     """
     if counter[0].is_cpu and counter[0].numel() <= FEW:
         return [torch.from_numpy(words) for words in philox_reference([each.numpy() for each in counter], key)]
@@ -101,7 +101,7 @@ def _counter(block: Tensor, step: int | Tensor, more: bool) -> list[Tensor]:
 
 
 def uniforms_reference(words: Tensor, more: Tensor | None = None) -> Tensor:
-    """float64 numbers in [0, 1), from 24 bits, or from 53 bits with a second word."""
+    """float64 numbers in [0, 1), from 24 bits of one word, or from 53 bits of two words."""
     if more is None:
         return (words >> 8).double() * 2.0**-24
     return (((words >> 5) << 26) | (more >> 6)).double() * 2.0**-53
@@ -148,12 +148,12 @@ QUANTILES = (
 def normal_quantiles_reference(words: Tensor) -> Tensor:
     """The normal quantile of (word + 1/2) / 2^32, float32; its error is below 2e-7.
 
-    It uses fixed-point integers with 28 fractional bits. The tail's probability is `tail` / 2^33, and each of its
-    octaves has a polynomial.
+    It uses fixed-point integers with 28 fractional bits. The tail's probability is `tail` / 2^33. Each octave of it has
+    its own polynomial.
     """
     negative = words < 1 << 31
     tail = torch.where(negative, words, WORD - words) << 1 | 1
-    leading = (tail & ~(tail >> 1)).float()  # its second bit is 0, so rounding does not change the exponent
+    leading = (tail & ~(tail >> 1)).float()  # the next bit is 0, so rounding keeps the exponent
     octave = 158 - (leading.view(torch.int32) >> 23)
     place = (tail << (octave + 1) & WORD) - (1 << 31)  # u, with 31 fractional bits
     rows = quantile_table(words.device)[octave]  # (..., 8)
@@ -165,7 +165,7 @@ def normal_quantiles_reference(words: Tensor) -> Tensor:
 
 @cache
 def quantile_table(device: torch.device) -> Tensor:
-    """The coefficients of `normal_quantiles_reference` for the kernels, int32; kept for each device."""
+    """The coefficients of `normal_quantiles_reference` for the kernels, int32, cached per device."""
     return torch.tensor(QUANTILES, dtype=torch.int32, device=device)
 
 
@@ -173,7 +173,7 @@ def quantile_table(device: torch.device) -> Tensor:
 class Values:
     """A distribution: shift + scale * u within low and high, with u uniform in [0, 1) or normal.
 
-    A normal number comes from the words `lower_word` to `lower_word + last_word`. float32 numbers are computed in
+    Normal numbers are the quantiles of the words `lower_word` to `lower_word + last_word`. Numbers are computed in
     float64, where the product of two float32 numbers is exact and the sum rounds once. Then they are rounded to float32
     and to the dtype.
     """

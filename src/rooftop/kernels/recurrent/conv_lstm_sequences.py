@@ -1,19 +1,19 @@
-"""All steps of a ConvLSTM: from the input convolutions of all steps to the hidden states.
+"""All steps of a ConvLSTM, from the results of the input convolutions to the hidden states.
 
     z_t = gates_t + conv(h_{t-1}, kernel) + bias
     i, f, o = recurrent_activation(z_i, z_f, z_o)
     c_t = f c_{t-1} + i activation(z_c)
     h_t = o activation(c_t)
 
-Shi et al. 2015, "Convolutional LSTM Network", without peepholes, gates in Keras's order i, f, c, o. It is bound by the
-flops of the convolutions. A step is two launches: the convolution, and the kernel of `conv_lstms.py`, which writes h_t
-directly into the results. A backward step is two launches as well: the backward of that kernel, which adds the two
-gradients of h_t, and the gradient of the convolution's input. The gradients of `kernel` and `bias` take one call each,
-for all steps together, after the last backward step. Only in exact float32 is the kernel's gradient computed step by
-step, because a library's sum over all steps has a larger error.
+Shi et al. 2015, "Convolutional LSTM Network", without peepholes, with the gates in Keras's order i, f, c, o. It is
+bound by the flops of the convolutions. A step is two launches: the convolution, and the kernel of `conv_lstms.py`,
+which writes h_t directly into the results. A backward step is two launches as well: the backward of that kernel, which
+adds the two gradients of h_t, and the gradient of the convolution's input. The gradients of `kernel` and `bias` take
+one call each, for all steps together, after the last backward step. In exact float32, the kernel's gradient is computed
+step by step instead, because cuDNN's sum over all steps has a larger error.
 
-Backward reads the sums z_t and the cells before each step, which forward keeps if a gradient is needed. Otherwise
-forward keeps nothing, and updates the cell in place.
+Backward reads the sums z_t and the cells before each step. Forward keeps these only if a gradient is needed; without a
+gradient it updates the cell in place.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ def conv_lstm_sequence_reference(
 
 def recurrent_convolution(hidden: Tensor, kernel: Tensor, groups: int = 1) -> Tensor:
     """The recurrent convolution, (N, F, H, W) -> (N, 4 F, H, W), with "same" padding. An even kernel has one more row
-    or column of padding after than before.
+    or column of padding after the image than before it.
     """
     padded, padding = _padded(hidden, kernel)
     return F.conv2d(padded, kernel, padding=padding, groups=groups)
 
 
 def _padded(hidden: Tensor, kernel: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    """The input padded for a convolution with that much padding on both sides."""
+    """(input, padding) of the convolution. For an even kernel, whose two sides differ, the input is padded here."""
     height, width = kernel.shape[2:]
     if height % 2 and width % 2:
         return hidden, (height // 2, width // 2)
@@ -100,12 +100,12 @@ def _format_of(gates: Tensor) -> torch.memory_format:
 
 
 def _as_steps(x: Tensor, memory_format: torch.memory_format) -> Tensor:
-    """(T, N, C, H, W), each step contiguous in that memory format; copied if it is not."""
+    """The tensor (T, N, C, H, W), copied unless each step is contiguous in the memory format."""
     return x.flatten(0, 1).contiguous(memory_format=memory_format).unflatten(0, x.shape[:2])
 
 
 def _empty(gates: Tensor, steps: int, channels: int, dtype: torch.dtype) -> Tensor:
-    """Memory for (steps, N, channels, H, W) in the memory format of the gates; it is empty for zero steps."""
+    """Memory for (steps, N, channels, H, W) in the gates' memory format; empty for zero steps."""
     if steps == 0:
         return gates.new_empty(0, dtype=dtype)
     shape = (steps * gates.shape[1], channels, *gates.shape[3:])
@@ -114,7 +114,9 @@ def _empty(gates: Tensor, steps: int, channels: int, dtype: torch.dtype) -> Tens
 
 
 def _input_gradient(dgates: Tensor, like: Tensor, kernel: Tensor) -> Tensor:
-    """The gradient of the convolution with respect to a hidden state (N, F, H, W) like `like`."""
+    """The gradient of the convolution with respect to its input, a hidden state of the shape of `like`, (N, F, H,
+    W).
+    """
     padded, padding = _padded(like, kernel)
     found = _convolution_backward(dgates, padded, kernel, padding, [True, False, False])[0]
     if padded is like:
@@ -124,7 +126,7 @@ def _input_gradient(dgates: Tensor, like: Tensor, kernel: Tensor) -> Tensor:
 
 
 def _kernel_gradient_of_steps(dgates: Tensor, hidden: Tensor, kernel: Tensor) -> Tensor:
-    """The kernel's gradient of convolutions of (T, N, F, H, W)."""
+    """The kernel's gradient over T convolutions of (T, N, F, H, W)."""
     if matrix_precision(dgates, convolution=True) == "fp32":
         found = _kernel_gradient(dgates[0], hidden[0], kernel)
         for step in range(1, len(hidden)):
@@ -134,7 +136,7 @@ def _kernel_gradient_of_steps(dgates: Tensor, hidden: Tensor, kernel: Tensor) ->
 
 
 def _kernel_gradient(dgates: Tensor, hidden: Tensor, kernel: Tensor) -> Tensor:
-    """The kernel's gradient of one convolution of (M, F, H, W), which may combine the convolutions of many steps."""
+    """The kernel's gradient of one convolution of (M, F, H, W). The batch M may hold many steps."""
     padded, padding = _padded(hidden, kernel)
     return _convolution_backward(dgates, padded, kernel, padding, [False, True, False])[1]
 
@@ -152,8 +154,8 @@ def _convolution_backward(
 
 
 class Kept(NamedTuple):
-    """The values that backward needs: results and tensors kept by forward, or in a traced program the arguments from
-    which it computes them again.
+    """The values that backward needs: results and tensors that forward kept. In a traced program it keeps the
+    arguments, and backward computes them again.
     """
 
     kernel: Tensor
@@ -170,8 +172,9 @@ class Kept(NamedTuple):
 
 
 class ConvLstmSequence(NamedTuple):
-    """(outputs (T, N, F, H, W), the last cell (N, F, H, W), the cell before each step (T, N, F, H, W), its sums (T, N,
-    4 F, H, W)). Cells and sums are for backward, and empty if they are not kept."""
+    """(outputs (T, N, F, H, W), the last cell (N, F, H, W), the cell before each step (T, N, F, H, W), the sums z of
+    each step (T, N, 4 F, H, W)). Cells and sums are for backward, and empty if they are not kept.
+    """
 
     gates: Tensor
     kernel: Tensor
@@ -190,7 +193,7 @@ class ConvLstmSequence(NamedTuple):
         if outputs.numel() == 0:
             return outputs, last_cell, cells, scores
         inputs = _as_steps(gates, memory_format)
-        kernel = kernel.contiguous(memory_format=memory_format)  # once, instead of in each convolution
+        kernel = kernel.contiguous(memory_format=memory_format)  # converted once, instead of in each convolution
         hidden = None if hidden is None else hidden.contiguous(memory_format=memory_format)
         bias = None if bias is None else bias.contiguous()
         state = cells[0] if keep else last_cell
@@ -254,7 +257,7 @@ class ConvLstmSequence(NamedTuple):
         return dgates, dkernel, *of_given
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """A convolution and its sum for each step with a previous hidden state; the gates of each step."""
+        """Flops: the gates of each step; a convolution and its sum for each step that has a previous hidden state."""
         gates, kernel, hidden, cell, bias, *names, _ = self
         positions, convolved = _sizes(gates, hidden)
         features = kernel.shape[1]
@@ -301,7 +304,7 @@ class ConvLstmSequenceBackward(NamedTuple):
             if step > 0 or hidden is not None:
                 to_hidden = _input_gradient(dgates[step], outputs[step], weight)
                 to_hidden = to_hidden.contiguous(memory_format=memory_format)
-        if scores.shape[0] > 1:  # for all steps except the first
+        if scores.shape[0] > 1:  # every step except the first has a previous hidden state
             dkernel.copy_(_kernel_gradient_of_steps(dgates[1:], outputs[:-1], weight))
         else:
             dkernel.zero_()
@@ -325,7 +328,7 @@ class ConvLstmSequenceBackward(NamedTuple):
         )
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Two gradients of each convolution; for each step the backward of the gates, and the sum of a state's
+        """Flops: two gradients of each convolution. Each step adds the backward of the gates, and a sum of two
         gradients.
         """
         scores, kernel, hidden, bias, outputs, cells, doutputs, dlast_cell, *names = self
@@ -348,7 +351,7 @@ _conv_lstm_sequence_backward = declare(
 
 
 def _sizes(gates: Tensor, hidden: Tensor | None) -> tuple[int, int]:
-    """The number of positions of a step's maps, and the number of steps with a convolution."""
+    """(positions of a step's maps, steps with a convolution)."""
     steps, batch, _, height, width = gates.shape
     return batch * height * width, steps - (hidden is None)
 
@@ -377,18 +380,18 @@ def conv_lstm_sequence(
     """All steps of a ConvLSTM after its input convolutions: (outputs, cell).
 
     Args:
-        gates: (T, N, 4 F, H, W), T at least 1: the input convolutions of all steps, gates in the order i, f, c, o;
-            bfloat16, float16, float32 or float64. Each step's memory is contiguous or channels last, as convolutions on
-            a GPU need; other strides cost a copy.
+        gates: (T, N, 4 F, H, W), T at least 1: results of the input convolutions of all steps, gates in the order i, f,
+            c, o; bfloat16, float16, float32 or float64. Each step's memory is contiguous or channels last, as
+            convolutions on a GPU need; other strides cost a copy.
         kernel: (4 F, F, kh, kw), with the gates' dtype: the weight of the recurrent convolution, without stride or
-            dilation, padded to the same size (an even kernel has one more row or column of padding after than before).
+            dilation, with "same" padding (for an even kernel, one more row or column after the image than before it).
         hidden: (N, F, H, W), with the gates' dtype: the initial hidden state; None: zeros.
         cell: (N, F, H, W), with the gates' dtype or float32: the initial cell; None: zeros of the gates' dtype.
         activation: activation of the candidate and of the new cell: one of
             `rooftop.kernels.recurrent.conv_lstms.ACTIVATIONS`.
         recurrent_activation: activation of the three gates, from the same list.
         bias: (4 F,), with the gates' dtype or float32, added to the gates of every step, so that the input convolutions
-            need no separate pass for a bias.
+            need no bias of their own.
 
     Returns:
         outputs (T, N, F, H, W), the hidden state after each step, and the cell (N, F, H, W) after the last step, both

@@ -1,4 +1,4 @@
-"""The pointwise half of a ConvLSTM step, without peepholes: all operations after its convolutions.
+"""The pointwise half of a ConvLSTM step without peepholes: all operations after the step's convolutions.
 
     i, f, o = recurrent_activation(z_i, z_f, z_o)
     c' = f c + i activation(z_c)
@@ -6,7 +6,7 @@
 
 Shi et al. 2015, "Convolutional LSTM Network", equation 3 without the peephole terms, with the order of gates i, f, c, o
 of Keras. It is bound by memory: forward reads 5 maps (9 with `added`) and writes 2, backward reads 7 (11) and writes 5.
-Backward computes the step again, so only the inputs are kept.
+Backward computes the step again, so forward keeps only the inputs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ACTIVATIONS = ("tanh", "sigmoid", "hard_sigmoid", "hard_sigmoid_keras2", "relu",
 
 
 def activated(x: Tensor, name: str) -> Tensor:
-    """The activation with that name, of a tensor of any shape."""
+    """Apply the activation with this name to a tensor of any shape."""
     if name == "tanh":
         return torch.tanh(x)
     if name == "sigmoid":
@@ -112,7 +112,7 @@ def step_into(
     hidden: Tensor, next_cell: Tensor, gates: Tensor, cell: Tensor, added: Tensor | None, bias: Tensor | None,
     scores: Tensor | None, activation: str, recurrent_activation: str,
 ) -> None:  # fmt: skip
-    """Fills hidden and next_cell (which may be `cell`) and, if given, `scores` with gates + added + bias.
+    """Fill hidden and next_cell, which may be `cell`. If `scores` is given, fill it with gates + added + bias.
 
     All tensors have one memory format: contiguous or channels last. bias: (4 F,).
     """
@@ -134,7 +134,7 @@ def step_backward_into(
     dgates: Tensor, dcell: Tensor, dhidden: Tensor, more_dhidden: Tensor | None, dnext_cell: Tensor, gates: Tensor,
     cell: Tensor, added: Tensor | None, activation: str, recurrent_activation: str,
 ) -> None:  # fmt: skip
-    """Fills dgates and dcell, which may be `dnext_cell`; the hidden state's gradient is dhidden + more_dhidden.
+    """Fill dgates and dcell; dcell may be `dnext_cell`. The hidden state's gradient is dhidden + more_dhidden.
 
     All tensors have one memory format: contiguous or channels last.
     """
@@ -192,7 +192,7 @@ class ConvLstmGates(NamedTuple):
         return dgates, dcell, None if added is None else dgates
 
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
-        """Flops: five activations, three products and a sum; with `added` a sum for each gate."""
+        """Flops: five activations, three products and a sum. `added` adds a sum for each gate."""
         flops = 4 + 4 * (self.added is not None) + activation_flops(FLOPS, *self[3:])
         read = distinct_bytes([self.gates, self.cell, self.added])
         return Cost(read, distinct_bytes(made), {precision_of(self.gates.dtype): flops * self.cell.numel()})
@@ -221,8 +221,8 @@ class ConvLstmGatesBackward(NamedTuple):
         return _empty(self.gates, self.gates.dtype, self.gates), _empty(self.cell, self.cell.dtype, self.gates)
 
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
-        """Flops: the cell again (3), activations and their slopes, the cell's gradient (3), two products for each gate,
-        and one more product.
+        """Flops: 3 to recompute the cell, the activations and their slopes, 3 for the cell's gradient, two products for
+        each gate, and one more product.
         """
         of_activations = activation_flops(FLOPS, *self[5:]) + activation_flops(SLOPE_FLOPS, *self[5:])
         flops = (15 + 4 * (self.added is not None) + of_activations) * self.cell.numel()
@@ -249,8 +249,8 @@ def _alike(gates: Tensor, *others: Any) -> Any:
     return [None if t is None else t.contiguous(memory_format=memory_format) for t in (gates, *others)]
 
 
-# A sigmoid is a negation, exponential, sum and division; tanh has one operation more; a hard sigmoid scales, shifts and
-# clips twice.
+# A sigmoid is a negation, an exponential, a sum and a division. tanh has one operation more. A hard sigmoid scales,
+# shifts and clips twice.
 FLOPS = {"tanh": 5, "sigmoid": 4, "hard_sigmoid": 4, "hard_sigmoid_keras2": 4, "relu": 1, "linear": 0}
 SLOPE_FLOPS = {"tanh": 2, "sigmoid": 2, "hard_sigmoid": 2, "hard_sigmoid_keras2": 2, "relu": 1, "linear": 0}
 
@@ -282,8 +282,8 @@ def conv_lstm_gates(
         activation: activation of the candidate and of the new cell: one of `ACTIVATIONS`.
         recurrent_activation: activation of the three gates: one of `ACTIVATIONS`. "hard_sigmoid" is Keras 3's clip(x /
             6 + 0.5), "hard_sigmoid_keras2" clip(0.2 x + 0.5).
-        added: (N, 4 F, H, W), with the gates' dtype, added to the gates first, so that the two convolutions of a step
-            need no separate sum.
+        added: (N, 4 F, H, W), with the gates' dtype: the result of the step's other convolution, which the kernel adds
+            to the gates first.
 
     Returns:
         hidden (N, F, H, W) with the gates' dtype and the new cell with the cell's dtype, both in the gates' memory
@@ -316,5 +316,5 @@ def _check(gates: Tensor, cell: Tensor, added: Tensor | None, activation: str, r
         raise ValueError(f"conv_lstm_gates: expected a cell of shape {expected}, got {tuple(cell.shape)}")
     if added is not None and added.shape != gates.shape:
         raise ValueError(
-            f"conv_lstm_gates: expected added of gates' shape {tuple(gates.shape)}, got {tuple(added.shape)}"
+            f"conv_lstm_gates: expected `added` of gates' shape {tuple(gates.shape)}, got {tuple(added.shape)}"
         )

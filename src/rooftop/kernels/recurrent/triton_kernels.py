@@ -1,8 +1,8 @@
-"""The Triton kernels of the gates of a ConvLSTM; `conv_lstms.py` has the operators.
+"""The Triton kernels of ConvLSTM gates; `conv_lstms.py` has the operators.
 
-Both memory formats are rows of four gates side by side, (M, 4, K). Channels first means M = N and K = F * H * W;
-channels last means M = N * H * W and K = F. `columns` counts groups of UNIT elements of K, so that the compiler knows
-its divisor.
+In both memory formats, memory is (M, 4, K): rows with four gates side by side. Channels first means M = N and K = F * H
+* W; channels last means M = N * H * W and K = F. `columns` counts groups of UNIT elements of K, so that the compiler
+knows its divisor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def conv_lstm_forward(
     ACTIVATION: tl.constexpr, RECURRENT: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr,
     PRECISE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Hidden and cell of one tile; KEEP: also the inputs of the activations. next_cell may be cell."""
+    """Compute hidden and cell of one tile. KEEP: also store the inputs of the activations. next_cell may be cell."""
     size = tl.full((), UNIT, tl.int64) * columns
     row, column, inside = tile_of_program(rows, size, ROWS, COLUMNS)
     four, one = row * (4 * size) + column, row * size + column
@@ -63,8 +63,9 @@ def conv_lstm_backward(
     ACTIVATION: tl.constexpr, RECURRENT: tl.constexpr, ADD: tl.constexpr, MORE: tl.constexpr, PRECISE: tl.constexpr,
     UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one tile; the step is computed again. MORE: the gradient of hidden is dhidden + more. dcell may be
-    dnext_cell."""
+    """Compute the step again, and the gradients of one tile. MORE: the gradient of hidden is dhidden + more. dcell may
+    be dnext_cell.
+    """
     size = tl.full((), UNIT, tl.int64) * columns
     row, column, inside = tile_of_program(rows, size, ROWS, COLUMNS)
     four, one = row * (4 * size) + column, row * size + column
@@ -123,13 +124,13 @@ def slope(x, y, KIND: tl.constexpr):
 
 @triton.jit
 def _ramp(x, y, end):
-    """y, but 0 for x up to -end, and 1 for x from end on."""
+    """y between -end and end; 0 for x <= -end, and 1 for x >= end."""
     return tl.where(x <= -end, 0.0, tl.where(x >= end, 1.0, y))
 
 
 @triton.jit
 def _scores(gates, added, place, size, inside, ADD: tl.constexpr):
-    """Pre-activations i, f, c, o in float32."""
+    """The four pre-activations i, f, c, o, in float32."""
     return (
         _score(gates, added, place, inside, ADD),
         _score(gates, added, place + size, inside, ADD),

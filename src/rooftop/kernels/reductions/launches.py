@@ -1,6 +1,7 @@
-"""Launch the kernels of reductions as the plans of `plans.py` say.
+"""Launch the kernels of reductions that the plans of `plans.py` select.
 
-`forward` and `backward` serve the operators in `reductions.py`. `reduce_into` also serves the sums of expressions.
+`forward` and `backward` serve the operators in `reductions.py`. `reduce_into` also computes the sums of fused
+expressions.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def plan_of(
     x: Tensor, kind: str, dims: Sequence[int], result: torch.dtype, direction: Direction = "forward",
     counted: bool = True,
 ) -> ReductionPlan:  # fmt: skip
-    """The plan that `choose` makes for a tensor: x, or the gradient to be filled."""
+    """The plan that `choose` makes for a tensor: x, or the gradient to fill."""
     return choose(
         kind, direction, x.shape, x.stride(), tuple(dims), x.dtype, result,
         None if without_kernels(x.device) else processors(x), launches_early(x.device), counted,
@@ -32,7 +33,7 @@ def plan_of(
 def forward(
     plan: ReductionPlan, out: Tensor, x: Tensor, kind: str, dims: Sequence[int], reference: Tensor | None = None
 ) -> None:
-    """Fills `out`, which is contiguous, with the reduction of x over `dims`; `reference`: the extremes whose ties are
+    """Fill `out`, which is contiguous, with the reduction of x over `dims`. `reference`: extremes whose ties are
     counted.
     """
     require_triton()
@@ -64,12 +65,12 @@ def forward(
 
 
 def reduce_into(out: Tensor, x: Tensor, kind: str, dims: Sequence[int]) -> None:
-    """Fills `out`, which is contiguous, with the reduction of x over `dims`."""
+    """Fill `out`, which is contiguous, with the reduction of x over `dims`."""
     forward(plan_of(x, kind, dims, out.dtype), out, x, kind, dims)
 
 
 def backward(plan: ReductionPlan, dx: Tensor, dy: Tensor, x: Tensor, y: Tensor, kind: str, dims: Sequence[int]) -> None:
-    """Fills dx, which is dense."""
+    """Fill dx, whose memory has no gaps."""
     require_triton()
     x = x if same_layout(x, dx) else torch.empty_like(dx).copy_(x)
     dy, y = dy.contiguous(), y.contiguous()
@@ -84,7 +85,7 @@ def backward(plan: ReductionPlan, dx: Tensor, dy: Tensor, x: Tensor, y: Tensor, 
 
 
 def _spread(plan: ReductionPlan, dx: Tensor, dy: Tensor, x: Tensor, y: Tensor, kind: str, dims: Sequence[int]) -> None:
-    """dx in the memory layout of x."""
+    """Empty dx in the memory layout of x."""
     from rooftop.kernels.reductions import triton_kernels as kernels
 
     (last,) = plan.launches
@@ -99,7 +100,7 @@ def _spread(plan: ReductionPlan, dx: Tensor, dy: Tensor, x: Tensor, y: Tensor, k
 
 
 def _bytes_of(x: Tensor) -> Tensor:
-    """Booleans viewed as bytes, which kernels load."""
+    """View booleans as bytes, which kernels load; other tensors unchanged."""
     return x.view(torch.uint8) if x.dtype == torch.bool else x
 
 
@@ -110,5 +111,5 @@ def _as_matrix(x: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 def _matrix_order(x: Tensor, dims: Sequence[int]) -> list[int]:
-    """All dimensions, with those to reduce at the end."""
+    """All dimensions, kept ones first and reduced ones last."""
     return [dim for dim in range(x.dim()) if dim not in dims] + list(dims)

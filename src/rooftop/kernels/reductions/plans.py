@@ -1,8 +1,8 @@
-"""Choose the kernels and launches that compute a reduction or its gradient: `choose` makes a plan, with its reason,
-from sizes and strides alone.
+"""Choose the kernels and launches that compute a reduction or its gradient. `choose` makes a plan from sizes and
+strides, and gives the reason.
 
 One kernel reduces any view of at most two kept and two reduced dimensions. A tensor whose strides allow no such view is
-copied into a matrix first. `launches.py` launches what a plan says.
+copied into a matrix first. `launches.py` launches what a plan lists.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PLACES = ("argmax", "argmin")
 
 Direction = Literal["forward", "backward"]
 Backend = Literal["reference", "whole", "partial", "last_combines", "spread", "share", "count"]
-FINISHES: tuple[Backend, ...] = ("whole", "partial", "last_combines")  # in the kernels' numbering
+FINISHES: tuple[Backend, ...] = ("whole", "partial", "last_combines")  # the index is FINISH in the kernels
 Constants = dict[str, Any]
 
 # ---- plans ----------------------------------------------------------------------------------------
@@ -35,8 +35,9 @@ Constants = dict[str, Any]
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """One launch of a kernel from `triton_kernels.py`. `numbers`: the arguments after the tensors; `constants`: the
-    constants, except for ACCUMULATOR and launch parameters."""
+    """One launch of a kernel from `triton_kernels.py`. `numbers`: the arguments after the tensors. `constants`: the
+    kernel's constants except ACCUMULATOR, and launch parameters.
+    """
 
     kernel: str
     grid: tuple[int, ...]
@@ -51,10 +52,10 @@ class ReductionPlan:
     Attributes:
         backend: "reference" (plain PyTorch). For a reduction: "whole" (one program computes each result),
             "last_combines" (several programs share a result, and the last to finish combines their parts) or "partial"
-            (a second kernel combines them). For a gradient: "spread" (one kernel, for norms 1 and 2), "share" (one
-            kernel, which counts the ties of an extreme) or "count" (a reduction counts the ties first).
+            (a second kernel combines them). For a gradient: "spread" (one kernel, for the 1-norm and 2-norm), "share"
+            (one kernel, which also counts the ties of an extreme) or "count" (a reduction counts the ties first).
         reason: why this plan was chosen.
-        launches: the kernels' launches, in order; the launches that count ties are in `ties`.
+        launches: the launches in order, except those that count ties, which are in `ties`.
         accumulator: the dtype of partial results.
         copied: whether x is copied into a matrix first.
         ties: the plan of the reduction that counts ties.
@@ -69,7 +70,7 @@ class ReductionPlan:
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """The names of all kernels, in order."""
+        """The names of all launched kernels, in order."""
         first = self.ties.kernels if self.ties else ()
         return first + tuple(each.kernel for each in self.launches)
 
@@ -83,7 +84,9 @@ class ReductionPlan:
 
 @dataclass(frozen=True)
 class View:
-    """A tensor as (far kept, kept, far reduced, reduced): sizes and strides, and the strides of the results."""
+    """A tensor as (far kept, kept, far reduced, reduced): sizes and strides of these dimensions, and strides of the
+    results.
+    """
 
     kept: tuple[int, int]
     kept_strides: tuple[int, int]
@@ -93,23 +96,21 @@ class View:
 
     @property
     def along(self) -> int:
-        """The direction in which memory is contiguous: 0 along the reduced dimensions, 1 along the kept ones, 2
-        neither.
-        """
+        """The direction in which memory is contiguous: 0: the reduced dimensions, 1: the kept ones, 2: neither."""
         if self.reduced_strides[1] == 1:
             return 0
         return 1 if self.kept_strides[1] == 1 else 2
 
     @property
     def is_one(self) -> bool:
-        """Whether the reduction has one result, from elements at one stride."""
+        """Whether the reduction has a single result, and one stride reaches all elements."""
         return math.prod(self.kept) == 1 and self.reduced[0] == 1
 
 
 def view_of(shape: Sequence[int], strides: Sequence[int], dims: Sequence[int], ordered: bool) -> View | None:
-    """The view that reduces `dims`; None if the strides need more dimensions than a view can have.
+    """The view for reducing `dims`; None if the strides need more dimensions than a view has.
 
-    `ordered`: the elements must be visited in order, as for the position of an extreme.
+    `ordered`: the elements must be visited in ascending order of their index, as argmax and argmin require.
     """
     kept = [dim for dim in range(len(shape)) if dim not in dims]
     order = list(dims) if ordered else sorted(dims, key=lambda dim: -strides[dim] if strides[dim] else -math.inf)
@@ -120,7 +121,7 @@ def view_of(shape: Sequence[int], strides: Sequence[int], dims: Sequence[int], o
     if len(keep) > 2 or len(reduce) > (1 if ordered else 2):
         return None
     results = [(*each, math.prod(size for size, _ in keep[i + 1 :])) for i, each in enumerate(keep)]
-    results.sort(key=lambda each: -each[1] if each[1] else -math.inf)  # memory is contiguous along the near dimension
+    results.sort(key=lambda each: -each[1] if each[1] else -math.inf)  # the smallest stride is the near one
     results = [(1, 0, 0)] * (2 - len(results)) + results
     reduce = [(1, 0)] * (2 - len(reduce)) + reduce
     (a, b), (c, d), (e, f) = zip(*results, strict=True)
@@ -129,7 +130,7 @@ def view_of(shape: Sequence[int], strides: Sequence[int], dims: Sequence[int], o
 
 
 def _view_of_matrix(shape: Sequence[int], dims: Sequence[int]) -> View:
-    """The view of a tensor that is copied into a matrix (kept, reduced)."""
+    """The view of the matrix (kept, reduced) into which a tensor is copied."""
     columns = math.prod(shape[dim] for dim in dims)
     view = view_of((math.prod(shape) // columns, columns), (columns, 1), (1,), ordered=True)
     assert view is not None
@@ -144,8 +145,8 @@ def choose(
     kind: str, direction: Direction, shape: tuple[int, ...], strides: tuple[int, ...], dims: tuple[int, ...],
     dtype: torch.dtype, result: torch.dtype, processors: int | None, early: bool, counted: bool = True,
 ) -> ReductionPlan:  # fmt: skip
-    """The plan for a tensor. The result is cached, since a choice takes the host longer than the launch: clear the
-    cache after a change of the tables.
+    """The plan for a tensor. Plans are cached, since choosing takes the host longer than launching: clear the cache
+    after a change of the tables.
 
     Args:
         kind: one of `KINDS`.
@@ -153,10 +154,10 @@ def choose(
         shape, strides: shape and strides of x. The gradient has the memory layout of x if x is dense.
         dims: the reduced dimensions.
         dtype, result: dtypes of x and of the reduction.
-        processors: multiprocessors of the device; None if no kernel runs on it.
-        early: whether kernels can be launched on the device while the previous ones still run.
-        counted: whether counters are available, by which a program recognizes that it is the last to arrive. A capture
-            of CUDA graphs may have used up all counters.
+        processors: the device's number of multiprocessors; None if it runs no Triton kernels.
+        early: whether the device supports programmatic dependent launch.
+        counted: whether a counter is available that tells a program that it is the last to arrive. Captures of CUDA
+            graphs may have used up all counters.
     """
     if torch.float64 in (dtype, result):
         return ReductionPlan("reference", "float64")
@@ -209,7 +210,7 @@ def _reduction(
     if view.is_one and view.along == 0:
         constants["WHOLE_BLOCKS"] = constants["UNIT"] * dtype.itemsize < 16
     constants["SPLITS"] = min(power_of_two(splits), max(1, tables.COMBINED // kept))
-    if 0 < 8 * (splits % constants["SPLITS"]) <= splits:  # few enough for one additional step that combines them
+    if 0 < 8 * (splits % constants["SPLITS"]) <= splits:  # drop the few splits that would need one more combining step
         splits -= splits % constants["SPLITS"]
     combined: Backend = "last_combines" if split.last_combines and counted else "partial"
     backend: Backend = "whole" if splits == 1 else combined
@@ -278,8 +279,8 @@ def _identity(kind: str, dtype: torch.dtype) -> float:
 
 
 def _accumulator(dtype: torch.dtype, kind: str, result: torch.dtype) -> torch.dtype:
-    """The accumulator's dtype: float32. For integers it is int64 for sums, and for extremes a dtype that can represent
-    them.
+    """The accumulator's dtype: float32 for floating point, int64 for sums of integers, and an integer dtype that can
+    represent the elements for extremes of integers.
     """
     if dtype.is_floating_point or result.is_floating_point:
         return torch.float32
@@ -300,7 +301,7 @@ def _spread(kind: str, view: View, element_bytes: int) -> KernelLaunch:
 
 
 def _shared_tile(view: View, element_bytes: int) -> tuple[int, int] | None:
-    """(kept, reduced) of a tile that contains all elements of its extremes; None if that is too large."""
+    """(kept, reduced) of a tile with all elements of its results; None if that tile is too large."""
     reduced = power_of_two(view.reduced[1])
     least = tables.SHARE_WIDTH_BYTES if view.along == 1 else element_bytes
     kept = min(power_of_two(view.kept[1]), max(least, tables.SHARE_BLOCK_BYTES // reduced) // element_bytes)

@@ -1,12 +1,12 @@
 """Reductions: sum, mean, amax, amin, argmax, argmin and norm over any dimensions, or all.
 
 They are bound by memory at every size: forward reads the input once. Backward of sum and mean is a view. Backward of
-the other reductions reads the input once (twice for extremes of very many elements) and writes its gradient. One kernel
-computes results from any view of at most two kept and two reduced dimensions, after merging the dimensions that the
-strides allow. If there are too few results to fill a GPU (the extreme case is the sum of all elements), several
-programs share each result. The partial results are then combined by the last program to finish, as in the CUDA sample
-threadFenceReduction, or by a second kernel. Sums are float32, for integers int64. They are deterministic: the order of
-additions depends only on sizes, strides and the GPU.
+the other reductions reads the input once (for extremes of very many elements twice) and writes its gradient. One kernel
+reduces any view of at most two kept and two reduced dimensions, counted after merging dimensions where strides allow
+it. If there are too few results to fill a GPU (the extreme case is the sum of all elements), several programs share
+each result. The partial results are then combined by the last program to finish, as in the CUDA sample
+threadFenceReduction, or by a second kernel. Sums are float32, or int64 for integers. They are deterministic: the order
+of additions depends only on sizes, strides and the GPU.
 
 `plans.py` chooses the kernels for a result or a gradient, and `reduction_plan` returns the choice and its reason;
 `launches.py` launches the kernels.
@@ -39,7 +39,7 @@ INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch
 
 
 class Kept(NamedTuple):
-    """The values that backward needs: shape and dtype of x, and except for sums and means x and y."""
+    """The values that backward needs: shape and dtype of x; for extremes and norms also x and y."""
 
     x: Tensor | None
     y: Tensor | None
@@ -82,8 +82,8 @@ class Reduce(NamedTuple):
             return function(x, _or_all(x, dims), keepdim, dtype=dtype)
         if kind in ("amax", "amin"):
             y = function(x, dims, keepdim)
-            return y.clone() if x.dim() == 0 else y  # because PyTorch's result may be x itself
-        x = x.to(torch.uint8) if x.dtype == torch.bool else x  # PyTorch does not support positions for this dtype
+            return y.clone() if x.dim() == 0 else y  # PyTorch may return x itself
+        x = x.to(torch.uint8) if x.dtype == torch.bool else x  # PyTorch has no argmax of bool
         return function(x, dims[0] if len(dims) == 1 else None, keepdim)
 
     def formula(self) -> Tensor:
@@ -103,8 +103,9 @@ class Reduce(NamedTuple):
         return (dy.to(dtype).reshape(_kept_shape(shape, dims)).expand(shape),)
 
     def cost(self, made: Tensor) -> Cost:
-        """Flops: for each element an addition or comparison, and for norms a product or absolute value; for each result
-        the mean's division or the norm's root."""
+        """Flops: each element takes an addition or comparison, and for norms also a product or absolute value. Each
+        result takes the mean's division or the 2-norm's root.
+        """
         flops = (2 if self.kind in ORDERS else 1) * self.x.numel() + (self.kind in ("mean", "norm2")) * made.numel()
         return Cost(distinct_bytes([self.x]), distinct_bytes([made]), {precision_of(self.x.dtype): flops})
 
@@ -148,8 +149,9 @@ class ReduceBackward(NamedTuple):
         return dx.to(x.dtype)
 
     def cost(self, made: Tensor) -> Cost:
-        """Flops. For extremes: comparison and count, comparison and choice. For the 2-norm: division and product. For
-        the 1-norm: sign and product."""
+        """Flops per element: 4 for extremes (comparison and count, comparison and choice), 2 for the 2-norm (division
+        and product) and 2 for the 1-norm (sign and product).
+        """
         flops = (2 if self.kind in ("norm1", "norm2") else 4) * self.x.numel()
         return Cost(distinct_bytes(self[:3]), distinct_bytes([made]), {precision_of(self.x.dtype): flops})
 
@@ -159,12 +161,12 @@ _reduce_backward = declare("reduce_backward", ReduceBackward, known=True)
 
 
 def _kept_shape(shape: torch.Size, dims: Sequence[int]) -> list[int]:
-    """The shape with size 1 for `dims`."""
+    """The shape with the sizes of `dims` replaced by 1."""
     return [1 if dim in dims else size for dim, size in enumerate(shape)]
 
 
 def _or_all(x: Tensor, dims: Sequence[int]) -> list[int] | None:
-    """The dimensions in PyTorch's form; if there are none, None, which means all."""
+    """The dimensions as PyTorch takes them: None for all dimensions."""
     return list(dims) if x.dim() else None
 
 
@@ -182,12 +184,12 @@ def sum(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.
         input: any shape and strides; bfloat16, float16, float32, float64, booleans or integers of up to 64 bits.
         dim: one dimension or several; None or () means all. A tensor whose strides need more than two kept or two
             reduced dimensions is copied first.
-        keepdim: reduced dimensions stay, with size 1.
+        keepdim: keep reduced dimensions, with size 1.
         dtype: elements are cast to this dtype before they are added.
 
-    Returns:
-        The input's dtype, for booleans and integers int64; the sum of no elements is 0. Added up in float32 (float64
-        for float64), the same bits each time. Under autocast on a GPU the result is float32, as in PyTorch.
+    Returns: The sum in the input's dtype, or in int64 for booleans and integers; the sum of no elements is 0. Sums
+    accumulate in float32 (float64 for float64) and are deterministic. Under autocast on a GPU the result is float32, as
+    in PyTorch.
 
     Raises:
         TypeError: the input is not a dense tensor, or a dtype is not supported.
@@ -234,12 +236,12 @@ def amin(input: Tensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
 @repeated
 @recorded_whole
 def argmax(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """The index of the maximum along a dimension, or with None in the flattened tensor, as `torch.argmax`.
+    """The index of the maximum along a dimension, or in the flattened tensor if `dim` is None, as `torch.argmax`.
 
     Args:
         input: as in `sum`.
         dim: one dimension or all. With None, a tensor that is not contiguous costs a copy.
-        keepdim: reduced dimensions stay, with size 1.
+        keepdim: keep reduced dimensions, with size 1.
 
     Returns:
         int64. The first of several equal maxima; NaN counts as larger than any number.
@@ -268,8 +270,8 @@ def norm(
 
     Args:
         input: bfloat16, float16, float32 or float64, any shape and strides.
-        ord: 1 (sum of absolute values), 2 (root of the sum of squares, which is not scaled: in float32 it overflows
-            past 3.4e38) or infinity (the largest absolute value).
+        ord: 1 (sum of absolute values), 2 (root of the sum of squares; in float32 the sum overflows past 3.4e38) or
+            infinity (the largest absolute value).
         dim, keepdim: as in `sum`.
         dtype: elements are first cast to this dtype, which must not be narrower than the input's.
 
@@ -277,8 +279,7 @@ def norm(
         As `sum`. Elements that tie for the largest share the gradient equally.
 
     Raises:
-        TypeError, ValueError: as in `sum`; also if the order is unknown, or for the largest absolute value of no
-            elements.
+        TypeError, ValueError: as in `sum`. Also: the order is unknown, or the infinity norm has no elements.
     """
     kind, x, dims, result = _of_norm(input, ord, dim, dtype)
     return _reduce(x, kind, dims, bool(keepdim), result)
@@ -295,7 +296,7 @@ def reduction_plan(
 
     Raises:
         ValueError: the function is unknown.
-        TypeError, ValueError: as in that function.
+        TypeError, ValueError: as in the planned function.
     """
     check_choice("reduction_plan", "function", function, FUNCTIONS)
     kind = function
@@ -356,7 +357,7 @@ def _of_place(name: str, x: Tensor, dim: Dims) -> Prepared:
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in a dtype, unless the kernel widens loaded elements."""
+    """x cast to a dtype, or x itself if the kernel casts the elements that it loads."""
     halves = dtype == torch.float32 and x.dtype in HALVES
     integers = dtype == torch.int64 and x.dtype in INTEGERS
     return x if halves or integers else x.to(dtype)
@@ -378,7 +379,7 @@ def _check(
 
 
 def _dims(name: str, x: Tensor, dim: Dims) -> list[int]:
-    """The dimensions to reduce, as nonnegative numbers in order; none for a tensor without dimensions."""
+    """The dimensions to reduce, nonnegative and in ascending order; empty for a tensor without dimensions."""
     _check(name, x)
     if dim is not None and not isinstance(dim, int | Sequence):
         raise TypeError(f"{name}: dim must be an int, several or None, got {dim!r}")
@@ -391,7 +392,7 @@ def _dims(name: str, x: Tensor, dim: Dims) -> list[int]:
             raise ValueError(f"{name}: dim {each} is out of range for an input of shape {tuple(x.shape)}")
     dims = sorted({each % count for each in given})
     if len(dims) != len(given):
-        raise ValueError(f"{name}: dim {dim!r} names a dimension twice")
+        raise ValueError(f"{name}: dim {dim!r} contains a dimension twice")
     return (dims or list(range(x.dim()))) if x.dim() else []
 
 

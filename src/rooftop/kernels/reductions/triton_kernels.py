@@ -3,15 +3,15 @@
 A tile has KEPT results, and REDUCED elements for each result. A program folds every (number of splits)-th tile of its
 results into accumulators of the same shape, lane by lane. At the end it folds the accumulators into KEPT numbers. ALONG
 is the direction in which memory is contiguous: along the reduced dimension (ROWS), along the kept dimension (COLUMNS),
-or neither. There are a near and a far kept dimension, and a near and a far reduced dimension. If there is a far reduced
-dimension, the tile is NESTED.
+or neither. There are a near and a far kept dimension, and a near and a far reduced dimension. NESTED: the far reduced
+dimension is in use.
 
 If the results are too few to fill a GPU, several programs split the elements of each result, and store partial results,
-(splits, results). These are combined in the order of the splits, by a second kernel or by the last program of a tile
-that stores its part. The bits are the same each time. Arrival is counted with acquire and release: the program that
-counts last sees the partial results of all others, and sets the counter back to zero for the next launch.
+(splits, results). A second kernel, or the last program of a tile to store its part, combines these in the order of the
+splits. So results are deterministic. Arrival is counted with acquire and release: the program that counts last sees the
+partial results of all others, and sets the counter back to zero for the next launch.
 
-Sizes and strides of contiguous memory are in groups of UNIT elements, so that the compiler knows a divisor and loads
+Sizes and strides of contiguous memory count groups of UNIT elements, so that the compiler knows a divisor and loads
 several elements at a time. All offsets are 64-bit.
 """
 
@@ -45,25 +45,26 @@ PARTIAL = tl.constexpr(1)  # another kernel combines
 LAST_COMBINES = tl.constexpr(2)
 
 ACCUMULATORS = {torch.float32: tl.float32, torch.int32: tl.int32, torch.int64: tl.int64}
-NOWHERE = tl.constexpr(1 << 62)  # the position for elements that do not exist
+NOWHERE = tl.constexpr(1 << 62)  # position of elements outside the tensor
 
 
 @triton.jit
 def reduce_tiles(
-    x, reference, out,  # strided; (results,): the value that TIES counts; (results,)
-    partials, places, counters,  # (splits, results); the same in int64, of ARG kinds; (programs of a split,) int32
+    x, reference, out,  # x strided; reference (results,), whose equals TIES counts; out (results,)
+    partials, places, counters,  # (splits, results); int64 (splits, results) for ARG; int32 (programs of a split,)
     kept, kept_stride, out_stride, far_kept_stride, far_out_stride,
     reduced, reduced_stride, far_reduced, far_reduced_stride,
-    results, count,  # number of all results; elements of each, as a float
+    results, count,  # number of results; elements per result, as a float
     KIND: tl.constexpr, ACCUMULATOR: tl.constexpr, IDENTITY: tl.constexpr, ALONG: tl.constexpr, UNIT: tl.constexpr,
     NESTED: tl.constexpr, FINISH: tl.constexpr, KEPT: tl.constexpr, REDUCED: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, WHOLE_BLOCKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute the results of KEPT kept elements, or the partial results of this split, depending on FINISH.
+    """Compute KEPT results, or by FINISH the partial results of this split.
 
-    WHOLE_BLOCKS: for a single result, all blocks except the last are read without a mask, and so 16 bytes at a time for
-        any size.
-    EARLY: launched while the previous kernel may still run; this kernel waits for it (programmatic dependent launch).
+    WHOLE_BLOCKS: for a single result, all blocks except the last are loaded without a mask, so loads are 16 bytes wide
+    for any size.
+    EARLY: programmatic dependent launch: this kernel starts while the previous one may still run, and waits for its
+    results.
     """
     if EARLY:
         gdc_wait()
@@ -81,7 +82,7 @@ def reduce_tiles(
         target = 0.0
     lane = tl.arange(0, REDUCED)
     best = tl.full((KEPT, REDUCED), IDENTITY, ACCUMULATOR)
-    found = tl.full((KEPT, REDUCED), 0, tl.int32) + split  # the block of a lane's best element
+    found = tl.full((KEPT, REDUCED), 0, tl.int32) + split  # index of the block of each lane's best element
     near = tl.cdiv(reduced, REDUCED)
     masked = split
     if WHOLE_BLOCKS:
@@ -90,7 +91,7 @@ def reduce_tiles(
             offset = tl.cast(index, tl.int64) * REDUCED + lane
             loaded = tl.load(x + offset[None, :]).to(ACCUMULATOR)
             best, found = _fold(best, found, loaded, index, target, True, KIND)
-        masked = whole + (split - whole % splits + splits) % splits  # the first block from `whole` on in this split
+        masked = whole + (split - whole % splits + splits) % splits  # this split's first block that needs a mask
     for index in tl.range(masked, near * far_reduced, splits, num_stages=1 if WHOLE_BLOCKS else STAGES):
         offset, inside = _reduced_elements(
             index, near, lane, reduced, reduced_stride, far_reduced_stride, ALONG, UNIT, NESTED, REDUCED
@@ -113,7 +114,7 @@ def reduce_tiles(
         if KIND >= ARGMAX:
             tl.store(places + position, first, mask=exists)
     if FINISH == LAST_COMBINES:
-        tl.debug_barrier()  # all threads have stored before the count
+        tl.debug_barrier()  # all threads store before the counter is incremented
         counter = counters + tl.program_id(0)
         if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
             value, first = _combined(
@@ -147,9 +148,7 @@ def spread_gradient(
     KIND: tl.constexpr, ALONG: tl.constexpr, UNIT: tl.constexpr,
     NESTED: tl.constexpr, KEPT: tl.constexpr, REDUCED: tl.constexpr,
 ):  # fmt: skip
-    """Compute dx of a tile, from each result y and its gradient dy; `ties` elements share the gradient of an
-    extreme.
-    """
+    """Compute dx of a tile from results y and gradients dy; `ties` elements share the gradient of an extreme."""
     if ALONG == COLUMNS:
         kept = kept * UNIT
     if ALONG == ROWS:
@@ -219,7 +218,7 @@ def _kept_elements(
     tile, kept, kept_stride, out_stride, far_kept_stride, far_out_stride,
     ALONG: tl.constexpr, UNIT: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """For a tile's kept elements (KEPT,): offsets in x, positions in the results, and whether they exist."""
+    """(offsets in x, positions in the results, mask) of a tile's kept elements (KEPT,)."""
     tiles = tl.cdiv(kept, KEPT)
     far = (tile // tiles).to(tl.int64)
     near = (tile % tiles).to(tl.int64) * KEPT + tl.arange(0, KEPT)
@@ -235,9 +234,7 @@ def _reduced_elements(
     index, near, lane, reduced, reduced_stride, far_reduced_stride,
     ALONG: tl.constexpr, UNIT: tl.constexpr, NESTED: tl.constexpr, REDUCED: tl.constexpr,
 ):  # fmt: skip
-    """For a block (REDUCED,) of the reduced dimension: offsets, and whether elements exist. `near` blocks are one far
-    step.
-    """
+    """(offsets, mask) of a block (REDUCED,) of the reduced dimension. A step of the far dimension has `near` blocks."""
     if NESTED:
         block, far = tl.cast(index % near, tl.int64), tl.cast(index // near, tl.int64)
     else:
@@ -254,7 +251,7 @@ def _reduced_elements(
 
 @triton.jit
 def _fold(best, found, loaded, index, target, inside, KIND: tl.constexpr):
-    """Update each lane's value with one more element, and the block in which an extreme was first."""
+    """Update each lane's value with one more element, and for ARG kinds the block of the first extreme."""
     if KIND == NORM1:
         best += tl.abs(loaded)
     elif KIND == NORM2:
@@ -280,7 +277,7 @@ def _fold(best, found, loaded, index, target, inside, KIND: tl.constexpr):
 
 @triton.jit
 def _beyond(value, best, KIND: tl.constexpr):
-    """Whether a value is more extreme. NaN is more extreme than any number, but not than NaN."""
+    """Whether a value is more extreme than another. NaN is more extreme than any number, but not than NaN."""
     if KIND == ARGMAX:
         better = value > best
     else:
@@ -318,8 +315,8 @@ def _combined(
     partials, places, place, exists, splits, results,
     KIND: tl.constexpr, ACCUMULATOR: tl.constexpr, IDENTITY: tl.constexpr, KEPT: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Values and positions (KEPT,) from the partial results of all splits. The loads bypass this SM's L1, since other
-    programs stored the data.
+    """Values and positions (KEPT,) from the partial results of all splits. The loads bypass L1, since programs on other
+    SMs stored the data.
     """
     lane = tl.arange(0, SPLITS)
     best = tl.full((KEPT, SPLITS), IDENTITY, ACCUMULATOR)
@@ -344,9 +341,7 @@ def _combined(
 
 @triton.jit
 def _store_results(out, place, exists, value, first, count, KIND: tl.constexpr):
-    """Stores a tile of results: positions of extremes, value / count for a mean, the root of the value for the
-    2-norm.
-    """
+    """Store a tile of results: positions for ARG kinds, value / count for a mean, the value's root for the 2-norm."""
     if KIND >= ARGMAX:
         tl.store(out + place, first, mask=exists)
     else:
@@ -359,7 +354,7 @@ def _store_results(out, place, exists, value, first, count, KIND: tl.constexpr):
 
 @triton.jit
 def _shared(value, result, share, KIND: tl.constexpr):
-    """The gradient of elements; the elements that tie for an extreme share its gradient."""
+    """The gradient of the elements that tie for an extreme: equal shares of its gradient."""
     if KIND == NORM_INF:
         return tl.where(tl.abs(value) == result, _sign(value) * share, 0.0)
     else:

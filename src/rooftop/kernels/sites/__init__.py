@@ -1,1 +1,1 @@
-"""Operators over sparse sites: convolution and pooling."""
+"""Sparse convolution and pooling: operators on sparse sites."""

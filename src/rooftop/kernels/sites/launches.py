@@ -1,8 +1,8 @@
-"""Launch the kernels of sparse convolution, and compute orders of rows and lists of pairs for them.
+"""Launch the kernels of sparse convolution, and prepare their orders of rows and lists of pairs.
 
-Time on one H200: a convolution reads `2 C` bytes for each pair in half precision. For each tap of a tile of rows it
-reads `2 C O` bytes of the weight, all from L2. Tall tiles read the weight less often. Fewer of the reads are useless if
-similar rows share a tile and tables are stored in reading order. `docs/measurements/kernels-sites.md` has the counts.
+In half precision, a convolution reads `2 C` bytes of features for each pair, and `2 C O` bytes of the weight for each
+tap of a tile of rows, all from L2. Tall tiles read the weight less often. Fewer reads are wasted if similar rows share
+a tile, and if tables are stored in reading order. `docs/measurements/kernels-sites.md` has counts on one H200.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def rows_tile(rows: int, out_channels: int, channels: int, features: Tensor) -> 
     return find(table, rows, out_channels, channels, processors(features))
 
 
-@lru_cache(maxsize=4096)  # cached, because the computation takes as long as a small launch
+@lru_cache(maxsize=4096)  # computing it takes as long as a small launch
 def _rows_tile(table: tuple[RowsConfig, ...], rows: int, out_channels: int, channels: int, sms: int) -> WordConstants:
     config = next(config for config in table if out_channels <= config.channels)
     columns = min(config.columns, _power_of_two(out_channels))
@@ -50,8 +50,9 @@ def _rows_tile(table: tuple[RowsConfig, ...], rows: int, out_channels: int, chan
 def weight_tile(
     out_channels: int, channels: int, taps: int, length: int, listed: bool, features: Tensor
 ) -> tuple[WordConstants, int, int]:
-    """Launch parameters of `sparse_conv_weight_gradient` if no tap has more than `length` pairs: its tile, the number
-    of parts (of all pairs if they are listed, else of each tap), and the maximum number of pieces."""
+    """Launch parameters of `sparse_conv_weight_gradient` if no tap has more than `length` pairs: (tile, number of
+    parts, maximum number of pieces). Parts divide all pairs if these are listed, else the pairs of each tap.
+    """
     table = tables.WEIGHT_SINGLE if features.dtype == torch.float32 else tables.WEIGHT_HALF
     find = _weight_tile.__wrapped__ if type(length) is Count else _weight_tile
     return find(table, out_channels, channels, taps, length, listed, processors(features))
@@ -65,7 +66,7 @@ def _weight_tile(
     outs, ins = min(config.outs, _power_of_two(out_channels)), min(config.ins, _power_of_two(channels))
     tiles = -(-out_channels // outs) * -(-channels // ins)
     programs, blocks = -(-config.programs_per_sm * sms // tiles), -(-length // config.depth)
-    if listed:  # the last piece of each tap is shorter than the others; fewer parts, so that all run at once
+    if listed:  # each tap ends with one more, shorter piece; `taps` fewer parts, so that all pieces run at once
         parts = max(taps, min(programs - taps, taps * blocks))
         pieces = parts + taps
     else:
@@ -82,7 +83,7 @@ def _weight_tile(
 
 
 def _power_of_two(channels: int) -> int:
-    """The next power of two; at least 16, which a product of tiles needs."""
+    """The next power of two, but at least 16, the smallest side of a tile in a product."""
     return max(16, power_of_two(channels))
 
 
@@ -113,9 +114,9 @@ def neighbour_masks(neighbours: Tensor) -> Tensor:
 
 
 def rows_by_mask(masks: Tensor) -> Tensor:
-    """An order (M,) int64 of rows by their masks (M, words). Rows with the same mask are adjacent and keep their order,
-    and similar masks are close to each other, by a Gray code whose slowest bit is the rarest tap in a sample. Only the
-    64 rarest bits of longer masks are compared.
+    """An order (M,) int64 of rows by their masks (M, words). Rows with equal masks are adjacent and keep their order. A
+    Gray code puts similar masks close to each other; its slowest bit is the rarest tap in a sample. Of masks with more
+    than 64 bits, only the 64 rarest are compared.
     """
     if masks.numel() == 0:
         return torch.arange(masks.shape[0], device=masks.device)
@@ -123,13 +124,13 @@ def rows_by_mask(masks: Tensor) -> Tensor:
 
 
 def _mask_keys(masks: Tensor) -> Tensor:
-    """(M,) integers that increase along the Gray code."""
+    """Sort keys (M,): integers that increase along the Gray code."""
     rows, words = size(masks, 0), masks.shape[1]
     if without_kernels(masks.device):
         bits = ((masks[:, :, None] >> torch.arange(32)) & 1).flatten(1).long()
         rarest_first = bits[torch.arange(tables.SAMPLE) * rows // tables.SAMPLE].sum(0).sort(stable=True).indices[:64]
         parities = bits[:, rarest_first].cumsum(1) % 2
-        parities[:, 0] -= 1  # the slowest of 64 bits is the sign bit
+        parities[:, 0] -= 1  # of 64 bits, the slowest is the sign bit
         return (parities << torch.arange(len(rarest_first)).flip(0)).sum(1)
     require_triton()
     from rooftop.kernels.sites.triton_kernels.sparse_convs import count_bits, mask_keys
@@ -150,7 +151,8 @@ def _mask_keys(masks: Tensor) -> Tensor:
 
 def sorted_table(neighbours: Tensor, order: Tensor) -> Tensor:
     """(1 + ceil(T / 32) + T, M) int32 of a table (M, T) and an order (M,) of its rows: the order, the rows' masks, and
-    the sites tap by tap, all in that order. So the part that a tile of the convolution reads is contiguous."""
+    the sites tap by tap, all sorted by the order. So a tile of the convolution reads contiguous memory.
+    """
     rows, taps = size(neighbours, 0), neighbours.shape[1]
     words = -(-taps // 32)
     if without_kernels(neighbours.device):
@@ -170,8 +172,8 @@ def sorted_table(neighbours: Tensor, order: Tensor) -> Tensor:
 
 
 def row_order(neighbours: Tensor) -> Tensor:
-    """The order of a table (M, T) for `sparse_conv`: its `sorted_table` if TABLES_SORTED is set, else only the order
-    (M,). `row_order_shape` is its shape. Tables with fewer than SORTED_FROM rows keep their order.
+    """The order of a table (M, T) for `sparse_conv`: its `sorted_table` if TABLES_SORTED is set, else the order (M,)
+    alone. Tables with fewer than SORTED_FROM rows keep their order. `row_order_shape` computes the result's shape.
     """
     rows = size(neighbours, 0)
     if rows < tables.SORTED_FROM:
@@ -183,7 +185,7 @@ def row_order(neighbours: Tensor) -> Tensor:
 
 
 def row_order_shape(rows: int, taps: int) -> tuple[int, ...]:
-    """The shape of a table's `row_order`."""
+    """The shape of `row_order`'s result for a table."""
     return (1 + -(-taps // 32) + taps, rows) if tables.TABLES_SORTED and rows <= tables.MOST_SORTED else (rows,)
 
 
@@ -199,8 +201,9 @@ def unsorted_table(table: Tensor, taps: int) -> Tensor:
 
 
 def blocks_of(table: Tensor, taps: int) -> tuple[Tensor, Tensor]:
-    """The blocks of BLOCK_ROWS rows of a `sorted_table` that have a neighbour at a tap: (T, ceil(M / BLOCK_ROWS))
-    int32, ascending, and their number (T,) int32. Values past that number are undefined."""
+    """For each tap, the blocks of BLOCK_ROWS rows of a `sorted_table` with a neighbour at that tap: (T, ceil(M /
+    BLOCK_ROWS)) int32, ascending, and their number (T,) int32. Values past that number are undefined.
+    """
     rows = size(table, 1)
     blocks = -(-rows // tables.BLOCK_ROWS)
     if without_kernels(table.device):
@@ -227,8 +230,10 @@ def blocks_of(table: Tensor, taps: int) -> tuple[Tensor, Tensor]:
 
 
 def pairs_of(neighbours: Tensor, sites: int) -> tuple[Tensor, Tensor]:
-    """The pairs of each tap of a table (M, T) of N sites: (2, T, min(M, N)) int32, first sites, then rows, ascending by
-    row. The second result, (T,) int32, is the number of pairs of each tap; values past it are undefined."""
+    """The pairs of each tap of a table (M, T) of N sites: (2, T, min(M, N)) int32, with sites at [0] and rows at [1],
+    ascending by row. The second result, (T,) int32, is the number of pairs of each tap. Values past that number are
+    undefined.
+    """
     rows, taps = size(neighbours, 0), neighbours.shape[1]
     capacity = min(rows, sites)
     if without_kernels(neighbours.device):
@@ -255,7 +260,7 @@ def _pairs_by_torch(neighbours: Tensor, sites: int, capacity: int) -> tuple[Tens
     rows, taps = neighbours.shape
     listed = neighbours.t()  # (T, M)
     known = (listed >= 0) & (listed < sites)
-    place = (known.cumsum(1) - 1).masked_fill_(~known, capacity)  # all others go to a column that is dropped
+    place = (known.cumsum(1) - 1).masked_fill_(~known, capacity)  # the rest goes to an extra column, dropped below
     pairs = neighbours.new_full((2, taps, capacity + 1), -1)
     pairs[0].scatter_(1, place, listed)
     pairs[1].scatter_(1, place, torch.arange(rows, dtype=torch.int32).expand(taps, rows))
@@ -263,12 +268,12 @@ def _pairs_by_torch(neighbours: Tensor, sites: int, capacity: int) -> tuple[Tens
 
 
 def has_table(order: Tensor | None) -> bool:
-    """Whether the tensor is a `sorted_table`, and not only an order."""
+    """Whether the tensor is a `sorted_table` instead of an order alone."""
     return order is not None and order.dim() == 2
 
 
 def rows_of(neighbours: Tensor | None, order: Tensor | None) -> int:
-    """The number of rows of a table; a sorted table may be given instead.
+    """The number of rows of a table (`neighbours`), or of a sorted table (`order`).
 
     Raises:
         ValueError: neither a table nor a sorted table is given.
@@ -281,7 +286,7 @@ def rows_of(neighbours: Tensor | None, order: Tensor | None) -> int:
 
 
 def _width(taps: int) -> int:
-    """The number of taps that are examined together, one bit for each."""
+    """The number of taps that the kernel examines together, one bit each."""
     return min(32, power_of_two(taps))
 
 
@@ -296,8 +301,9 @@ def convolved(
     order: Tensor | None,
     mirrored: bool,
 ) -> Tensor:
-    """(M, O) by the kernel, from a weight (O, T, C) with any strides; `order` as from `row_order`, or (M,). The kernel
-    does not read neighbours if `order` contains them."""
+    """The kernel's result (M, O), from a weight (O, T, C) with any strides; `order` as from `row_order`, or (M,). The
+    kernel does not read neighbours if `order` contains them.
+    """
     require_triton()
     from rooftop.kernels.sites.triton_kernels.sparse_convs import sparse_conv_rows
 
@@ -333,10 +339,11 @@ def weight_gradient(
     order: Tensor | None,
     pairs: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """(O, T, C) from dy (M, O), features (N, C), and a table (M, T) or an `order` that contains it.
+    """The weight's gradient (O, T, C) from dy (M, O), features (N, C), and a table (M, T) or an `order` that contains
+    it.
 
-    `pairs`: as from `pairs_of`, or, if `order` contains the table, from `blocks_of`. None: they are computed if the
-    order contains the table, and for tables with many rows.
+    `pairs`: as from `blocks_of` if `order` contains the table, else as from `pairs_of`. None: they are computed here if
+    the order contains the table or the table has many rows; else the kernel reads the table.
     """
     require_triton()
     from rooftop.kernels.sites.triton_kernels.sparse_convs import sparse_conv_weight_gradient, sum_pieces
@@ -352,7 +359,7 @@ def weight_gradient(
     elif neighbours is not None:
         table, block = neighbours.contiguous(), 0
         pairs = pairs_of(table, sites) if pairs is None and rows >= tables.LISTED_FROM else pairs
-    else:  # pairs in table order, which need no table
+    else:  # the pairs suffice without a table
         assert pairs is not None
         table, block = pairs[0], 0
     lists, counts = (None, None) if pairs is None else (t.contiguous() for t in pairs)
@@ -382,7 +389,7 @@ def weight_gradient(
 
 
 def _product(features: Tensor) -> WordConstants:
-    """The precision of products of tiles: for float32 it is TF32 if PyTorch's switch for convolutions allows that."""
+    """The precision of products of tiles; for float32 it is TF32 if PyTorch allows TF32 for convolutions."""
     if features.dtype != torch.float32:
         return _HALF_PRODUCT
     if features.is_cuda:

@@ -1,4 +1,4 @@
-"""Check the values of neighbour tables, (M, T) int32: rows of features, or -1 for none."""
+"""Check the values of neighbour tables, (M, T) int32: each is a row of features, or -1 for no neighbour."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launch the kernels of `triton_kernels/sparse_pools.py`, for pooling in windows and over whole batch elements."""
+"""Launch the kernels of `triton_kernels/sparse_pools.py`: pooling in windows, and over whole batch elements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rooftop.launch.triton_launch import launch, processors, require_triton
 
 
 def pooled(features: Tensor, neighbours: Tensor, out: Tensor, counts: Tensor, average: bool) -> None:
-    """Fills out (M, C), and for a mean counts (M,), from features (N, C) and neighbours (M, T)."""
+    """Fill out (M, C), and for a mean counts (M,), from features (N, C) and neighbours (M, T)."""
     require_triton()
     from rooftop.kernels.sites.triton_kernels.sparse_pools import sparse_pool_rows
 
@@ -30,7 +30,9 @@ def pooled_backward(
     dy: Tensor, y: Tensor | None, features: Tensor | None, counts: Tensor, table: Tensor, dfeatures: Tensor,
     mirrored: bool,
 ) -> None:  # fmt: skip
-    """Fills dfeatures (N, C) through the reverse table (N, T), or if `mirrored` the table with its taps reversed."""
+    """Fill dfeatures (N, C) through the reverse table (N, T). `mirrored`: the reverse table is the table with its taps
+    reversed.
+    """
     require_triton()
     from rooftop.kernels.sites.triton_kernels.sparse_pools import sparse_pool_gradient
 
@@ -45,7 +47,7 @@ def pooled_backward(
 
 
 def pooled_parts(features: Tensor, batch: Tensor, batch_size: int, average: bool) -> tuple[Tensor, Tensor]:
-    """Maxima or sums (parts, B, C) float32 over the elements of a batch, and the number of sites of each, (parts,
+    """Maxima or sums (parts, B, C) float32 over the sites of each batch element, and the number of these sites, (parts,
     B).
     """
     require_triton()
@@ -70,7 +72,7 @@ def pooled_parts(features: Tensor, batch: Tensor, batch_size: int, average: bool
 
 
 def _tile(config: PoolConfig, rows: int, x: Tensor, taps: int) -> tuple[tuple[int], Constants]:
-    """The grid and the constants of a kernel; its tiles have the rows of `config` and all columns of x."""
+    """(grid, constants) of a kernel whose tiles have the rows of `config` and all columns of x."""
     channels = x.shape[1]
     columns = min(config.columns, power_of_two(channels))
     height = max(1, config.tile_bytes // x.element_size() // columns)

@@ -1,17 +1,17 @@
 """Sparse convolution: out[m] = bias + sum over the taps t of the window of weight[:, t] features[neighbours[m, t]].
 
-Graham et al. 2018, "3D Semantic Segmentation with Submanifold Sparse Convolutional Networks". It is computed as an
-implicit matrix product (Tang et al. 2023, "TorchSparse++"): rows are gathered while they are multiplied, and no
-gathered matrix is stored. The rulebook, `neighbours`, contains the site at each tap. The convolution is bound by memory
-for few channels, and by the tensor cores from about 128 channels on.
+Graham et al. 2018, "3D Semantic Segmentation with Submanifold Sparse Convolutional Networks". It is an implicit matrix
+product (Tang et al. 2023, "TorchSparse++"): the kernel gathers rows while it multiplies them, and stores no gathered
+matrix. The rulebook, `neighbours`, contains the site at each tap. The convolution is bound by memory for few channels,
+and by the tensor cores above about 128 channels.
 
-A tile of results multiplies only the taps that at least one of its rows has. On a surface a site has about 9 of 27
-neighbours, and the slope of the surface determines these. Rows sorted by their taps (`rows_by_mask`) share tiles with
-similar rows, and a tile skips the taps that none of its rows has.
+On a surface a site has about 9 of 27 neighbours, and the slope of the surface determines which. A tile of results
+multiplies only the taps that at least one of its rows has. So rows are sorted by their taps (`rows_by_mask`): similar
+rows share tiles, and tiles skip more taps.
 
 The gradient of the features is the same product through the reverse table, with the weight transposed: no scatter, no
-atomics. The gradient of the weight is a sum over the pairs of each tap. The pairs are cut into pieces of equal length,
-whose float32 sums are always added in the same order, so the bits are the same each time.
+atomics. The gradient of the weight is a sum over the pairs of each tap. The pairs are cut into pieces of equal length.
+The float32 sums of the pieces are added in a fixed order, so results are deterministic.
 
 `tables.py` has the launch parameters, `launches.py` launches the kernels.
 """
@@ -41,8 +41,8 @@ from rooftop.launch.row_counts import Count
 from rooftop.launch.symbolic import recorded_whole
 
 TABLE = (torch.int32,)  # dtypes of tables
-ORDER = (torch.int32, torch.int64)  # dtypes of an order that contains only rows
-MAX_ROWS = (1 << 31) - 1  # rows are numbered by int32
+ORDER = (torch.int32, torch.int64)  # dtypes of an order without a table
+MAX_ROWS = (1 << 31) - 1  # rows have int32 numbers
 PLAIN = "torch.nn.functional.conv3d on the dense grid"
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -50,10 +50,11 @@ PLAIN = "torch.nn.functional.conv3d on the dense grid"
 
 @without_autocast
 def sparse_conv_reference(features: Tensor, weight: Tensor, bias: Tensor | None, neighbours: Tensor) -> Tensor:
-    """(M, O) from features (N, C), weight (O, T, C), bias (O,) and neighbours (M, T): gather, multiply, add, by tap.
+    """(M, O) from features (N, C), weight (O, T, C), bias (O,) and neighbours (M, T). For each tap: gather, multiply,
+    add.
 
-    Products are float32, or float64 for float64; taps are added in float64. On a GPU, the host waits at each tap to
-    learn the number of pairs.
+    Products are float32, or float64 for float64; taps are added in float64. On a GPU, the host synchronizes at each tap
+    to read the number of pairs.
     """
     values, matrices = features.to(accumulator_dtype(features.dtype)), weight.to(accumulator_dtype(features.dtype))
     out = torch.zeros(neighbours.shape[0], weight.shape[0], dtype=torch.float64, device=features.device)
@@ -74,7 +75,9 @@ def features_gradient_reference(dy: Tensor, weight: Tensor, neighbours: Tensor, 
 
 @without_autocast
 def weight_gradient_reference(dy: Tensor, features: Tensor, neighbours: Tensor) -> Tensor:
-    """The gradient (O, T, C) of the weight, from dy (M, O); float64, since there can be any number of pairs."""
+    """The gradient (O, T, C) of the weight, from dy (M, O), summed in float64, since the number of pairs is
+    unlimited.
+    """
     gradients, values = dy.double(), features.double()
     by_tap = [
         gradients.index_select(0, rows).t() @ values.index_select(0, at) for at, rows in _pairs_by_tap(neighbours)
@@ -83,7 +86,7 @@ def weight_gradient_reference(dy: Tensor, features: Tensor, neighbours: Tensor) 
 
 
 def _pairs_by_tap(neighbours: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """(sites, rows) of each tap, with ascending rows."""
+    """The (sites, rows) of each tap's pairs, in ascending order of rows."""
     found = []
     for column in neighbours.unbind(1):
         rows = (column >= 0).nonzero().squeeze(1)
@@ -104,7 +107,7 @@ def _check_values(features: Tensor, neighbours: Tensor | None, order: Tensor | N
 
 
 def _check_order(name: str, order: Tensor | None, table: Tensor) -> None:
-    """Check that the order has each row of the table (M, T) once, and contains no different table."""
+    """Check that the order has each row of the table (M, T) once, and that a table inside it equals this one."""
     if order is None:
         return
     listed = order[0] if has_table(order) else order
@@ -119,9 +122,7 @@ def _check_rows(name: str, listed: Tensor) -> None:
 
 
 def _by_taps(weight: Tensor) -> Tensor:
-    """The weight (O, *kernel, C) as (O, T, C), contiguous. This happens within the operator, so that autograd records
-    no view.
-    """
+    """The weight (O, *kernel, C) as (O, T, C), contiguous. The operator does this, so autograd records no view."""
     return weight.reshape(weight.shape[0], _taps(weight), weight.shape[-1]).contiguous()
 
 
@@ -130,10 +131,10 @@ def _taps(weight: Tensor) -> int:
 
 
 def _plain(neighbours: Tensor | None, order: Tensor | None, taps: int, name: str = "order") -> Tensor:
-    """The table by rows (M, T), even if it is given in the order of a convolution."""
+    """The table (M, T), either `neighbours` or recovered from a sorted table."""
     if neighbours is not None:
         return neighbours
-    rows_of(neighbours, order)  # raises if there is no table
+    rows_of(neighbours, order)  # raises without a table
     assert order is not None
     if order.is_cpu:
         _check_rows(name, order[0])
@@ -144,7 +145,7 @@ def _plain(neighbours: Tensor | None, order: Tensor | None, taps: int, name: str
 
 
 class SparseConv(NamedTuple):
-    """weight: (O, *kernel, C). The tables of the other direction are for the gradients."""
+    """The convolution (M, O). weight: (O, *kernel, C). The gradients read the tables of the reverse direction."""
 
     features: Tensor
     weight: Tensor
@@ -169,14 +170,15 @@ class SparseConv(NamedTuple):
         return self.features.new_empty(rows_of(self.neighbours, self.order), self.weight.shape[0])
 
     def in_pytorch(self) -> Tensor:
-        """Multiply all rows by each tap instead of only the pairs, because the number of pairs is not known in
-        advance."""
+        """Multiply all rows at each tap instead of only the pairs: the number of pairs is unknown to a traced
+        program.
+        """
         features, weight, bias, neighbours, order = *self[:4], self.order
         matrices = _by_taps(weight).to(accumulator_dtype(features.dtype))
         if neighbours is None:
             assert order is not None
             neighbours = unsorted_table(order, _taps(weight))
-        values = functional.pad(features.to(matrices.dtype), (0, 0, 0, 1))  # with one more row, for taps without a site
+        values = functional.pad(features.to(matrices.dtype), (0, 0, 0, 1))  # a zero row, for taps without a site
         out = torch.zeros(neighbours.shape[0], weight.shape[0], dtype=torch.float64, device=features.device)
         for tap, column in enumerate(neighbours.unbind(1)):
             known = column >= 0
@@ -185,7 +187,7 @@ class SparseConv(NamedTuple):
         return (out if bias is None else out + bias).to(features.dtype)
 
     def keep(self, made: Tensor) -> tuple[Any, ...]:
-        """The sum without the bias."""
+        """All arguments except the bias."""
         return self[:2] + self[3:]
 
     @staticmethod
@@ -195,7 +197,9 @@ class SparseConv(NamedTuple):
         return [t if each else None for t, each in zip(_sparse_conv_backward(*arguments), mask, strict=True)]
 
     def cost(self, made: Tensor) -> Cost:
-        """The product of each pair; features, weight and table once. An order is optional, and not counted."""
+        """Flops: a product for each pair. Bytes: features, weight and table once. An order is optional, so it does not
+        count.
+        """
         features, weight, bias, neighbours, order = *self[:4], self.order
         flops = _product_flops(self, features, 1)
         if bias is not None:
@@ -205,7 +209,7 @@ class SparseConv(NamedTuple):
 
 
 class SparseConvBackward(NamedTuple):
-    """Gradients of features, weight and bias; those that `mask` does not request are empty."""
+    """Gradients of features, weight and bias; a gradient that `mask` does not request is empty."""
 
     dy: Tensor
     features: Tensor
@@ -263,8 +267,9 @@ class SparseConvBackward(NamedTuple):
         )
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Two products of each pair, one for features and one for weight, and a sum for the bias; each only if its
-        gradient is needed."""
+        """Flops, for each gradient that is needed: a product of each pair for the features, the same for the weight,
+        and a sum for the bias.
+        """
         dy, features, weight, neighbours, reverse, order, reverse_order, *_, mask = self
         for_features, for_weight, for_bias = mask
         needed, table = [dy], _table_of(neighbours, order, weight)
@@ -290,7 +295,7 @@ _sparse_conv_backward = declare(
 
 
 def _table_of(neighbours: Tensor | None, order: Tensor | None, weight: Tensor) -> Tensor:
-    """The table of sites alone, with its rows in any order."""
+    """The part of a sorted table that holds the sites, with its rows in any order."""
     if neighbours is not None:
         return neighbours
     assert order is not None
@@ -298,9 +303,9 @@ def _table_of(neighbours: Tensor | None, order: Tensor | None, weight: Tensor) -
 
 
 def _product_flops(call: SparseConv | SparseConvBackward, operand: Tensor, products: int) -> dict[str, int]:
-    """Flops of `products` products of each pair. If the caller did not pass the number of pairs, counting them would
-    wait for the GPU. The formula then assumes one pair for each result, the fewest possible, so that no roof is too
-    low."""
+    """Flops of `products` products of each pair. If the caller does not pass the number of pairs, one pair per result
+    is assumed, the fewest possible, so that no roof is too low. Counting the pairs would synchronize with the GPU.
+    """
     out_channels, *_, channels = call.weight.shape
     pairs = call.pair_count if call.pair_count >= 0 else rows_of(call.neighbours, call.order)
     found = 2 * pairs * channels * out_channels * products
@@ -327,32 +332,32 @@ def sparse_conv(
     pairs: tuple[Tensor, Tensor] | None = None,
     pair_count: int | None = None,
 ) -> Tensor:
-    """Convolution of N sites to M results, with a rulebook's table of neighbours.
+    """Sparse convolution of N sites to M results, by a rulebook's table of neighbours.
 
     Args:
         features: (N, C), bfloat16, float16, float32 or float64; under autocast features, weight and bias are cast as in
             conv3d.
-        weight: (O, *kernel, C), spconv's layout, same dtype; T taps in all, in the order of the table's columns.
+        weight: (O, *kernel, C), spconv's layout, same dtype. The kernel has T taps, in the order of the table's
+            columns.
         bias: (O,), same dtype.
-        neighbours: (M, T) int32, the row of features at each tap of a result, -1 for none. Out-of-range rows raise on
-            the CPU; on a GPU they count as -1. None: `order` contains them.
-        reverse: (N, T) int32, the result to which a row of features contributes at each tap, -1 for none; for the
-            gradient of the features. None: `reverse_order` contains it, or the convolution is submanifold, whose
-            reverse table is neighbours with the taps in reverse order.
-        order, reverse_order: the results of `row_order` for the two tables, so that rows with the same neighbours are
-            computed together; they may contain the tables. Any other order of the rows is possible, too: (M,) and (N,)
-            int32 or int64. Without tables and order of the reverse direction, `order` serves both directions. None:
-            computed for tables with many rows.
-        pairs: the pairs of each tap, for the gradient of the weight. Either sites and results of each tap's pairs, (2,
-            T, P) int32, and their number, (T,) int32, as `get_indice_pairs` returns them. Or, for an `order` that
-            contains the table, (T, blocks) and (T,) int32, as `blocks_of` returns them. None: the pairs are computed if
-            they save time.
-        pair_count: number of pairs over all taps, which only serves to count flops. None: M is assumed, the fewest
-            possible.
+        neighbours: (M, T) int32, the row of features at each tap of a result, or -1 for no neighbour. Out-of-range rows
+            raise on the CPU; on a GPU they count as -1. None: `order` contains them.
+        reverse: (N, T) int32, the result to which a row of features contributes at each tap, or -1 for none. The
+            gradient of the features needs it. None: `reverse_order` contains it, or the convolution is submanifold,
+            whose reverse table is neighbours with the taps in reverse order.
+        order, reverse_order: the results of `row_order` for the two tables, so that rows with the same neighbours share
+            a tile. They may contain the tables. Any other order of the rows is allowed, too: (M,) and (N,) int32 or
+            int64. Without tables and order of the reverse direction, `order` serves both directions. None: the order is
+            computed here for tables with many rows.
+        pairs: the pairs of each tap, for the gradient of the weight. They are (2, T, P) int32, sites and results of
+            each tap's pairs, and (T,) int32, their number, as `get_indice_pairs` returns them. For an `order` that
+            contains the table they are (T, blocks) and (T,) int32, as `blocks_of` returns them. None: the pairs are
+            computed here if they save time.
+        pair_count: number of pairs over all taps, only for counting flops. None: M, the fewest possible.
 
     Returns:
         (M, O), contiguous, of the inputs' dtype. Products are added up in float32 (float64 for float64). float32
-        products use TF32 only if torch is allowed to use it for convolutions. The bits are the same each time.
+        products use TF32 only if PyTorch allows it for convolutions. Results are deterministic.
 
     Raises:
         TypeError: a tensor is not dense, or its dtype does not match.
@@ -384,9 +389,9 @@ def conv_of_rulebook(
     features: Tensor, weight: Tensor, bias: Tensor | None, neighbours: Tensor | None, reverse: Tensor | None,
     order: Tensor | None, reverse_order: Tensor | None, listed: Tensor | None, counts: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """`sparse_conv` with the tables of a rulebook, whose sizes match; `listed` and `counts` are its pairs.
+    """`sparse_conv` with a rulebook's tables, which match in size. `listed` and `counts` are the rulebook's pairs.
 
-    Known calls run without Python, also with other numbers of rows.
+    A known call runs without Python, also with another number of rows.
     """
     pairs = None if listed is None or counts is None else (listed, counts)
     return sparse_conv(
@@ -430,9 +435,9 @@ def _check_shapes(
             f"got {tuple(neighbours.shape)}"
         )
     rows = neighbours.shape[0] if neighbours is not None else rows_of(neighbours, order)
-    if type(rows) is Count:  # calls with other numbers of rows have the same equal ones
+    if type(rows) is Count:  # the compiled part checks that equal numbers of rows stay equal
         rows = int(rows)
-    for count in (rows, sites):  # one by one: sizes that depend on data have no maximum
+    for count in (rows, sites):  # one by one, because max() fails for sizes that depend on data
         if count > MAX_ROWS:
             raise ValueError(f"sparse_conv: {count} rows exceed the range of int32: split the batch")
     check_shape("sparse_conv", "bias", bias, (weight.shape[0],))
@@ -464,5 +469,5 @@ def _is_table(order: Any) -> bool:
 
 
 def _order_shape(order: Tensor, rows: int, taps: int) -> tuple[int, ...]:
-    """The shape of `sorted_table`, or of the order alone."""
+    """The shape of a sorted table, or of an order alone."""
     return (1 + -(-taps // 32) + taps, rows) if has_table(order) else (rows,)

@@ -1,11 +1,11 @@
 """Pooling over all sites of each batch element: the maximum or the mean.
 
 These operators replace spconv's SparseGlobalMaxPool and SparseGlobalAvgPool. They are bound by memory, and read
-features once. Each program reduces a part of the rows to one row for each batch element that occurs in it. If rows are
-sorted by batch element, as in a rulebook, these are one or two rows. A reduction over programs follows. No call waits
-for the GPU. There are no atomics, so the bits of the results are the same each time.
+features once. Each program reduces a part of the rows to one row per batch element in that part. If rows are sorted by
+batch element, as in a rulebook, these are one or two rows. PyTorch then reduces over programs. No call synchronizes
+with the GPU. The kernels use no atomics, so results are deterministic.
 
-All sites that attain a maximum share its gradient equally, as in `torch.amax`, so the gradient does not depend on the
+All sites that equal a maximum share its gradient equally, as in `torch.amax`, so the gradient does not depend on the
 order of rows. (spconv loops over the batch elements in Python, and its mean returns one channel.)
 """
 
@@ -36,17 +36,17 @@ INSTEAD = "torch.amax or torch.mean of each batch element"
 def sparse_global_pool_reference(
     features: Tensor, batch: Tensor, batch_size: int, average: bool
 ) -> tuple[Tensor, Tensor]:
-    """(B, C) and the number of sites of each batch element, (B,) int32, one element at a time; means are added up in
-    float64.
+    """(B, C), and the number of sites of each batch element, (B,) int32. Elements are reduced one at a time; means are
+    added up in float64.
 
-    On a GPU, the host waits to learn the number of sites.
+    On a GPU, the host synchronizes to read the numbers of sites.
     """
     element = _elements(batch, batch_size)
     counts = _counts(element, batch_size)
     depends("the reference reads how many sites each batch element has")
     lengths = counts.tolist()
     ordered = features.index_select(0, element.sort(stable=True).indices)
-    *parts, _ = ordered.split([*lengths, len(batch) - sum(lengths)])  # the last part has the rows that are not sites
+    *parts, _ = ordered.split([*lengths, len(batch) - sum(lengths)])  # rows that are not sites are last
     out = features.new_zeros(batch_size, features.shape[1])
     for row, part in zip(out, parts, strict=True):
         if len(part):
@@ -55,7 +55,7 @@ def sparse_global_pool_reference(
 
 
 def _elements(batch: Tensor, batch_size: int) -> Tensor:
-    """The batch elements as int64, with batch_size for rows that are not sites."""
+    """The batch elements as int64; batch_size stands for rows that are not sites."""
     return torch.where((batch >= 0) & (batch < batch_size), batch.long(), batch_size)
 
 
@@ -90,7 +90,7 @@ class SparseGlobalPool(NamedTuple):
         return self.computed()
 
     def computed(self) -> tuple[Tensor, Tensor]:
-        """Compute shapes without reading the values of `batch`."""
+        """Compute the results without checking the values of `batch`."""
         features, batch, batch_size, average = self
         if features.numel() == 0:
             return features.new_zeros(batch_size, features.shape[1]), _counts(_elements(batch, batch_size), batch_size)
@@ -108,7 +108,7 @@ class SparseGlobalPool(NamedTuple):
         return features.new_empty(size, features.shape[1]), self.batch.new_empty(size, dtype=torch.int32)
 
     def in_pytorch(self) -> tuple[Tensor, Tensor]:
-        """Compute the result without the number of sites of each element, for which the reference would wait."""
+        """The results without the numbers of sites, for which the reference would synchronize."""
         features, batch, batch_size, average = self
         element = _elements(batch, batch_size)
         counts, channels = _counts(element, batch_size), features.shape[1]
@@ -117,7 +117,7 @@ class SparseGlobalPool(NamedTuple):
             total = total.index_add(0, element, features.double())[:batch_size]
             return (total / counts[:, None].clamp(min=1)).to(features.dtype), counts
         places = element[:, None].expand(features.shape)
-        best = features.new_zeros(batch_size + 1, channels)  # for a batch element without sites
+        best = features.new_zeros(batch_size + 1, channels)  # a batch element without sites stays 0
         return best.scatter_reduce(0, places, features, "amax", include_self=False)[:batch_size], counts
 
     def keep(self, made: tuple[Tensor, Tensor]) -> Kept:
@@ -129,14 +129,14 @@ class SparseGlobalPool(NamedTuple):
         return (_sparse_global_pool_backward(dy, *kept),)
 
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
-        """A comparison or a sum for each feature, and for a mean a division."""
+        """Flops: a comparison or a sum for each feature. A mean adds a division for each result."""
         flops = self.features.numel() + self.average * made[0].numel()
         read = distinct_bytes([self.features, self.batch])
         return Cost(read, distinct_bytes(made), {precision_of(made[0].dtype): flops} if flops else {})
 
 
 class SparseGlobalPoolBackward(NamedTuple):
-    """The gradient (N, C); y and features are given for a maximum, None for a mean."""
+    """The gradient (N, C). y and features are None for a mean."""
 
     dy: Tensor
     y: Tensor | None
@@ -163,7 +163,7 @@ class SparseGlobalPoolBackward(NamedTuple):
         return self.dy.new_empty(self.batch.shape[0], self.dy.shape[1])
 
     def cost(self, made: Tensor) -> Cost:
-        """A division for each result; for a maximum also a comparison for each feature, and a sum of ties."""
+        """Flops: a division for each result. A maximum adds a comparison and a sum of ties for each feature."""
         flops = self.dy.numel() + (0 if self.features is None else 2 * self.features.numel())
         read = distinct_bytes(self[:5])
         return Cost(read, distinct_bytes([made]), {precision_of(self.dy.dtype): flops} if flops else {})

@@ -1,17 +1,17 @@
 """Pooling over sites: out[m] = the maximum, or the mean, of features[neighbours[m, t]] over the taps t with a
 neighbour.
 
-The operators compute the same as spconv's SparseMaxPool and SparseAvgPool, from a rulebook's table of neighbours. They
+The operators compute what spconv's SparseMaxPool and SparseAvgPool compute, from a rulebook's table of neighbours. They
 are bound by memory. A program computes some rows and columns of the result in a loop over the taps, with several rows
-of features in flight at once. The mean divides by the number of a result's neighbours, not by the size of the window.
+of features in flight at once. The mean divides by the number of a result's neighbours instead of the size of the
+window.
 
 The gradient goes through the reverse table: each site adds up the gradients of its results, in the order of the taps.
-There are no scatters and no atomics, so the bits of the results are the same each time. All sites that equal a maximum
-get its gradient, as in spconv, so the gradient does not depend on the order of rows. (PyTorch gives it to the first
-one.)
+It uses no scatter and no atomics, so results are deterministic. All sites that equal a maximum get its whole gradient,
+as in spconv, so the gradient does not depend on the order of rows. (PyTorch gives the gradient to the first maximum.)
 
-Two results differ from spconv 2.3, which is wrong in both: its maximum is never below 0, and it multiplies the gradient
-of its mean by the number of neighbours instead of dividing.
+spconv 2.3 has two errors that these operators do not repeat: its maximum is never below 0, and it multiplies the
+gradient of its mean by the number of neighbours instead of dividing.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from rooftop.launch.operators import declare, no_second_derivative, no_tangents
 from rooftop.launch.repeated_calls import repeated
 from rooftop.launch.symbolic import recorded_whole
 
-MAX_ROWS = (1 << 31) - 1  # rows are numbered by int32
+MAX_ROWS = (1 << 31) - 1  # rows have int32 numbers
 INSTEAD = "torch.nn.functional.max_pool3d or avg_pool3d on the dense grid"
 
 # ---- reference -------------------------------------------------------------------------------------------------
 
 
 def sparse_max_pool_reference(features: Tensor, neighbours: Tensor) -> Tensor:
-    """(M, C) from features (N, C) and neighbours (M, T), tap by tap; 0 for rows without neighbours."""
+    """The maximum (M, C) of features (N, C) by neighbours (M, T), tap by tap; 0 for rows without neighbours."""
     rows, channels = neighbours.shape[0], features.shape[1]
     best = features.new_full((rows, channels), -torch.inf)
     for values, _ in _by_tap([features], neighbours, -torch.inf):
@@ -48,7 +48,7 @@ def sparse_max_pool_reference(features: Tensor, neighbours: Tensor) -> Tensor:
 
 
 def sparse_avg_pool_reference(features: Tensor, neighbours: Tensor) -> Tensor:
-    """The mean, computed tap by tap; added up in float32, or float64 for float64."""
+    """The mean, tap by tap, added up in float32 (float64 for float64)."""
     inside = accumulator_dtype(features.dtype)
     total = torch.zeros(neighbours.shape[0], features.shape[1], dtype=inside, device=features.device)
     for values, _ in _by_tap([features], neighbours, 0.0):
@@ -79,7 +79,9 @@ def avg_pool_gradient_reference(dy: Tensor, counts: Tensor, reverse: Tensor) -> 
 
 
 def _by_tap(tensors: list[Tensor], table: Tensor, otherwise: float) -> Iterator[tuple[list[Tensor], Tensor]]:
-    """For each tap, the rows of the tensors at the table's indices (`otherwise` for -1), and whether they exist."""
+    """For each tap, the rows of the tensors that the table selects (`otherwise` for -1), and which entries are not
+    -1.
+    """
     count = tensors[0].shape[0]
     if count == 0:
         return
@@ -109,7 +111,7 @@ class Kept(NamedTuple):
 
 
 class SparsePool(NamedTuple):
-    """The result (M, C), and for a mean the number of neighbours, (M,) int32. `reverse` is for the gradient."""
+    """The result (M, C), and for a mean the number of neighbours, (M,) int32. Only the gradient reads `reverse`."""
 
     features: Tensor
     neighbours: Tensor
@@ -121,7 +123,7 @@ class SparsePool(NamedTuple):
         return self.computed()
 
     def computed(self) -> tuple[Tensor, Tensor]:
-        """Compute shapes without reading the table's values."""
+        """Compute the results without checking the table's values."""
         features, neighbours, _, average = self
         if by_reference(features):
             return self.in_pytorch()
@@ -151,14 +153,14 @@ class SparsePool(NamedTuple):
         return (_sparse_pool_backward(dy, *kept),)
 
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
-        """One operation for each result, which is the least possible number, and one division for a mean."""
+        """Flops: one operation per result, the fewest possible, and for a mean one division."""
         flops = (1 + self.average) * made[0].numel()
         read = distinct_bytes([self.features, self.neighbours])
         return Cost(read, distinct_bytes(made), {precision_of(made[0].dtype): flops} if flops else {})
 
 
 class SparsePoolBackward(NamedTuple):
-    """The gradient (N, C); y and features are given for a maximum, None for a mean."""
+    """The gradient (N, C). y and features are None for a mean."""
 
     dy: Tensor
     y: Tensor | None
@@ -173,7 +175,7 @@ class SparsePoolBackward(NamedTuple):
         return self.computed()
 
     def computed(self) -> Tensor:
-        """Compute shapes without reading the tables' values."""
+        """Compute the gradient without checking the tables' values."""
         dy, y, features, counts, neighbours, reverse, sites = self
         if by_reference(dy):
             table = neighbours.flip(1) if reverse is None else reverse
@@ -191,7 +193,9 @@ class SparsePoolBackward(NamedTuple):
         return self.dy.new_empty(self.sites, self.dy.shape[1])
 
     def cost(self, made: Tensor) -> Cost:
-        """Flops: a comparison or a division, and a sum, for each result. Bytes: the needed tensors, and one table."""
+        """Flops: a comparison or division, and a sum, for each result. Bytes: the tensors that are read, and one
+        table.
+        """
         dy, y, features, counts, neighbours, reverse, _ = self
         read = distinct_bytes([dy, y, features, counts, neighbours if reverse is None else reverse])
         return Cost(read, distinct_bytes([made]), {precision_of(dy.dtype): 2 * dy.numel()} if dy.numel() else {})
@@ -216,10 +220,11 @@ def sparse_max_pool(features: Tensor, neighbours: Tensor, reverse: Tensor | None
 
     Args:
         features: (N, C), bfloat16, float16, float32 or float64.
-        neighbours: (M, T) int32, the row of features at each tap of a result, -1 for none. Out-of-range rows raise on
-            the CPU; on a GPU they count as -1.
-        reverse: (N, T) int32, the result to which a row of features contributes at each tap, -1 for none; for the
-            gradient. None: the table is submanifold, whose reverse table is neighbours with the taps in reverse order.
+        neighbours: (M, T) int32, the row of features at each tap of a result, or -1 for no neighbour. Out-of-range rows
+            raise on the CPU; on a GPU they count as -1.
+        reverse: (N, T) int32, the result to which a row of features contributes at each tap, or -1 for none. The
+            gradient needs it. None: the table is submanifold, whose reverse table is neighbours with the taps in
+            reverse order.
 
     Returns:
         (M, C), contiguous, of the features' dtype, even under autocast; 0 for a result without neighbours, NaN if a
@@ -237,7 +242,7 @@ def sparse_max_pool(features: Tensor, neighbours: Tensor, reverse: Tensor | None
 @repeated
 @recorded_whole
 def sparse_avg_pool(features: Tensor, neighbours: Tensor, reverse: Tensor | None = None) -> Tensor:
-    """The mean of each result's neighbours: their sum divided by their number, not by the size of the window.
+    """The mean of each result's neighbours: their sum divided by their number.
 
     Arguments, result and errors are those of `sparse_max_pool`. Sums are float32 (float64 for float64), in the order of
     the taps.
@@ -275,7 +280,7 @@ def _check(name: str, features: Tensor, neighbours: Tensor, reverse: Tensor | No
 
 
 def check_features(name: str, features: Tensor) -> None:
-    """Raise an error unless the features are (N, C) floating point numbers."""
+    """Raise an error unless the features are floating point and (N, C)."""
     check_tensors(name, FLOATS, features=features)
     if features.dim() != 2:
         raise ValueError(f"{name}: expected features (N, C), got {tuple(features.shape)}")

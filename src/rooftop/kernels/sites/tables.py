@@ -1,4 +1,4 @@
-"""Launch parameters of the kernels of sparse convolution and of pooling over sites."""
+"""Launch parameters of sparse convolution and of pooling over sites."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class RowsConfig:
-    """The tile of `sparse_conv_rows` for up to `channels` channels of the result: rows, columns, operand channels in
-    each step, warps, and stages of its pipeline."""
+    """The tile of `sparse_conv_rows` for up to `channels` channels of the result: rows, columns, operand channels per
+    step, warps, and pipeline stages.
+    """
 
     channels: int
     rows: int
@@ -24,7 +25,8 @@ class RowsConfig:
 @dataclass(frozen=True)
 class WeightConfig:
     """The tile of `sparse_conv_weight_gradient` for up to `channels` channels of features and result: channels of the
-    result and of the features, pairs in each step, warps, stages, and programs for each multiprocessor."""
+    result and of the features, pairs per step, warps, stages, and programs per multiprocessor.
+    """
 
     channels: int
     outs: int
@@ -60,36 +62,36 @@ WEIGHT_SINGLE = (
     WeightConfig(channels=ANY, outs=64, ins=64, depth=32, warps=4, stages=3, programs_per_sm=8, measured=False),
 )
 
-# If there are fewer tiles than multiprocessors, tiles have fewer rows, down to this number.
+# Tiles get fewer rows, down to this number, while there are fewer tiles than multiprocessors.
 LEAST_ROWS = 32
 
-# Tables with at least this many rows and no given order are sorted. For smaller tables, a sort takes more time than it
-# saves (predicted).
+# A table with at least this many rows is sorted if the caller passes no order. For smaller tables, a sort takes more
+# time than it saves (predicted).
 SORTED_FROM = 1 << 16
 
-# Whether the result of sorting also contains the sorted table: see `row_order`.
+# Whether `row_order` also returns the sorted table.
 TABLES_SORTED = True
 
-# For tables with at least this many rows that are not sorted, the gradient of the weight reads lists of pairs. For
-# smaller tables, computing the lists takes longer than reading rows without a neighbour (predicted).
+# For unsorted tables with at least this many rows, the gradient of the weight reads lists of pairs. For smaller tables,
+# computing the lists takes longer than reading rows without a neighbour (predicted).
 LISTED_FROM = 1 << 14
 
-# The gradient of the weight processes or skips this many rows of a sorted table together, a multiple of each `depth`
-# above. On a surface, nearly all rows of such a block have a neighbour.
+# Rows of a block: the gradient of the weight processes or skips a block of a sorted table as a whole. This must be a
+# multiple of each `depth` above. On a surface, nearly all rows of a processed block have a neighbour.
 BLOCK_ROWS = 64
 
-# A sorted table with more rows is not cut into blocks, because int32 could not number the blocks.
+# A sorted table with more rows than this is not cut into blocks, because int32 could not number them.
 MOST_SORTED = 1 << 30
-MASK_ROWS, SORT_ROWS, PAIR_ROWS, TABLE_WARPS = 64, 128, 128, 4  # rows of a program that reads only a table
+MASK_ROWS, SORT_ROWS, PAIR_ROWS, TABLE_WARPS = 64, 128, 128, 4  # rows of a program in kernels that read only tables
 KEY_ROWS, SAMPLE, SAMPLE_ROWS, SAMPLE_WARPS, SCANNED = 256, 4096, 1024, 16, 1024
-PIECES, ELEMENTS = 32, 128  # elements of a tile that sums the pieces
+PIECES, ELEMENTS = 32, 128  # pieces and elements of a tile in `sum_pieces`
 
 # ---- pooling in windows --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """Bytes of a tile of one tap, its maximum number of columns, taps in flight at once, and warps."""
+    """Bytes of a tile of one tap, the tile's maximum number of columns, taps in flight at once, and warps."""
 
     tile_bytes: int
     columns: int
@@ -98,7 +100,7 @@ class PoolConfig:
     measured: bool = field(default=True, compare=False)  # or predicted
 
 
-# Predicted, not measured: a thread has 16 bytes in flight for each tap. Backward loads two tensors for each tap.
+# Predicted, not measured: a thread has 16 bytes in flight per tap. Backward loads two tensors per tap.
 POOL_FORWARD = PoolConfig(tile_bytes=2048, columns=128, ahead=8, warps=4, measured=False)
 POOL_BACKWARD = PoolConfig(tile_bytes=2048, columns=128, ahead=4, warps=4, measured=False)
 
@@ -107,8 +109,9 @@ POOL_BACKWARD = PoolConfig(tile_bytes=2048, columns=128, ahead=4, warps=4, measu
 
 @dataclass(frozen=True)
 class GlobalConfig:
-    """Bytes of a tile, its maximum number of columns, the minimum number of rows of a program, programs on each
-    multiprocessor that share the rows, and warps."""
+    """Bytes of a tile, the tile's maximum number of columns, the minimum number of rows of a program, programs per
+    multiprocessor, and warps.
+    """
 
     tile_bytes: int
     columns: int
@@ -118,5 +121,5 @@ class GlobalConfig:
     measured: bool = field(default=True, compare=False)  # or predicted
 
 
-# Predicted, not measured: each thread has twice 16 bytes, and a multiprocessor has as many programs as it can hold.
+# Predicted, not measured: each thread loads 2 x 16 bytes, and a multiprocessor has as many programs as fit on it.
 GLOBAL = GlobalConfig(tile_bytes=4096, columns=64, share=256, programs_per_sm=8, warps=4, measured=False)

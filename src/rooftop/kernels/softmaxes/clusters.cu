@@ -1,16 +1,16 @@
 // Softmax and cross entropy of long rows, each read from memory once (rooftop.kernels.softmaxes.clusters).
 //
-// The blocks of a cluster have a part of the row each, in shared memory, where one bulk copy puts it: the 16-byte
-// groups of memory that enclose the part, so that rows may begin at any address. A group never leaves the page of
-// memory that an element of it is in. A thread takes its groups, HELD at most, from shared memory once and keeps them, or
-// what it made of them: an exponential is computed once, and the stage is free for a later row as soon as all threads have
-// taken theirs. Blocks send each other what they found (distributed shared memory), always added up in the same order, and
-// take the next row before they look at what the others sent.
+// Each block of a cluster has a part of the row in shared memory, loaded by one bulk copy. The copy loads the 16-byte
+// groups that enclose the part, so rows may begin at any address. (A group never crosses the memory page of its
+// elements.) A thread reads its groups, up to HELD, from shared memory once, and keeps them or their exponentials in
+// registers. So exponentials are computed once, and a stage is free for a later row as soon as all threads have read
+// it. Blocks exchange partial results through distributed shared memory, and add them in a fixed order. They take the
+// next row before they read what the other blocks sent.
 //
-// Clusters begin with the rows at their number and every (number of clusters)-th, and then, given a counter that is 0 at
-// first, take those that are left as they are free: some SMs are slower at memory than others. STAGES rows are
-// on their way at a time. Shared memory of a block: 800 bytes of arrivals and of sums of warps, 2 x (blocks of a cluster)
-// float4 of shares, STAGES x TENSORS parts. operands/cluster_pieces.cu stands in front of it.
+// The first rows of a cluster are its own number and every (number of clusters)-th row after it. With a counter,
+// initially 0, clusters that finish take the remaining rows, because some SMs have slower memory access than others.
+// STAGES rows are in flight at a time. Shared memory of a block: 800 bytes of arrivals and warps' sums, 2 x (blocks of
+// a cluster) float4 of shares, and STAGES x TENSORS parts. operands/cluster_pieces.cu must precede this file.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -30,7 +30,7 @@ __device__ __forceinline__ float power_of_two(float exponent) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(exponent));
     return power;
 }
-// In the kernels nobody reads it, so that loads may pass it.
+// No kernel reads these stores, so the compiler may move loads across them (no memory clobber).
 __device__ __forceinline__ void store_words(void* to, const unsigned (&words)[4]) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(words[0]),
                  "r"(words[1]), "r"(words[2]), "r"(words[3]));
@@ -42,7 +42,7 @@ constexpr int WIDTH = 16 / sizeof(T);
 
 constexpr float LOG2_E = 1.4426950408889634f;
 
-// Words, not elements: a struct of elements is loaded and stored by pieces.
+// Holds words, because the compiler would load and store a struct of elements in pieces.
 struct alignas(16) Group {
     unsigned words[4];
 };
@@ -110,7 +110,8 @@ __device__ Group narrowed(const float (&values)[WIDTH<T>]) {
     return group;
 }
 
-// The groups of a row that a block works on. `first`: the column of their first element, negative in front of the row.
+// The groups of a row that a block computes. `first`: the column of their first element; negative before the row's
+// start.
 struct Part {
     int groups;
     int first;
@@ -135,10 +136,10 @@ struct Part {
     __device__ bool has(int column) const { return column >= 0 && column < columns; }
 };
 
-// ---- what is known of a row ----------------------------------------------------------------------------------------
+// ---- partial results of a row -------------------------------------------------------------------------------------
 
-// The maximum, the sum of exponentials relative to it, and a plain sum. Exponentials are powers of two of
-// (value - largest) x factor, which has log2(e) in it: their product by itself may be out of range.
+// The maximum, the sum of exponentials relative to it, and a plain sum. Exponentials are 2^((value - largest) x
+// factor). `factor` includes log2(e); value x factor alone may be out of range.
 struct Share {
     float factor;
     float largest = -INFINITY;
@@ -149,31 +150,32 @@ struct Share {
 
     __device__ float origin() const { return largest == -INFINITY ? 0.0f : largest; }
     __device__ float power(float value) const { return power_of_two((value - origin()) * factor); }
-    // What brings sums relative to the largest value of a share to those of the whole row.
+    // The factor that rescales a share's sums, relative to its largest value, to the whole row's largest value.
     __device__ float from(float largest) const { return power(largest); }
 };
 
-// ---- rows that come in ---------------------------------------------------------------------------------------------
+// ---- loading rows -------------------------------------------------------------------------------------------------
 
-// At the beginning of dynamic shared memory; shares and parts follow.
+// The beginning of dynamic shared memory; shares and parts follow.
 struct Arrivals {
     unsigned long long of_stage[8];
     unsigned long long of_blocks[2];
-    float maxima[32];                // of warps
-    int rows[8];                     // that the cluster takes
-    int labels[8];                   // of their targets
-    float picked[2];                 // their logits, in turns
-    long long target;                // that is on its way
-    float totals[2][32], sums[2][32];  // in turns: a warp that is late still reads those of the row before
+    float maxima[32];                // of each warp
+    int rows[8];                     // rows that the cluster takes
+    int labels[8];                   // targets of these rows
+    float picked[2];                 // logits of the targets, in turns
+    long long target;                // target in flight
+    float totals[2][32], sums[2][32];  // in turns: a late warp may still read the previous row's
 };
 
-// The ring of parts in a block's shared memory, and its exchange with the cluster. `number` counts a cluster's rows.
+// The ring buffer of parts in a block's shared memory, and the exchange with the cluster. `number` counts a cluster's
+// rows.
 template <typename T, int TENSORS, int BLOCKS, int STAGES>
 struct Ring {
     Arrivals* arrivals;
     float4* shares;  // (2, BLOCKS)
     Group* parts;    // (STAGES, TENSORS, part_groups)
-    int* counter;    // of rows that clusters have taken, beside the first STAGES + 1 of each; or null
+    int* counter;    // rows that clusters have taken after their first STAGES + 1 rows; or null
     int part_groups, rank;
 
     __device__ Ring(int part_groups, int* counter) : counter(counter), part_groups(part_groups), rank(block_rank()) {
@@ -185,15 +187,16 @@ struct Ring {
             for (int turn = 0; turn < 2; ++turn) prepare_copies(arrivals->of_blocks + turn);
             prepared();
         }
-        cluster_wait();  // the other blocks run: their memory is there
+        cluster_wait();  // the other blocks have started, so their memory exists
     }
 
-    // Of this row and the STAGES after it; ascending, and there are no more where one is past the end.
+    // Valid for the current row and the next STAGES rows. Rows ascend, and after one past the end there are no more.
     __device__ long long row_of(int number) const {
         if (counter != nullptr && number > STAGES) return arrivals->rows[number % 8];
         return blockIdx.x / BLOCKS + static_cast<long long>(number) * (gridDim.x / BLOCKS);
     }
-    // One more row for the cluster, known to one thread, which `send` passes on. Early: the answer takes a while.
+    // Take one more row for the cluster. Only one thread knows it, and `send` passes it on. Called early, since the
+    // atomic takes a while.
     __device__ int ask() const {
         if (counter == nullptr || rank > 0 || threadIdx.x > 0) return 0;
         return gridDim.x / BLOCKS * (STAGES + 1) + atomicAdd(counter, 1);
@@ -205,7 +208,7 @@ struct Ring {
         return parts + (number % STAGES * TENSORS + tensor) * part_groups;
     }
 
-    // By one thread, when all have read what was in that stage before; `from`: rows, or null: nothing has to come.
+    // One thread calls this when all threads have read the stage's previous row. `from`: rows; null: nothing to load.
     __device__ void fetch(int number, const T* const (&from)[TENSORS], const Part& part) const {
         unsigned long long* arrival = arrivals->of_stage + number % STAGES;
         const int bytes = from[0] == nullptr ? 0 : part.groups * 16;
@@ -219,7 +222,8 @@ struct Ring {
         await_copies(arrivals->of_stage + number % STAGES, number / STAGES % 2);
     }
 
-    // The largest value of the block's threads; also a barrier of the block. Between two calls is another one.
+    // The largest value of the block's threads. This is also a barrier of the block, and another barrier must separate
+    // two calls.
     template <int WARPS>
     __device__ float largest_of_block(float value) const {
 #pragma unroll
@@ -229,9 +233,9 @@ struct Ring {
         return largest_of<WARPS>(arrivals->maxima);
     }
 
-    // The shares of all blocks as one, from those of a block's threads, which have the same `largest`, in two steps:
-    // what is done between them costs no time where blocks wait for each other. The first is a barrier of the block,
-    // and the second must not be the last that is done for a row.
+    // `send` and `received` merge the shares of a block's threads, which have the same `largest`, and then of all
+    // blocks. Work between the two hides the time in which blocks wait for each other. `send` is also a barrier of the
+    // block. `received` must not be the last step of a row.
     template <int WARPS, bool TOTAL, bool SUM>
     __device__ void send(Share& share, int number, int asked) const {
 #pragma unroll
@@ -249,7 +253,7 @@ struct Ring {
         if constexpr (TOTAL) share.total = sum_of<WARPS>(arrivals->totals[turn]);
         if constexpr (SUM) share.sum = sum_of<WARPS>(arrivals->sums[turn]);
         if (BLOCKS == 1 || threadIdx.x >= 32) return;
-        // In turns, too: a block that is one ahead of another sends to the other set, and none can be two ahead.
+        // In turns, too: a block that is one row ahead sends to the other set, and no block can be two ahead.
         unsigned long long* arrival = arrivals->of_blocks + turn;
         if (threadIdx.x == 0) expect_copies(arrival, BLOCKS * sizeof(float4));
         asked = __shfl_sync(0xffffffffu, asked, 0);
@@ -266,7 +270,7 @@ struct Ring {
         if (BLOCKS == 1) return share;
         const float4* of_blocks = shares + number % 2 * BLOCKS;
         await_blocks(arrivals->of_blocks + number % 2, number / 2 % 2);
-        // A lane has the share of one block.
+        // Each lane has the share of one block.
         constexpr int LANES = BLOCKS > 8 ? 16 : BLOCKS > 4 ? 8 : BLOCKS > 2 ? 4 : 2;
         const int lane = threadIdx.x % LANES;
         const float4 one = lane < BLOCKS ? of_blocks[lane] : float4{-INFINITY, 0.0f, 0.0f, 0.0f};
@@ -290,16 +294,15 @@ struct Ring {
     }
 };
 
-// ---- what a thread has of a part -----------------------------------------------------------------------------------
+// ---- a thread's elements of a part --------------------------------------------------------------------------------
 
-// What a thread has of a part: groups threadIdx.x + j * THREADS of those that are the row's alone. Where there is no such
-// group there are `outside` elements instead, so that no loop over them branches. The elements that share a group with
-// a neighbour's row, fewer than a group of them at either end, are one each for the first threads. Where rows are whole
-// groups, not ODD, there are none of these.
+// A thread's elements of a part: groups threadIdx.x + j * THREADS among the groups inside the row. A group past the end
+// has `outside` elements, so loops do not branch. If ODD, the first threads also get one element each of the groups
+// that overlap a neighbouring row, at either end. Without ODD, rows are whole groups.
 template <typename T, int THREADS, int HELD, bool ODD>
 struct Hold {
     Part part;
-    int begin, end;  // of the groups that are the row's alone
+    int begin, end;  // range of the groups inside the row
     int single;      // the column of this thread's single element, or NO_COLUMN
 
     static constexpr int NO_COLUMN = -WIDTH<T>;
@@ -317,7 +320,7 @@ struct Hold {
         }
     }
     __device__ int group(int j) const { return threadIdx.x + j * THREADS; }
-    __device__ bool has_group(int j) const {  // `begin` is 0 or 1: only the first may be in front of it
+    __device__ bool has_group(int j) const {  // `begin` is 0 or 1, so only group 0 can be before it
         return (!ODD || j > 0 || group(0) >= begin) && group(j) < end;
     }
     __device__ bool has_single() const { return ODD && single != NO_COLUMN; }
@@ -327,7 +330,7 @@ struct Hold {
         return (ODD && column == single) || (is_whole && group % THREADS == threadIdx.x);
     }
 
-    // `outside`: in each element of a word. Returns the single element.
+    // `outside`: a word whose elements all have that value. Returns the single element.
     __device__ float load(const Group* from, unsigned outside, Group (&groups)[HELD]) const {
 #pragma unroll
         for (int j = 0; j < HELD; ++j) {
@@ -347,18 +350,18 @@ struct Hold {
     }
 };
 
-// -inf in each element of a word.
+// A word whose elements are all -inf.
 __device__ unsigned lowest(float) { return 0xff800000u; }
 __device__ unsigned lowest(__half) { return 0xfc00fc00u; }
 __device__ unsigned lowest(__nv_bfloat16) { return 0xff80ff80u; }
 
-// The sign bit of each.
+// A word with the sign bits of all elements.
 __device__ unsigned signs(float) { return 0x80000000u; }
 __device__ unsigned signs(__half) { return 0x80008000u; }
 __device__ unsigned signs(__nv_bfloat16) { return 0x80008000u; }
 
-// A thread's groups of a row that has come, and its single element, -inf outside, with signs flipped; returns its largest
-// value.
+// Read a thread's groups and its single element of a loaded row, with -inf outside, and flip signs by `flipped`.
+// Returns the largest value.
 template <typename T, int THREADS, int HELD, bool ODD>
 __device__ float taken(
     const Hold<T, THREADS, HELD, ODD>& hold, const Group* from, unsigned flipped, Group (&groups)[HELD], float& single) {
@@ -386,11 +389,11 @@ __device__ float taken(
 
 // ---- kernels -------------------------------------------------------------------------------------------------------
 
-// Blocks on an SM: with 128 registers a thread.
+// Blocks on an SM, at 128 registers per thread.
 template <int THREADS>
 constexpr int RESIDENT = THREADS < 512 ? 512 / THREADS : 1;
 
-// y = softmax(x * scale), or its logarithm. x and y: (M, N), rows of both at the same distance from a multiple of 16.
+// y = softmax(x * scale), or its logarithm. x and y: (M, N); rows of both have the same address modulo 16.
 template <typename T, bool LOG, int THREADS, int HELD, int BLOCKS, int STAGES, bool ODD>
 __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_cluster(
     const T* x, T* y, long long rows, int columns, long long x_stride, int part_groups, int* counter, float scale) {
@@ -493,7 +496,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_backward_c
         ring.template send<THREADS / 32, false, true>(share, number, asked);
         if (threadIdx.x == 0) fetch(number + STAGES);  // all have taken theirs
         const float sum = ring.template received<false, true>(share, number).sum;
-        if (columns < 0) {  // never, which the compiler does not know: it would keep the floats of above, and spill
+        if (columns < 0) {  // never true; it keeps the compiler from holding the floats above in registers and spilling
             hold.load(ring.groups(number, 0), 0, gradients);
             hold.load(ring.groups(number, 1), 0, results);
         }
@@ -512,20 +515,20 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_backward_c
     }
 }
 
-// The losses of rows of logits and their gradient, as of cross_entropy_rows_long (losses/triton_kernels.py), without class
-// weights. dx may be the memory of x. inverse: what a mean multiplies gradients with, or null. kept: 1 - smoothing; spread:
-// smoothing / N. Rows whose target is `ignored` are not read; one whose target is no class is NaN.
+// Losses of rows of logits and their gradient, as in cross_entropy_rows_long (losses/triton_kernels.py), without class
+// weights. dx may be x. inverse: factor of a mean's gradients, or null. kept: 1 - smoothing. spread: smoothing / N.
+// Rows whose target is `ignored` are not read. A row whose target is not a class gets NaN.
 template <typename T, bool SMOOTH, int THREADS, int HELD, int BLOCKS, int STAGES, bool ODD>
 __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_cluster(
     const T* x, const long long* target, const float* inverse, float* losses, T* dx,  // (M, N), (M,), (), (M,), (M, N)
     long long rows, int columns, long long x_stride, long long dx_stride, int part_groups, int* counter,
     long long ignored, float kept, float spread, float z_loss) {
-    constexpr int NONE = -1, NO_CLASS = -2;  // labels of rows that are ignored, and of targets that are wrong
+    constexpr int NONE = -1, NO_CLASS = -2;  // labels of ignored rows, and of invalid targets
     const Ring<T, 1, BLOCKS, STAGES> ring(part_groups, counter);
     int* const labels = ring.arrivals->labels;
     float* const picked = ring.arrivals->picked;
     const float given = inverse == nullptr ? 1.0f : *inverse;
-    // Both by one thread. A target is asked for a row before its logits are.
+    // One thread calls both. A target is requested one row ahead of its logits.
     const auto ask_for_target = [&](int number) {
         const long long row = ring.row_of(number);
         if (row < rows) copy_eight(&ring.arrivals->target, target + row);
@@ -548,9 +551,10 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_clus
         ask_for_target(STAGES);
     }
     __syncthreads();
-    // Infinite where the loss is infinite or NaN in any case: then the sum counts from 0.
+    // If the target's logit is infinite or NaN, so is the loss, and the sum is relative to 0.
     const auto base_of = [](float picked) { return fabsf(picked) < INFINITY ? picked : 0.0f; };
-    // Whether this thread has the target's logit; where there is none, whether it is the first of all.
+    // Whether this thread writes the loss: it has the target's logit, or without a target it is the cluster's first
+    // thread.
     const auto tells = [&](const Hold<T, THREADS, HELD, ODD>& hold, int label) {
         return label < 0 ? ring.rank == 0 && threadIdx.x == 0 : hold.has(label);
     };
@@ -567,7 +571,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_clus
         if (label >= 0 && tells(following, label)) {
             picked[number % 2] = static_cast<float>(elements[label - part.first]);
         }
-        if constexpr (SMOOTH) {  // by itself, for it takes registers
+        if constexpr (SMOOTH) {  // a separate loop, because it needs registers
             const T* const row = x + ring.row_of(number) * x_stride;
             const float base = label >= 0 ? base_of(static_cast<float>(row[label])) : 0.0f;
             sum = 0.0f;
@@ -612,7 +616,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_clus
         const long long row = ring.row_of(number);
         T* const gradient = dx + row * dx_stride;
         const int label = labels[number % 8];
-        if (label == NONE) {  // as the whole cluster sees it
+        if (label == NONE) {  // the same for the whole cluster
             for (int k = 0; k < WIDTH<T>; ++k) values[0][k] = 0.0f;
 #pragma unroll
             for (int j = 0; j < HELD; ++j) hold.store(values[0], gradient, j);
@@ -637,8 +641,8 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_clus
             float loss = row_weight * (kept * (logarithm - below));
             if constexpr (SMOOTH) loss += spread * (columns * (logarithm + (maximum - base_of(picked[number % 2]))) - whole.sum);
             losses[row] = loss + row_weight * z_loss * log_sum_exp * log_sum_exp;
-            // Each term cancels by itself, as exactly as it can where a probability is near 1. In place of what this
-            // thread has stored there.
+            // Overwrites the target's element, which this thread stored. Each term is computed separately: subtracting
+            // 1 from a probability near 1 is then exact.
             const float of_target =
                 (power - 1.0f) * at_target + share_of_each * (power * columns - 1.0f) + power * squared;
             if (label >= 0) gradient[label] = T(of_target);

@@ -1,12 +1,13 @@
-"""Softmax and fused cross entropy of long rows in CUDA C++: a cluster of blocks holds a row, which it reads once.
+"""Softmax and fused cross entropy of long rows in CUDA C++: a cluster of blocks reads a row once, and holds it.
 
-The formulas are in softmaxes.py and losses/losses.py, which call this module for the rows in a table. The operators are
-bound by memory. The Triton kernels read a row twice if it does not fit in registers, and the second read, from L2, is
-slower than the first one from memory. Here each block of a cluster keeps a part of the row in shared memory, and the
-blocks exchange their partial results. Rows may begin at any address, and loads still have 16 bytes (clusters.cu).
+softmaxes.py and losses/losses.py have the formulas. They call this module for the rows that a table lists. The
+operators are bound by memory. The Triton kernels read a row twice if it does not fit in registers, and the second read,
+from L2, is slower than the first one from memory. Here each block of a cluster keeps a part of the row in shared
+memory, and the blocks exchange partial results. Rows may begin at any address; loads are 16 bytes wide in any case
+(clusters.cu).
 
-The kernels need sm_90 and `cuda.core`. Triton computes rows with masks or class weights, and results of another dtype
-than the rows. Results are deterministic, since there are no atomics.
+The kernels need sm_90 and `cuda.core`. Triton's kernels compute rows with masks or class weights, and results whose
+dtype is not that of the rows. The kernels use no atomics, so results are deterministic.
 """
 
 from __future__ import annotations
@@ -36,20 +37,19 @@ GROUP_BYTES = 16
 # ---- limits -----------------------------------------------------------------------------------------------------
 
 
-RESIDENT_THREADS = 512  # on an SM, with 128 registers each: RESIDENT in clusters.cu
-BLOCKS, HELD, THREADS = (1, 2, 4, 8, 16), range(3, 9), range(64, 513)  # number of clusters that odd rows may use
+RESIDENT_THREADS = 512  # threads of an SM at 128 registers each: RESIDENT in clusters.cu
+BLOCKS, HELD, THREADS = (1, 2, 4, 8, 16), range(3, 9), range(64, 513)  # the choices for clusters of odd rows
 
 
 def fullest(groups: int, tensors: int, stages: int, shared_bytes: int) -> list[ClusterConfig]:
-    """Clusters for rows of `groups` 16-byte groups, in order. The first one leaves the fewest lanes of an SM without a
-    group.
+    """Clusters for rows of `groups` 16-byte groups, best first: the first one leaves the fewest lanes of an SM idle.
 
-    A thread's work for each row, in addition to its groups, counts as 1.5 groups. Each block of the cluster and each
-    warp of the block adds 1/16 for the exchange of results. With these weights, the number of busy lanes selects the
-    fastest of the measured shapes, or one within 4% of it (tune_clusters.json).
+    Beside its groups, a thread's work per row counts as 1.5 groups. Each block of the cluster and each warp of the
+    block adds 1/16 for the exchange of results. With these weights, the number of busy lanes selects the fastest
+    measured shape, or one within 4% of it (tune_clusters.json).
 
     Args:
-        groups: the largest number of groups of a row, over all its possible starts.
+        groups: the largest number of groups of a row, over all possible starts of a row.
         tensors: the number of tensors that the kernel reads.
         shared_bytes: shared memory available to a block.
     """
@@ -60,7 +60,7 @@ def fullest(groups: int, tensors: int, stages: int, shared_bytes: int) -> list[C
         needed = _shared_bytes(blocks, stages, tensors, part_groups)
         if threads not in THREADS or needed > shared_bytes:
             continue
-        resident = min(RESIDENT_THREADS // threads, (shared_bytes + 1024) // (needed + 1024))  # the system uses 1 KiB
+        resident = min(RESIDENT_THREADS // threads, (shared_bytes + 1024) // (needed + 1024))  # 1 KiB is reserved
         at_work = groups * resident / (blocks * (held + 1.5 + blocks / 16 + threads / 512))
         config = ClusterConfig(0, 0, blocks, threads, held, stages, odd=True)
         found.append((at_work, -abs(math.log2(threads / 128)), config))
@@ -72,7 +72,7 @@ def _first(groups: int, tensors: int, stages: int, shared_bytes: int) -> Cluster
     return next(iter(fullest(groups, tensors, stages, shared_bytes)), None)
 
 
-ARRIVAL_BYTES = 800  # at the beginning of shared memory, before the 16-byte partial results
+ARRIVAL_BYTES = 800  # arrival counters at the beginning of shared memory, before the 16-byte partial results
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,8 @@ class Rows(NamedTuple):
     """Rows that a kernel reads and writes, each of N columns with unit stride.
 
     Attributes:
-        dtypes: dtypes of the tensors that are read, and last the dtype of the result.
-        starts: for each tensor, the offset of the first row from a multiple of 16 bytes, and the growth of this offset
-            from row to row.
+        dtypes: dtypes of the tensors that are read, then the dtype of the result.
+        starts: for each tensor, in bytes modulo 16: the start of the first row, and the distance between rows.
     """
 
     columns: int
@@ -99,12 +98,12 @@ class Rows(NamedTuple):
 
 
 def start_of(rows: Tensor) -> tuple[int, int]:
-    """An entry of `Rows.starts`, for a tensor (M, N)."""
+    """The entry of `Rows.starts` for a tensor (M, N)."""
     return rows.data_ptr() % GROUP_BYTES, rows.stride(0) * rows.element_size() % GROUP_BYTES
 
 
 def entry_for(table: Table, rows: Rows) -> ClusterConfig | OddRows | None:
-    """The table's entry for these rows; None: Triton's kernels are as fast."""
+    """The table's entry for these rows; None if Triton's kernels are as fast."""
     row_bytes = rows.columns * rows.dtypes[0].itemsize
     odd = row_bytes % GROUP_BYTES != 0 or any(start != (0, 0) for start in rows.starts)
     for entry in table:
@@ -119,7 +118,7 @@ def entry_for(table: Table, rows: Rows) -> ClusterConfig | OddRows | None:
 
 
 def planned(entry: ClusterConfig | OddRows, rows: Rows, device: Device) -> Plan | str:
-    """The launch by which an entry's clusters compute rows, or the reason why they cannot."""
+    """The launch of an entry's clusters for these rows, or the reason why the clusters cannot compute them."""
     if not set(rows.dtypes) <= CPP_TYPES.keys():
         return "rows are not of single or half precision"
     if len(set(rows.dtypes)) > 1:
@@ -136,7 +135,7 @@ def planned(entry: ClusterConfig | OddRows, rows: Rows, device: Device) -> Plan 
 
 
 def fused_plan(x: Tensor, dx: Tensor) -> Plan | None:
-    """The cluster launch for cross entropy and its gradient on logits x (M, V); None: Triton's kernels.
+    """The cluster launch for cross entropy and its gradient of logits x (M, V); None if Triton's kernels compute them.
 
     dx may share x's memory.
     """
@@ -146,9 +145,7 @@ def fused_plan(x: Tensor, dx: Tensor) -> Plan | None:
 
 @lru_cache(maxsize=4096)
 def choose_fused(rows: Rows, device: Device) -> Plan | None:
-    """`fused_plan` from the facts of a call alone. The result is cached: clear the cache after a change of the
-    table.
-    """
+    """`fused_plan`, from the facts of a call alone. Plans are cached: clear the cache after a change of the table."""
     entry = entry_for(tables.CLUSTER_FUSED, rows)
     found = planned(entry, rows, device) if entry is not None else None
     return found if isinstance(found, Plan) else None
@@ -157,8 +154,9 @@ def choose_fused(rows: Rows, device: Device) -> Plan | None:
 def _planned(
     entry: ClusterConfig | OddRows, columns: int, element_bytes: int, tensors: int, shared_bytes: int
 ) -> Plan | None:
-    """The launch for a part of a row; None if it needs more shared memory than a block has, or more groups than its
-    threads hold."""
+    """The launch for blocks that hold `part_groups` groups; None if they exceed a block's shared memory, or the groups
+    that its threads hold.
+    """
     width = GROUP_BYTES // element_bytes
     of_odd = isinstance(entry, OddRows) or entry.odd
     groups = -(-(columns + (width - 1 if of_odd else 0)) // width)
@@ -179,7 +177,7 @@ def _shared_bytes(blocks: int, stages: int, tensors: int, part_groups: int) -> i
 
 @cache
 def is_installed() -> bool:
-    """Whether the packages that compile and launch the kernels are installed."""
+    """Whether the packages that compile and launch CUDA C++ kernels are installed."""
     try:
         nvrtc.require_cuda_core()
         nvrtc.version()
@@ -192,19 +190,21 @@ def is_installed() -> bool:
 
 
 def kernel_name(kernel: str, dtype: torch.dtype, variant: bool, config: ClusterConfig) -> str:
-    """`variant`: the logarithm of softmax, or label smoothing of cross entropy."""
+    """The kernel's name with its template arguments. `variant`: logarithm of a softmax, or label smoothing of a cross
+    entropy.
+    """
     types = f"{CPP_TYPES[dtype]}, {str(variant).lower()}"
     shape = f"{config.threads}, {config.held}, {config.blocks}, {config.stages}"
     return f"{kernel}_cluster<{types}, {shape}, {str(config.odd).lower()}>"
 
 
 def softmax_forward(plan: Plan, x: Tensor, y: Tensor, scale: float, log: bool) -> None:
-    """y = softmax(x * scale) of rows x (M, N), or its logarithm."""
+    """Compute y = softmax(x * scale), or its logarithm, of rows x (M, N)."""
     _launch(plan, "softmax", log, x, (x, y), (x.stride(0),), (scale,))
 
 
 def softmax_backward(plan: Plan, dy: Tensor, y: Tensor, dx: Tensor, scale: float, log: bool) -> None:
-    """dx from rows dy and y (M, N)."""
+    """Compute dx from rows dy and y (M, N)."""
     _launch(plan, "softmax_backward", log, y, (dy, y, dx), (dy.stride(0),), (scale,))
 
 
@@ -212,12 +212,12 @@ def cross_entropy(
     plan: Plan, x: Tensor, target: Tensor, inverse: Tensor | None, losses: Tensor, dx: Tensor,
     numbers: Sequence[int | float],
 ) -> None:  # fmt: skip
-    """Losses (M,) of logits x (M, V), and dx, which may be x. Rows of x and of dx need not be contiguous.
+    """Compute losses (M,) of logits x (M, V), and dx, which may be x. The rows of x and of dx may be strided.
 
     Args:
         target: (M,), int64.
-        inverse: the factor of the gradients, (), float32.
-        losses: float32, written here.
+        inverse: (), float32, the factor of the gradients.
+        losses: float32, the output.
         numbers: ignore_index, 1 - label smoothing, label smoothing / V, z-loss.
     """
     tensors = (x, target, inverse, losses, dx)
@@ -234,8 +234,8 @@ def _launch(
     config = plan.config
     compiled = cuda.compile(cuda_text(*CUDA_FILES), kernel_name(kernel, x.dtype, variant, config), device=x.device)
     clusters = min(rows, max(1, compiled.active_clusters(config.threads, config.blocks, plan.shared_bytes, x.device)))
-    # Each cluster begins with `stages` + 1 rows, and free clusters take the remaining rows. Each launch has its own
-    # counter, so launches on several streams or in graphs do not share one.
+    # Each cluster first gets `stages` + 1 rows. Clusters that finish take the remaining rows from a counter. Each
+    # launch has its own counter, so launches on several streams or in graphs do not share one.
     left = rows > clusters * (config.stages + 1)
     counter = torch.zeros(1, dtype=torch.int32, device=x.device) if left else None
     compiled.launch(

@@ -1,4 +1,4 @@
-"""Launch the kernels of softmax as the plans of `plans.py` say; `softmaxes.py` has the operators."""
+"""Launch the softmax kernels that the plans of `plans.py` select; `softmaxes.py` has the operators."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _kernel(name: str) -> Any:
 
 
 def forward(x: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: torch.dtype) -> Tensor:
-    """Softmax of x (..., N) or its logarithm; mask broadcastable to it."""
+    """Softmax of x (..., N), or its logarithm; the mask must be broadcastable to x."""
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     if y.numel() == 0:
         return y
@@ -40,7 +40,7 @@ def forward(x: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: torc
 
 
 def backward(dy: Tensor, y: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: torch.dtype) -> Tensor:
-    """dx, from dy and y (..., N); a boolean mask or none."""
+    """dx, from dy and y (..., N), with a boolean mask or None."""
     dx = torch.empty(y.shape, dtype=dtype, device=y.device)
     if dx.numel() == 0:
         return dx
@@ -56,10 +56,10 @@ def backward(dy: Tensor, y: Tensor, mask: Tensor | None, scale: float, log: bool
 
 
 def _mask_arguments(mask: Tensor | None, shape: torch.Size, like: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """(memory, (middle, inner, strides of outer, middle, inner, columns)) of a mask that broadcasts to `shape`.
+    """(mask tensor, (middle, inner, strides of outer, middle, inner, columns)) for a mask that broadcasts to `shape`.
 
-    Merge neighbouring dimensions if one stride serves both. If more than three remain before the last, copy the mask to
-    the full shape.
+    Neighbouring dimensions are merged if one stride serves both. If more than three remain before the last one, the
+    mask is copied at full shape.
     """
     if mask is None:
         return like, (1, 1, 0, 0, 0, 0)

@@ -1,8 +1,8 @@
-"""Choose the kernel that computes a softmax or its gradient: a plan, with its reason, from the tables and the facts of
-a call alone.
+"""Choose the kernel that computes a softmax or its gradient. A plan, with its reason, follows from the tables and the
+facts of a call alone.
 
-`launches.py` launches what a plan says and decides nothing, so the plan always shows what runs. Plans are cached, since
-a choice takes the host longer than a launch: call `forget` after a change of the tables.
+`launches.py` launches exactly what a plan lists, so a plan always shows what runs. Plans are cached, since choosing
+takes the host longer than launching. Call `forget` after a change of the tables.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class SoftmaxPlan:
         backend: "tiles" (a program holds whole rows), "long" (a program reads a row twice, block by block), "clusters"
             (CUDA C++: the shared memory of a cluster of blocks holds a row), "reference" (plain PyTorch).
         kernel: name of the kernel; empty if nothing is launched.
-        grid: programs of a Triton kernel.
+        grid: number of programs of a Triton kernel.
         sizes: the Triton kernel's arguments after its tensors: rows, then columns and their stride in groups of UNIT
             elements.
         constants: the Triton kernel's constants, and its number of warps.
-        clusters: the cluster launch, and the part of a row in each block.
+        clusters: the launch of a cluster kernel; None for other kernels.
         reason: why this plan was chosen.
-        refused: the reason if a cluster kernel that the table lists for these rows cannot compute them.
+        refused: if the table lists a cluster kernel that cannot compute these rows, the reason.
     """
 
     backend: Backend
@@ -61,12 +61,12 @@ class Problem(NamedTuple):
 
     Attributes:
         rows, columns: number of rows, and of columns in each.
-        read, made: dtypes of x (in backward of dy and y), and the dtype of the result.
-        stride: elements between rows of x, in backward of dy.
-        starts: the starts of the rows of the tensors that are read (`clusters.Rows`).
+        read, made: dtypes of x (in backward: of dy and y), and the dtype of the result.
+        stride: elements between rows of x (in backward: of dy).
+        starts: `clusters.Rows.starts` of the tensors that are read.
         mask: 0: none, 1: numbers, 2: booleans.
-        normal: whether the scale is a normal float32. Clusters fill elements past a row's end with -inf and multiply
-            them by the scale.
+        normal: whether the scale is a normal float32. Cluster kernels need that: they fill elements past a row's end
+            with -inf, and multiply these by the scale.
         log: whether the result is the logarithm.
     """
 
@@ -104,7 +104,7 @@ def backward_problem(dy: Tensor, y: Tensor, mask: Tensor | None, log: bool, made
 
 
 def gradient_of(problem: Problem) -> Problem:
-    """The facts for the gradient of a softmax's rows, if the result and its gradient are contiguous."""
+    """The facts of the gradient of a forward call whose result, and the result's gradient, are contiguous."""
     made, columns = problem.made, problem.columns
     start = (0, columns * made.itemsize % clusters.GROUP_BYTES)
     mask = 2 if problem.mask == 2 else 0
@@ -127,7 +127,7 @@ def choose(problem: Problem) -> SoftmaxPlan:
     if problem.rows == 0 or problem.columns == 0:
         return SoftmaxPlan("tiles", "", (), (), {}, None, "the result has no elements")
     forward, columns = problem.direction == "forward", problem.columns
-    result_start = (0, columns * problem.made.itemsize % clusters.GROUP_BYTES)  # assumes memory that was just allocated
+    result_start = (0, columns * problem.made.itemsize % clusters.GROUP_BYTES)  # new memory is aligned
     rows = clusters.Rows(columns, (*problem.read, problem.made), (*problem.starts, result_start))
     entry = clusters.entry_for(tables.CLUSTER_FORWARD if forward else tables.CLUSTER_BACKWARD, rows)
     found = _by_clusters(problem, entry, rows) if entry is not None else None

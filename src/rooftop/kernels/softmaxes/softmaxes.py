@@ -1,10 +1,10 @@
 """Softmax and its logarithm along one dimension, of x * scale + mask.
 
-y = exp(s - max s) / sum(exp(s - max s)), s = x * scale + mask. Long rows have an online maximum and sum: Milakov and
-Gimelshein 2018, "Online normalizer calculation for softmax". Softmax is bound by memory at every size: forward reads x
-(and the mask) and writes y; backward reads dy and y, and writes dx. A program reads a row once if its registers hold
-it. Longer rows are read twice, the second time from L2 as long as the rows in flight fit there, or clusters of blocks
-read them once (clusters.py). Results are deterministic, since there are no atomics.
+y = exp(s - max s) / sum(exp(s - max s)), s = x * scale + mask. Long rows use an online maximum and sum (Milakov and
+Gimelshein 2018, "Online normalizer calculation for softmax"). Softmax is bound by memory at every size: forward reads x
+(and the mask) and writes y; backward reads dy and y, and writes dx. A program reads a row once if its registers can
+hold it. It reads a longer row twice, the second time from L2 as long as the rows in flight fit there. Clusters of
+blocks read some long rows once (clusters.py). No kernel uses atomics, so results are deterministic.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rooftop.launch.symbolic import recorded_whole
 
 
 class Kept(NamedTuple):
-    """The values that backward needs for a softmax in `dtype`. An added mask contributes only its shape and dtype."""
+    """The values that backward needs for a softmax in `dtype`. Of an added mask, only shape and dtype are kept."""
 
     y: Tensor
     boolean_mask: Tensor | None
@@ -43,7 +43,7 @@ class Kept(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Softmax (log: its logarithm) of x (..., N), in `dtype`; mask broadcastable to x."""
+    """Softmax of x (..., N) in `dtype`, or its logarithm if `log`; the mask is broadcastable to x."""
 
     x: Tensor
     mask: Tensor | None
@@ -78,14 +78,14 @@ class Softmax(NamedTuple):
         y, mask, scale, log, dtype, added = kept
         if not wanted[1]:
             return _softmax_backward(dy, y, mask, scale, log, dtype), None
-        # An added mask gets the gradient of the scores, summed over the dimensions in which the mask was broadcast.
+        # An added mask gets the gradient of the scores, summed over the mask's broadcast dimensions.
         dscores = _softmax_backward(dy, y, None, 1.0, log, accumulator_dtype(dtype))
         assert added is not None
         return (dscores * scale).to(dtype), dscores.sum_to_size(added[0]).to(added[1])
 
     def cost(self, made: Tensor) -> Cost:
-        """Flops: maximum, subtraction, exponential, sum, division (for the logarithm: subtraction); scale and mask 1
-        each.
+        """Flops per element: maximum, subtraction, exponential, sum and division (subtraction for the logarithm); scale
+        and mask add 1 each.
         """
         flops = (5 + (self.scale != 1.0) + (self.mask is not None)) * self.x.numel()
         read = distinct_bytes([self.x, self.mask])
@@ -115,8 +115,8 @@ class SoftmaxBackward(NamedTuple):
         return (dx if self.mask is None else dx.masked_fill(~self.mask, 0.0)).to(self.dtype)
 
     def cost(self, made: Tensor) -> Cost:
-        """Flops: product and sum, difference and product (for the logarithm: also an exponential, but no product in the
-        sum).
+        """Flops per element: product and sum, difference and product. The logarithm has an exponential instead of the
+        first product.
         """
         flops = (4 + (self.scale != 1.0) + (self.mask is not None)) * self.y.numel()
         read = distinct_bytes([self.dy, self.y, self.mask])
@@ -144,12 +144,12 @@ def softmax(
 
     Args:
         input: any shape, bfloat16, float16, float32 or float64.
-        dim: the dimension along which the results sum to one. Any dimension except the last one costs a transposed copy
-            of `input`, and `dim` is then the contiguous dimension of the result.
-        dtype: `input` is first cast to this dtype (from half to single precision: within the kernel).
+        dim: the dimension along which the results sum to one. If it is not the last dimension, `input` is copied
+            transposed, and `dim` is the contiguous dimension of the result.
+        dtype: `input` is first cast to this dtype; the kernel itself casts half to single precision.
         mask: broadcastable to `input`, on the same device. Numbers are added; in a boolean mask, False excludes an
-            element (as in `torch.nn.functional.scaled_dot_product_attention`). The gradient of an added mask costs two
-            more passes.
+            element (as in `torch.nn.functional.scaled_dot_product_attention`). The gradient of an added mask takes two
+            more passes over memory.
         scale: a finite number.
 
     Returns:
@@ -194,7 +194,7 @@ def softmax_plan(
         direction: "backward" plans the gradient of input, from a contiguous gradient of the result.
 
     Raises:
-        TypeError, ValueError: as in `softmax`; also if the direction is unknown.
+        TypeError, ValueError: as in `softmax`. Also: the direction is unknown.
     """
     if direction not in ("forward", "backward"):
         raise ValueError(f"softmax_plan: direction must be 'forward' or 'backward', got {direction!r}")

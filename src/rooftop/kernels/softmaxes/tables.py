@@ -10,10 +10,10 @@ from rooftop.kernels.operands.strided_rows import LINE_BYTES
 
 # The fastest of the parameters measured on an H200 in half precision with 1024 (rows of 2 KiB forward, 4 KiB backward),
 # 4096, 8192, 16384 and 32768 columns, and for long rows with 128256. Between these sizes, a thread's part of a row is
-# taken from the layer norm's table, since the memory traffic is the same. Backward holds 128 KiB of a row in 16 warps,
-# where few of a thread's 128 registers spill. With 32 warps of 64 registers, more registers spill, and backward is
-# slower. Long rows: one wide program per SM. The 132 rows of 128256 half precision elements then take 34 MB of the 50
-# MB of L2 when they are read again.
+# as in the layer norm's table, since the memory traffic is the same. Backward holds 128 KiB of a row in 16 warps, where
+# few of a thread's 128 registers spill. With 32 warps of 64 registers, more registers spill, and backward is slower.
+# Long rows have one wide program per SM: when 132 rows of 128256 half precision elements are read again, they take 34
+# MB of the 50 MB of L2.
 FORWARD = (
     TileConfig(row_bytes=256, rows=16, block_bytes=256, warps=2, hold=True),
     TileConfig(row_bytes=512, rows=8, block_bytes=256, warps=2, hold=True),
@@ -42,15 +42,14 @@ BACKWARD_LONG = (LongConfig(row_bytes=ANY_BYTES, block_bytes=65536, warps=32, pr
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Parameters for rows of more than `above_bytes`, up to `row_bytes` (of one tensor).
+    """Launch parameters for rows of more than `above_bytes`, up to `row_bytes` (of one tensor).
 
     Attributes:
-        blocks: blocks of a cluster, 1 to 16, which divide a row.
+        blocks: blocks of a cluster, 1 to 16, which share a row.
         threads: threads of a block, a multiple of 32.
         held: 16-byte groups of each tensor that a thread keeps in registers, enough for its part of a row.
         stages: rows in shared memory at a time, 1 to 6.
-        odd: whether the entry is for rows that begin or end within a group of 16 bytes; otherwise for rows of whole
-            groups.
+        odd: True: for rows that begin or end within a group of 16 bytes. False: for rows of whole groups.
     """
 
     above_bytes: int
@@ -64,8 +63,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True)
 class OddRows:
-    """Parameters for rows that begin or end within a group of 16 bytes; they use the first of the `fullest`
-    clusters.
+    """Rows that begin or end within a group of 16 bytes; `fullest` chooses their cluster.
 
     Attributes:
         above_bytes, row_bytes, stages: as in ClusterConfig.

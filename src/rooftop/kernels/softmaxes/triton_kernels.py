@@ -1,22 +1,22 @@
 """Triton kernels of softmax and its logarithm; `softmaxes.py` has the operators.
 
-Rows that fit a program's registers are read from memory once. A tile is ROWS rows by BLOCKS blocks of COLUMNS elements.
-A tile is kept as loaded (with a mask: as float32 scores) or, with HOLD, as float32 exponentials. Longer rows are read
-twice. There are so few persistent programs that L2 still holds most of a row when it is read again. The second pass
-goes from the end to the beginning, so it starts with the part that was read last. The part of a row after its last full
-block stays in registers, so the loops load without masks. In the first pass each lane keeps its own maximum and its sum
-of exponentials relative to it (Milakov and Gimelshein 2018), merged at the end.
+Rows that fit in a program's registers are read from memory once. A tile is ROWS rows by BLOCKS blocks of COLUMNS
+elements. A tile is kept as loaded (with a mask: as float32 scores) or, with HOLD, as float32 exponentials. Longer rows
+are read twice. So few persistent programs run that L2 still holds most of a row when it is read again. The second pass
+runs from the end to the beginning, so it starts with the part that was read last. The part of a row after its last full
+block stays in registers, so the loops load without masks. In the first pass each lane keeps its own maximum, and a sum
+of exponentials relative to this maximum (Milakov and Gimelshein 2018). The lanes are merged at the end.
 
 WIDE, for float32 results: forward adds up exponentials in float64, and backward is float64 between loads and stores.
 Rounding a sum shifts all results of its row equally. In one of twenty small tensors that shift exceeds twice PyTorch's
 error. For the same reason backward divides the sum of dy * y by the sum of y, which is not exactly one. Half precision
-results are rounded so coarsely that this makes no difference.
+results are rounded so coarsely that none of this matters to them.
 
 A maximum ignores NaN but an exponential does not, so a row that contains NaN becomes NaN as a whole. A row of only -inf
 also becomes NaN, because exp(-inf - (-inf)) is NaN.
 
 `units` and the strides of rows count groups of UNIT elements, so that the compiler knows a divisor of N and loads
-several elements at a time; EVEN says that N fills the tile. All offsets of rows are 64-bit.
+several elements at a time. EVEN: N fills the tile. All offsets of rows are 64-bit.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def softmax_backward(
     dy_rows = dy + row[:, None] * (dy_stride * UNIT) + lane[None, :]  # (ROWS, COLUMNS)
     y_rows = y + row[:, None] * columns + lane[None, :]
     mask_rows = _rows_of_mask(row, mask_middle, mask_inner, outer_stride, middle_stride, inner_stride)
-    gradients = ()  # dy, and y below: all blocks, as loaded
+    gradients = ()  # all blocks of dy, as loaded
     results = ()
     total = tl.zeros((ROWS, COLUMNS), tl.float64 if WIDE else tl.float32)
     whole = tl.zeros((ROWS, COLUMNS), tl.float64)  # only if WIDE
@@ -191,7 +191,7 @@ def softmax_backward_long(
         whole = tl.zeros((COLUMNS,), tl.float64)  # only if WIDE
         for start in tl.range(0, full, COLUMNS, num_stages=STAGES):
             gradient = tl.load(dy_row + (start + lane), eviction_policy=AGAIN)
-            if LOG and not WIDE:  # the sum needs no y
+            if LOG and not WIDE:  # only dy is summed
                 total += gradient.to(tl.float32)
             else:
                 value = tl.load(y_row + (start + lane), eviction_policy=AGAIN)
@@ -230,7 +230,9 @@ def _softmax_of(scores, maximum, inverse, logarithm, LOG: tl.constexpr):
 
 @triton.jit
 def _scores(values, scale, column, columns, MASK: tl.constexpr, FULL: tl.constexpr):
-    """Scaled float32 scores, -inf past the end of a row unless FULL; masked values are scaled already."""
+    """Scaled float32 scores, with -inf past the end of a row unless FULL. With a mask, the values are already
+    scaled.
+    """
     scores = values.to(tl.float32)
     if MASK == NO_MASK:
         scores = scores * scale
@@ -261,8 +263,8 @@ def _load(place, inside):
 
 @triton.jit
 def _rows_of_mask(row, middle, inner, outer_stride, middle_stride, inner_stride):
-    """The start of each row of the mask. The row number of x counts through (outer, middle, inner), whose strides may
-    be 0.
+    """The start of each row of the mask. A row number of x is an index into (outer, middle, inner), whose strides in
+    the mask may be 0.
     """
     outer = row // inner // middle
     return outer * outer_stride + (row // inner % middle) * middle_stride + (row % inner) * inner_stride

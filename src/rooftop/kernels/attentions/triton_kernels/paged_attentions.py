@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def attend_pages(
-    query, keys, values,  # (B, H, D), (N, H_k, P, D) twice
+    query, keys, values,  # (B, H, D), (N, H_k, P, D), (N, H_k, P, D)
     pages, lengths, out,  # (B, W), (B,), (B, H, D)
     partial, partial_lse,  # (B, H, SPLITS, D), (B, H, SPLITS), float32; None for one split
     kv_heads, width, page_count, scale,  # H_k, W, N
@@ -31,7 +31,7 @@ def attend_pages(
     begin = length * 0
     if WINDOW:
         begin = tl.maximum(length - WINDOW, 0)
-    # in whole tiles, so that all parts except the last are full
+    # a part is a whole number of tiles, so only the last part can be shorter
     part = tl.cdiv(tl.cdiv(length - begin, KEYS), SPLITS) * KEYS
     first = begin + split * part
     last = tl.minimum(length, first + part)

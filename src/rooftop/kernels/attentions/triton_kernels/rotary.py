@@ -8,8 +8,8 @@ import triton.language as tl
 
 @triton.jit
 def rotate(
-    x, y, other, other_y,  # (B, H, S, D) each, of any strides but the last; `other` may have another H, or H = 0
-    cos, sin, starts,  # (B or 1, T, R / 2) each; (B,) or none
+    x, y, other, other_y,  # (B, H, S, D), features contiguous; `other` may have another H, or H = 0
+    cos, sin, starts,  # (B or 1, T, R / 2), (B or 1, T, R / 2), (B,) or None
     groups, heads, other_heads, positions, offset, table_positions,
     x_batch, x_head, x_position, y_batch, y_head, y_position,
     other_batch, other_head, other_position, other_y_batch, other_y_head, other_y_position,
@@ -20,7 +20,7 @@ def rotate(
 ):  # fmt: skip
     """Rotates POSITIONS positions of HEADS heads; it reads cos and sin once for all of them.
 
-    The first `groups` groups of heads are those of x. Positions outside the tables give NaN.
+    The first `groups` groups of heads belong to x. Positions outside the tables give NaN.
     """
     other_groups = tl.cdiv(other_heads, HEADS)
     blocks = tl.cdiv(positions, POSITIONS)
@@ -34,7 +34,7 @@ def rotate(
         place += tl.load(starts + batch)
     pair = tl.arange(0, BLOCK)
     known = ((place >= 0) & (place < table_positions))[:, None] & (pair < PAIRS)[None, :]
-    # not a global: Triton checks that globals have not changed, and NaN never equals itself
+    # not a global: Triton raises if a global has changed, and NaN never equals itself
     nan = float("nan")
     cosine = tl.load(cos + batch * cos_batch + place[:, None] * cos_position + pair[None, :], mask=known, other=nan)
     sine = tl.load(sin + batch * sin_batch + place[:, None] * sin_position + pair[None, :], mask=known, other=nan)

@@ -1,8 +1,8 @@
 """Triton kernels that run before or after attention's back ends: they merge partial results, and prepare the gradient
 of the log-sum-exp.
 
-`states.py` and `attentions.py` have the operators. Tensors (B, H, S, D) may have any strides but the last; their rows
-are numbered in the order (b, h, s), like the log-sum-exps.
+`states.py` and `attentions.py` have the operators. Tensors (B, H, S, D) have contiguous features; their other strides
+are arbitrary. Their rows are numbered in the order (b, h, s), like the log-sum-exps.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def merge_forward(
-    out_a, lse_a, out_b, lse_b, out, lse,  # (B, H, S, D), (B, H, S) each; the latter contiguous
+    out_a, lse_a, out_b, lse_b, out, lse,  # out*: (B, H, S, D); lse*: (B, H, S), contiguous
     rows, heads, positions,
     a_batch, a_head, a_position, b_batch, b_head, b_position, out_batch, out_head, out_position,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
@@ -35,7 +35,7 @@ def merge_forward(
 
 @triton.jit
 def merge_backward(
-    dout, dlse, out_a, lse_a, out_b, lse_b, dout_a, dlse_a, dout_b, dlse_b,  # as above; dlse may be None
+    dout, dlse, out_a, lse_a, out_b, lse_b, dout_a, dlse_a, dout_b, dlse_b,  # dout*, out*: (B, H, S, D)
     rows, heads, positions,
     d_batch, d_head, d_position, a_batch, a_head, a_position, b_batch, b_head, b_position,
     da_batch, da_head, da_position, db_batch, db_head, db_position,
@@ -81,7 +81,7 @@ def fold_lse_gradient(
     place = _place(row, heads, positions, o_batch, o_head, o_position)[:, None] + column[None, :]
     value = tl.load(out + place, mask=inside, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(gradient), axis=1)
-    ample = largest * limit >= tl.abs(extra)  # otherwise the gradient is negligible next to dlse
+    ample = largest * limit >= tl.abs(extra)  # False: the gradient is negligible next to dlse
     unit = gradient / tl.where(ample & (largest > 0), largest, 1.0)[:, None]
     factor = extra / tl.where(ample & (largest > 0), largest * tl.sum(unit * unit, axis=1), 1.0)
     only = (column == 0)[None, :] & ~ample[:, None]

@@ -46,8 +46,8 @@ def window_attention_forward(
 
 @triton.jit
 def window_attention_backward(
-    dout, packed, bias, padding, cosine_scale,  # as in forward; dout has the layout of out
-    dpacked, dbias, dpadding, dscale,  # as packed; (P, heads, N, N), (P, 3, heads, D), (P, heads) float32: sums
+    dout, packed, bias, padding, cosine_scale,  # inputs as in forward; dout (B, H, W, heads, D)
+    dpacked, dbias, dpadding, dscale,  # as packed; float32 sums (P, heads, N, N), (P, 3, heads, D), (P, heads)
     heads, height, width, down, across, windows, shift_h, shift_w, scale,
     WINDOW_H: tl.constexpr, WINDOW_W: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
     PADDING: tl.constexpr, COSINE: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
@@ -105,7 +105,7 @@ def window_attention_backward(
             to_value_padding += tl.sum(tl.where(beyond, dvalue, 0.0), axis=0)
     square = ((program * heads + head) * N + n)[:, None] * N + n[None, :]
     tl.store(dbias + square, to_bias, mask=(n < N)[:, None] & (n < N)[None, :])
-    if PADDING:  # results outside the map are dropped, so queries there get no gradient
+    if PADDING:  # forward drops results outside the map, so queries in the padding get no gradient
         start = dpadding + (program * 3 * heads + head) * D + feature
         tl.store(start, tl.zeros((BLOCK_D,), tl.float32), mask=feature < D)
         tl.store(start + heads * D, to_key_padding, mask=feature < D)
@@ -116,8 +116,8 @@ def window_attention_backward(
 
 @triton.jit
 def _places(n, window, height, width, down, across, shift_h, shift_w, WINDOW_H: tl.constexpr, WINDOW_W: tl.constexpr):
-    """(token, part, real, here) of positions n in a window: the index on the map; which of four parts a position
-    belongs to (in a window at the end of the map); whether it is in the window; whether it is in the map.
+    """(token, part, real, here) of positions n in a window. token: index on the map. part: which of up to four parts of
+    a shifted window. real: n is in the window. here: n is on the map, not in the padding.
     """
     row = window // across % down * WINDOW_H + n // WINDOW_W + shift_h
     column = window % across * WINDOW_W + n % WINDOW_W + shift_w
@@ -167,7 +167,7 @@ def _inverse_lengths(vectors):
 
 @triton.jit
 def _through_normalizing(gradient, vectors, inverse):
-    """The gradient of x, from that of x / max(|x|, 1e-12)."""
+    """The gradient of x, from the gradient of x / max(|x|, 1e-12)."""
     unit = tl.where((inverse < 1e12)[:, None], vectors.to(tl.float32) * inverse[:, None], 0.0)
     return (gradient - unit * tl.sum(gradient * unit, axis=1)[:, None]) * inverse[:, None]
 

@@ -11,16 +11,16 @@ The kernel applies the operations after the convolution to the sums, and stores 
   memory accelerator (TMA) of Hopper and later GPUs. A tap is the same box at another position, and TMA copies zeros for
   positions outside the image. So no element needs index arithmetic or a mask. For this purpose the image has five
   dimensions, (N, H / SH, SH, W / SW, SW C): the pixels that one tap reads are then contiguous in every dimension, for
-  any stride. Sums are kept as (channels, pixels), because the copied box changes its shape before the product, and
-  Triton then reads the box directly from shared memory only as the second operand. In the first kernel, each persistent
-  program computes many boxes. The program finishes one box in PARTS while the copies for the next one are in flight. In
-  the second kernel, a program computes one box.
+  any stride. Sums are (channels, pixels): the copied box is reshaped before the product, and Triton reads a reshaped
+  box directly from shared memory only as the second operand. A program of `conv_act_persistent` computes many boxes. It
+  stores one box in PARTS while the copies for the next one are in flight. A program of `conv_act_single` computes one
+  box.
 - `conv_act_gathered` loads by pointers, and supports any number of channels, any stride and any GPU.
 
 With SPLIT > 1, SPLIT programs share the steps through K. Each program writes float32 sums, and the last program to
-arrive adds them in order. No atomics touch a sum, so the bits are the same each time.
+arrive adds them in order. No sum uses atomics, so results are deterministic.
 
-`conv_act_finish` computes the operations that a library's convolution lacks. `conv_act_pack` lays out images of few
+`conv_act_finish` computes the operations after a library's convolution. `conv_act_pack` lays out images of few
 channels so that a line of a window is contiguous in memory.
 """
 
@@ -36,11 +36,11 @@ from rooftop.kernels.operands.triton_kernels.products import in_parts, plus_prod
 
 @triton.jit
 def conv_act_persistent(
-    image, weight, y, residual,  # descriptors: (N, H / SH, SH, W / SW, SW C), (O, taps C), (N, OH, OW, O) twice
+    image, weight, y, residual,  # descriptors: (N, H / SH, SH, W / SW, SW C), (O, taps C), (N, OH, OW, O) for both
     bias,  # (O,)
     images, lines, pixels, columns,  # N, OH, OW, O
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, WIDEN: tl.constexpr,
-    TAPS: tl.constexpr, KERNEL_WIDTH: tl.constexpr, BLOCKS: tl.constexpr,  # BLOCKS: C in blocks of DEPTH channels
+    TAPS: tl.constexpr, KERNEL_WIDTH: tl.constexpr, BLOCKS: tl.constexpr,  # BLOCKS: C / DEPTH, rounded up
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PADDING_H: tl.constexpr, PADDING_W: tl.constexpr,
     DILATION_H: tl.constexpr, DILATION_W: tl.constexpr,
     BATCH: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
@@ -83,8 +83,9 @@ def conv_act_single(
     BATCH: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     GROUP: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Computes one tile of one part of K. EARLY: launched while the previous kernel may still run; this kernel waits
-    for its results (programmatic dependent launch)."""
+    """Computes one tile of one part of K. EARLY: programmatic dependent launch: this kernel starts while the previous
+    one may still run, and waits for its results.
+    """
     if EARLY:
         gdc_wait()
     high, wide = tl.cdiv(lines, HEIGHT), tl.cdiv(pixels, WIDTH)
@@ -151,7 +152,7 @@ def conv_act_gathered(
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for step in range(part * STEPS, min(part * STEPS + STEPS, (DEPTHS + DEPTH - 1) // DEPTH)):
         lane = step * DEPTH + tl.arange(0, DEPTH)
-        if CHANNELS % DEPTH == 0:  # one tap a step
+        if CHANNELS % DEPTH == 0:  # each step is in one tap
             tap = step * DEPTH // CHANNELS
             down, right = tap // KERNEL_WIDTH * DILATION_H, tap % KERNEL_WIDTH * DILATION_W
             inside = (line + down >= 0) & (line + down < height) & (pixel + right >= 0) & (pixel + right < width)
@@ -180,15 +181,15 @@ def conv_act_gathered(
 
 @triton.jit
 def conv_act_finish(
-    sums, bias, residual, y, z,  # (M, N), a number for each column or row, (M, N), (M, N), (M, N)
+    sums, bias, residual, y, z,  # (M, N), (N,) or by row, (M, N), (M, N), (M, N)
     rows, units, channels,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
     BY_ROW: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """y = activation(sums + bias + residual), contiguous; z is the input of the activation. `units`: groups of UNIT
-    columns.
+    """y = activation(sums + bias + residual), contiguous. z is the input of the activation; `units` counts groups of
+    UNIT columns.
 
-    BY_ROW: channels come first, and a row is one channel of one image; otherwise a column is a channel.
+    BY_ROW: a row is one channel of one image (contiguous tensors). False: a column is a channel (channels last).
     """
     columns = units * UNIT
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -214,8 +215,8 @@ def conv_act_pack(
     rows, height, width, channels, target_height, left, source_image, source_channel, source_line, source_pixel,
     PIXEL: tl.constexpr, LINE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,  # LINE: TW * PIXEL
 ):  # fmt: skip
-    """Write images with channels last, PIXEL channels for each pixel, and `left` empty pixels before each line, with
-    zeros outside the source. `rows`: N * TH.
+    """Write images channels last, with PIXEL channels per pixel, `left` pixels of padding before each line, and zeros
+    outside the source. `rows`: N * TH.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, BLOCK)
@@ -246,8 +247,8 @@ def _add_step(
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Add the product over DEPTH channels of one tap to total."""
-    # For line o of the result, a tap reads line o * STRIDE + offset of the image. Padding by whole strides keeps the
-    # offset nonnegative, because division would round a negative offset the wrong way.
+    # For line o of the result, a tap reads line o * STRIDE + offset of the image. Padding in multiples of the stride
+    # keeps the offset nonnegative: division rounds a negative offset up instead of down.
     AHEAD_H: tl.constexpr = (PADDING_H + STRIDE_H - 1) // STRIDE_H
     AHEAD_W: tl.constexpr = (PADDING_W + STRIDE_W - 1) // STRIDE_W
     tap, block = step // BLOCKS, step % BLOCKS
@@ -266,7 +267,9 @@ def _finish_box(
     HAS_RESIDUAL: tl.constexpr, BATCH: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Stores activation(total + bias + residual), PARTS of the box one after the other; total is (channels, pixels)."""
+    """Stores activation(total + bias + residual), one of PARTS parts of the box after the other; total is (channels,
+    pixels).
+    """
     PIXELS: tl.constexpr = BATCH * HEIGHT * WIDTH // PARTS
     if HAS_BIAS:
         lane = column + tl.arange(0, COLUMNS)
@@ -304,9 +307,9 @@ def _finish_rows(
 
 @triton.jit
 def _is_last(total, sums, arrived, tile, tiles, part, SPLIT: tl.constexpr):
-    """Stores the sums of one part of K, and returns whether all other parts of the tile are stored already."""
+    """Store the sums of one part of K. Return whether all other parts of the tile were stored before."""
     tl.store(_places(sums, tile, tiles, part, total.shape[0], total.shape[1]), total)
-    tl.debug_barrier()  # all threads have stored before the count
+    tl.debug_barrier()  # all threads store before the counter is incremented
     return tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
 
 
@@ -320,6 +323,6 @@ def _sum_of_parts(sums, tile, tiles, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, 
 
 @triton.jit
 def _places(sums, tile, tiles, part, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """The positions of the sums of a part of a tile."""
+    """The addresses at which one part of K stores a tile's sums."""
     begin = (part * tiles + tile).to(tl.int64) * (HEIGHT * WIDTH)
     return sums + begin + tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]

@@ -14,8 +14,9 @@ def max_pool(
     PADDING_H: tl.constexpr, PADDING_W: tl.constexpr, DILATION_H: tl.constexpr, DILATION_W: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Compute HEIGHT lines of WIDTH pixels and CHANNELS channels of a result. Windows overlap, and the first-level
-    cache serves the elements that neighbouring windows share."""
+    """Compute HEIGHT lines of WIDTH pixels and CHANNELS channels of a result. Neighbouring windows overlap, and L1
+    serves the elements that they share.
+    """
     down, across = tl.cdiv(lines, HEIGHT), tl.cdiv(pixels, WIDTH)
     tile = tl.program_id(0)
     n = (tile // (down * across)).to(tl.int64)

@@ -52,7 +52,7 @@ def add_equal(
 
 @triton.jit
 def add_runs(
-    values, order, tokens,  # (*, D) rows; (items,) row numbers, or None: item i is row i; (items,) in order
+    values, order, tokens,  # (*, D) rows; (items,) row numbers, or None if item i is row i; (items,) sorted
     table, sums, sum_tokens,  # (V, D); (2 * programs, D) float32; (2 * programs,)
     items, width, table_rows, skipped, value_stride,
     INDIRECT: tl.constexpr, CHUNK: tl.constexpr, AHEAD: tl.constexpr, COLUMNS: tl.constexpr,
@@ -61,7 +61,7 @@ def add_runs(
 
     The sum of a run within the chunk is a row of the table. A run that began in an earlier chunk gives the first
     partial sum, and a run that begins here and continues in the next chunk gives the second. A missing partial sum has
-    the token -1; if one run fills the chunk and continues, it has that run's token and the value 0.
+    the token -1. If one run fills the chunk and continues, the second partial sum has its token and is 0.
     """
     chunk = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

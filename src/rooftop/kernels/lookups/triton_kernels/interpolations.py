@@ -2,8 +2,8 @@
 
 A program computes POINTS points and CHANNELS channels at a time. All loads of a block's eight corners are in flight
 before the first is used, and neighbouring threads read neighbouring channels. `units` counts groups of UNIT channels,
-so that the compiler knows a divisor of C and loads several channels at a time. All offsets of points are 64-bit.
-Deterministic: one program sums a point's gradient.
+so that the compiler knows a divisor of C and loads several channels at a time. All offsets of points are 64-bit. One
+program sums a point's gradient, so it is deterministic.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def trilinear_backward(
 
 @triton.jit
 def _upper_weights(points, point, count):
-    """The weights of the upper end in each dimension; those of the lower end are 1 minus these."""
+    """The weight w of the upper end in each dimension; the lower end has 1 - w."""
     known = point < count
     u = tl.load(points + point * 3, mask=known, other=0.0).to(tl.float32)
     v = tl.load(points + point * 3 + 1, mask=known, other=0.0).to(tl.float32)
@@ -104,5 +104,5 @@ def _end(upper, UPPER: tl.constexpr):
 
 @triton.jit
 def _slope(UPPER: tl.constexpr):
-    """The slope of an end's weight along its coordinate."""
+    """The derivative of an end's weight with respect to its coordinate."""
     return 0.5 if UPPER else -0.5

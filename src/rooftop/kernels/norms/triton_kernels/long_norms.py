@@ -1,11 +1,11 @@
 """Triton kernels of layer norm and RMS norm for rows that do not fit a program's registers; `norms.py` has shared
 functions.
 
-Forward reads a row twice, with so few persistent programs that L2 still holds most of the row at the second pass. The
-second pass runs from the end to the beginning, so it starts with the part that was read last. Backward has two kernels:
-the first computes sums along rows; the second works on tiles of columns with these sums, and adds up over their rows.
+Forward reads a row twice. So few persistent programs run that L2 still holds most of the row in the second pass. That
+pass runs from the end to the beginning, so it starts with the part that was read last. Backward has two kernels. The
+first computes sums along rows. The second uses these sums, computes dx in blocks of columns, and sums over rows.
 
-SHIFT: rows begin at odd addresses, and the kernel loads the groups of eight elements that enclose them (norms.py).
+SHIFT: rows begin at odd addresses, so the kernel loads the groups of eight elements that enclose them (norms.py).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def norm_forward_long(
             else:
                 seen = tl.cast(block + 1, tl.float32)
                 inverse = 1.0 / seen
-                if SHIFT:  # the first lanes begin one block later
+                if SHIFT:  # the first lanes are in the previous row in block 0
                     inverse = tl.where(place % COLUMNS < shift, 1.0 / tl.maximum(seen - 1.0, 1.0), inverse)
                 step = tl.where(inside, values - lane_mean, 0.0)
                 lane_mean += step * inverse
@@ -81,7 +81,7 @@ def norm_forward_long(
         scale = 1.0 / tl.sqrt(tl.sum(lane_squares, axis=0) * (1.0 / columns) + eps)
         tl.store(rstd + row, scale)
         if total is not None:
-            tl.debug_barrier()  # below, the program reads data that other threads have stored
+            tl.debug_barrier()  # below, threads read what other threads have stored
         for behind in tl.range(0, blocks, num_stages=STAGES):
             place = (blocks - 1 - behind) * COLUMNS + lane
             if total is not None:
@@ -108,7 +108,8 @@ def norm_row_sums(
     RMS: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute the means along long rows that dx needs: the mean of dy * weight, and the mean of dy * weight times the
-    normalized x. The third result is the rounding error of x's mean (norms.py)."""
+    normalized x. The third result is the rounding error of the mean of x (norms.py).
+    """
     CORRECTED: tl.constexpr = not RMS and x.dtype.element_ty == tl.float32
     columns = units * UNIT
     row = tl.program_id(0).to(tl.int64)
@@ -149,13 +150,13 @@ def norm_row_sums(
 
 @triton.jit
 def norm_backward_long(
-    dy, dtotal, x, weight, mean, rstd, sums, dx,  # (M, N), (M, N) or None, (M, N), as above, (M, N)
+    dy, dtotal, x, weight, mean, rstd, sums, dx,  # (M, N), (M, N) or None, (M, N), (N,), (M,), (M,), (3, M), (M, N)
     partial,  # (chunks, 2, N) float32
     rows, units, dy_stride, dtotal_stride, x_stride,
     RMS: tl.constexpr, SUM_WEIGHT: tl.constexpr, SUM_BIAS: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr,
     COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute dx of a block of columns in every (number of chunks)-th row, and the sums over the same rows.
+    """Compute dx of a block of columns in every (number of chunks)-th row, and partial sums over these rows.
 
     With SHIFT the number of chunks is a multiple of eight, so that all rows of a program have the same shift.
     """

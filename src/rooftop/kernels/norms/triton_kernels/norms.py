@@ -1,29 +1,29 @@
 """Triton kernels of layer norm and RMS norm, of x or of x + input_bias + residual; `launches.py` launches them.
 
-Rows that fit a program's registers are read from memory once. A tile is ROWS rows by BLOCKS blocks of COLUMNS elements.
-Float32 values are computed block by block: between two passes over a row, only its elements as loaded stay in
-registers. If the length of a row is not a power of two, masks cover only a part of the last block. Backward is
-persistent: while a program computes a tile, its next tiles are loaded to shared memory (STAGES). The sums for the
-gradients of weight and bias stay in registers until the end. `triton_kernels/long_norms.py` has the kernels for longer
-rows.
+Rows that fit in a program's registers are read from memory once. A tile is ROWS rows by BLOCKS blocks of COLUMNS
+elements. Float32 values are computed block by block. Between two passes over a row, only its elements in their own
+dtype stay in registers. If the length of a row is not a power of two, masks cover only a part of the last block.
+Backward is persistent: while a program computes a tile, its next tiles are loaded to shared memory (STAGES). The sums
+for the gradients of weight and bias stay in registers until the end. `triton_kernels/long_norms.py` has the kernels for
+longer rows.
 
 Statistics are float32. The variance comes from squared deviations from the mean instead of from squares, so rows with a
 large common offset keep their accuracy. The mean itself is rounded to float32; in a row with a large offset its error
 exceeds the rounding of the deviations. For float32 rows (CORRECTED) the kernel therefore subtracts the mean of the
-deviations too. A sum is multiplied by 1 / N, not divided by N, because the fast division is not exact even for N = 1. A
-sum with a residual is rounded before it is normalized, so that backward, which reads the stored sum, uses the same
-numbers. In nearly constant rows the large 1 / std would magnify a difference.
+deviations too. Means multiply by 1 / N, because the fast division by N is not exact even for N = 1. x + residual is
+rounded before it is normalized, because backward reads the rounded sum. In nearly constant rows a difference would be
+magnified by the large 1 / std.
 
 `units` and the strides count groups of UNIT elements, so that the compiler knows a divisor of N and loads several
-elements at a time; EVEN says that N fills the tile. All offsets of rows are 64-bit. No code is compiled
-for tensors that are None.
+elements at a time. EVEN: N fills the tile. All offsets of rows are 64-bit. No code is compiled for tensors that are
+None.
 
-Shifted kernels are for two-byte elements and an N that eight does not divide, whose rows begin at odd addresses. They
-load the groups of eight elements that enclose a row, 16 bytes at a time; lane i then holds column i - shift. A program
-works on rows whose distance is a multiple of eight. These rows have the same shift, so weights and sums stay in the
-same lanes. Blocks from 1 to before WHOLE contain no end of a row. Whole groups are stored 16 bytes at a time, and the
-two groups at a row's ends one element at a time. The number of rows is a multiple of eight, so no group reaches past
-the tensor.
+Shifted kernels are for rows of two-byte elements whose length N is not a multiple of eight. Such rows begin at odd
+addresses. The kernels load the groups of eight elements that enclose a row, 16 bytes at a time; lane i then holds
+column i - shift. A program works on rows whose distance is a multiple of eight. These rows have the same shift, so
+weights and sums stay in the same lanes. Blocks 1 to WHOLE - 1 contain no end of a row. Whole groups are stored 16 bytes
+at a time, and the two groups at a row's ends one element at a time. The number of rows is a multiple of eight, so no
+group reaches past the tensor.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def norm_forward_shifted(
     RMS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Normalizes every (number of programs)-th tile of rows; all of a program's parameters stay in registers."""
+    """Normalizes every (number of programs)-th tile of rows. Weight, bias and input bias stay in registers."""
     lane = tl.arange(0, COLUMNS)
     shift = shift_of(tl.program_id(0) * ROWS + tl.arange(0, ROWS), columns)[:, None]  # (ROWS, 1)
     weights = ()  # the weights of all blocks, as loaded
@@ -227,9 +227,8 @@ def norm_backward(
 ):  # fmt: skip
     """Computes dx, and partial sums for weight and bias.
 
-    dtotal: a gradient that reaches x without passing the norm, or None. HOLD: the weight stays in registers throughout;
-    otherwise the kernel prefetches it like the rows. AGAIN: rows that do not fit in registers together with their sums
-    are loaded again for the second pass.
+    dtotal: a gradient that is added to dx, or None. HOLD: the weight stays in registers; if not, the kernel prefetches
+        it like the rows. AGAIN: the second pass loads rows again, because they do not fit in registers beside the sums.
     """
     CORRECTED: tl.constexpr = not RMS and x.dtype.element_ty == tl.float32
     columns = units * UNIT
@@ -242,7 +241,7 @@ def norm_backward(
             held = held + (parameters(weight, block * COLUMNS + lane, columns, EVEN or block < BLOCKS - 1)[None, :],)
         weight_sums = weight_sums + (tl.zeros((ROWS, COLUMNS), tl.float32),)
         bias_sums = bias_sums + (tl.zeros((ROWS, COLUMNS), tl.float32),)
-    # A program takes every (number of programs)-th tile of rows, the same in each run, so the sums are deterministic.
+    # A program computes every (number of programs)-th tile of rows in each run, so the sums are deterministic.
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
         dy_rows = dy + row[:, None] * (dy_stride * UNIT) + lane[None, :]  # (ROWS, COLUMNS)
@@ -251,7 +250,7 @@ def norm_backward(
         if not RMS:
             average = tl.load(mean + row, mask=row < rows, other=0.0)[:, None]
         scale = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
-        gradients = ()  # dy, and x below: all blocks, as loaded
+        gradients = ()  # all blocks of dy, as loaded
         values = ()
         for block in tl.static_range(BLOCKS):
             inside = is_inside(row, rows, block * COLUMNS + lane, columns, EVEN or block < BLOCKS - 1)
@@ -341,9 +340,7 @@ def norm_backward_shifted(
     RMS: tl.constexpr, SUM_WEIGHT: tl.constexpr, SUM_BIAS: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Like `norm_backward`, for rows at odd addresses. Each row of a tile has its own shift, and therefore its own
-    sums.
-    """
+    """`norm_backward` for rows at odd addresses. Each row of a tile has its own shift, and therefore its own sums."""
     lane = tl.arange(0, COLUMNS)
     first = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     shift = shift_of(first, columns)[:, None]  # (ROWS, 1)
@@ -436,7 +433,7 @@ def add_partial_sums(
     programs, columns,
     SUM_WEIGHT: tl.constexpr, SUM_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of weight and bias: partial sums added in their order."""
+    """The gradients of weight and bias. The program adds partial sums in their order."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     if SUM_WEIGHT:
         total = _sum_of_rows(partial, programs, column, columns, ROWS, COLUMNS)
@@ -451,7 +448,7 @@ def add_partial_sums(
 
 @triton.jit
 def parameters(pointer, column, columns, FULL: tl.constexpr):
-    """A parameter with one value per column, in float32, and 0 past the end. FULL: all columns exist."""
+    """A block of a parameter (N,) in float32, 0 past the end. FULL: no column is past the end."""
     if FULL:
         return tl.load(pointer + column).to(tl.float32)
     else:
@@ -466,15 +463,16 @@ def shift_of(row, columns):
 
 @triton.jit
 def enclosing(row, columns):
-    """Start of the group of eight that contains a row's first element, in a form that shows the compiler the divisor
-    eight.
+    """Start of the group of eight that contains a row's first element. The last operation is * 8, so the compiler knows
+    the divisor 8.
     """
     return (row * columns) // 8 * 8
 
 
 @triton.jit
 def load_shifted(place, lane, shift, columns, ENDS: tl.constexpr):
-    """Elements of rows (ROWS, COLUMNS), loaded by groups; elements of a neighbouring row become 0. shift (ROWS, 1).
+    """Elements of rows (ROWS, COLUMNS), loaded in groups of eight; elements of a neighbouring row become 0. shift:
+    (ROWS, 1).
 
     ENDS: the block may contain an end of a row.
     """
@@ -488,7 +486,7 @@ def load_shifted(place, lane, shift, columns, ENDS: tl.constexpr):
 
 @triton.jit
 def store_shifted(place, values, lane, shift, columns, ENDS: tl.constexpr):
-    """Stores whole groups at once. A group that also belongs to a neighbouring row is stored one element at a time."""
+    """Stores groups of eight at once. A group that overlaps a neighbouring row is stored one element at a time."""
     position = lane[None, :]
     if ENDS:
         begin = (shift + 7) // 8 * 8

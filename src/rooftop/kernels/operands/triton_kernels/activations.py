@@ -1,10 +1,10 @@
-"""Activations and their gradients, for kernels that complete products.
+"""Activations and their gradients, for the epilogues of products.
 
-Activations take a tenth of the product's time unless they overlap with it. Most of that time is spent in the unit for
-exponentials and reciprocals, which is 8 times slower than multiplication. HALF: results are rounded to 16 bits. Each
-activation then needs one exponential and a polynomial (`normal_below`, `_reciprocal`), with errors far below that
-rounding. Activations of float32 are as accurate as PyTorch's: exponentials of reduced arguments, divisions that round
-correctly, no cancellation.
+Unless an activation overlaps with the product, it adds a tenth to the product's time. Most of that is spent in the
+special function unit, whose exponentials and reciprocals are 8 times slower than multiplications. HALF: results are
+rounded to 16 bits, so each activation uses one exponential and a polynomial (`normal_below`, `_reciprocal`), with
+errors far below that rounding. In float32, activations are as accurate as PyTorch's: exponentials have reduced
+arguments, divisions round correctly, and no terms cancel.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SIGMOID = tl.constexpr(5)
 
 @triton.jit
 def activated(values, ACTIVATION: tl.constexpr, HALF: tl.constexpr):
-    """float32 in and out; HALF: the result is rounded to 16 bits. NaN stays NaN."""
+    """Activation of float32 values; HALF: accurate enough to be rounded to 16 bits. NaN stays NaN."""
     if ACTIVATION == RELU:
         values = tl.where(values < 0.0, 0.0, values)
     elif ACTIVATION == GELU:
@@ -52,7 +52,7 @@ def activated(values, ACTIVATION: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def activation_gradient(gradient, value, ACTIVATION: tl.constexpr, OF_OUTPUT: tl.constexpr, HALF: tl.constexpr):
-    """gradient * activation'; value is the result if OF_OUTPUT, else the activation's input."""
+    """gradient * activation'. `value` is the activation's result if OF_OUTPUT, else its input."""
     if ACTIVATION == RELU:
         result = tl.where(value <= 0.0, 0.0, gradient)
     elif ACTIVATION == GELU:
@@ -90,7 +90,7 @@ def activation_gradient(gradient, value, ACTIVATION: tl.constexpr, OF_OUTPUT: tl
 
 @triton.jit
 def _gelu_argument(values):
-    """(1 + tanh(u)) / 2 is sigmoid(2 u): this function returns 2 u = 2 sqrt(2 / pi) (v + 0.044715 v^3)."""
+    """2 u = 2 sqrt(2 / pi) (v + 0.044715 v^3), the argument for which (1 + tanh(u)) / 2 = sigmoid(2 u)."""
     return 1.5957691216057308 * values * (1.0 + 0.044715 * values * values)
 
 
@@ -107,8 +107,8 @@ def _sigmoid(values, HALF: tl.constexpr):
 
 @triton.jit
 def _shares(values):
-    """(sigmoid(v), sigmoid(-v)) in float32. The second is not computed as 1 minus the first, which would lose small
-    values.
+    """(sigmoid(v), sigmoid(-v)) in float32. Small values of sigmoid(-v) stay accurate: it is not computed as 1 -
+    sigmoid(v).
     """
     small = exponential(-tl.abs(values), True)
     larger = tl.div_rn(1.0, 1.0 + small)
@@ -124,7 +124,7 @@ def _exponential(size):
 
 @triton.jit
 def _reciprocal(small):
-    """1 / (1 + small) for small in [0, 1]: the best polynomial of degree 6 that is 1 at 0, within 1e-5 of it."""
+    """1 / (1 + small) for small in [0, 1], within 1e-5, by the best polynomial of degree 6 that is 1 at 0."""
     value = small * 0.07440771907567978 - 0.33152881264686584
     value = value * small + 0.6789292693138123
     value = value * small - 0.9098189473152161

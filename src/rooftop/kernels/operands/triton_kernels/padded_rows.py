@@ -11,7 +11,9 @@ def pad_rows(
     x, result, rows, columns, result_rows, result_columns, row_stride, column_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """result (result_rows, result_columns), contiguous: x (rows, columns), and zeros."""
+    """Fill result (result_rows, result_columns), contiguous, with x (rows, columns) and zeros after its rows and
+    columns.
+    """
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = (tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     inside = (row < rows) & (column < columns)

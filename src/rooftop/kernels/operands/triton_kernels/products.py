@@ -1,4 +1,4 @@
-"""Functions of kernels that multiply matrices: the next tile, a step of a product, a tile in parts."""
+"""Functions of kernels that multiply matrices: order of tiles, steps of a product, parts of a tile."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import triton.language as tl
 
 @triton.jit
 def tile_place(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
-    """(row, column) of a tile. The order goes down GROUP rows of tiles, then to the next column; after the last column,
-    to the next GROUP rows.
+    """(row, column) of a tile. Tiles are ordered in bands of GROUP rows of tiles; within a band the order is column by
+    column.
     """
     band = tile // (GROUP * column_tiles)
     height = min(row_tiles - band * GROUP, GROUP)
@@ -28,7 +28,7 @@ def plus_product(left, right, total, PRECISION: tl.constexpr, WIDEN: tl.constexp
 
 @triton.jit
 def in_parts(values, PARTS: tl.constexpr):
-    """(ROWS, COLUMNS) as a tuple of 1, 2 or 4 tensors of neighbouring columns."""
+    """Split (ROWS, COLUMNS) into a tuple of 1, 2 or 4 tensors of neighbouring columns."""
     if PARTS == 1:
         return (values,)
     else:

@@ -1,4 +1,4 @@
-"""Functions of kernels that work on rows: masks of existing elements, and sums over lanes."""
+"""Functions of kernels over rows: masks of the elements inside a tensor, and reductions over lanes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def tile_of_program(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def is_inside(row, rows, column, columns, FULL: tl.constexpr):
-    """Mask of the elements of a block that exist: (ROWS, 1) if all columns are inside (FULL), else (ROWS, COLUMNS)."""
+    """Mask of a block's elements inside the tensor: (ROWS, 1) if all columns are inside (FULL), else (ROWS,
+    COLUMNS).
+    """
     inside = (row < rows)[:, None]
     if not FULL:
         inside = inside & (column < columns)[None, :]
@@ -29,7 +31,7 @@ def is_inside(row, rows, column, columns, FULL: tl.constexpr):
 def fold_scores(largest, total, scores, GROUP: tl.constexpr):
     """Update each lane's maximum and its sum of exp(score - maximum) with GROUP more neighbouring scores.
 
-    The sum is rescaled once for each group, not once for each score. A lane that has only seen -inf has a sum of 0.
+    The sum is rescaled once per group instead of once per score. A lane whose scores are all -inf has a sum of 0.
     """
     groups = tl.reshape(scores, (scores.shape[0] // GROUP, GROUP))
     higher = tl.maximum(largest, tl.max(groups, axis=1))

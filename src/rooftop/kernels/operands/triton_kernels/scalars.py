@@ -1,6 +1,6 @@
 """Functions that kernels of elementwise expressions call; `elementwise/expression_sources.py` writes the kernels.
 
-With PRECISE, results are as accurate as PyTorch's in float32. Otherwise they need fewer instructions, and are accurate
+With PRECISE, results are as accurate as PyTorch's in float32. Without it, they take fewer instructions and are accurate
 enough for half precision. These functions call only what Triton's interpreter supports (no libdevice).
 """
 
@@ -22,13 +22,13 @@ FLOAT_MIDDLE = tl.constexpr(1.5 * 2.0**23)
 FLOAT_MIDDLE_BITS = tl.constexpr(0x4B400000)
 DOUBLE_MIDDLE = tl.constexpr(1.5 * 2.0**52)
 DOUBLE_BEYOND = tl.constexpr(2.0**52 + 2.0**31)
-DOUBLE_BEYOND_BITS = tl.constexpr(0x4330000080000000)  # flipping the sign bit of 32 bits adds 2^31
+DOUBLE_BEYOND_BITS = tl.constexpr(0x4330000080000000)  # XOR with an int32 x gives x + 2^31
 
 
 @triton.jit
 def exponential(x, PRECISE: tl.constexpr):
-    """exp(x). The hardware's 2^(x log2 e) loses the rounding error of the product; the method of Cody and Waite 1980
-    keeps it.
+    """exp(x). The hardware's 2^(x log2 e) suffers from the rounding error of the product; the method of Cody and Waite
+    1980 corrects it.
     """
     if PRECISE:
         n = tl.minimum(tl.maximum(tl.floor(x * LOG2_E + 0.5), -126.0), 127.0)
@@ -40,14 +40,16 @@ def exponential(x, PRECISE: tl.constexpr):
 
 @triton.jit
 def exponential_minus_1(x, PRECISE: tl.constexpr):
-    """2 t / (1 - t), t = tanh(x / 2), near 0, where exp(x) - 1 would cancel."""
+    """exp(x) - 1; near 0, where this would cancel, 2 t / (1 - t) with t = tanh(x / 2)."""
     t = _tanh_near_0(0.5 * tl.where(tl.abs(x) < 1.0, x, 0.0))
     return tl.where(tl.abs(x) < 1.0, tl.div_rn(2.0 * t, 1.0 - t), exponential(x, PRECISE) - 1.0)
 
 
 @triton.jit
 def logarithm_of_1_plus(x):
-    """log(u) x / (u - 1), u = 1 + x rounded: Goldberg 1991, "What every computer scientist should know", theorem 4."""
+    """log(1 + x) as log(u) x / (u - 1), where u is 1 + x rounded: Goldberg 1991, "What every computer scientist should
+    know", theorem 4.
+    """
     u = 1.0 + x
     apart = u - 1.0
     near = tl.div_rn(tl.log(u) * x, tl.where(apart == 0.0, 1.0, apart))
@@ -62,7 +64,7 @@ def logistic(x, PRECISE: tl.constexpr):
 
 @triton.jit
 def hyperbolic_tangent(x, PRECISE: tl.constexpr):
-    """1 - 2 / (exp(2 |x|) + 1), or a polynomial near 0."""
+    """tanh(x): 1 - 2 / (exp(2 |x|) + 1) with the sign of x, or a polynomial near 0."""
     size = tl.abs(x)
     far = 1.0 - quotient(2.0, exponential(2.0 * size, PRECISE) + 1.0, PRECISE)
     return tl.where(size < 0.6, _tanh_near_0(x), tl.where(x < 0, -far, far))
@@ -70,7 +72,7 @@ def hyperbolic_tangent(x, PRECISE: tl.constexpr):
 
 @triton.jit
 def normal_distribution(x, PRECISE: tl.constexpr):
-    """Phi(x); for NaN it may be 1."""
+    """Phi(x), the normal distribution function; it may be 1 for NaN."""
     if PRECISE:
         return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
@@ -80,10 +82,10 @@ def normal_distribution(x, PRECISE: tl.constexpr):
 
 @triton.jit
 def normal_below(size):
-    """Phi(-size), the normal distribution, for size in [0, 14]: 2 to the power of the best polynomial of degree 8 for
-    log2 Phi.
+    """Phi(-size) of the normal distribution for size in [0, 14], as 2^P(size) with the best polynomial P of degree 8.
 
-    The error is 4e-5 of the value up to 5.8 (where float16 ends), 7e-4 up to 13.2, and absolute 1e-38 beyond.
+    The relative error is 4e-5 up to 5.8 (where float16 underflows) and 7e-4 up to 13.2. Beyond, the absolute error is
+    1e-38.
     """
     power = size * 3.958181338248323e-08 - 2.3413381313730497e-06
     power = power * size + 5.956412132945843e-05
@@ -97,7 +99,7 @@ def normal_below(size):
 
 @triton.jit
 def _tanh_near_0(x):
-    """For |x| < 0.6: x + x^3 P(x^2)."""
+    """tanh(x) for |x| < 0.6, as x + x^3 P(x^2)."""
     s = x * x
     p = TANH_5
     p = p * s + TANH_4
@@ -145,7 +147,7 @@ def power(a, b, PRECISE: tl.constexpr):
 
 @triton.jit
 def round_half_even(x):
-    """The nearest integer; ties go to the even one, as in torch.round."""
+    """The nearest integer, with ties to even, as in torch.round."""
     low = tl.floor(x)
     part = x - low
     even = tl.floor(low * 0.5) * 2.0 == low
@@ -154,9 +156,10 @@ def round_half_even(x):
 
 @triton.jit
 def nearest_integer(x):
-    """The nearest integer, with ties to the even one, for |x| up to 2^22 in float32. In float64 this returns its lower
-    32 bits, for |x| up to 2^51. A sum beyond 2^23 or 2^52 has no fraction, and holds the integer in its last bits. GPUs
-    add doubles four times as fast as they convert them."""
+    """The nearest integer, with ties to even, for |x| up to 2^22 in float32; in float64, its lower 32 bits for |x| up
+    to 2^51. It adds 1.5 * 2^23 or 1.5 * 2^52: the sum has no fraction, and its last bits are the integer. GPUs add
+    doubles four times as fast as they convert them.
+    """
     if x.dtype == tl.float64:
         return (x + DOUBLE_MIDDLE).to(tl.int64, bitcast=True).to(tl.int32)
     else:
@@ -165,8 +168,9 @@ def nearest_integer(x):
 
 @triton.jit
 def double_of(x):
-    """An integer of at most 32 bits as float64. 2^52 + 2^31 + x is assembled from bits, and then 2^52 + 2^31 is
-    subtracted. This is exact, and four times as fast as a conversion."""
+    """An integer of at most 32 bits as float64. The function assembles the bits of 2^52 + 2^31 + x, and subtracts 2^52
+    + 2^31. This is exact, and four times as fast as a conversion.
+    """
     bits = (x.to(tl.int32).to(tl.int64) & 0xFFFFFFFF) ^ DOUBLE_BEYOND_BITS
     return bits.to(tl.float64, bitcast=True) - DOUBLE_BEYOND
 

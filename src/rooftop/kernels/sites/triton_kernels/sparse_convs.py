@@ -4,18 +4,18 @@ A neighbour table has a row for each result and a column for each tap of the win
 or -1. Sites outside the features count as -1. WIDE: some offset needs 64 bits.
 
 `sparse_conv_rows` is a product of two matrices, and the first one is never stored. The rows of the product are results,
-and its columns are channels of the result. K runs over the taps and, within a tap, over the channels. A bit mask
-contains the taps that a tile of rows has. The loop takes the lowest bit, and clears it after the tap's channels. So the
-loop has no branch, and the loads of later steps are in flight while a step is multiplied.
+and its columns are channels of the result. K runs over the taps and, within a tap, over the channels. A bit mask has
+the taps of a tile of rows. The loop takes the lowest bit, and clears it after the tap's channels. So the loop has no
+branch, and the loads of later steps are in flight while a step is multiplied.
 
 `sparse_conv_weight_gradient` reduces over pairs of a site and a result, tap by tap, in pieces of equal length that
-`sum_pieces` adds up. In a sorted table the pairs of a tap are close together: `block_bits` and `list_blocks` list the
-blocks that contain a tap. For other tables `count_pairs`, `start_pairs` and `list_pairs` list the pairs themselves; the
-table alone determines each pair's position. Without lists, `sparse_conv_weight_gradient` reads all rows.
+`sum_pieces` adds up. In a sorted table the pairs of a tap are close together, and `block_bits` and `list_blocks` list
+the blocks of rows that contain a tap. For unsorted tables `count_pairs`, `start_pairs` and `list_pairs` list the pairs
+themselves; the position of a pair in its list depends only on the table. Without lists, `sparse_conv_weight_gradient`
+reads all rows.
 
-`neighbour_bits`, `count_bits` and `mask_keys` compute the keys for sorting rows; `sort_table` writes the table in that
-order. Tables are read along taps, and lists are written along rows, because these are the directions in which their
-memory is contiguous.
+`neighbour_bits`, `count_bits` and `mask_keys` compute the keys by which rows are sorted; `sort_table` writes the sorted
+table. Kernels read tables along taps and write lists along rows, the directions in which this memory is contiguous.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rooftop.kernels.operands.triton_kernels.products import plus_product
 @triton.jit
 def sparse_conv_rows(
     features, weight, bias, neighbours,  # (N, C), (O, T, C), (O,), (M, T)
-    order, out,  # (M,), or SORTED (1 + words + T, M): order, bits and sites by tap; (M, O)
+    order, out,  # order (M,), or if SORTED (1 + words + T, M): order, bits, sites by tap; out (M, O)
     sites, rows,  # N, M
     HAS_BIAS: tl.constexpr, HAS_ORDER: tl.constexpr, SORTED: tl.constexpr, MIRRORED: tl.constexpr, WIDE: tl.constexpr,
     TAPS: tl.constexpr, CHANNELS: tl.constexpr, OUT_CHANNELS: tl.constexpr,
@@ -39,7 +39,7 @@ def sparse_conv_rows(
 ):  # fmt: skip
     """out[m] = bias + sum over taps t of weight[:, t] features[neighbours[m, t]].
 
-    MIRRORED: the taps of the weight are used from last to first. WIDTH: taps that are examined together.
+    MIRRORED: the taps of the weight are in reverse order. WIDTH: number of taps that are examined together.
     """
     WORDS: tl.constexpr = (TAPS + 31) // 32
     column_tiles: tl.constexpr = (OUT_CHANNELS + COLUMNS - 1) // COLUMNS
@@ -67,7 +67,7 @@ def sparse_conv_rows(
         bits = tl.sum(present << tl.arange(0, WIDTH), axis=0)
         steps = tl.sum(present, axis=0).to(tl.int32) * blocks
         for step in range(steps):
-            # The exponent of a power of two, as a float, is the index of its bit.
+            # bits & -bits is the lowest bit; as a float, its exponent is its index.
             tap = first_tap + ((bits & -bits).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
             if SORTED:
                 site = tl.load(order + (_line(1 + WORDS + tap, rows, WIDE) + position), mask=inside, other=-1)
@@ -108,9 +108,9 @@ def sparse_conv_weight_gradient(
 ):  # fmt: skip
     """The sum of gradient[m] features[n]^T over one piece of a tap's pairs (n, m).
 
-    LISTED: `lists` has each tap's pairs (2, T, capacity). With BLOCK it has blocks of BLOCK rows of the sorted table
-    (T, capacity), which `_pieces` cuts for about `parts` programs. Otherwise the rows of the table are cut into `parts`
-    for each tap. WHOLE: there is one part, and `sums` is (O, T, C).
+    LISTED: `lists` has each tap's pairs (2, T, capacity). With BLOCK it has (T, capacity) blocks of BLOCK rows of the
+    sorted table. `_pieces` cuts the lists for about `parts` programs. Not LISTED: each tap's rows of the table are cut
+    into `parts`. WHOLE: there is one part, and `sums` is (O, T, C).
     """
     WORDS: tl.constexpr = (TAPS + 31) // 32
     piece = tl.program_id(0)
@@ -119,7 +119,7 @@ def sparse_conv_weight_gradient(
     channel = tl.program_id(1) % in_tiles * INS + tl.arange(0, INS)
     if LISTED:
         count, length, begin, end = _pieces(counts, capacity, parts, TAPS, LANES, DEPTH, BLOCK)
-        tap = tl.sum((end <= piece).to(tl.int32), axis=0)  # past the last piece: LANES
+        tap = tl.sum((end <= piece).to(tl.int32), axis=0)  # LANES for programs past the last piece
         here = tl.arange(0, LANES) == tap
         first = (piece - tl.sum(tl.where(here, begin, 0), axis=0)) * length
         last = tl.minimum(first + length, tl.sum(tl.where(here, count, 0), axis=0))
@@ -177,7 +177,7 @@ def sum_pieces(
     CHANNELS: tl.constexpr, OUT_CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
     PIECES: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
-    """The sum of a tap's pieces, always in the same order; zero without pieces."""
+    """The sum of a tap's pieces in a fixed order; 0 without pieces."""
     size: tl.constexpr = OUT_CHANNELS * CHANNELS
     tap = tl.program_id(0)
     element = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
@@ -207,11 +207,11 @@ def neighbour_bits(
     rows,
     TAPS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Bit t % 32 of word t // 32 says whether a row has a neighbour at tap t."""
+    """Set bit t % 32 of word t // 32 of a row's mask if the row has a neighbour at tap t."""
     WORDS: tl.constexpr = (TAPS + 31) // 32
     row = _rows(ROWS, WIDE)
     for word in range(WORDS):
-        # 2^31 - 1, the largest number of rows: every neighbour counts as existing
+        # with 2^31 - 1 sites, every index >= 0 counts as a neighbour
         known = _known(neighbours, row, row < rows, word * 32, 2147483647, TAPS, 32)
         bits = tl.sum(known.to(tl.uint32) << tl.arange(0, 32).to(tl.uint32)[None, :], axis=1)
         tl.store(masks + row * WORDS + word, bits.to(tl.int32, bitcast=True), mask=row < rows)
@@ -238,10 +238,10 @@ def mask_keys(
     rows,
     WORDS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The position of a mask in a Gray code whose slowest bit is the rarest one, so that neighbours in that order
-    differ in few bits.
+    """The position of each mask in a Gray code whose slowest bit is the rarest one. Neighbours in this order differ in
+    few bits.
 
-    For masks of more than 64 bits, only the rarest 64 bits count.
+    For masks of more than 64 bits, only the 64 rarest bits count.
     """
     KEY_BITS: tl.constexpr = 32 if WORDS == 1 else 64
     row = _rows(ROWS, WIDE)
@@ -268,7 +268,7 @@ def mask_keys(
     if WORDS > 1:
         code ^= code >> 32
     kind = keys.dtype.element_ty
-    key = code.to(kind, bitcast=True) ^ (tl.full((), 1, kind) << (KEY_BITS - 1))  # to the order of signed integers
+    key = code.to(kind, bitcast=True) ^ (tl.full((), 1, kind) << (KEY_BITS - 1))  # unsigned order as signed integers
     tl.store(keys + row, key, mask=row < rows)
 
 
@@ -278,7 +278,7 @@ def sort_table(
     rows,
     TAPS: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The order, then the bits of each row, then its sites by tap, for the rows in that order."""
+    """Write a sorted table: the order, the bits of each row, and the sites by tap, with the rows in that order."""
     WORDS: tl.constexpr = (TAPS + 31) // 32
     position = _rows(ROWS, WIDE)
     inside = position < rows
@@ -303,7 +303,7 @@ def block_bits(
     rows, blocks,
     TAPS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Bit t % 32 of word t // 32 says whether one of BLOCK rows of a sorted table has tap t."""
+    """Set bit t % 32 of word t // 32 of a block if one of its BLOCK rows of a sorted table has tap t."""
     WORDS: tl.constexpr = (TAPS + 31) // 32
     block = tl.program_id(0)
     position = block * BLOCK + tl.arange(0, BLOCK)
@@ -320,7 +320,7 @@ def list_blocks(
     blocks,
     SCANNED: tl.constexpr,
 ):  # fmt: skip
-    """The blocks that have a tap, ascending, and their number."""
+    """For each tap, the blocks that have it, ascending, and the number of these blocks."""
     tap = tl.program_id(0)
     before = tl.zeros((), tl.int32)
     for first in range(0, blocks, SCANNED):
@@ -358,7 +358,7 @@ def start_pairs(
     blocks,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The number of pairs of a tap before each block of rows, and in total."""
+    """For each tap, the number of pairs before each block of rows, and in total."""
     tap = tl.program_id(0)
     line = _line(tap, blocks, True)
     before = tl.zeros((), tl.int32)
@@ -376,7 +376,7 @@ def list_pairs(
     sites, rows, capacity,
     TAPS: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Sites, then rows, of the pairs of each tap, in row order."""
+    """For each tap, the sites and the rows of its pairs, in ascending order of rows."""
     row = _rows(ROWS, WIDE)
     programs = tl.num_programs(0)
     for first_tap in range(0, TAPS, WIDTH):
@@ -397,9 +397,11 @@ def list_pairs(
 
 @triton.jit
 def _plus(left, right, total, PRECISION: tl.constexpr, WIDEN: tl.constexpr, BY_BLOCK: tl.constexpr):
-    """total + left @ right. BY_BLOCK: products are first added to each other, which rounds less."""
+    """total + left @ right. BY_BLOCK: the product is summed separately before it is added to the total, which rounds
+    less.
+    """
     if BY_BLOCK:
-        # This limit keeps the compiler from adding products to the total, and has no other effect in float32.
+        # max_num_imprecise_acc keeps the compiler from accumulating in `total`; it has no other effect in float32.
         return total + tl.dot(left, right, input_precision=PRECISION, max_num_imprecise_acc=1)
     else:
         return plus_product(left, right, total, PRECISION, WIDEN)
@@ -412,8 +414,9 @@ def _pieces(
 ):  # fmt: skip
     """The pairs of T taps, cut into pieces of equal length for `parts` programs: at most `parts` + T pieces.
 
-    Returns the pairs, the length of a piece, and the begin and end of each tap's pieces among all pieces, each
-    (LANES,). Pairs beyond a list's capacity are not counted. BLOCK: counts are of blocks of BLOCK rows.
+    Returns the number of each tap's pairs (LANES,), the length of a piece, and the begin and end of each tap's pieces
+    among all pieces (LANES,). Pairs beyond a list's capacity are not counted. BLOCK: `counts` are of blocks of BLOCK
+    rows.
     """
     lane = tl.arange(0, LANES)
     count = tl.load(counts + lane, mask=lane < TAPS, other=0)
@@ -429,7 +432,7 @@ def _pieces(
 
 @triton.jit
 def _line(number, length, WIDE: tl.constexpr):
-    """The start of a line with this length."""
+    """The offset of line `number` in memory with lines of this length."""
     if WIDE:
         return tl.cast(number, tl.int64) * length
     else:

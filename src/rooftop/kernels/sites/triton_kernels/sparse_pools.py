@@ -1,8 +1,8 @@
 """Triton kernels of pooling over sites; `sparse_pools.py` and `sparse_global_pools.py` have the operators and explain
 the kernels.
 
-`triton_kernels/sparse_convs.py` describes the table of neighbours. Sites and results out of range count as absent.
-WIDE: some offset needs 64 bits. AHEAD taps of a row are loaded at once.
+`triton_kernels/sparse_convs.py` describes the table of neighbours. Out-of-range sites and results count as absent.
+WIDE: some offset needs 64 bits. AHEAD: taps of a row that are loaded at once.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def sparse_pool_rows(
     AVERAGE: tl.constexpr, WIDE: tl.constexpr, TAPS: tl.constexpr, CHANNELS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Compute the maximum or the mean of each row's neighbours, 0 without neighbours; for the mean also the number of
-    neighbours.
+    """Compute the maximum or the mean of each row's neighbours, or 0 without neighbours. AVERAGE: also store the number
+    of neighbours.
     """
     row, column = _tile(CHANNELS, ROWS, COLUMNS, WIDE)
     real, inside = row < rows, column < CHANNELS
@@ -45,7 +45,7 @@ def sparse_pool_rows(
                 total = tl.maximum(total, value, propagate_nan=tl.PropagateNan.ALL)
     if AVERAGE:
         total = total / tl.maximum(count, 1).to(tl.float32)[:, None]
-        tl.store(counts + row, count, mask=real)  # each tile of columns stores the same value
+        tl.store(counts + row, count, mask=real)  # all tiles of columns store the same value
     total = tl.where((count > 0)[:, None], total, 0.0)
     target = out + (row[:, None] * CHANNELS + column[None, :])
     tl.store(target, total.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
@@ -60,7 +60,7 @@ def sparse_pool_gradient(
 ):  # fmt: skip
     """Sum dy / count over the results that contain a site, or dy over the results whose maximum the site is.
 
-    MIRRORED: the table is the neighbour table, read with its taps from last to first.
+    MIRRORED: the kernel reads the neighbour table with its taps in reverse order.
     """
     site, column = _tile(CHANNELS, ROWS, COLUMNS, WIDE)
     real, inside = site < sites, column < CHANNELS
@@ -86,7 +86,7 @@ def sparse_pool_gradient(
         for step in tl.static_range(AHEAD):
             slope = slopes[step].to(tl.float32)
             if AVERAGE:
-                total += slope / tl.maximum(others[step], 1).to(tl.float32)[:, None]  # 0 if the tables do not match
+                total += slope / tl.maximum(others[step], 1).to(tl.float32)[:, None]  # 0: tables that do not match
             else:
                 best = others[step].to(tl.float32)
                 total += tl.where((x == best) | ((x != x) & (best != best)), slope, 0.0)  # NaN counts as a maximum, too
@@ -99,8 +99,8 @@ def sparse_global_pool_parts(
     sites, batch_size, share,  # N, B, rows of a program
     AVERAGE: tl.constexpr, WIDE: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute maxima or sums over some rows, per batch element, and the number of sites; other elements of the output
-    are not changed.
+    """Compute maxima or sums over a program's rows per batch element, and the number of sites. Batch elements without
+    such rows are not written.
     """
     part = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -133,10 +133,10 @@ def sparse_global_pool_parts(
             found = tl.sum(total, axis=0)
         else:
             found = tl.max(total, axis=0)
-            missing = tl.max((total != total).to(tl.int32), axis=0)  # the maximum ignores NaN
+            missing = tl.max((total != total).to(tl.int32), axis=0)  # tl.max ignores NaN
             found = tl.where(missing != 0, float("nan"), found)
         tl.store(parts + (at * CHANNELS + column), found, mask=inside)
-        tl.store(part_counts + at, tl.sum(count, axis=0))  # each tile of columns stores the same value
+        tl.store(part_counts + at, tl.sum(count, axis=0))  # all tiles of columns store the same value
 
 
 # ---- functions that several kernels share ------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def _tile(CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WID
 
 @triton.jit
 def _elements(batch, start, end, batch_size, ROWS: tl.constexpr):
-    """Rows, their batch elements as int32, and whether these exist."""
+    """(rows, their batch elements as int32, mask of the valid batch elements)."""
     row = start + tl.arange(0, ROWS)
     element = tl.load(batch + row, mask=row < end, other=-1)
     return row, element.to(tl.int32), (element >= 0) & (element < batch_size)
