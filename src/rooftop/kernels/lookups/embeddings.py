@@ -3,9 +3,9 @@
 Forward copies rows and is memory-bound; a program copies a piece of several rows. Backward adds up the gradients of
 equal tokens. For few tokens, the program of a token's first position looks for its later positions and adds their rows.
 For more tokens, backward sorts them (stably, so that equal ones keep their order), and each program adds the runs of
-one chunk in float32. A run within a chunk is then finished. Runs that cross a chunk's boundary leave at most two partial
-sums per chunk. These form a list of the same kind, 16 times shorter. The same kernel adds up that list, and so on until
-one chunk is left. So many programs share the work on a frequent token. No addition is atomic, and the order of
+one chunk in float32. A run within a chunk is then finished. Runs that cross a chunk's boundary leave at most two
+partial sums per chunk. These form a list of the same kind, 16 times shorter. The same kernel adds up that list, and so
+on until one chunk is left. So many programs share the work on a frequent token. No addition is atomic, and the order of
 additions depends only on the tokens. Backward is bound by memory: it reads the gradients once, fills the table of
 gradients with zeros once, and writes its non-zero rows again.
 """
