@@ -132,7 +132,7 @@ def test_what_is_no_checkpoint_is_said(tmp_path: Path, said: Said) -> None:
         assert status == 2
         assert f"no training was saved in {tmp_path}" in err
     (tmp_path / "training.json").write_text('{"format": 9}')
-    assert "has format 9, this version of Rooftop reads 1 and 2" in said("inspect", tmp_path)[2]
+    assert "has format 9, but this version of Rooftop reads 1 and 2" in said("inspect", tmp_path)[2]
 
 
 # ---- convert -----------------------------------------------------------------------------------------------------

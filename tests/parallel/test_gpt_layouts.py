@@ -552,7 +552,7 @@ def refusals() -> list[str]:
             parallel_gpt(config, layout, seed=0)
         said.append(str(error.value))
     model = parallel_gpt(GPT, Layout(1, 2), seed=0)
-    with pytest.raises(ValueError, match="a part of a model is built with device='meta'") as error:
+    with pytest.raises(ValueError, match="build a rank's part of a model with device='meta'") as error:
         Gpt(GPT, group=model.head.group)
     said.append(str(error.value))
     with pytest.raises(ValueError, match="gets its values from") as error:
@@ -569,7 +569,7 @@ def test_a_wrong_layout_is_refused_on_every_rank(on_ranks: Run) -> None:
         "vocabulary=1 is less than tp=2",
         "it has 4 ranks and the world 2",
         "this function splits a model along dp, tp and cp",
-        "parallel_gpt fills it",
+        "or by rooftop.models.parallel_gpt",
     ]
     for said, part in zip(first, parts, strict=False):
         assert part in said
@@ -605,7 +605,7 @@ def test_logits_and_greedy_text_are_those_of_one_process(kind: str, on_ranks: Ru
     for apart, alike, said in on_ranks(2, answers, kind):
         assert apart < 1e-12
         assert alike
-        assert "excludes a cache" in said[0]
+        assert "does not support a cache" in said[0]
         assert "7 positions cannot be split among 2 ranks" in said[1]
 
 

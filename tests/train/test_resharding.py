@@ -79,7 +79,7 @@ def test_a_part_that_is_not_there_is_missed(kind: str, count: int) -> None:
 
 
 def test_parts_of_another_whole_and_records_of_other_tensors_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"different wholes, \(33, 3\) and \(32, 3\)"):
+    with pytest.raises(ValueError, match=r"whole tensors of different shapes, \(33, 3\) and \(32, 3\)"):
         put_together(None, (33, 3), held("gated", 2))
     (first, tensor), second = held("gated", 2)
     for wrong in (tensor[:-1], tensor[:, :2], tensor[0, 0]):

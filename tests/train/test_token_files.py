@@ -130,7 +130,7 @@ def test_megatrons_index_says_the_dtype(kind: str, name: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("index", "words"),
     [
-        (index_of("int32", magic=b"TNTIDX\0\0\0"), "that preceded Megatron's memory-mapped one"),
+        (index_of("int32", magic=b"TNTIDX\0\0\0"), "has Megatron's old format"),
         (index_of("int32", magic=b"SOMETHING"), "is not an index of Megatron-LM"),
         (b"", "is not an index of Megatron-LM"),
         (index_of("int32", version=2), "has version 2, expected 1"),

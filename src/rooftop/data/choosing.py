@@ -6,30 +6,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 QUICK_S = 1e-3
-"""A batch that takes less time is made in the loop, since handing a batch from one thread to another takes about a
-tenth of this time.
+"""The training loop itself makes batches that take less time than this: handing a batch from one thread to another
+takes about a tenth of it.
 """
 NEAR_LINEAR = 0.75
-"""Threads are not compared with processes if they reach this part of the ideal speed, because processes can gain only
-the rest.
+"""Processes are not tried if threads reach this fraction of the ideal speed: processes can gain only the rest.
 """
 PROCESSES_GAIN = 0.9
-"""Processes are chosen only if they take less than this part of the threads' time, because they hold copies of each
+"""Processes are chosen only if they take less than this fraction of the threads' time, because they hold copies of each
 batch and of the program.
 """
 
 
 @dataclass
 class Choice:
-    """Tries ways in turn, then keeps one.
+    """Time each way to make batches, then keep the fastest.
 
     Attributes:
         ways: ways to try, in this order; a single way is not timed.
-        workers: threads or processes.
-        overlaps: whether making batches can overlap with the work of a device; the device waits if the loop makes them.
-        seconds: seconds per batch, by way, if timed.
-        refused: ways that failed, with the reason.
-        chosen: the chosen way; None: some ways are still to be tried.
+        workers: number of threads or processes.
+        overlaps: whether workers can make batches while a device computes. Batches made in the loop keep the device
+            waiting.
+        seconds: measured seconds per batch of each timed way.
+        refused: the reason of failure for each way that failed.
+        chosen: the chosen way; None while ways remain to be tried.
     """
 
     ways: Sequence[str]
@@ -45,18 +45,18 @@ class Choice:
 
     @property
     def trial(self) -> str | None:
-        """The next way to try; None if the choice is made."""
+        """The next way to try; None once a way is chosen."""
         if self.chosen is not None:
             return None
         return next(way for way in self.ways if way not in self.seconds and way not in self.refused)
 
     def timed(self, way: str, seconds: float) -> None:
-        """Record the time of a batch made this way."""
+        """Record the seconds per batch of a way."""
         self.seconds[way] = seconds
         self._settle()
 
     def failed(self, way: str, why: str) -> None:
-        """Record that this way failed."""
+        """Record that a way failed, and why."""
         self.refused[way] = why
         self._settle()
 
@@ -69,7 +69,7 @@ class Choice:
             self.chosen = "threads"
 
     def __str__(self) -> str:
-        """The choice with its measurements."""
+        """Describe the choice, with its measurements."""
         measured = self._measured()
         if self.chosen is None:
             return f"not chosen yet: {measured or 'nothing was measured'}"
@@ -88,7 +88,10 @@ class Choice:
 
 
 def _fastest(seconds: Mapping[str, float], overlaps: bool) -> str:
-    """The fastest way. If batches can overlap with a device, the loop is chosen only for quick batches."""
+    """The fastest way.
+
+    If workers can overlap with a device, the training loop itself is chosen only for quick batches.
+    """
     here = seconds.get("here", float("inf"))
     if here <= QUICK_S:
         return "here"

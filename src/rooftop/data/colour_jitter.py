@@ -1,7 +1,7 @@
 """Colour jitter: brightness, contrast, saturation and hue change by random amounts, in a random order.
 
-Howard 2013, "Some improvements on deep convolutional neural network based image classification". The operations and
-their ranges are those of torchvision's `ColorJitter` on Pillow's images.
+The method is from Howard 2013, "Some improvements on deep convolutional neural network based image classification". The
+operations and their ranges are those of torchvision's `ColorJitter` for Pillow images.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from PIL import Image, ImageEnhance
 
 
 class Colour(NamedTuple):
-    """A change by its name; the amount is a factor, or for the hue a part of its circle."""
+    """A colour change: its name and its amount, which is a factor, or for the hue a fraction of the colour circle."""
 
     name: str
     amount: float
 
 
 def draw_jitter(strength: float, hue: float, generator: np.random.Generator) -> tuple[Colour, ...]:
-    """Draw the changes, in order: factors within 1 +- strength, and a change of the hue within +- hue."""
+    """Draw colour changes in random order: factors within 1 +- strength, and a hue shift within +- hue."""
     low, high = max(0.0, 1 - strength), 1 + strength
     drawn = [Colour(name, float(generator.uniform(low, high))) for name in FACTORS] if strength else []
     if hue:
@@ -30,7 +30,7 @@ def draw_jitter(strength: float, hue: float, generator: np.random.Generator) -> 
 
 
 def jittered(image: Image.Image, colours: Sequence[Colour]) -> Image.Image:
-    """An RGB image after the changes."""
+    """Apply the colour changes to an RGB image."""
     for name, amount in colours:
         image = _with_hue(image, amount) if name == "hue" else FACTORS[name](image).enhance(amount)
     return image

@@ -1,7 +1,7 @@
 """Triton kernels that crop, resize, flip and shift photographs of different sizes; `device_crops.py` launches them.
 
 A bilinear resize with antialiasing is separable. The first kernel resizes the rows of all crops, to float32. The second
-one resizes their columns and rounds. Weights are those of PyTorch's `interpolate`.
+kernel resizes their columns and rounds. The weights are those of PyTorch's `interpolate`.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import triton.language as tl
 
 from rooftop.kernels.operands.triton_kernels.scalars import round_half_even
 
-# Columns of the table of crops, int32
+# Columns of the int32 table of crops
 TOP, LEFT, HEIGHT, WIDTH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # of the crop
-STRIDE, PLANE = tl.constexpr(4), tl.constexpr(5)  # pixels from a row, and from a colour, to the next one
-FIRST_ROW = tl.constexpr(6)  # of the crop, among the rows of all crops
-OUT_TOP, OUT_LEFT = tl.constexpr(7), tl.constexpr(8)  # of the resized crop, where the result begins
-ROW_TAPS, COLUMN_TAPS = tl.constexpr(9), tl.constexpr(10)  # most pixels of a weighted mean, down and across
+STRIDE, PLANE = tl.constexpr(4), tl.constexpr(5)  # of the photograph's rows and colour planes, in pixels
+FIRST_ROW = tl.constexpr(6)  # index of the crop's first row among the rows of all crops
+OUT_TOP, OUT_LEFT = tl.constexpr(7), tl.constexpr(8)  # where the result begins in the resized crop
+ROW_TAPS, COLUMN_TAPS = tl.constexpr(9), tl.constexpr(10)  # most input pixels of an output pixel, down and across
 FLIP, DOWN, RIGHT = tl.constexpr(11), tl.constexpr(12), tl.constexpr(13)
 ENTRIES = tl.constexpr(14)
 
 
 @triton.jit
 def weight_of(position, centre, support, there):
-    """The weight of a pixel in a mean around `centre`; the mean is divided by the sum of its weights."""
+    """The unnormalized weight of an input pixel in the weighted mean around `centre`."""
     return tl.where(there, tl.maximum(1.0 - tl.abs((position.to(tl.float32) - centre + 0.5) / support), 0.0), 0.0)
 
 
@@ -32,12 +32,12 @@ def resize_rows(
     pixels,  # all photographs, (3, H, W) uint8 each, one after another
     starts,  # (N,) int64: where each photograph begins
     crops,  # (N, ENTRIES) int32
-    scales,  # (N, 2) float32: pixels of the crop for a pixel of the result, down and across
+    scales,  # (N, 2) float32: crop pixels per result pixel, down and across
     out,  # (rows of all crops, 3, size) float32
     size,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of a crop."""
+    """Resize ROWS rows of a crop horizontally."""
     number = tl.program_id(1)
     crop = crops + number * ENTRIES
     height, width = tl.load(crop + HEIGHT), tl.load(crop + WIDTH)
@@ -81,7 +81,7 @@ def resize_columns(
     size,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of a result, flipped and shifted."""
+    """Resize the columns of a crop for ROWS rows of the result, then flip and shift these rows."""
     number = tl.program_id(1)
     crop = crops + number * ENTRIES
     scale = tl.load(scales + number * 2)

@@ -1,7 +1,7 @@
-"""Crops, resizes, flips and shifts photographs that are on a device.
+"""Crop, resize, flip and shift photographs that are on a device.
 
-On a GPU two kernels do this for many photographs at once. PyTorch's operators, one photograph after another, are the
-definition, and the way without Triton.
+On a GPU two Triton kernels do this for many photographs at once. The reference, also used without Triton, applies
+PyTorch's operators to one photograph after another.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from rooftop.data.image_transforms import Drawn, ImageTransform, box
 from rooftop.launch.triton_launch import INTERPRETED, has_triton, launch
 
-ROWS = 8  # of a crop, for one program
+ROWS = 8  # rows of a crop that one program of a kernel resizes
 WARPS = 4
 
 
@@ -26,9 +26,9 @@ class Placed(NamedTuple):
     """A crop of a photograph, and its place in the result.
 
     Attributes:
-        box: left, top, right, bottom of the crop, in pixels.
+        box: left, top, right and bottom edge of the crop, in pixels.
         resized: height and width of the whole crop after resizing.
-        corner: top and left of the result within it.
+        corner: top and left edge of the result within the resized crop, in pixels.
     """
 
     box: tuple[int, int, int, int]
@@ -37,11 +37,11 @@ class Placed(NamedTuple):
 
 
 def changed(photographs: Sequence[Tensor], drawn: Sequence[Drawn], transform: ImageTransform) -> Tensor:
-    """Return (N, size, size, 3) uint8, cropped, resized, flipped and shifted.
+    """Crop, resize, flip and shift photographs; returns (N, size, size, 3) uint8.
 
     Args:
         photographs: (3, H, W) uint8 each, contiguous, on one device.
-        drawn: the changes of each; RandAugment and colour jitter are not made.
+        drawn: the drawn changes of each photograph; RandAugment and colour jitter are ignored.
         transform: gives the size, and how photographs without a drawn crop are cut.
     """
     device = photographs[0].device
@@ -51,7 +51,7 @@ def changed(photographs: Sequence[Tensor], drawn: Sequence[Drawn], transform: Im
 
 
 def changed_by_torch(pixels: Tensor, drawn: Drawn, transform: ImageTransform) -> Tensor:
-    """(3, H, W) uint8, cropped, resized, flipped and shifted: (size, size, 3) uint8."""
+    """Crop, resize, flip and shift a (3, H, W) uint8 photograph; returns (size, size, 3) uint8."""
     size = transform.size
     (left, top, right, bottom), resized, (y, x) = _placed(pixels.shape[1], pixels.shape[2], drawn, transform)
     image = _resized(pixels[:, top:bottom, left:right], *resized)[:, y : y + size, x : x + size]
@@ -59,7 +59,7 @@ def changed_by_torch(pixels: Tensor, drawn: Drawn, transform: ImageTransform) ->
         image = image.flip(2)
     if drawn.shift != (0, 0):
         across, down = drawn.shift
-        image = F.pad(image, (across, -across, down, -down))  # black comes in
+        image = F.pad(image, (across, -across, down, -down))  # fills with black
     return image.permute(1, 2, 0).contiguous()
 
 
@@ -127,5 +127,5 @@ def _by_kernels(photographs: Sequence[Tensor], drawn: Sequence[Drawn], transform
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device without waiting for it."""
+    """Copy a tensor to the device without waiting for the copy."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -1,16 +1,16 @@
-"""Photographs whose JPEGs a GPU decodes, crops and resizes, while the CPU only reads the files.
+"""Decode, crop and resize JPEG photographs on a GPU; the CPU only reads the files.
 
     files = EncodedImages(ImageFolder("photographs/train", transform))
     loader = Loader(files, 256, collate=encoded_batch, arrive=DeviceImages(transform), device="cuda")
     for batch in loader:
         pixels, labels = batch.value  # `Pixels` on the GPU
 
-The random numbers are those of `ImageTransform`, drawn by the workers. The pixels are close to those of the CPU, but
-not equal: NVJPEG's colours differ a little, and so does the arithmetic of resizing. RandAugment and colour jitter need
-Pillow's operations, so they stay on the CPU.
+The loader's workers draw the same random numbers as `ImageTransform`. A GPU's pixels are close to the CPU's but not
+equal: NVJPEG's colours and the arithmetic of resizing differ slightly. RandAugment and colour jitter need Pillow's
+operations, so they stay on the CPU.
 
-A GPU that decodes everything has less time for the training step. So the CPU can decode a fixed part of the photographs
-(`share`), always the same ones.
+A GPU that decodes all photographs has less time for the training step. So the CPU can decode a fixed part of them
+(`share`), always the same photographs.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from rooftop.errors import InputError
 from rooftop.media.images import ImageDecoder, ImageFile
 from rooftop.media.nvjpeg import missing
 
-GROUP_PIXELS = 64 << 20  # of the photographs that are on the GPU at once: 192 MiB, 350 photographs of 500 x 375
-GAIN = 1.1  # a GPU decodes if it is this many times as fast as the CPU, because it also computes the model
-MEASURED_S = 3.0  # seconds for each way
-GOLDEN = 2654435769  # 2^32 divided by the golden ratio: its multiples spread evenly, modulo 2^32
+GROUP_PIXELS = 64 << 20  # pixels of the photographs on the GPU at once: 192 MiB, 350 photographs of 500 x 375
+GAIN = 1.1  # the GPU must decode this many times as fast as the CPU, because it also computes the model
+MEASURED_S = 3.0  # seconds to measure each device
+GOLDEN = 2654435769  # 2^32 divided by the golden ratio: its multiples modulo 2^32 are spread evenly
 
 
 class Encoded(NamedTuple):
-    """A photograph as a file, with its drawn changes."""
+    """An undecoded photograph, with its drawn changes."""
 
     file: ImageFile
     drawn: Drawn
@@ -50,16 +50,17 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """A batch of files, and of images that the CPU decoded. The contents of the files are one tensor, which a process
-    hands over by shared memory.
+    """A batch of files, and of images that the CPU decoded.
+
+    The contents of the files are one tensor, which a loader process passes in shared memory.
 
     Attributes:
-        content: uint8, all contents one after another.
+        content: uint8, the concatenated contents of all files.
         ends: where each content ends.
         files: the files without their contents.
-        drawn: the changes of each file.
-        places: places of the files in the batch; the other places are those of `decoded`, in order.
-        decoded: the decoded images; None: there are none.
+        drawn: the drawn changes of each file.
+        places: positions of the files in the batch; the other positions belong to `decoded`, in order.
+        decoded: the decoded images; None if there are none.
     """
 
     content: Tensor
@@ -71,7 +72,7 @@ class EncodedBatch:
 
     @classmethod
     def of(cls, samples: Sequence[Encoded | Pixels]) -> EncodedBatch:
-        """Put the files and the images together."""
+        """Concatenate the contents of the files, and stack the decoded images."""
         files = [(place, each) for place, each in enumerate(samples) if isinstance(each, Encoded)]
         contents = [np.frombuffer(each.file.content, np.uint8) for _, each in files]
         decoded = [each for each in samples if isinstance(each, Pixels)]
@@ -90,7 +91,7 @@ class EncodedBatch:
         return sorted(set(range(len(self.files) + count)).difference(self.places))
 
     def whole_files(self) -> list[ImageFile]:
-        """The files with their contents, which are parts of `content`."""
+        """The files with their contents, which are views of `content`."""
         whole = self.content.numpy().data
         starts = [0, *self.ends][:-1]
         return [
@@ -99,7 +100,7 @@ class EncodedBatch:
         ]
 
     def groups(self) -> Iterator[range]:
-        """The places of files whose pixels fit on the device together."""
+        """Split the batch into groups of files whose pixels fit on the device together; yields their indices."""
         start, pixels = 0, 0
         for place, file in enumerate(self.files):
             pixels += file.shape[0] * file.shape[1]
@@ -111,22 +112,22 @@ class EncodedBatch:
 
 
 class EncodedImages:
-    """The files of an `ImageFolder`, which `DeviceImages` decodes.
+    """The undecoded files of an `ImageFolder`, for `DeviceImages` to decode.
 
     Args:
-        images: its transform draws the changes. With a share below 1, it must not normalize.
-        share: the part of the files that `DeviceImages` decodes, above 0 and up to 1. The other samples are those of
-            `images`. An index always belongs to the same part.
+        images: the data set, whose transform draws the changes. With a share below 1, the transform must not normalize.
+        share: fraction of the files that `DeviceImages` decodes, above 0 and up to 1. The CPU decodes the others, as
+            `images` does. The choice depends only on the index.
 
     Raises:
-        InputError: the transform has changes that only the CPU makes, or the share is out of range.
+        InputError: the transform has changes that only the CPU can make, or the share is out of range.
     """
 
     def __init__(self, images: ImageFolder, share: float = 1.0) -> None:
         if not 0 < share <= 1:
             raise InputError(f"share is {share!r}: expected a number above 0, up to 1")
         if not isinstance(images.transform, ImageTransform):
-            raise InputError("a GPU decodes photographs only for an ImageTransform")
+            raise InputError("decoding on a GPU needs a data set whose transform is an ImageTransform")
         if reason := only_on_cpu(images.transform):
             raise InputError(f"a GPU does not make these changes: {reason}; use the CPU (augment.decode=cpu)")
         self.images, self.transform, self.share = images, images.transform, share
@@ -153,14 +154,14 @@ class EncodedImages:
 
 
 def only_on_cpu(transform: ImageTransform) -> str:
-    """The switches of a transform that only the CPU makes; "" if there are none."""
+    """Name the changes of a transform that only the CPU can make; "" if there are none."""
     augment = transform.augment
     switches = {"rand_augment": augment.rand_augment, "jitter": augment.jitter, "hue": augment.hue}
     return ", ".join(f"{name}={value:g}" for name, value in switches.items() if value and transform.train)
 
 
 def encoded_batch(samples: Sequence[tuple[Encoded | Pixels, int]]) -> tuple[EncodedBatch, Tensor]:
-    """A batch of files and decoded images; its labels are (N,) int64."""
+    """Collate files, decoded images and labels to a batch; the labels become (N,) int64."""
     return EncodedBatch.of([each for each, _ in samples]), torch.tensor([label for _, label in samples])
 
 
@@ -169,7 +170,7 @@ class DeviceImages:
 
     Args:
         transform: gives the size, and how images without a drawn crop are cut.
-        decoder_of: makes the decoder of a device.
+        decoder_of: creates the decoder for a device.
     """
 
     def __init__(
@@ -179,10 +180,10 @@ class DeviceImages:
         self._decoders: dict[torch.device, ImageDecoder] = {}
 
     def __call__(self, made: Made, device: torch.device | None, skip: bool) -> Made:
-        """Replace the files of a batch by `Pixels` on the device; leave out damaged ones, or raise.
+        """Replace the files of a batch by `Pixels` on the device; a damaged file is skipped or raises.
 
         Raises:
-            InputError: a file is damaged, and damaged ones are not skipped; or the device is not a GPU.
+            InputError: a file is damaged and damaged files are not skipped, or the device is not a GPU.
             NoImageDecoderError: NVJPEG is not available.
         """
         if made.value is None:
@@ -253,12 +254,12 @@ def faster_decoding(
     """Measure how many photographs a second each device decodes, and choose.
 
     Args:
-        images: with an `ImageTransform`.
-        batch: photographs of a batch.
-        device: device of the training.
-        how, workers: of the loader.
-        seconds: of each measurement.
-        arrive: what decodes on the device.
+        images: a data set with an `ImageTransform`.
+        batch: number of photographs in a batch.
+        device: the device that trains.
+        how, workers: as in `Loader`.
+        seconds: duration of each measurement.
+        arrive: decodes a batch on the device.
     """
     assert isinstance(images.transform, ImageTransform)
     if reason := only_on_cpu(images.transform):

@@ -1,7 +1,7 @@
-"""Copies batches from host memory to a device; neither the host nor the previous step waits.
+"""Asynchronous copies of batches to a device: neither the host nor the previous step waits.
 
-Tensors are copied from pinned memory on a separate stream. The stream that uses a batch waits for the copy on the GPU,
-by an event.
+Tensors are copied from pinned memory on a separate CUDA stream. The stream that uses a batch waits on the GPU for the
+copy's event.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 
 class Copied(NamedTuple):
-    """A value on the device, and the event of its copy; None if there is nothing to wait for."""
+    """A value on the device, and the event that marks the end of its copy; the event is None if nothing was copied."""
 
     value: Any
     ready: torch.cuda.Event | None
@@ -25,10 +25,10 @@ class Copies:
     """Copies values to a device.
 
     Args:
-        device: None: values stay on the CPU.
+        device: the target; None: values stay on the CPU.
 
     Attributes:
-        copied_bytes: of all tensors that were copied to another device.
+        copied_bytes: total bytes of the tensors that were copied to another device.
     """
 
     def __init__(self, device: torch.device | None) -> None:
@@ -37,15 +37,15 @@ class Copies:
 
     @property
     def pins(self) -> bool:
-        """Whether values should be in pinned memory."""
+        """Whether the copies need values in pinned memory."""
         return self._stream is not None
 
     def stream(self) -> AbstractContextManager[Any]:
-        """The stream of the copies as the current one."""
+        """Context manager that makes the copy stream the current stream."""
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
     def begin(self, value: Any) -> Copied:
-        """Start the copy, in any thread."""
+        """Start the copy of a value; any thread may call this."""
         if self._device is None or self._device.type == "cpu":
             return Copied(value, None)
         with self.stream():
@@ -62,7 +62,7 @@ class Copies:
         return leaf.to(self._device, non_blocking=self._stream is not None)
 
     def hand_over(self, copied: Copied) -> Any:
-        """Return the value. The caller's current stream waits for the copy; the host does not."""
+        """Return the copied value. The caller's current stream waits for the copy; the host does not."""
         if copied.ready is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(copied.ready)

@@ -3,9 +3,9 @@
     found = headspace(ImageFolder("photographs/train", transform), 64, step, device="cuda")
     print(found.bounds, found.why)
 
-Stages are measured one by one, with their inputs in memory: disk, decode and augment by all workers at once, collate by
-one thread, copy and model on the device. The loader runs all stages except the model, as in training, so compare its
-rate with the model's.
+Each stage is measured alone, with its inputs in memory. All workers run disk, decode and augment at once; one thread
+runs collate; the device runs copy and model. The loader runs all stages except the model, as in training, so compare
+its rate with the model's.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ STAGES = {
     "copy": "a batch copied to the device",
     "model": "forward, backward and step on a batch on the device",
 }
-"""The stages in order, with their descriptions."""
+"""The stages of the pipeline in order, with descriptions."""
 OF_WORKERS = ("disk", "decode", "augment", "sample")
 ENDLESS = 1 << 40  # epochs
-KEPT = 64  # samples whose content is kept in memory
+KEPT = 64  # number of samples whose content is kept in memory
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,10 @@ class Headspace:
 
     Attributes:
         rows: stages in their order.
-        workers: number of workers of the loader, and of the stages before collate.
-        loading: how the loader made batches.
-        bounds: the slowest stage; why: the explanation.
+        workers: number of workers in the loader and in the stages before collate.
+        loading: how the loader made batches, in words.
+        bounds: the slowest stage.
+        why: the explanation.
     """
 
     rows: tuple[Row, ...]
@@ -86,16 +87,17 @@ def headspace(
     """Measure each stage alone, then the loader.
 
     Args:
-        samples: the data set. For a data set without separate steps, disk, decode and augment are one stage, "sample".
-        batch: samples of a batch.
-        step: a step of the model with a batch on the device; None: no model is measured.
+        samples: the data set. If its samples are not made in separate steps, disk, decode and augment count as one
+            stage, "sample".
+        batch: number of samples in a batch.
+        step: runs a training step on a batch that is on the device; None: no model is measured.
         device: the device of the batches.
         how, workers, ahead, collate: as in `Loader`.
         seconds: approximate time for each stage.
         show: called with (stage, fraction done).
 
     Raises:
-        InputError: there are no samples; and the errors of `Loader`.
+        InputError: there are no samples. Also the errors of `Loader`.
         Exception: any error that a sample or the step raises.
     """
     if not len(samples):
@@ -124,9 +126,9 @@ def headspace(
 
 
 def bound(rates: Mapping[str, float]) -> tuple[str, str]:
-    """The slowest stage, and the explanation, from samples per second by stage.
+    """Find the slowest stage and explain it, from each stage's samples per second.
 
-    The workers do their stages one after another, while one thread collates.
+    Each worker runs its stages one after another, while one thread collates.
     """
     loader, model = rates["loader"], rates.get("model", float("inf"))
     copy = rates.get("copy", float("inf"))
@@ -150,7 +152,7 @@ def _of_samples(
     workers: int,
     seconds: float,
 ) -> list[tuple[str, float]]:
-    """Rates of the workers' stages."""
+    """Measure the samples per second of the workers' stages."""
     found = []
     if isinstance(samples, StagedSamples):
         staged = samples
@@ -172,7 +174,7 @@ def _of_samples(
 
 
 def _batch_of(samples: Samples, some: Sequence[int], batch: int) -> list[Any]:
-    """The samples of a batch. If there are too few, samples repeat."""
+    """Make a batch of samples; if there are too few, samples repeat."""
     made = [sample(samples, index, 0, 0) for index in some[:batch]]
     return list(itertools.islice(itertools.cycle(made), min(batch, len(samples))))
 
@@ -182,7 +184,7 @@ def _generator(index: int) -> np.random.Generator:
 
 
 def _rate(work: Callable[[int], object], indices: Sequence[int], workers: int, seconds: float) -> float:
-    """Calls per second of several threads, each with other indices."""
+    """Measure calls per second with several threads; each thread uses its own indices."""
     work(indices[0])
     counts, failures = [0] * workers, list[BaseException]()
     until = time.perf_counter() + seconds
@@ -208,7 +210,7 @@ def _rate(work: Callable[[int], object], indices: Sequence[int], workers: int, s
 
 
 def loader_rate(loader: Loader, seconds: float) -> tuple[float, Any]:
-    """Samples per second of a loader, once the way is chosen and the workers are busy; also returns a batch."""
+    """Measure a loader's samples per second, after its choice of a way and its warm-up; also returns a batch."""
     count, began, value = 0, 0.0, None
     for batch in loader.batches(0, epochs=ENDLESS):
         value = batch.value if value is None else value

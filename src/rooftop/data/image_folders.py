@@ -29,13 +29,13 @@ class ImageFolder:
         for images, labels in (batch.value for batch in Loader(data, 64, shuffle=True)): ...
 
     Args:
-        root: has one folder per class; photographs are in these or in folders below. Names that begin with a dot are
-            ignored.
+        root: a folder with one folder per class, which holds the class's photographs, also in subfolders. Names that
+            begin with a dot are ignored.
         transform: (RGB image, generator or None) -> image, e.g. an `ImageTransform`, which lets JPEGs be decoded no
-            larger than needed; None: (3, H, W) uint8.
+            larger than needed; None: images are (3, H, W) uint8.
 
     Attributes:
-        classes: names of the folders, sorted; a class's number is its place.
+        classes: names of the folders, sorted; a class's number is its index.
         paths, labels: paths and labels of the samples, sorted by class, then by path.
 
     Raises:
@@ -51,7 +51,7 @@ class ImageFolder:
         if not folders:
             raise InputError(f"{root} holds no folders: expected one folder of photographs for each class")
         self.classes = folders
-        self.paths: list[str] = []  # texts take a quarter of the memory of Paths
+        self.paths: list[str] = []  # strings take a quarter of the memory of Path objects
         self.labels: list[int] = []
         for label, name in enumerate(self.classes):
             found = _photographs(os.path.join(self.root, name))
@@ -67,23 +67,23 @@ class ImageFolder:
         return read(self.transform, self.paths[index], None), self.labels[index]
 
     def draw(self, index: int, generator: np.random.Generator) -> tuple[Any, int]:
-        """The sample, augmented by the transform with this generator."""
+        """The sample; the transform augments it with random numbers from this generator."""
         return read(self.transform, self.paths[index], generator), self.labels[index]
 
     def name(self, index: int) -> str:
-        """The path."""
+        """The path of the sample's file."""
         return self.paths[index]
 
     def content(self, index: int) -> bytes:
-        """The file."""
+        """The bytes of the sample's file."""
         return Path(self.paths[index]).read_bytes()
 
     def decoded(self, index: int, content: bytes, generator: np.random.Generator | None = None) -> Any:
-        """The photograph, in the form that the transform needs."""
+        """The decoded photograph, as `change` expects it."""
         return decode(self.transform, content, generator, self.name(index))
 
     def changed(self, index: int, decoded: Any, generator: np.random.Generator | None) -> tuple[Any, int]:
-        """The sample, from the decoded photograph."""
+        """The sample, from the photograph that `decoded` returned."""
         return change(self.transform, decoded, generator), self.labels[index]
 
 
@@ -93,14 +93,17 @@ def read(
     generator: np.random.Generator | None,
     name: str | None = None,
 ) -> Any:
-    """A photograph, transformed."""
+    """Decode and transform a photograph."""
     return change(transform, decode(transform, source, generator, name), generator)
 
 
 def decode(
     transform: Transform | None, source: str | bytes, generator: np.random.Generator | None, name: str | None = None
 ) -> tuple[Image.Image, Drawn | None]:
-    """Decode a photograph; for an `ImageTransform` no larger than needed, and with its drawn numbers."""
+    """Decode a photograph.
+
+    An `ImageTransform` draws its changes first, so that it decodes no more pixels than needed.
+    """
     if isinstance(transform, ImageTransform):
         return transform.decode(source, generator, name)
     return pillow_image(source, name=name), None

@@ -1,11 +1,11 @@
-"""Prepares images for training or validation: crops them to a square, augments and normalizes them.
+"""Prepare images for training or validation: crop them to a square, augment and normalize them.
 
     transform = ImageTransform(224, {"crop": 0.35, "flip": 0.5, "rand_augment": 2}, train=True)
     transform(image, np.random.default_rng(0))         # (3, 224, 224) float32
 
 In training: a random crop of a random shape (Szegedy et al. 2015, "Going deeper with convolutions"), a horizontal
-flip, a shift, colour jitter, RandAugment, and random erasing (Zhong et al. 2020), each if `augment` sets it. All
-numbers are drawn before the first pixel is needed, so a JPEG is decoded only at the size that its crop needs.
+flip, a shift, colour jitter, RandAugment, and random erasing (Zhong et al. 2020), each if `augment` sets it. All random
+numbers are drawn before decoding, so a JPEG is decoded only at the size that its crop needs.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from rooftop.media.images import MEAN, STD, normalized, pillow_image
 
 ASPECTS = (3 / 4, 4 / 3)  # range of width / height of random crops
 ERASED_PARTS, ERASED_ASPECTS = (0.02, 1 / 3), (0.3, 3.3)
-TRIES = 10  # attempts to draw a shape that fits
-MARGIN = 256 / 224  # shorter side in validation / side of the central square, as for ImageNet
-JUDGED_REDUCTION = 2.0  # validation images are decoded at least at twice their final size
-LONGEST = 16  # times the shorter side; a longer image is cut first: one of 5000 x 1 pixels became 1 GB, 2 s
+TRIES = 10  # maximum number of attempts to draw a shape that fits
+MARGIN = 256 / 224  # ratio of the shorter side to the side of the central square in validation, as for ImageNet
+JUDGED_REDUCTION = 2.0  # validation images are decoded at twice their final size or more
+LONGEST = 16  # longest side / shortest side; longer images are cut first: resizing 5000 x 1 pixels took 1 GB and 2 s
 VECTORIZED = torch.backends.cpu.get_cpu_capability().startswith("AVX")
-"""Whether PyTorch resizes bytes with vector instructions: 0.17 ms for a crop of 350 x 290 pixels, Pillow 0.52 ms.
-Without them PyTorch takes 1.3 ms.
+"""Whether PyTorch resizes uint8 with vector instructions. With them it resizes a crop of 350 x 290 pixels in 0.17 ms,
+without them in 1.3 ms; Pillow takes 0.52 ms.
 """
 
 
 @dataclass(frozen=True)
 class _Augment:
-    """The settings of `augment`; the defaults switch everything off."""
+    """The augmentation settings; the defaults switch everything off."""
 
     crop: float = 1.0
     flip: float = 0.0
@@ -60,12 +60,12 @@ class Drawn:
     """The random changes of one image.
 
     Attributes:
-        crop: left, top, right, bottom, as fractions of width and height; None: the central square.
-        flip: horizontally.
-        shift: right and down, in pixels of the result.
-        jitter: changes of the colour, in order.
-        operations: of RandAugment.
-        erased: top, left, bottom, right in pixels of the result; None: nothing.
+        crop: left, top, right and bottom edge, as fractions of width and height; None: the central square.
+        flip: whether the image is flipped horizontally.
+        shift: shift to the right and down, in pixels of the result.
+        jitter: colour changes, in the order of application.
+        operations: operations of RandAugment.
+        erased: top, left, bottom and right edge of the erased part, in pixels of the result; None: nothing is erased.
     """
 
     crop: tuple[float, float, float, float] | None = None
@@ -81,19 +81,20 @@ class ImageTransform:
 
     Args:
         size: side in pixels.
-        augment: changes in training; an object or a mapping with some of: crop (least area of a random crop, as a
-            fraction of the image; 1: off), flip (probability), shift (largest, as a fraction of the side), jitter
-            (strength of colour jitter), hue (largest change, as a fraction of the circle), rand_augment (number of
-            operations), magnitude (0 to 10), erase (probability), detail (least number of decoded pixels for each
-            pixel of a random crop, along a side). None: no changes.
+        augment: augmentation in training, as an object or a mapping with some of these settings. `crop` is the minimum
+            area of a random crop, as a fraction of the image (1: off). `flip` and `erase` are probabilities. `shift` is
+            the maximum shift, as a fraction of the side. `jitter` is the strength of colour jitter, and `hue` the
+            maximum change of the hue, as a fraction of the colour circle. `rand_augment` is a number of operations, and
+            `magnitude` their strength, 0 to 10. `detail` is the minimum number of decoded pixels per pixel of a random
+            crop, along a side. None: no augmentation.
         train: whether images are augmented. Validation uses the central square. If training uses crops, the shorter
             side is first resized to 256/224 of `size`, as for ImageNet.
-        mean, std: of the red, green and blue values in 0..1.
-        normalize: whether images are normalized here; otherwise they are `Pixels`, which a `Normalizer` normalizes on
-            the device.
+        mean, std: mean and standard deviation of the red, green and blue values in 0..1.
+        normalize: whether this transform normalizes images; if not, it returns `Pixels`, which a `Normalizer`
+            normalizes on the device.
 
     Raises:
-        InputError: an argument out of range.
+        InputError: an argument is out of range.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class ImageTransform:
         return Drawn(crop, bool(flip), shift, jitter, operations, erased)
 
     def reduction(self, width: int, height: int, drawn: Drawn) -> float:
-        """The factor by which an image may be reduced before it is resized."""
+        """The factor by which the decoder may shrink an image before it is resized."""
         if drawn.crop is not None:
             left, top, right, bottom = drawn.crop
             return min((right - left) * width, (bottom - top) * height) / self.size / self.augment.detail
@@ -160,7 +161,7 @@ class ImageTransform:
         return min(width, height) / self.shorter_side / gap
 
     def apply(self, image: Image.Image, drawn: Drawn) -> Tensor | Pixels:
-        """Apply drawn changes to an RGB image; returns (3, size, size) float32, or `Pixels`."""
+        """Apply drawn changes to an RGB image; returns (3, size, size) float32 or `Pixels`, as `normalize` says."""
         image = self._central(image) if drawn.crop is None else image.crop(box(drawn.crop, image.width, image.height))
         if drawn.flip:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
@@ -174,7 +175,7 @@ class ImageTransform:
             image = image.crop((-right, -down, self.size - right, self.size - down))  # black comes in
         image = apply_operations(jittered(image, drawn.jitter), drawn.operations)
         if not self.normalize:
-            return _as_pixels(np.array(image), drawn)  # a copy, which may be written
+            return _as_pixels(np.array(image), drawn)  # a writable copy
         values = normalized(image, self.mean, self.std)
         if drawn.erased is not None:
             top, left, bottom, right = drawn.erased
@@ -182,7 +183,7 @@ class ImageTransform:
         return values
 
     def _centre(self, image: Image.Image, resized: tuple[int, int]) -> Image.Image:
-        """The central square of an image that would become very long: only the square is resized."""
+        """Cut out the central square of a very long image, so that only the square is resized."""
         start: list[float] = []
         end: list[float] = []
         for length, new in zip(image.size, resized, strict=True):
@@ -208,7 +209,7 @@ class ImageTransform:
 
 
 def box(crop: tuple[float, float, float, float], width: int, height: int) -> tuple[int, int, int, int]:
-    """Left, top, right and bottom of a crop in whole pixels, at least one pixel each way; from fractions."""
+    """Convert a crop from fractions to whole pixels: (left, top, right, bottom), at least one pixel each way."""
     left, top, right, bottom = crop
     (x0, x1), (y0, y1) = _span(left, right, width), _span(top, bottom, height)
     return x0, y0, x1, y1
@@ -227,7 +228,7 @@ def resized(image: Image.Image, size: int) -> Any:
     if not VECTORIZED:
         return np.array(image.resize((size, size), Image.Resampling.BILINEAR))
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]  # (1, 3, H, W), channels last
-    # One thread computes it, whatever torch.set_num_threads says.
+    # A single image always uses one thread, whatever torch.set_num_threads says.
     values = F.interpolate(pixels, (size, size), mode="bilinear", antialias=True)
     return values[0].permute(1, 2, 0).numpy()  # no copy
 
@@ -281,7 +282,7 @@ def _image_of(pixels: Tensor) -> Image.Image:
 def _draw_crop(
     least_area: float, aspect: float, generator: np.random.Generator
 ) -> tuple[float, float, float, float] | None:
-    """Left, top, right and bottom as fractions; None, the central square, if no drawn shape fits."""
+    """Draw a crop: left, top, right and bottom as fractions; None (the central square) if no drawn shape fits."""
     for _ in range(TRIES):
         area = generator.uniform(least_area, 1.0)
         shape = math.exp(generator.uniform(math.log(ASPECTS[0]), math.log(ASPECTS[1])))

@@ -1,12 +1,12 @@
-"""Batches of samples for training, made ahead of the step that needs them.
+"""A loader that makes the batches of a training ahead of the steps that need them.
 
     loader = Loader(ImageFolder("photographs/train", transform), 64, shuffle=True, device="cuda")
     for epoch in range(10):
         for images, labels in (batch.value for batch in loader.batches(epoch)): ...
 
-The order is a permutation drawn from (seed, epoch), and each sample is drawn from (seed, epoch, index), its further
-copies also from their number. So the batches are bit-identical for every way to make them, any number of workers, and
-any start within an epoch.
+The order is a random permutation seeded by (seed, epoch). The augmentation of each sample is seeded by (seed, epoch,
+index), and for repeated copies also by the number of the copy. So the batches are bit-identical for every way to make
+them, any number of workers, and any start within an epoch.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from rooftop.data.ways import Here, Threads, Way
 from rooftop.errors import InputError
 
 WAYS = ("here", "threads", "processes")
-TRIAL_HERE = 2  # batches of a trial of this way; the first one includes warm-up
-MOST_TRIAL = 4  # batches of a trial of another way
-MOST_WORKERS = 32  # unless told otherwise
-WORKERS_OF_A_CPU = 16  # more of them would only take memory, also where they wait for a slow disk
+TRIAL_HERE = 2  # batches in the trial of "here"; the first one includes warm-up
+MOST_TRIAL = 4  # maximum number of batches in the trial of another way
+MOST_WORKERS = 32  # for workers=0
+WORKERS_OF_A_CPU = 16  # maximum workers per CPU; more would only take memory, even if they wait for a slow disk
 
 
 class LoadedBatch(NamedTuple):
     """A batch.
 
     Attributes:
-        value: collated, on the loader's device; None if this rank has no sample of the batch.
-        places: (N,) int64 on the CPU, each sample's place in the whole batch of all ranks.
+        value: the collated samples on the loader's device; None if this rank has no sample of the batch.
+        places: (N,) int64 on the CPU, each sample's position in the whole batch of all ranks.
         indices: (N,) int64 on the CPU, numbers of the samples in the data set.
     """
 
@@ -54,36 +54,38 @@ class LoadedBatch(NamedTuple):
 
 
 class Loader:
-    """Batches of a data set.
+    """Loads the batches of a data set.
 
     Args:
         samples: the data set; `draw(index, generator)` is called if it exists.
-        batch: samples of a whole batch, over all ranks.
-        shuffle, seed: whether to shuffle, and the seed of the order and of the samples' draws.
+        batch: number of samples in a batch, summed over all ranks.
+        shuffle, seed: whether to shuffle; the seed of the order and of the augmentation.
         how: "here" (in the training loop itself), "threads", "processes", or "auto": the fastest way, found by timing
             the first batches of each.
-        workers: threads or processes, at most 16 for each CPU; 0: from the number of CPUs, divided equally among the
-            ranks of a machine.
+        workers: number of threads or processes, at most 16 per CPU; 0: one per CPU, divided equally among the ranks of
+            a machine.
         ahead: batches that are made in advance.
-        collate: makes a batch from a list of samples. The work of PyTorch's `default_collate` is divided among the
-            workers. With another function, one worker makes a whole batch, and at least one batch per worker is made in
-            advance.
-        drop_last: whether to leave out the last samples if they do not fill a batch.
-        repeats: copies of a sample in a batch, each drawn in its own way ("repeated augmentation"). Needs drop_last. An
-        epoch has as many batches as without repeats, so it has fewer different samples.
-        rank, ranks: the part of each batch: consecutive places, divided as evenly as possible.
-        arrive: changes a whole batch in the thread that copies it, with the loader's device and whether damaged samples
-        are skipped, e.g. `DeviceImages`, which decodes files on a GPU; None: nothing.
+        collate: makes a batch from a list of samples. With PyTorch's `default_collate`, all workers share the work of
+            each batch. With another function, one worker makes a whole batch, and at least one batch per worker is made
+            in advance.
+        drop_last: whether to leave out the last samples of an epoch if they do not fill a batch.
+        repeats: copies of each sample in a batch, each with its own augmentation ("repeated augmentation"). Needs
+            drop_last. Repeats do not change the number of batches in an epoch, so an epoch has fewer different samples.
+        rank, ranks: this rank, and the number of ranks. Each rank gets consecutive samples of each batch, divided as
+            evenly as possible.
+        arrive: called with (batch, loader's device, whether damaged samples are skipped) in the thread that copies
+            batches; returns the changed batch. Example: `DeviceImages` decodes files on a GPU. None: batches are not
+            changed.
         device: device of the batches, copied from pinned memory during the steps; None: they stay on the CPU.
-        on_damage: "stop" at a sample that cannot be read; or "skip" it, which makes its batch smaller.
+        on_damage: "stop" raises at a sample that cannot be read; "skip" leaves it out, which makes its batch smaller.
 
     Attributes:
-        epoch: epoch of the next `for batch in loader`; may be set.
+        epoch: epoch of the next `for batch in loader`; the caller may set it.
         waited_s: seconds that the consumer has waited for batches.
         skipped: (index, name, reason) of each sample that this rank skipped.
 
     Raises:
-        InputError: an argument out of range.
+        InputError: an argument is out of range.
     """
 
     def __init__(
@@ -129,17 +131,17 @@ class Loader:
         self.skipped: list[Damaged] = []
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """The number of batches in an epoch."""
         return len(self._job.order)
 
     @property
     def description(self) -> str:
-        """How batches are made, in words, with the measurements."""
+        """A text that says how batches are made, with the measurements."""
         return str(self._choice)
 
     @property
     def chosen(self) -> str | None:
-        """The chosen way to make batches; None: several are still being timed."""
+        """The chosen way to make batches; None while ways are still being timed."""
         return self._choice.chosen
 
     def __iter__(self) -> Iterator[LoadedBatch]:
@@ -148,13 +150,14 @@ class Loader:
         return self.batches(epoch)
 
     def batches(self, epoch: int, start: int = 0, epochs: int = 1) -> Iterator[LoadedBatch]:
-        """The batches of one or more epochs, from number `start` of the first one on. The first batches of an epoch are
-        made while the last ones of the previous epoch are used.
+        """Yield the batches of one or more epochs, from batch `start` of the first epoch.
+
+        The first batches of an epoch are made while the consumer uses the last batches of the previous epoch.
 
         Raises:
-            InputError: immediately, if start is not from 0 to `len(self)`; at its place, for a damaged sample that is
-                not skipped; at the end of an epoch, if all its samples were damaged.
-            LoadingError: a process of the loader was killed.
+            InputError: the call raises at once if start is not in 0..`len(self)`. The iteration raises at a damaged
+                sample that is not skipped, and at the end of an epoch whose samples were all damaged.
+            LoadingError: a worker process of the loader was killed.
             Exception: any other error of the data set.
         """
         if not 0 <= start <= len(self) or epoch < 0:
@@ -164,7 +167,7 @@ class Loader:
         return self._batches(epoch, start, epochs * len(self))
 
     def _batches(self, epoch: int, start: int, end: int) -> Iterator[LoadedBatch]:
-        """The batches from `start` up to `end`, without it. Both count from the beginning of `epoch`."""
+        """Yield batches `start` to `end - 1`; both numbers count from the beginning of `epoch`."""
         number, found, skipped = start, 0, len(self.skipped)
         while number < end:
             way = self._choice.trial
@@ -181,7 +184,7 @@ class Loader:
             except Exception as error:
                 if way in (None, "here") or isinstance(error, InputError):
                     raise
-                # the chosen way differs from this one
+                # a failed trial only excludes this way from the choice
                 self._choice.failed(str(way), f"{type(error).__name__}: {error}")
 
     def _check_readable(self, found: int, skipped: int) -> None:
@@ -189,7 +192,7 @@ class Loader:
             raise InputError(f"none of {len(self.skipped) - skipped} samples can be read: {self.skipped[-1].reason}")
 
     def _some(self, trial: str | None, epoch: int, start: int, end: int) -> Iterator[LoadedBatch]:
-        """The first batches of a trial, or all batches."""
+        """Yield the first batches, to time one way, or all batches if a way is chosen."""
         name = trial or self._choice.chosen
         assert name is not None
         way = self._way(name)
@@ -202,12 +205,12 @@ class Loader:
             for batch in self._delivered(made, count, None if name == "here" else way):
                 delivered += 1
                 yield batch
-        finally:  # also if the consumer leaves with the last batch, so that processes stay for the next epoch
+        finally:  # the processes survive for the next epoch if every batch was delivered
             if delivered < count or way is not self._processes or self._choice.chosen not in (None, "processes"):
                 self._close(way)
 
     def _timed(self, way: Way, trial: str | None, epoch: int, numbers: range) -> Iterator[tuple[Made, Copied]]:
-        """Makes batches. Batches of a trial are timed, from the first task to the last piece."""
+        """Make batches. In a trial, time them from the first task to the last piece."""
         began = last = time.monotonic()
         begun = 0
         for done in range(len(numbers)):
@@ -227,8 +230,9 @@ class Loader:
             yield made, self._copies.begin(made.value)
 
     def _delivered(self, made: Iterator[tuple[Made, Copied]], count: int, way: Way | None) -> Iterator[LoadedBatch]:
-        """Deliver batches to the consumer and count its waits; `way` is None if the consumer's own thread makes
-        batches.
+        """Deliver batches to the consumer and add up its waiting time.
+
+        `way` is None if the consumer's own thread makes batches.
         """
         items = made if way is None else prefetched(made, count, way.interrupt)
         with closing(items):  # type: ignore[type-var]
@@ -258,13 +262,15 @@ class Loader:
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes that were copied to the device so far."""
+        """The number of bytes copied to the device so far."""
         return self._copies.copied_bytes
 
     def close(self) -> None:
-        """End the processes, which otherwise wait for the next epoch until the loader or the program ends.
+        """End the worker processes.
 
-        Leaving a loop over batches early also ends them.
+        Without this call they wait for the next epoch until the loader or the program ends.
+
+        Leaving a loop over batches early also ends the processes.
         """
         if self._processes is not None:
             self._close(self._processes)
@@ -277,7 +283,7 @@ class Loader:
 
 
 def _worth_trying(workers: int, on_gpu: bool, thread_safe: bool) -> tuple[str, ...]:
-    """The ways that are timed. A single worker helps only with a GPU."""
+    """The ways to time. A single worker helps only with a GPU."""
     if workers == 1 and not on_gpu:
         return ("here",)
     return WAYS if thread_safe else ("here", "processes")

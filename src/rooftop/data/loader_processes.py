@@ -1,12 +1,12 @@
-"""Batches made by processes, their tensors in shared memory.
+"""Make batches in worker processes, with tensors in shared memory.
 
-A task is (epoch, batch, piece, slot), because a process has the data set and draws the order itself. It writes the
-tensors of the piece into the slot, a tensor in shared memory that is used again for later pieces, and sends the rest
-through a pipe. A slot that is too small is replaced: the process makes a larger one (`share_memory_`) and sends its
-file descriptor. The memory has no name, so nothing is left behind, even if a process is killed.
+A task is (epoch, batch, piece, slot), because each process has the data set and draws the order itself. The process
+writes the tensors of the piece into the slot, a shared-memory tensor that later pieces reuse. It sends the rest of the
+piece through a pipe. A slot that is too small is replaced: the process makes a larger one (`share_memory_`) and sends
+its file descriptor. The shared memory has no name, so nothing is left behind, even if a process is killed.
 
-Processes are forked if the system supports it, so that data sets need not be pickled. They end on request, and within a
-second after their parent has ended. They ignore Ctrl-C and SIGTERM, which the parent handles.
+Processes are forked if the system supports it, because then data sets need not be pickled. A process ends on request,
+or within a second after its parent. It ignores Ctrl-C and SIGTERM, which the parent handles.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from rooftop.data.ways import batches_in_flight
 from rooftop.errors import LoadingError
 from rooftop.hardware.page_faults import keep_memory
 
-ALIGNMENT = 64  # tensors in a slot begin at multiples of this many bytes
-MOST_IN_FLIGHT = 256  # this many tasks fit into a pipe, so that neither end waits for the other
-PARENT_S = 1.0  # seconds between two checks whether the parent still runs
+ALIGNMENT = 64  # alignment of tensors in a slot, in bytes
+MOST_IN_FLIGHT = 256  # this many tasks fit into a pipe, so sending a task never blocks
+PARENT_S = 1.0  # seconds between checks that the parent still runs
 
 
 @dataclass
 class _Worker:
-    """The parent's view of a process: its end of the pipe, the slots by number, and the free numbers."""
+    """The parent's record of a worker process: its end of the pipe, the slots by number, and the free slot numbers."""
 
     process: Any
     connection: Connection
@@ -64,10 +64,10 @@ class _Worker:
 
 
 class Processes:
-    """Makes batches by processes.
+    """Makes batches in worker processes.
 
     Raises:
-        LoadingError: from `take`, if a process was killed or ended.
+        LoadingError: `take` raises this if a process was killed or ended.
     """
 
     def __init__(self, job: Job, workers: int, ahead: int) -> None:
@@ -77,7 +77,8 @@ class Processes:
         self._next = 0
         self._workers: list[_Worker] = []
         self._end = weakref.finalize(self, _end, self._workers, os.getpid())
-        # Before multiprocessing sends SIGTERM to the processes, which they ignore, and waits for them.
+        # Must run before multiprocessing's own exit handler, which sends SIGTERM and waits: the processes ignore
+        # SIGTERM.
         atexit.register(self._end)
         try:
             for number in range(workers):
@@ -99,7 +100,7 @@ class Processes:
             worker = self._workers[self._next]
             self._next = (self._next + 1) % len(self._workers)
             slot = worker.slot()
-            with suppress(OSError):  # a process that has ended is noticed when its piece is taken
+            with suppress(OSError):  # `take` raises if the process has ended
                 worker.connection.send((epoch, number, piece, slot))
             pieces.append((worker, slot, epoch, number))
         self._begun.append(pieces)
@@ -108,7 +109,7 @@ class Processes:
         begun = self._begun.popleft()
         alone = len(begun) == 1
         made = [self._piece(worker, slot, (epoch, number), alone, pin) for worker, slot, epoch, number in begun]
-        whole = joined(made, pin, copy=not alone)  # a single piece was already copied when it was read
+        whole = joined(made, pin, copy=not alone)  # a single piece was copied when it was read
         for worker, slot, _, _ in begun:
             worker.free.append(slot)
         return whole
@@ -120,7 +121,7 @@ class Processes:
         return _Reader(io.BytesIO(content), worker.slots.get(slot), copy, pin).load()
 
     def _received(self, worker: _Worker, batch: tuple[int, int] | None = None) -> tuple[bytes, int]:
-        """Receive a piece from a process, and the size of its slot if that is new.
+        """Receive a piece from a process, and the size of its slot if the process replaced the slot.
 
         Raises:
             LoadingError: the process has ended.
@@ -172,7 +173,7 @@ def _started(job: Job, number: int) -> _Worker:
     context: Any = torch_multiprocessing.get_context(method)
     ours, its = context.Pipe(duplex=True)
     process = context.Process(target=_work, args=(its, job, os.getpid()), name=f"rooftop-loader-{number}", daemon=True)
-    with warnings.catch_warnings():  # about forking with threads, whose locks the child never takes
+    with warnings.catch_warnings():  # Python warns about forking with threads; the child never takes their locks
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
     its.close()
@@ -180,7 +181,7 @@ def _started(job: Job, number: int) -> _Worker:
 
 
 def _end(workers: list[_Worker], parent: int) -> None:
-    if os.getpid() != parent:  # a copy of the loader, in a forked process
+    if os.getpid() != parent:  # this is the copy of the loader in a forked process
         return
     for worker in workers:
         worker.process.kill()
@@ -191,7 +192,7 @@ def _end(workers: list[_Worker], parent: int) -> None:
 
 
 def _mapped(handle: int, size: int) -> Tensor:
-    """A slot of another process, (size,) uint8."""
+    """Map a slot of another process: (size,) uint8."""
     storage: Any = torch.UntypedStorage
     try:
         return torch.empty(0, dtype=torch.uint8).set_(storage._new_shared_fd_cpu(handle, size))  # type: ignore[call-overload]
@@ -223,10 +224,10 @@ class _Reader(pickle.Unpickler):
 
 
 def _work(connection: Connection, job: Job, parent: int) -> None:
-    """Make pieces until the parent ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
-    # SLURM and `timeout` send SIGTERM to all processes of a training. The parent still needs batches for the step after
-    # which it saves. A handler, unlike SIG_IGN, is not inherited by programs that a data set starts.
+    """Run a worker process: make pieces until the parent ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    # SLURM and `timeout` send SIGTERM to all processes of a training, but the parent still needs batches until it has
+    # saved a checkpoint. Programs that a data set starts would inherit SIG_IGN; they do not inherit a handler.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     signal.set_wakeup_fd(-1)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
@@ -263,7 +264,7 @@ def _end_with(parent: int) -> None:
 
 
 def _seed(job: Job, epoch: int, number: int, piece: int) -> None:
-    """Seed the global generators for data sets that use them, differently for each piece."""
+    """Seed the global random generators, differently for each piece, for data sets that use them."""
     seed = int(np.random.SeedSequence((job.order.seed, epoch, number, piece)).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)
@@ -271,7 +272,7 @@ def _seed(job: Job, epoch: int, number: int, piece: int) -> None:
 
 
 class _Writer(pickle.Pickler):
-    """Writes a piece; its tensors go to places in a slot."""
+    """Pickles a piece; assigns its tensors to offsets in a slot."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5)
@@ -304,7 +305,7 @@ def _put(slot: Tensor, offset: int, tensor: Tensor) -> None:
 
 
 def _sendable(error: Exception) -> bytes:
-    """The exception if it can be sent, otherwise its text."""
+    """The exception if it can be pickled; if not, its text."""
     notes = getattr(error, "__notes__", [])
     with suppress(Exception):
         content = pickle.dumps(error)

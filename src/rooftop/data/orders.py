@@ -1,4 +1,4 @@
-"""Determine the samples of each batch of an epoch, and the part of a rank."""
+"""Determine the samples of each batch of an epoch, and each rank's part of a batch."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ Numbers = NDArray[np.int64]
 
 @dataclass
 class Order:
-    """The batches of a data set.
+    """The order in which samples form batches.
 
     Attributes:
         samples: number of samples in the data set.
-        batch: samples of a whole batch, over all ranks.
-        shuffle: whether an epoch's order is drawn from (seed, epoch).
-        drop_last: whether to leave out the last samples if they do not fill a batch.
-        rank, ranks: the part of each batch: consecutive places, divided as evenly as possible.
-        repeats: copies of a sample in a batch, which then has batch / repeats different samples: all of them once, then
-            all again. An epoch has as many batches as without repeats.
+        batch: number of samples in a batch, summed over all ranks.
+        shuffle: whether an epoch's order is a random permutation, seeded by (seed, epoch).
+        drop_last: whether to leave out the last samples of an epoch if they do not fill a batch.
+        rank, ranks: this rank, and the number of ranks. Each rank gets consecutive samples of each batch, divided as
+            evenly as possible.
+        repeats: copies of each sample in a batch. A batch has batch / repeats different samples: all of them once, then
+            all again. Repeats do not change the number of batches in an epoch.
 
     Raises:
-        InputError: numbers out of range.
+        InputError: a number is out of range.
     """
 
     samples: int
@@ -54,11 +55,11 @@ class Order:
             raise InputError(f"repeats is {self.repeats}: expected 1, or drop_last=True")
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """The number of batches in an epoch."""
         return self.samples // self.batch if self.drop_last else -(-self.samples // self.batch)
 
     def part(self, epoch: int, number: int) -> tuple[Numbers, Numbers, Numbers]:
-        """Return this rank's places in a whole batch, the indices of its samples, and the number of each copy."""
+        """Return this rank's positions in a batch, the indices of its samples, and the copy number of each."""
         different = self.batch // self.repeats
         start = number * different
         size = self.batch if self.repeats > 1 else min(self.batch, self.samples - start)
@@ -67,9 +68,9 @@ class Order:
         return places, self._epoch(epoch)[numbers] if self.shuffle else numbers, places // different
 
     def _epoch(self, epoch: int) -> Numbers:
-        drawn = self._drawn  # threads may set this at the same time, but always as a whole
+        drawn = self._drawn  # several threads may set this at the same time; each assignment is atomic
         if drawn is None or drawn[0] != epoch:
-            # The key makes the order's random numbers differ from those of the samples, which are drawn from (seed,
+            # The spawn key separates the order's random numbers from those of the samples, which are seeded by (seed,
             # epoch, i).
             generator = np.random.default_rng(np.random.SeedSequence((self.seed, epoch), spawn_key=(1,)))
             drawn = self._drawn = (epoch, generator.permutation(self.samples))

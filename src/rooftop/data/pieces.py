@@ -24,11 +24,11 @@ from rooftop.data.orders import Numbers, Order
 from rooftop.data.samples import DAMAGE, Samples, name_of, sample
 from rooftop.errors import InputError
 
-ONE_THREAD = 32768  # elements up to which PyTorch's operators start no threads (at::internal::GRAIN_SIZE)
+ONE_THREAD = 32768  # PyTorch's operators use one thread up to this many elements (at::internal::GRAIN_SIZE)
 
 
 class Damaged(NamedTuple):
-    """A sample that was skipped: its index, its name if it has one, and the problem."""
+    """A skipped sample: its index, its name if it has one, and the reason."""
 
     sample: int
     name: str | None
@@ -37,13 +37,13 @@ class Damaged(NamedTuple):
 
 @dataclass(frozen=True)
 class Made:
-    """A piece of a batch, or a whole one.
+    """A piece of a batch, or a whole batch.
 
     Attributes:
         value: collated samples; None if there are none.
-        places, indices: places and indices of the samples, as in `Order.part`.
-        damaged: samples that were skipped.
-        finished: time of completion, by `time.monotonic`, which is one clock for all processes.
+        places, indices: positions and indices of the samples, as in `Order.part`.
+        damaged: the samples that were skipped.
+        finished: time of completion by `time.monotonic`, a clock that all processes share.
     """
 
     value: Any
@@ -55,11 +55,11 @@ class Made:
 
 @dataclass(frozen=True)
 class Job:
-    """The work of making batches.
+    """What to make: the samples, their order, and how they are collated.
 
     Attributes:
-        pieces: number of pieces of a batch.
-        skip: whether damaged samples are left out instead of raising.
+        pieces: number of pieces in a batch.
+        skip: whether damaged samples are skipped; if not, they raise.
     """
 
     samples: Samples
@@ -104,15 +104,17 @@ def damage_in_words(index: int, name: str | None, error: BaseException) -> str:
 
 
 def pieces_of(collate: Callable[[list[Any]], Any], workers: int) -> int:
-    """The number of pieces of a batch."""
+    """The number of pieces in a batch."""
     return workers if collate is default_collate else 1
 
 
 def collated(samples: list[Any], collate: Callable[[list[Any]], Any]) -> Any:
-    """Collate samples to a batch. PyTorch's own collation runs without PyTorch's threads, with the same bits.
+    """Collate samples to a batch.
+
+    `default_collate` is replaced by a version without PyTorch's threads, with the same bits.
 
     Raises:
-        InputError: tensors of several shapes.
+        InputError: the samples' tensors differ in shape.
     """
     if collate is not default_collate:
         return collate(samples)
@@ -136,8 +138,8 @@ def joined(pieces: Sequence[Made], pin: bool = False, copy: bool = False) -> Mad
     """Join all pieces to a batch.
 
     Args:
-        pin: whether its tensors are put into pinned memory, from which a GPU copies while the host continues.
-        copy: whether its tensors are copied although there is only one piece.
+        pin: whether to put the tensors into pinned memory, for asynchronous copies to a GPU.
+        copy: whether to copy the tensors even if there is only one piece.
     """
     full = [piece for piece in pieces if len(piece.indices)]
     value = None
@@ -153,7 +155,7 @@ def joined(pieces: Sequence[Made], pin: bool = False, copy: bool = False) -> Mad
 
 
 def _join(values: Sequence[Any], pin: bool) -> Any:
-    """Join the results of `default_collate`: tensors, texts, and containers of these."""
+    """Join the results of `default_collate`: tensors, strings, and containers of tensors and strings."""
     first = values[0]
     if isinstance(first, Tensor):
         return _joined_tensors(values, pin)
@@ -161,7 +163,7 @@ def _join(values: Sequence[Any], pin: bool) -> Any:
         parts = {key: _join([value[key] for value in values], pin) for key in first}
         return parts if type(first) is dict else type(first)(parts)  # type: ignore[call-arg]
     if isinstance(first, (list, tuple)):
-        if all(isinstance(each, (str, bytes)) for each in first):  # a text for each sample
+        if all(isinstance(each, (str, bytes)) for each in first):  # a string for each sample
             return type(first)(chain.from_iterable(values))
         fields = [_join(field, pin) for field in zip(*values, strict=True)]
         return type(first)(*fields) if hasattr(first, "_fields") else type(first)(fields)
@@ -199,7 +201,7 @@ def _plain(tensor: Tensor) -> bool:
 
 
 def _bytes(tensor: Tensor) -> Any:
-    """(rows, bytes of a row), for any dtype. Copies by NumPy start no additional threads."""
+    """View a tensor of any dtype as a NumPy array (rows, bytes of a row). NumPy copies without additional threads."""
     whole = tensor.contiguous()
     rows = whole.shape[0]
     if whole.numel() == 0:

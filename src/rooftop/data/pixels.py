@@ -1,4 +1,4 @@
-"""Images that travel to the device as bytes and are normalized there: a quarter of the bytes of float32.
+"""Images that are copied to the device as uint8 and normalized there: a quarter of the bytes of float32.
 
 transform = ImageTransform(224, {"crop": 0.35, "erase": 0.25}, train=True, normalize=False)
 normalize = Normalizer()
@@ -19,12 +19,12 @@ from rooftop.media.images import MEAN, STD
 
 
 class Pixels(NamedTuple):
-    """An image before it is normalized, or a batch of images.
+    """An image that is not normalized yet, or a batch of such images.
 
     Attributes:
         values: (H, W, 3) or (N, H, W, 3) uint8.
-        erased: (4,) or (N, 4) int16: top, left, bottom, right of the part that is erased, which takes the value 0 after
-            the normalization; all 0 if none is.
+        erased: (4,) or (N, 4) int16: top, left, bottom and right of the erased part, which is 0 after the
+            normalization. All four are 0 if no part is erased.
     """
 
     values: Tensor
@@ -35,8 +35,8 @@ class Normalizer:
     """Normalizes batches on their device, without waiting for it.
 
     Args:
-        mean, std: of the red, green and blue values in 0..1.
-        channels_last: memory format of the result.
+        mean, std: mean and standard deviation of the red, green and blue values in 0..1.
+        channels_last: whether the result is channels last in memory.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Normalizer:
     ) -> None:
         self._rows = [[255.0] * 3, list(mean), list(std)]
         self._channels_last = channels_last
-        self._constants: dict[torch.device, Tensor] = {}  # made once, because the copy to a GPU waits for it
+        self._constants: dict[torch.device, Tensor] = {}  # made once per device, because their copy waits for the GPU
 
     def __call__(self, pixels: Pixels) -> Tensor:
         """Return (N, 3, H, W) float32: (value / 255 - mean) / std, and 0 where the image is erased."""
@@ -66,10 +66,10 @@ class Normalizer:
         if constants is None:
             constants = self._constants[values.device] = torch.tensor(self._rows, device=values.device)
         scale, mean, std = constants
-        return values.float().div_(scale).sub_(mean).div_(std)  # by a tensor: a number would be inverted
+        return values.float().div_(scale).sub_(mean).div_(std)  # for a Python number, PyTorch multiplies by 1/number
 
 
 def _between(start: Tensor, end: Tensor, count: int) -> Tensor:
-    """(N, count): which numbers are from `start` to before `end`, (N,) each."""
+    """Mask (N, count) of the numbers in `start`..`end - 1`; start and end are (N,)."""
     numbers = torch.arange(count, device=start.device, dtype=start.dtype)
     return (numbers >= start[:, None]) & (numbers < end[:, None])

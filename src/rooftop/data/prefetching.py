@@ -1,4 +1,4 @@
-"""Makes items in a thread while the consumer uses the previous one."""
+"""Make each item in a thread while the consumer uses the previous item."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ Item = TypeVar("Item")
 
 
 def prefetched(items: Iterator[Item], count: int, interrupt: Callable[[], None]) -> Iterator[Item]:
-    """Yield the first items, each made while the consumer uses the previous one; an exception is raised at its place.
+    """Yield the first `count` items; a thread makes each while the consumer uses the previous one.
+
+    An exception of `items` is raised at the item that caused it.
 
     Args:
-        items: run by one thread.
+        items: iterator, which one thread runs.
         count: number of items.
-        interrupt: ends a wait in `items` with an exception. Called if the consumer leaves before it has the last item.
+        interrupt: ends a wait in `items` with an exception. It is called if the consumer stops before the last item.
     """
     done: SimpleQueue[tuple[Item | None, BaseException | None]] = SimpleQueue()
     room, stopped = threading.Semaphore(1), threading.Event()

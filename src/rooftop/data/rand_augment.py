@@ -1,4 +1,4 @@
-"""RandAugment: apply several operations, drawn with equal probabilities, all with the same magnitude.
+"""RandAugment: apply several random operations, all equally probable and of the same magnitude.
 
 Cubuk et al. 2020, "RandAugment: Practical automated data augmentation with a reduced search space". The ranges are
 those of AutoAugment (Cubuk et al. 2019), in which 10 is the greatest magnitude. Colours change by a factor of up to
@@ -13,20 +13,20 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageEnhance, ImageOps
 
-GREATEST = 10.0  # magnitude
-FILL = (124, 116, 104)  # colour of pixels from beyond the edge: ImageNet's mean
+GREATEST = 10.0  # greatest magnitude
+FILL = (124, 116, 104)  # fill colour beyond the image's edge: ImageNet's mean
 MOST_SHEAR, MOST_DEGREES, MOST_SHIFT, MOST_COLOUR = 0.3, 30.0, 0.45, 0.9
 
 
 class Operation(NamedTuple):
-    """An operation by its name, and its strength from -1 to 1; the sign is a direction."""
+    """An operation's name, and its strength from -1 to 1; the sign is the direction."""
 
     name: str
     strength: float
 
 
 def draw_operations(count: int, magnitude: float, generator: np.random.Generator) -> tuple[Operation, ...]:
-    """Draw operations; one operation may be drawn repeatedly."""
+    """Draw random operations, with repetition."""
     names = generator.integers(len(OPERATIONS), size=count)
     signs = generator.integers(2, size=count) * 2 - 1
     return tuple(

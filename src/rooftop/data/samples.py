@@ -24,7 +24,7 @@ DAMAGE = (
 class Samples(Protocol):
     """A data set with numbered samples, e.g. any map-style data set of torch.utils.data.
 
-    A loader may use the data set from several threads at once. A data set that does not allow this has an attribute
+    A loader may use the data set from several threads at once. A data set that is not thread-safe has an attribute
     `thread_safe = False`. If a data set has a method `name(index)`, messages about damaged samples use it.
     """
 
@@ -35,10 +35,10 @@ class Samples(Protocol):
 
 @runtime_checkable
 class DrawnSamples(Samples, Protocol):
-    """A data set with random augmentation."""
+    """A data set whose samples are augmented at random."""
 
     def draw(self, index: int, generator: np.random.Generator) -> Any:
-        """The sample, augmented with `generator`; the same generator state gives the same sample."""
+        """Return the sample, augmented with `generator`; the same generator state gives the same sample."""
 
 
 @runtime_checkable
@@ -49,29 +49,29 @@ class StagedSamples(Samples, Protocol):
         """The sample's bytes on disk."""
 
     def decoded(self, index: int, content: bytes, generator: np.random.Generator | None = None) -> Any:
-        """The content as an image, before it is augmented with `generator`."""
+        """Decode the content to an image, which is not augmented yet; draws the augmentation from `generator`."""
 
     def changed(self, index: int, decoded: Any, generator: np.random.Generator | None) -> Any:
         """The sample, from the decoded image."""
 
 
 def sample(samples: Samples, index: int, seed: int, epoch: int, copy: int = 0) -> Any:
-    """A sample of an epoch, the same in every process and thread; its copies from 1 on are drawn in other ways."""
+    """A sample of an epoch, the same in every process and thread. Each copy of it has its own augmentation."""
     if isinstance(samples, DrawnSamples):
         return samples.draw(index, np.random.default_rng((seed, epoch, index, copy) if copy else (seed, epoch, index)))
     return samples[index]
 
 
 class Part:
-    """Some samples of a data set, in the given order, e.g. the held-out ones.
+    """A subset of a data set in the given order, e.g. the held-out samples.
 
         data = ImageFolder("photographs")
         held_out, rest = Part(data, range(0, len(data), 10)), ...
 
-    Unlike `torch.utils.data.Subset`, it keeps the draws and the names of its samples.
+    Unlike `torch.utils.data.Subset`, it keeps the augmentation and the names of the samples.
 
     Raises:
-        InputError: the data set does not have an index.
+        InputError: an index is out of the data set's range.
     """
 
     def __init__(self, samples: Samples, indices: Sequence[int]) -> None:
@@ -89,19 +89,19 @@ class Part:
         return self.samples[int(self.indices[index])]
 
     def draw(self, index: int, generator: np.random.Generator) -> Any:
-        """The sample, drawn if the data set draws."""
+        """The sample, augmented if the data set augments."""
         own = int(self.indices[index])
         return self.samples.draw(own, generator) if isinstance(self.samples, DrawnSamples) else self.samples[own]
 
     def name(self, index: int) -> str | None:
-        """The data set's name for the sample."""
+        """The sample's name in the data set."""
         return name_of(self.samples, int(self.indices[index]))
 
 
 def name_of(samples: Samples, index: int) -> str | None:
-    """A data set's name for a sample, e.g. its path; None if it has no names."""
+    """A sample's name in a data set, e.g. its path; None if the data set has no names."""
     name = getattr(samples, "name", None)
     if name is not None:
         return str(name(index)) if callable(name) else None
     inner, indices = getattr(samples, "dataset", None), getattr(samples, "indices", None)
-    return name_of(inner, indices[index]) if inner is not None and indices is not None else None  # for torch's Subset
+    return name_of(inner, indices[index]) if inner is not None and indices is not None else None  # torch's Subset

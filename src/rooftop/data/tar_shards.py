@@ -1,10 +1,11 @@
-"""Samples in tar files, in the layout of webdataset: the files of a sample have the same name except for the suffix,
-and follow each other.
+"""Samples in tar files, in the layout of webdataset.
+
+The files of a sample are adjacent and have the same name except for the suffix:
 
     shard-000.tar: 000017.jpg 000017.cls 000018.jpg 000018.cls ...
 
-Each shard's headers are read once, into an index of offsets. So any number of threads and processes can read samples in
-any order, with one read for each file of a sample.
+The headers of each shard are read once, to index the files' offsets. Then any number of threads and processes can read
+samples in any order, with one read per file.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ IMAGE_ENDINGS = tuple(suffix[1:] for suffix in sorted(SUFFIXES))
 
 @dataclass(slots=True)
 class _Entry:
-    """A sample: the number of its shard, its key, and (offset, bytes) of its files by their endings.
+    """A sample in the index: the number of its shard, its key, and the (offset, size) of each file by suffix.
 
     Attributes:
-        wrong: a problem found in the headers; None: none.
+        wrong: the error in the sample's headers; None: no error.
     """
 
     shard: int
@@ -54,24 +55,24 @@ class _Entry:
 
 
 class TarShards:
-    """The samples of some tar files, by number.
+    """The samples of tar files, as a data set.
 
         data = TarShards("photographs/train-{000..146}.tar", ImageTransform(224, {"flip": 0.5}, train=True))
         image, label = data[0]
 
     Args:
-        paths: tar files, not compressed: a list; or one text with a number range in braces or with * and ?; or a folder
-            of them.
-        transform: transform of photographs, as in `ImageFolder`.
-        fields: the files of a sample, by suffix, as a tuple; "image" stands for the photograph. None: all of them as a
-            dict, with "__key__".
+        paths: uncompressed tar files: a list of paths; a pattern with a number range in braces, or with * and ?; or a
+            folder.
+        transform: transforms photographs, as in `ImageFolder`.
+        fields: suffixes of the files to return, as a tuple; "image" stands for the photograph. None: each sample is a
+            dict of all its files and "__key__".
 
-    Files are decoded by suffix: photographs; cls as an integer, txt as text, json, npy as a tensor; the rest are
-    bytes.
+    The suffix decides how a file is decoded: photographs by the transform, cls to an integer, txt to a string, json to
+        Python objects, npy to a tensor. Other files stay bytes.
 
     Raises:
-        InputError: there are no shards, or one is not a tar file or has no samples. From `data[i]`: a sample lacks a
-            field, is damaged, or is incomplete because its shard is cut off.
+        InputError: there are no shards, or a shard is not a tar file or has no samples. From `data[i]`: a sample lacks
+            a field, is damaged, or is incomplete because its shard is cut off.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class TarShards:
         return self._sample(self._index[index], None)
 
     def draw(self, index: int, generator: np.random.Generator) -> Any:
-        """The sample, with photographs augmented by the transform with this generator."""
+        """The sample; the transform augments its photographs with random numbers from this generator."""
         return self._sample(self._index[index], generator)
 
     def name(self, index: int) -> str:
@@ -103,7 +104,7 @@ class TarShards:
         """The class of each sample, from its cls file; `UNREADABLE` for a damaged sample.
 
         Raises:
-            InputError: a sample has no cls file, or one that is not an integer from 0 on.
+            InputError: a sample has no cls file, or its cls file is not an integer of 0 or more.
         """
         found = []
         for shard, entries in groupby((self._index[number] for number in range(len(self))), lambda each: each.shard):
@@ -120,7 +121,7 @@ class TarShards:
         with suppress(ValueError):
             if (label := int(content)) >= 0:
                 return label
-        raise InputError(f"{self._name(entry)}.{CLASS} is {content[:20]!r}: expected the number of a class")
+        raise InputError(f"{self._name(entry)}.{CLASS} is {content[:20]!r}: expected a class number")
 
     def content(self, index: int) -> bytes:
         """The bytes of the sample's photograph in the shard."""
@@ -128,11 +129,11 @@ class TarShards:
         return self._read(entry, self._ending(entry, IMAGE))
 
     def decoded(self, index: int, content: bytes, generator: np.random.Generator | None = None) -> Any:
-        """The photograph, in the form that the transform needs."""
+        """The decoded photograph, as `changed` expects it."""
         return decode(self.transform, content, generator, self.name(index))
 
     def changed(self, index: int, decoded: Any, generator: np.random.Generator | None) -> Any:
-        """The sample, from the decoded photograph."""
+        """The sample, from the photograph that `decoded` returned."""
         entry, image = self._index[index], change(self.transform, decoded, generator)
         fields = self.fields or (IMAGE,)
         return tuple(
@@ -168,7 +169,7 @@ class TarShards:
             raise InputError(f"{name} cannot be read: {error}") from error
 
     def _read(self, entry: _Entry, ending: str) -> bytes:
-        """Read a file's content without a shared file position, so that threads may read at the same time."""
+        """Read a file's content at its offset (pread), so that several threads can read a shard at the same time."""
         offset, size = entry.files[ending]
         handle = os.open(self.paths[entry.shard], os.O_RDONLY)
         try:
@@ -187,12 +188,12 @@ class TarShards:
 
 
 class _Index:
-    """Entries in columns, because millions of objects would take gigabytes in each process."""
+    """The entries, stored as columns: millions of Python objects would take gigabytes in each process."""
 
     def __init__(self, entries: Iterable[_Entry]) -> None:
         self._keys: list[str] = []
         self._wrong: dict[int, str] = {}
-        kinds: dict[tuple[str, ...], int] = {}  # the endings of each sample, which are mostly the same
+        kinds: dict[tuple[str, ...], int] = {}  # number of each distinct tuple of suffixes; most samples share one
         shards, kind_of, firsts, spans = array("q"), array("q"), array("q", [0]), array("q")
         for number, entry in enumerate(entries):
             self._keys.append(entry.key)
@@ -209,7 +210,7 @@ class _Index:
         return len(self._keys)
 
     def __getitem__(self, index: int) -> _Entry:
-        key = self._keys[index]  # raises if there is no such entry
+        key = self._keys[index]  # raises IndexError if the index is out of range
         index %= len(self)
         spans = self._spans[self._firsts[index] : self._firsts[index + 1]]
         files = dict(zip(self._kinds[self._kind_of[index]], zip(spans[::2], spans[1::2], strict=True), strict=True))
@@ -225,7 +226,7 @@ _DECODERS: dict[str, Callable[[bytes], Any]] = {
 
 
 def _entries(shard: int, path: Path) -> Iterator[_Entry]:
-    """The samples of a shard. A damaged sample is listed too, so that reading it raises the error."""
+    """Yield the samples of a shard, damaged ones included: reading a damaged sample raises its error."""
     whole = path.stat().st_size
     entry, members = None, 0
     try:
@@ -257,20 +258,20 @@ def _entries(shard: int, path: Path) -> Iterator[_Entry]:
 
 
 def _check_end(path: Path, offset: int) -> None:
-    """Check that a shard really ends where tarfile stopped, because tarfile treats a damaged header as the end.
+    """Check that a shard really ends where tarfile stopped: tarfile takes a damaged header for the end.
 
     Raises:
-        ValueError: there are more data.
+        ValueError: more data follow.
     """
     with path.open("rb") as file:
         file.seek(offset)
         block = file.read(tarfile.BLOCKSIZE)
     if block.strip(b"\0") or 0 < len(block) < tarfile.BLOCKSIZE:
-        raise ValueError(f"there is no header at byte {offset:,}")
+        raise ValueError(f"expected a tar header at byte {offset:,}")
 
 
 def _parted(name: str) -> tuple[str, str]:
-    """Key and suffix: as in webdataset, the suffix begins at the first dot of the file's name."""
+    """Split a file's path into key and suffix; the suffix begins at the file name's first dot, as in webdataset."""
     folder, slash, file = name.rpartition("/")
     key, _, ending = file.partition(".")
     return (folder + slash + key, ending) if key else ("", "")
@@ -292,7 +293,7 @@ def _shards(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) ->
 
 
 def _spread(text: str) -> list[str]:
-    """The paths of a text with number ranges in braces, as in a shell, or with * and ?."""
+    """Expand a pattern to paths: number ranges in braces, as in a shell, or * and ?."""
     ranged = re.search(r"\{(\d+)\.\.(\d+)\}", text)
     if ranged is not None:
         first, last = ranged[1], ranged[2]

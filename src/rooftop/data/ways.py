@@ -1,6 +1,6 @@
 """Ways to make batches: in the training loop, by threads, or (`loader_processes.py`) by processes.
 
-A batch is begun, then taken; batches are taken in the order in which they were begun.
+`begin` starts a batch, and `take` returns it. Batches are taken in the order in which they were begun.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from rooftop.data.pieces import Job, Made, joined
 
 
 class Way(Protocol):
-    """Makes the batches of a job. `in_flight` is the number of batches that may be begun but not yet taken."""
+    """Makes the batches of a job. At most `in_flight` batches may be begun and not yet taken."""
 
     in_flight: int
 
     def begin(self, epoch: int, number: int) -> None: ...
 
     def take(self, pin: bool) -> Made:
-        """Return the batch that was begun first; `pin` as in `joined`."""
+        """Return the oldest batch that was begun and not yet taken; `pin` as in `joined`."""
 
     def interrupt(self) -> None:
-        """End a `take` that waits in another thread, with an exception. Nothing can be taken afterwards."""
+        """Make a `take` that waits in another thread raise. No batch can be taken afterwards."""
 
     def close(self) -> None:
         """Stop and release everything. Call this once no other thread takes a batch."""
 
 
 class Here:
-    """Makes a batch when it is taken."""
+    """Makes each batch in `take`, in the calling thread."""
 
     in_flight = 1
 
@@ -53,7 +53,7 @@ class Here:
 
 
 class Threads:
-    """Makes batches by a pool of threads. Threads help if samples release the GIL, as Pillow and NumPy do."""
+    """Makes batches in a pool of threads. Threads are faster if samples release the GIL, as Pillow and NumPy do."""
 
     def __init__(self, job: Job, workers: int, ahead: int) -> None:
         self._job = job
@@ -76,5 +76,5 @@ class Threads:
 
 
 def batches_in_flight(job: Job, workers: int, ahead: int) -> int:
-    """At least as many batches as keep all workers busy."""
+    """The number of batches in flight: `ahead`, or more if the workers would be idle."""
     return max(ahead, -(-workers // job.pieces))

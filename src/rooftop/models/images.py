@@ -1,8 +1,8 @@
-"""Photographs as a batch for image models: decode, resize, crop, normalize.
+"""Prepare a batch of photographs for image models: decode, resize, crop, normalize.
 
-The preprocessing is that of torchvision's ImageNet models: the shorter side to 256 pixels (bilinear, antialiased), the
-central 224 x 224, divided by 255, normalized by ImageNet's mean and standard deviation. For other weights and sizes use
-`Preprocessing`.
+The preprocessing is the same as for torchvision's ImageNet models. It resizes the shorter side to 256 pixels (bilinear,
+antialiased) and crops the central 224 x 224 pixels. Then it divides by 255, and normalizes by ImageNet's mean and
+standard deviation. For other weights and sizes use `Preprocessing`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ IMAGENET = Preprocessing()
 
 
 def load_images(paths: Sequence[str | os.PathLike[str]], preprocessing: Preprocessing = IMAGENET) -> Tensor:
-    """A batch (B, 3, crop, crop) float32 from photographs and folders of photographs, in the order of `find_images`.
+    """Load photographs and folders of photographs as a batch (B, 3, crop, crop) float32, in the order of `find_images`.
 
     Raises:
         InputError: a path does not exist, a folder has no photographs, or a file is not a photograph.
@@ -65,18 +65,19 @@ def load_images(paths: Sequence[str | os.PathLike[str]], preprocessing: Preproce
 def prepared(
     paths: Sequence[Path], prepare: Callable[[Image.Image], Prepared], ahead: int | None = None, on_error: str = "raise"
 ) -> Iterator[tuple[int, Prepared]]:
-    """The result of `prepare` for each photograph, computed by threads while the caller does other work. Each comes as
-    (index of the photograph among the paths, result).
+    """Call `prepare` for each photograph in threads; yields (index of the path, result).
+
+    The threads run while the caller does other work.
 
     Args:
         paths: files.
-        prepare: gets images as from `read_image`.
-        ahead: the maximum number of photographs that are started but not yet requested; None: two for each thread.
-        on_error: "raise"; or "skip" unreadable files, with a warning for each.
+        prepare: called with each image, as `read_image` returns it.
+        ahead: the maximum number of photographs that are started and not yet yielded; None: two per thread.
+        on_error: "raise" stops at an unreadable file; "skip" leaves it out with a warning.
 
     Raises:
-        InputError: `on_error` is unknown. Also for a file that is not an image or is damaged and not skipped (raised at
-            its position), and if all files were skipped (raised at the end).
+        InputError: `on_error` is unknown. Also at the position of a file that is damaged or not an image and is not
+            skipped, and at the end if all files were skipped.
     """
     if on_error not in ("raise", "skip"):
         raise InputError(f'on_error {on_error!r} is not known: expected "raise" or "skip"')
@@ -104,51 +105,53 @@ def prepared(
 
 
 def read_image(path: str | os.PathLike[str]) -> Image.Image:
-    """A photograph as RGB, rotated by its EXIF orientation; transparent parts become white.
+    """Read a photograph as RGB, rotated by its EXIF orientation; transparent parts become white.
 
     Raises:
-        InputError: not an image, or a damaged one.
+        InputError: the file is damaged or not an image.
     """
     return pillow_image(path)
 
 
 def preprocess(image: Image.Image, preprocessing: Preprocessing = IMAGENET) -> Tensor:
-    """(3, crop, crop) float32 from an RGB image."""
+    """Resize, crop and normalize an RGB image: (3, crop, crop) float32."""
     return normalized(cropped(image, preprocessing), preprocessing.mean, preprocessing.std)
 
 
 def cropped(image: Image.Image, preprocessing: Preprocessing = IMAGENET) -> Image.Image:
-    """The square of an RGB image for the model's input: resized, not yet normalized."""
+    """Resize an RGB image and crop it to the model's input size, without normalization."""
     width, height = image.size
     short, resize, crop = min(width, height), preprocessing.resize, preprocessing.crop
     image = image.resize((resize * width // short, resize * height // short), preprocessing.interpolation)
     width, height = image.size
     left, top = round((width - crop) / 2), round((height - crop) / 2)
-    return image.crop((left, top, left + crop, top + crop))  # black beyond the edges
+    return image.crop((left, top, left + crop, top + crop))  # pixels beyond the edges are black
 
 
 def normalized_pixels(pixels: Tensor, mean: Sequence[float] = MEAN, std: Sequence[float] = STD) -> Tensor:
-    """Compute the same bits as `normalized`, on the device of the pixels: (..., H, W, 3) uint8 -> (..., 3, H, W)
-    float32.
+    """Normalize (..., H, W, 3) uint8 to (..., 3, H, W) float32 on the pixels' device.
 
-    The result keeps the order of the pixels in memory, which is channels last.
+    The bits are those of `normalized`.
+
+    The result is channels last in memory, like the pixels.
     """
     return normalized_by(pixels, normalization(mean, std, pixels.device))
 
 
 def normalization(mean: Sequence[float], std: Sequence[float], device: torch.device) -> Tensor:
-    """The constants of `normalized_by`, (3, 3). On a GPU, making them waits for all earlier work."""
-    return torch.tensor([[255.0] * 3, list(mean), list(std)], device=device)  # a scalar 255 would be inverted
+    """The constants of `normalized_by`, (3, 3). For a GPU, this waits for all earlier work on the GPU."""
+    # a tensor, because PyTorch multiplies by the inverse of a Python number
+    return torch.tensor([[255.0] * 3, list(mean), list(std)], device=device)
 
 
 def normalized_by(pixels: Tensor, constants: Tensor) -> Tensor:
-    """As `normalized_pixels`, with constants that are on the device already."""
+    """Normalize as `normalized_pixels`, with constants that are already on the device."""
     scale, mean, std = constants
     return pixels.float().div_(scale).sub_(mean).div_(std).movedim(-1, -3)
 
 
 def not_finite(called: object) -> ModelRunError:
-    """The error for an image whose results are not finite."""
+    """Create the error for an image whose results are not finite."""
     return ModelRunError(
         f"the model's output for {called} is not finite: its weights are damaged, or its dtype is too narrow (float32 "
         "and bfloat16 reach further than float16)"

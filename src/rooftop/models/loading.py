@@ -1,10 +1,10 @@
 """Load a model by name, with weights from any source.
 
     model = load("swin_t", "swin_tiny_patch4_window7_224.safetensors").eval()  # timm's
-    print(load_report("swin_t", "swin_tiny_patch4_window7_224.safetensors"))   # what went where
+    print(load_report("swin_t", "swin_tiny_patch4_window7_224.safetensors"))   # what would happen to each key
 
-The file's keys show its library (`rooftop.models.weights.dialects`). Its tensors get our keys, and each must match a
-parameter or buffer.
+The file's keys reveal its library (`rooftop.models.weights.dialects`). The tensors are renamed to Rooftop's keys, and
+each must match a parameter or buffer.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from rooftop.models.weights.load_reports import LoadReport, compared
 
 @dataclass(frozen=True)
 class Family:
-    """Models whose weights come from the same libraries.
+    """A family of models whose weights come from the same libraries.
 
     Attributes:
         kind: name of the family in error messages.
         dialects: the dialects of these libraries.
-        head: the key of the last bias of class logits; None: there are no classes.
-        others: the number of these logits that do not belong to a class.
+        head: the key of the bias of the class logits; None: the models have no classes.
+        others: the number of class logits that stand for no class.
     """
 
     kind: str
@@ -52,7 +52,7 @@ class Family:
 
 
 class Matched(NamedTuple):
-    """A report, and the file's tensors by the model's keys."""
+    """The report on a file, and the file's tensors by the model's keys."""
 
     report: LoadReport
     tensors: dict[str, Tensor]
@@ -66,33 +66,35 @@ FAMILIES: dict[type[nn.Module], Family] = {
     NextFrameNetwork: Family("a network of the next frame", NEXT_FRAME),
 }
 UNREGISTERED = (detr_resnet50, detr_resnet101, detr_small, next_frame_network, colour_next_frame_network)
-"""Builders in addition to those of `builtin_models`, whose models all return class logits of an image."""
+"""Builders that `builtin_models` does not list, because their models return no class logits of an image."""
 
 KERAS = (".keras", ".h5", ".hdf5")
 
 
 def load(name: str, weights: str | Path, *, strict: bool = True, part: str | None = None, **options: Any) -> nn.Module:
-    """A built-in model with weights, in training mode, on the CPU in float32, as its builder returns it.
+    """Load a built-in model with weights: in training mode, on the CPU, in float32.
 
     Args:
-        name: name of a model: a builder of this package, e.g. "resnet50", "swin_v2_t", "detr_resnet101",
+        name: name of a model, i.e. of its builder in this package, e.g. "resnet50", "swin_v2_t", "detr_resnet101",
             "next_frame_network".
         weights: a file from torch.save, safetensors (.safetensors) or Keras (.keras, .h5), with the keys of any known
             library; or a published name, as for the builder. A `Path` is never a name.
-        strict: every key of the model and of the file must be used, with its shape. If False, weights that do not fit
-            are skipped, and the model keeps its initial values there: for a new head, `num_classes=7, strict=False`.
-        part: which weights to load from a file with several; `load_report` and errors name them. None: the only ones,
-            or the averaged ones (EMA, SWA): `models/weights/checkpoint_contents.py` lists the kinds of checkpoints.
-        options: options of the builder, e.g. num_classes. Options that follow from the weights can be omitted: dilation
-            for "COCO_DC5", and those that `rooftop train` wrote into the file.
+        strict: whether every key of the model and of the file must match, with its shape. False: weights that do not
+            fit are skipped, and the model keeps its initial values for them; use `num_classes=7, strict=False` for a
+            new head.
+        part: which weights to load from a file with several; `load_report` and errors name them. None: the averaged
+            weights (EMA, SWA) if there are any, or the only weights. `models/weights/checkpoint_contents.py` lists the
+            kinds of checkpoints.
+        options: options of the builder, e.g. num_classes. Options that the weights determine can be omitted: dilation
+            for "COCO_DC5", and options that `rooftop train` wrote into the file.
 
     Raises:
-        TargetError: there is no such model; the message has similar names.
+        TargetError: there is no such model; the message suggests similar names.
         InputError: `weights` is neither a name nor a file.
-        WeightsError: the file cannot be fetched or read, is damaged, belongs to another kind of model or number of
-            classes, has weights of several models, or does not fit; with strict=False, none of it fits.
+        WeightsError: the file cannot be fetched or read, is damaged, has weights of another kind of model, of another
+            number of classes or of several models, or does not fit. With strict=False: no key fits.
         MissingExtraError: safetensors or h5py is needed and not installed.
-        TypeError: the builder does not have one of the options.
+        TypeError: the builder does not have an option.
     """
     build = _builder(name)
     path = _file(name, weights)
@@ -111,7 +113,7 @@ def load(name: str, weights: str | Path, *, strict: bool = True, part: str | Non
 def load_report(name: str, weights: str | Path, *, part: str | None = None, **options: Any) -> LoadReport:
     """Report what `load` would do with each key of the file and of the model; loads nothing.
 
-    Arguments and errors are those of `load`, but keys that do not fit are in the report instead of an error.
+    Arguments and errors are those of `load`, but keys that do not fit are listed in the report and raise no error.
     """
     build = _builder(name)
     path = _file(name, weights)
@@ -121,13 +123,14 @@ def load_report(name: str, weights: str | Path, *, part: str | None = None, **op
 
 
 def matched(model: nn.Module, weights: str | Path, *, name: str = "", part: str | None = None) -> Matched:
-    """Read the weights for a model that already exists: one of ours, or any other by its own keys. Nothing is loaded
-    into the model.
+    """Read weights for an existing model, and match them with its keys; loads nothing into the model.
+
+    The model may be one of ours, or any other model if the file has its keys.
 
     Args:
         model: the model that the weights are for.
         weights, part: as in `load`; published weights need `name`.
-        name: name of the model's builder; "": the weights are a file.
+        name: name of the model's builder; "" if the weights are a file.
 
     Raises:
         InputError, WeightsError, MissingExtraError: as in `load`, except for keys that do not fit.
@@ -157,7 +160,7 @@ def _file(name: str, weights: str | Path) -> Path:
 
 
 def _matched(model: nn.Module, path: Path, part: str | None) -> tuple[LoadReport, dict[str, Tensor]]:
-    """The report, and the file's tensors by the model's keys."""
+    """Match the file's tensors with the model's keys; returns the report and the tensors."""
     found, contents = _converted(model, path, part)
     differing = differing_keys(model, found.left_out)
     report = compared(model.state_dict(), found.tensors, path, found.origin, found.sources, found.unneeded, differing)
@@ -183,7 +186,7 @@ def _family(model: nn.Module) -> Family:
 
 
 def _check(name: str, model: nn.Module, report: LoadReport, tensors: dict[str, Tensor]) -> None:
-    """Raise a WeightsError with the remedy, unless the file fits the model."""
+    """Raise WeightsError with the remedy if the file does not fit the model."""
     if report.fits:
         return
     family = _family(model)

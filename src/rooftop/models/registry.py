@@ -1,4 +1,4 @@
-"""Models by name: builders register themselves, and `rooftop.models` imports them all."""
+"""The registry of built-in models by name: builders register themselves, and `rooftop.models` imports them all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _entries: dict[str, ModelEntry] = {}
 
 
 def register(build: Build) -> Build:
-    """Decorator of a builder: the function's name becomes the model's name."""
+    """Register a builder (decorator): the function's name becomes the model's name."""
     _entries[build.__name__] = ModelEntry(build)
     return build
 
@@ -40,7 +40,7 @@ def model_entry(name: str) -> ModelEntry:
     """The built-in model with that name.
 
     Raises:
-        TargetError: the name is unknown; the message has similar names.
+        TargetError: the name is unknown; the message suggests similar names.
     """
     if name not in _entries:
         package, _, attribute = name.rpartition(".")

@@ -1,8 +1,8 @@
-"""Training of a GPT in one process or many, with the same result in every layout.
+"""Train a GPT in one or many processes, with the same result in every layout.
 
     torchrun --nproc-per-node 4 -m rooftop.train gpt --tensor-parallel-size 2 --data-path text/
 
-`GptTraining` describes the training, `GptTrainer` makes its steps, `run_steps` is the loop. `save_training` and
+`GptTraining` describes a training, `GptTrainer` runs its steps, and `run_steps` is the loop. `save_training` and
 `load_training` write and read checkpoints; a `Saver` writes them in the background.
 """
 

@@ -1,4 +1,4 @@
-"""`python -m rooftop.train` is the verb `rooftop train`, in a form that `torchrun -m` can start."""
+"""`python -m rooftop.train` runs `rooftop train`, so that `torchrun -m` can start it."""
 
 import sys
 

@@ -1,11 +1,11 @@
-"""Replays a function on a GPU from a CUDA graph, after a few ordinary calls.
+"""Replay a function on a GPU from a CUDA graph, after a few ordinary calls.
 
     gradients = Replayed(gradients_of_step, device)
     loss, norm = gradients(tokens, step)
 
-A step of a model has thousands of launches. If the layers of a model are small or split, the host takes longer to
-launch them than the GPU to compute. A replay is one launch. It reads and writes the memory of the capture, so all data
-that change from step to step must be input tensors, which are copied to that memory.
+A training step launches thousands of kernels. If the layers are small or split, launching takes the host longer than
+computing takes the GPU. A replay is a single launch. It reads and writes the memory of the capture, so all data that
+change from step to step must be input tensors, which are copied to that memory.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torch import Tensor
 from rooftop.hardware.graphs import captured_into, in_a_line
 
 WARM_UP = 3
-"""Calls before the capture. The first one compiles kernels, and initializes libraries and NCCL."""
+"""Default number of calls before the capture. The first call compiles kernels, and initializes libraries and NCCL."""
 
 
 class Replayed:
-    """Returns the outputs of a function, detached from autograd.
+    """Calls a function, or replays it from a CUDA graph; outputs are detached from autograd.
 
     Args:
-        function: a function of tensors on the device that returns tensors. It may have effects, such as gradients. The
-            host must not wait in it. It reads Python state, such as modes and hooks of a model, for the last time at
-            the capture. Afterwards the addresses of a model's memory must not change.
+        function: a function of tensors on the device that returns tensors. It may have side effects, such as gradients,
+            but must not wait for the GPU. Its Python code, with a model's modes and hooks, runs for the last time
+            during the capture. After the capture, the addresses of the model's tensors must not change.
         device: a GPU.
-        warm_up: number of ordinary calls before the capture, on the stream of the capture.
+        warm_up: number of ordinary calls before the capture, on the same stream.
 
     Attributes:
-        captured: whether calls are replays now. Tensors that the function stored during the capture, such as gradients,
-            belong to the graph. Keep these tensors, because each replay writes them again.
+        captured: whether the graph is captured, so that calls are replays. Keep the tensors that the function stored
+            during the capture, such as gradients, because each replay writes to them again.
 
     Raises:
         ValueError: the device is not a GPU, or `warm_up` is negative.
@@ -47,7 +47,7 @@ class Replayed:
         if warm_up < 0:
             raise ValueError(f"Replayed: warm_up must be 0 or more calls, got {warm_up}")
         self._function, self._device, self._left = function, device, warm_up
-        self._stream = torch.cuda.Stream(device)  # a backward runs on the stream of its forward
+        self._stream = torch.cuda.Stream(device)  # backward runs on the stream of its forward
         self._graph: torch.cuda.CUDAGraph | None = None
 
     @property
@@ -58,15 +58,15 @@ class Replayed:
         """Return the outputs of the function for these inputs.
 
         Args:
-            *inputs: tensors on the device, or on the CPU (pinned, if the host must not wait); every call needs the same
-                shapes and dtypes.
+            *inputs: tensors on the device, or on the CPU (in pinned memory if the host must not wait). Every call needs
+                the same shapes and dtypes.
 
         Raises:
-            ValueError: the number, shapes or dtypes of the inputs of a replay differ from the capture.
-            OutOfMemoryError: the graph needs separate memory, in addition to the memory that the allocator keeps from
-                earlier calls.
-            RuntimeError: the function cannot be captured; the message gives the reason. Release the tensors that the
-                function stored, such as gradients, because they have no values.
+            ValueError: the number, shapes or dtypes of the inputs differ from those of the capture.
+            OutOfMemoryError: the GPU has too little memory for the graph, whose memory is separate from what the
+                allocator keeps from earlier calls.
+            RuntimeError: the function cannot be captured; the message gives the reason. Tensors that the function
+                stored, such as gradients, then have no valid values: release them.
         """
         with torch.cuda.device(self._device):
             if self._graph is None and self._left:

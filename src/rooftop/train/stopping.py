@@ -1,11 +1,11 @@
-"""Handles SIGTERM as a request to save and stop: schedulers send it when the time of a job is over.
+"""Handle SIGTERM as a request to save and stop: schedulers send it when a job's time is over.
 
 with stop_on_sigterm() as stop:
     while not stop.requested:
         ...
 
-A second SIGTERM has no effect, because torchrun forwards a signal that a scheduler may already have sent to each
-process. SIGKILL ends a process immediately; even then the last checkpoint is complete.
+A second SIGTERM has no effect: torchrun forwards SIGTERM, and a scheduler may already have sent it to each process.
+SIGKILL ends a process immediately; even then the last checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 STOPPED_STATUS = 128 + signal.SIGTERM
-"""The exit status of a process that SIGTERM has ended, as shells, Kubernetes and SLURM show it."""
+"""The exit status of a process that SIGTERM ended, as shells, Kubernetes and SLURM show it."""
 INTERRUPTED_STATUS = 128 + signal.SIGINT
-"""The same for Ctrl-C."""
+"""The exit status of a process that Ctrl-C ended."""
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Stop:
     """Whether this process was asked to stop.
 
     Attributes:
-        by: "SIGTERM" or "Ctrl-C", the source of the request; "" if the program itself asked.
+        by: source of the request: "SIGTERM", "Ctrl-C", or "" for the program itself.
     """
 
     requested: bool = False
@@ -37,8 +37,9 @@ class Stop:
 
 @contextmanager
 def stop_on_sigterm() -> Iterator[Stop]:
-    """In this block SIGTERM only sets `requested`. Outside the main thread the block has no effect, because only the
-    main thread receives signals.
+    """Within the block, SIGTERM only sets `requested`.
+
+    In other threads than the main thread this has no effect, because only the main thread handles signals.
     """
     with _stopping_on({signal.SIGTERM: "SIGTERM"}) as stop:
         yield stop
@@ -46,10 +47,10 @@ def stop_on_sigterm() -> Iterator[Stop]:
 
 @contextmanager
 def stop_on_signals() -> Iterator[Stop]:
-    """Like `stop_on_sigterm`, but also on Ctrl-C. A second Ctrl-C interrupts immediately.
+    """Within the block, SIGTERM and the first Ctrl-C only set `requested`. A second Ctrl-C interrupts immediately.
 
-    A rank also gets SIGINT when its launcher dies, because torchrun asks the kernel for that. This too interrupts
-    immediately: the rank has failed, and the other ranks report it.
+    A rank also gets SIGINT when its launcher dies, because torchrun requests this from the kernel. This also interrupts
+        immediately: the rank fails, and the other ranks report that.
     """
     with _stopping_on({signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}) as stop:
         yield stop

@@ -276,9 +276,9 @@ def test_autocast_keeps_the_cell_in_float32() -> None:
     ("options", "message"),
     [
         ({"strides": 2, "dilation_rate": 2}, "strides > 1 and dilation_rate > 1 cannot be combined:"),
-        ({"kernel_size": (3, 3, 3)}, "kernel_size must be a positive integer or two of them"),
+        ({"kernel_size": (3, 3, 3)}, "kernel_size must be a positive integer or a pair of them"),
         ({"kernel_size": 0}, "kernel_size must be"),
-        ({"kernel_size": 3.0}, "kernel_size must be a positive integer or two of them, got 3.0"),
+        ({"kernel_size": 3.0}, "kernel_size must be a positive integer or a pair of them, got 3.0"),
         ({"filters": 0}, "filters must be a positive integer"),
         ({"padding": "full"}, "padding must be one of valid, same"),
         ({"data_format": "NCHW"}, "data_format must be one of"),
@@ -298,7 +298,10 @@ def test_wrong_options(options: Options, message: str) -> None:
         ((frames(1, 2, 5, 5, 3),), "with C = 2 and a time step"),
         ((frames(1, 0, 5, 5, 2),), "a time step"),
         ((frames(1, 2, 2, 5, 2),), r"frames of \(2, 5\) are smaller than the kernel, which spans \(3, 3\)"),
-        ((frames(1, 2, 5, 5, 2), [frames(1, 3, 3, 4)] * 2), r"expected an initial hidden state \(1, 3, 3, 3\)"),
+        (
+            (frames(1, 2, 5, 5, 2), [frames(1, 3, 3, 4)] * 2),
+            r"expected an initial hidden state of shape \(1, 3, 3, 3\)",
+        ),
         ((frames(1, 2, 5, 5, 2), [frames(1, 3, 3, 3)]), "must be .hidden, cell., got 1"),
         ((frames(1, 2, 5, 5, 2), None, torch.ones(2, 2) > 0), r"mask must be \(N, T\) = \(1, 2\)"),
     ],

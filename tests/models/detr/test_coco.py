@@ -113,7 +113,7 @@ def test_boxes_moved_by_a_quarter_count_at_half_and_not_at_three_quarters(folder
 def test_wrong_detections(folder: Path) -> None:
     pytest.importorskip("pycocotools")
     data = CocoDataset(folder, folder / "boxes.json")
-    with pytest.raises(ValueError, match="detections of 1 photographs, the dataset has 2"):
+    with pytest.raises(ValueError, match="detections for 1 photographs, but the dataset has 2"):
         average_precision(data, found(data)[:1])
     wrong = found(data)
     wrong[0].labels[0] = 5

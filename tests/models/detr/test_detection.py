@@ -102,7 +102,7 @@ def test_a_detector_has_the_classes_of_its_weights(tmp_path: Path) -> None:
     assert model.class_embed.out_features == 6
     assert not model.training
     torch.save(resnet18().state_dict(), file)
-    with pytest.raises(InputError, match="resnet18 finds no objects"):
+    with pytest.raises(InputError, match="resnet18 is not a detector"):
         load_detector("resnet18", file)
 
 

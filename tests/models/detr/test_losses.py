@@ -277,13 +277,13 @@ def test_wrong_targets(target: dict[str, Tensor], message: str) -> None:
 
 
 def test_wrong_calls() -> None:
-    with pytest.raises(ValueError, match="targets of 1 images and predictions of 2"):
+    with pytest.raises(ValueError, match="targets for 1 images, but predictions for 2"):
         SetCriterion(CLASSES)(some_predictions(2), some_targets(1))
-    with pytest.raises(ValueError, match="logits are of 10 classes, expected 92"):
+    with pytest.raises(ValueError, match="predictions have 10 classes, expected 92"):
         SetCriterion(91)(some_predictions(1), some_targets(1))
     with pytest.raises(ValueError, match="zero images"):
         SetCriterion(CLASSES)(some_predictions(0), [])
-    with pytest.raises(ValueError, match="all costs of the matcher are 0"):
+    with pytest.raises(ValueError, match="class_cost, box_cost and giou_cost are all 0"):
         Matcher(0, 0, 0)
 
 

@@ -165,7 +165,7 @@ def test_it_can_be_left_and_begun_anew() -> None:
     assert list(generation) == whole
     running = iter(generation)
     next(running)
-    with pytest.raises(ValueError, match="already iterated over"):
+    with pytest.raises(ValueError, match="already running"):
         next(iter(generation))
     running.close()
     assert generation.cache.free == generation.cache.pages
@@ -242,7 +242,7 @@ def test_texts_are_drawn_as_often_as_they_are_probable() -> None:
 def test_a_cache_that_is_too_small_says_what_it_takes() -> None:
     page_bytes = 2 * GPT.layers * GPT.kv_width * 4 * 4  # keys and values of four positions in float32
     with pytest.raises(
-        ValueError, match=rf"takes 6 pages of 4 positions, the cache has 5: .*pages=6 \({7 * page_bytes:,} bytes"
+        ValueError, match=rf"takes 6 pages of 4 positions, but the cache has 5: .*pages=6 \({7 * page_bytes:,} bytes"
     ):
         generate(small(GPT), texts([3, 13], 97), 9, page=4, pages=5)
     assert len(generate(small(GPT), texts([3, 13], 97), 9, page=4, pages=6)[1]) == 9
@@ -349,7 +349,7 @@ def test_wrong_calls(prompts: Any, options: dict[str, Any], error: type[Exceptio
 
 
 def test_stages_parts_of_sequences_and_models_in_training_mode_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected a whole model, got a stage"):
+    with pytest.raises(ValueError, match="expected a whole model, got a pipeline stage"):
         generate(Gpt(GPT, layers=range(1)).eval(), [[1]], 1)
     with pytest.raises(ValueError, match=r"training mode: call model\.eval"):
         generate(Gpt(GPT), [[1]], 1)

@@ -459,7 +459,7 @@ def test_wrong_stages() -> None:
         last(text(GPT))
     with pytest.raises(ValueError, match="give targets to the last stage"):
         first(text(GPT), text(GPT))
-    with pytest.raises(ValueError, match="expected a whole model, got a stage"):
+    with pytest.raises(ValueError, match="expected a whole model, got a pipeline stage"):
         continue_greedily(first.eval(), text(GPT), 1)
 
 

@@ -39,7 +39,7 @@ def test_a_full_cache_says_what_it_takes() -> None:
     ours.take(17)
     page_bytes = 2 * 2 * 2 * 4 * 2 * 4  # keys and values, layers, heads, positions, features, float32
     message = (
-        rf"5 positions take 2 pages of 4 positions \({2 * page_bytes:,} bytes\), 1 of 6 are free: free .* "
+        rf"5 positions take 2 pages of 4 positions \({2 * page_bytes:,} bytes\), but 1 of 6 are free: free .* "
         rf"at least 7 pages \({8 * page_bytes:,} bytes\)"
     )
     with pytest.raises(ValueError, match=message):

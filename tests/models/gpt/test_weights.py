@@ -317,7 +317,7 @@ def test_what_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "full" / "note").write_text("mine")
     with pytest.raises(InputError, match="already exists"):
         save_gpt(made_up(GPT), tmp_path / "full")
-    with pytest.raises(ValueError, match="expected a whole model, got a stage"):
+    with pytest.raises(ValueError, match="expected a whole model, got a pipeline stage"):
         save_gpt(Gpt(GPT, pre_process=False), tmp_path / "stage")
     with pytest.raises(WeightsError, match=r"has no embedding\.tokens\.weight"):
         hugging_face_state_dict(Gpt(GPT, pre_process=False).state_dict(), GPT)

@@ -67,7 +67,7 @@ def test_states_that_differ_are_not_the_same() -> None:
 
 
 def test_what_json_cannot_hold_is_named() -> None:
-    with pytest.raises(TypeError, match=r"optimizer\.state is a set: a checkpoint keeps tensors"):
+    with pytest.raises(TypeError, match=r"optimizer\.state is a set: a checkpoint stores only tensors"):
         taken_apart({"optimizer": {"state": {1}}}, "", {})
-    with pytest.raises(TypeError, match="texts and integers as keys"):
+    with pytest.raises(TypeError, match="only strings and integers as keys"):
         taken_apart({(1, 2): 3}, "state", {})

@@ -222,7 +222,7 @@ def test_tar_files_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
             member = tarfile.TarInfo(f"more.{ending}")
             member.size = len(value)
             tar.addfile(member, io.BytesIO(value))
-    with pytest.raises(InputError, match=r"more.cls is b'red': expected the number of a class"):
+    with pytest.raises(InputError, match=r"more.cls is b'red': expected a class number"):
         built("resnet", str(data), channels=8)
 
 

@@ -117,5 +117,5 @@ def test_what_are_no_videos(clip: Path, tmp_path: Path) -> None:
         built(str(tmp_path))
     with pytest.raises(InputError, match=r"has 40 frames: expected at least 60"):
         built(str(clip), "model.options={frames=12}")
-    with pytest.raises(InputError, match=r"model.name is 'resnet18': these data are for colour_next_frame_network"):
+    with pytest.raises(InputError, match=r"model.name is 'resnet18': these data need colour_next_frame_network"):
         built(str(clip), *TINY, 'model.name="resnet18"')

@@ -1,1 +1,1 @@
-"""ConvLSTM and the network that predicts the next frame; continuing a clip with it; weights saved by Keras."""
+"""ConvLSTM, a network that predicts the next frame of a video, and the loading of Keras's weights."""

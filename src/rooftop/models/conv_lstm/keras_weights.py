@@ -1,11 +1,11 @@
-"""Weights that Keras saved: .keras files and .weights.h5 of Keras 3, and the older .h5 of Keras 2 and 3.
+"""Load weights that Keras saved: .keras and .weights.h5 files of Keras 3, and older .h5 files of Keras 2 and 3.
 
 Keras names layers by what a user called them or by a counter. So layers are matched by kind, in order: the first
-ConvLSTM2D of the file is the model's first, and so on. Counts and shapes have to agree. A Keras 3 file has the layers
-in the order in which they were added; an older file has a list of layers.
+ConvLSTM2D of the file is the model's first, and so on. Counts and shapes have to agree. In a Keras 3 file, layers are
+in the order in which they were added to the model; an older file has a list of layers.
 
-Keras stores kernels with the spatial dimensions first and the input and output channels last; torch has the output and
-input channels first. Needs h5py: `pip install "rooftop[keras]"`.
+Keras stores kernels as (spatial dimensions, input channels, output channels); torch stores (output channels, input
+channels, spatial dimensions). Needs h5py: `pip install "rooftop[keras]"`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from rooftop.models.weights.files import load_into
 
 @dataclass(frozen=True)
 class KerasLayer:
-    """A layer of a file: its kind (Keras's class in snake case), its name in the file, and its weights in Keras's
-    layout."""
+    """A layer in a file: its kind (Keras's class in snake case), its name, and its weights in Keras's layout."""
 
     kind: str
     name: str
@@ -45,7 +44,7 @@ WEIGHTS = {
     "conv3d": CONVOLUTION,
     "batch_normalization": ("gamma", "beta", "moving_mean", "moving_variance"),
 }
-"""The weights of each known kind, in the order of Keras 3 files, which number them. A bias may be missing."""
+"""Names of the weights of each known kind of layer. Keras 3 files number them in this order. A bias may be missing."""
 
 KINDS: tuple[tuple[str, tuple[type[nn.Module], ...]], ...] = (
     ("conv_lstm2d", (ConvLSTM2D,)),
@@ -53,7 +52,7 @@ KINDS: tuple[tuple[str, tuple[type[nn.Module], ...]], ...] = (
     ("conv3d", (nn.Conv3d,)),
     ("batch_normalization", (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)),
 )
-NAMES = {  # Keras's name and torch's, if they differ
+NAMES = {  # torch's name for Keras's name, where they differ
     "conv2d": {"kernel": "weight"},
     "conv3d": {"kernel": "weight"},
     "batch_normalization": {
@@ -69,7 +68,8 @@ def load_keras_weights(model: nn.Module, path: str | Path) -> None:
     """Load a file that Keras wrote into a model of ConvLSTM2D, Conv2d, Conv3d and batch norms.
 
     Args:
-        model: its modules of each kind, in the order of `model.modules()`, match the file's layers of that kind.
+        model: the model. Its modules of each kind, in the order of `model.modules()`, match the file's layers of this
+            kind.
         path: a .keras, .weights.h5 or .h5 file.
 
     Raises:
@@ -83,8 +83,9 @@ def load_keras_weights(model: nn.Module, path: str | Path) -> None:
 
 
 def keras_converted(model: nn.Module, path: Path) -> Converted:
-    """The file's weights by the model's keys, in torch's layout. Arguments and errors are those of
-    `load_keras_weights`; shapes are not compared.
+    """Convert a file's weights to the model's keys and torch's layout.
+
+    Arguments and errors are those of `load_keras_weights`, but shapes are not compared.
     """
     layers = defaultdict(list)
     for layer in read_keras_weights(path):
@@ -110,19 +111,21 @@ def keras_converted(model: nn.Module, path: Path) -> Converted:
 
 
 def as_torch(layer: KerasLayer) -> dict[str, Tensor]:
-    """The weights of a known kind by torch's names, in torch's layout."""
+    """Convert the weights of a layer of a known kind to torch's names and layout."""
     renamed = {NAMES.get(layer.kind, {}).get(name, name): value for name, value in layer.weights.items()}
     return {name: _channels_first(value) if value.dim() > 1 else value for name, value in renamed.items()}
 
 
 def _channels_first(kernel: Tensor) -> Tensor:
-    """(..., C, F) as (F, C, ...)."""
+    """Permute (..., C, F) to (F, C, ...)."""
     spatial = range(kernel.dim() - 2)
     return kernel.permute(kernel.dim() - 1, kernel.dim() - 2, *spatial).contiguous()
 
 
 def read_keras_weights(path: str | Path) -> list[KerasLayer]:
-    """All layers with weights of a .keras, .weights.h5 or .h5 file; the layers of one kind are in the model's order.
+    """Read all layers that have weights from a .keras, .weights.h5 or .h5 file.
+
+    The layers of one kind are in the model's order.
 
     Raises:
         InputError, WeightsError, MissingExtraError: as `load_keras_weights`.
@@ -155,7 +158,7 @@ def read_keras_weights(path: str | Path) -> list[KerasLayer]:
 
 
 def _by_names(root: Any) -> Iterator[KerasLayer]:
-    """Weights of an older file, which lists layers, and for each layer the names of its weights."""
+    """Read the layers of an older file, which lists its layers and the names of each layer's weights."""
     for name in map(_text, root.attrs["layer_names"]):
         group = root[name]
         paths = [_text(each) for each in group.attrs["weight_names"]]
@@ -165,7 +168,7 @@ def _by_names(root: Any) -> Iterator[KerasLayer]:
 
 
 def _by_numbers(file: Any) -> Iterator[KerasLayer]:
-    """Weights of a Keras 3 file: each layer has a group named by its class and a counter, with numbered weights."""
+    """Read the layers of a Keras 3 file: each layer's group has a name of class and counter, and numbered weights."""
     found: list[tuple[str, int, str, list[Tensor]]] = []
 
     def visit(path: str, item: Any) -> None:
@@ -189,7 +192,7 @@ def _by_numbers(file: Any) -> Iterator[KerasLayer]:
 
 
 def _kind(weights: dict[str, Tensor]) -> str:
-    """The kind of a layer in an older file, which does not store the class with the weights."""
+    """Infer the kind of a layer in an older file, which does not store the layer's class with its weights."""
     if "recurrent_kernel" in weights and weights["recurrent_kernel"].dim() == 4:
         return "conv_lstm2d"
     if "moving_mean" in weights:
@@ -207,7 +210,7 @@ def _text(name: Any) -> str:
 
 
 def _last(path: str) -> str:
-    """The name of a weight in its path, layer/cell/kernel:0."""
+    """The weight's name at the end of a path such as layer/cell/kernel:0."""
     return path.rpartition("/")[2].partition(":")[0]
 
 

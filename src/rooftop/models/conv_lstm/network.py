@@ -1,16 +1,16 @@
 """ConvLSTM with Keras's semantics, and the network of Keras's example that predicts the next frame of a video.
 
-Shi et al. 2015, "Convolutional LSTM Network: A Machine Learning Approach for Precipitation Nowcasting", without
-peepholes. The order of gates, the defaults and the options are those of `keras.layers.ConvLSTM2D`:
+The layer is that of Shi et al. 2015, "Convolutional LSTM Network: A Machine Learning Approach for Precipitation
+Nowcasting", without peepholes. The order of gates, the defaults and the options are those of `keras.layers.ConvLSTM2D`:
 
     z = conv(x_t, kernel) + conv(h, recurrent_kernel) + bias
     i, f, o = recurrent_activation(z_i, z_f, z_o)
     c' = f c + i activation(z_c)
     h' = o activation(c')
 
-The input convolutions of all time steps are one call. A step is one recurrent convolution with 4 F outputs and one
-kernel for the rest (`rooftop.kernels.conv_lstm_sequence`); Keras runs eight convolutions. On a GPU memory is channels
-last, whatever data_format says, because convolutions are faster that way.
+One call computes the input convolutions of all time steps. A time step runs one recurrent convolution with 4 F output
+channels, and one kernel for the rest (`rooftop.kernels.conv_lstm_sequence`). Keras runs eight convolutions per step. On
+a GPU tensors are channels last in memory, whatever data_format says, because convolutions are faster that way.
 
     network = next_frame_network()
     load_keras_weights(network, "next_frame.keras")
@@ -35,36 +35,37 @@ from rooftop.launch.symbolic import module_recorded_whole, refuse_proxies
 Pair = tuple[int, int]
 States = tuple[Tensor, Tensor]
 FIRST, LAST = "channels_first", "channels_last"
-FEW = 64  # if an output of the input convolution depends on at most this many values, a matrix product is faster
-WIDE = 8  # with fewer channels, cuDNN convolves float32 without tensor cores
+FEW = 64  # a matrix product is faster than an input convolution with at most this many inputs per output
+WIDE = 8  # with fewer output channels, cuDNN does not use tensor cores for float32
 
 
 class ConvLSTM2D(nn.Module):
-    """`keras.layers.ConvLSTM2D`: frames (N, T, H, W, C), or (N, T, C, H, W) with channels_first, to hidden states.
+    """The layer `keras.layers.ConvLSTM2D`: maps frames (N, T, H, W, C), or (N, T, C, H, W), to hidden states.
 
-    Parameters are `kernel` (4 F, C, kh, kw), `recurrent_kernel` (4 F, F, kh, kw) and `bias` (4 F), with gates in the
-    order i, f, c, o: Keras's weights with output and input channels first (`keras_weights.py` reads them).
+    The parameters are `kernel` (4 F, C, kh, kw), `recurrent_kernel` (4 F, F, kh, kw) and `bias` (4 F), with gates in
+    the order i, f, c, o. They are Keras's weights with output and input channels first (`keras_weights.py` reads them).
 
     Args:
-        in_channels: C, which Keras infers at the first call.
-        filters: F.
-        kernel_size: kernel size of both convolutions, one number or (height, width).
+        in_channels: C, the channels of a frame (Keras infers them at the first call).
+        filters: F, the channels of the hidden state.
+        kernel_size: kernel size of both convolutions: one number, or (height, width).
         strides: strides of the input convolution. The recurrent convolution has neither strides nor dilation.
-        padding: padding of the input convolution: "valid", or "same", which puts an odd row or column at the end, as in
-            TensorFlow. The recurrent convolution is always "same".
-        data_format: "channels_last" or "channels_first", of frames and results.
-        dilation_rate: dilation of the input convolution. activation, recurrent_activation: one of
-        `rooftop.kernels.recurrent.conv_lstms.ACTIVATIONS`. "hard_sigmoid" is Keras 3's; networks of Keras 2 need
-        "hard_sigmoid_keras2".
-        use_bias: whether there is `bias`.
+        padding: padding of the input convolution, "valid" or "same". If "same" adds an odd number of rows or columns,
+            the additional one comes last, as in TensorFlow. The recurrent convolution is always "same".
+        data_format: layout of frames and results: "channels_last", (N, T, H, W, C), or "channels_first", (N, T, C, H,
+            W).
+        dilation_rate: dilation of the input convolution.
+        activation, recurrent_activation: names from `rooftop.kernels.recurrent.conv_lstms.ACTIVATIONS`. "hard_sigmoid"
+            is Keras 3's; networks of Keras 2 need "hard_sigmoid_keras2".
+        use_bias: whether the layer has a `bias`.
         unit_forget_bias: whether the forget gate's bias starts at 1.
         return_sequences: return the results of all steps, (N, T, ...), instead of the last one, (N, ...).
         return_state: return (output, hidden, cell) instead of the output.
         go_backwards: compute from the last frame to the first; results are in the order of computation.
         stateful: each call begins with the final state of the previous call, until `reset_state()`. No gradient flows
             from one call to another. The state is not part of the state dict.
-        dropout, recurrent_dropout: probability, below 1, with which elements of the input and of the hidden state are
-            dropped while training. Each gate has its own mask, drawn once a call and used for every step.
+        dropout, recurrent_dropout: probability, below 1, of dropping an element of the input or of the hidden state in
+            training. Each gate has its own mask, which is drawn once per call and used for every step.
 
     Raises:
         ValueError: options are invalid or inconsistent, such as strides with dilation.
@@ -121,7 +122,11 @@ class ConvLSTM2D(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set Keras's initial values: Glorot uniform, orthogonal, zeros with 1 for the forget gate."""
+        """Set Keras's initial values.
+
+        They are Glorot uniform for the kernel, orthogonal for the recurrent kernel, and 0 for the bias (1 for the
+        forget gate).
+        """
         nn.init.xavier_uniform_(self.kernel)
         nn.init.orthogonal_(self.recurrent_kernel)
         if self.bias is not None:
@@ -142,19 +147,19 @@ class ConvLSTM2D(nn.Module):
     def forward(
         self, x: Tensor, initial_state: Sequence[Tensor] | None = None, mask: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """Hidden states of one call.
+        """Compute the hidden states of all time steps, or of the last one.
 
         Args:
             x: (N, T, H, W, C), or (N, T, C, H, W) with channels_first; T at least 1.
             initial_state: (hidden, cell), each (N, H', W', F) or (N, F, H', W') like the result of one step; None:
                 zeros, or the state of a stateful layer.
-            mask: (N, T) booleans; a step that is False keeps the state and returns the result of the previous step
-                (zeros at the first).
+            mask: (N, T) booleans; a step whose mask is False keeps the state and returns the result of the previous
+                step (zeros at the first step).
 
         Returns:
-            (N, T, H', W', F) or (N, H', W', F), with the channels where data_format puts them; with return_state also
-            hidden and cell after the last step. The result is not always contiguous: its memory may have the layout of
-            (T, N, ...), for example.
+            (N, T, H', W', F), or (N, H', W', F) without return_sequences; the channels are where data_format puts them.
+            With return_state also the hidden and the cell state after the last step. The result is not always
+            contiguous: its memory may have the layout of (T, N, ...), for example.
 
         Raises:
             TypeError: the dtypes do not match.
@@ -173,8 +178,10 @@ class ConvLSTM2D(nn.Module):
         mask: Tensor | None = None,
         last_only: bool = False,
     ) -> tuple[Tensor, States]:
-        """Results of all steps (with last_only, only of the last) as a sequence, and the last (hidden, cell), whatever
-        return_sequences and return_state say."""
+        """Compute the results as a sequence, and the last (hidden, cell); ignores return_sequences and return_state.
+
+        The sequence has all steps, or with last_only only the last one.
+        """
         self._check(x, mask)
         if self.go_backwards:
             x, mask = x.flip(1), None if mask is None else mask.flip(1)
@@ -184,14 +191,14 @@ class ConvLSTM2D(nn.Module):
             outputs, state = self._all_steps(inputs, given)
         else:
             outputs, state = self._step_by_step(inputs, given, mask)
-        if self.stateful:  # copies, so that the last state does not keep the earlier ones alive
+        if self.stateful:  # cloned, because a view of the last state would keep all states in memory
             self.hidden_state, self.cell_state = (t.detach().clone() for t in state)
         results = outputs[-1:] if last_only else outputs  # (T, N, ...), the order that the next layer reads
         hidden, cell = (self._as_given(t) for t in state)
         return results.transpose(0, 1), (hidden, cell)
 
     def _input_gates(self, x: Tensor) -> Tensor:
-        """The input convolutions of all steps, without the bias: (T, N, 4 F, H', W')."""
+        """Compute the input convolutions of all steps, without the bias: (T, N, 4 F, H', W')."""
         frames = x.transpose(0, 1)  # (T, N, ...)
         if self.data_format == LAST:
             frames = frames.contiguous().permute(0, 1, 4, 2, 3)  # (T, N, C, H, W), channels last in memory
@@ -212,13 +219,14 @@ class ConvLSTM2D(nn.Module):
         return gates.contiguous(memory_format=memory_format).unflatten(0, (steps, batch))
 
     def _memory_format(self, x: Tensor) -> torch.memory_format:
-        """The memory format of states and gates: channels last if data_format says so, and always on a GPU, whose
-        convolutions need it."""
+        """The memory format of states and gates: channels last on a GPU, or if data_format says so."""
         return torch.channels_last if self.data_format == LAST or x.is_cuda else torch.contiguous_format
 
     def _pads(self, sizes: Sequence[int]) -> tuple[Pair, Pair]:
-        """Rows and columns of zeros before and after a frame; if their number is odd, the additional one comes
-        after."""
+        """The rows and columns of zero padding before and after a frame.
+
+        If their number is odd, the additional one comes after the frame.
+        """
         if self.padding == "valid":
             return (0, 0), (0, 0)
         totals = [
@@ -231,8 +239,10 @@ class ConvLSTM2D(nn.Module):
         return (a, b), (c, d)
 
     def _all_steps(self, inputs: Tensor, given: States | None) -> tuple[Tensor, States]:
-        """Results of all steps, (T, N, ...) in the given layout, and the last state, (N, F, H', W') each, by one
-        operator.
+        """Compute all steps with one operator.
+
+        Returns the results, (T, N, ...) in the layout of data_format, and the last hidden and cell state, (N, F, H',
+        W').
         """
         same = inputs.dtype == self.kernel.dtype
         hidden, cell = given or (None, None if same else self._zeros(inputs)[1])
@@ -242,7 +252,7 @@ class ConvLSTM2D(nn.Module):
         return self._as_given(outputs), (outputs[-1], cell)
 
     def _step_by_step(self, inputs: Tensor, given: States | None, mask: Tensor | None) -> tuple[Tensor, States]:
-        """Like `_steps`, if a mask or dropout applies between the steps."""
+        """Compute all steps one by one, for a mask or dropout between the steps; returns the same as `_all_steps`."""
         state = given or self._zeros(inputs)
         kernel = self.recurrent_kernel.to(inputs.dtype)
         dropped = self.training and self.recurrent_dropout > 0
@@ -254,7 +264,7 @@ class ConvLSTM2D(nn.Module):
         for step, added in enumerate(inputs):
             hidden, cell = state
             if kept is not None:
-                hidden = (hidden[:, None] * kept).flatten(1, 2)  # (N, 4 F, H', W'): a masked copy for each gate
+                hidden = (hidden[:, None] * kept).flatten(1, 2)  # (N, 4 F, H', W'), a dropout mask per gate
             gates = recurrent_convolution(hidden, kernel, groups=1 if kept is None else 4)
             hidden, cell = conv_lstm_gates(gates, cell, self.activation, self.recurrent_activation, added=added)
             if mask is None:
@@ -267,24 +277,22 @@ class ConvLSTM2D(nn.Module):
         return torch.stack([self._as_given(y) for y in outputs]), state
 
     def _zeros(self, inputs: Tensor) -> States:
-        """A state of zeros. The cell has the parameters' dtype, so that it keeps its accuracy over time under
-        autocast.
-        """
+        """A state of zeros. The cell has the parameters' dtype, so that autocast does not reduce its accuracy."""
         shape = (inputs.shape[1], self.filters, *inputs.shape[3:])
         hidden = torch.zeros(shape, dtype=inputs.dtype, device=inputs.device)
         hidden = hidden.contiguous(memory_format=self._memory_format(inputs))
         return hidden, hidden.to(self.kernel.dtype)
 
     def _given_state(self, inputs: Tensor, initial_state: Sequence[Tensor] | None) -> States | None:
-        """The initial state, (N, F, H', W') each; None: zeros."""
+        """The initial hidden and cell state, (N, F, H', W'); None: both are zeros."""
         shape = (inputs.shape[1], self.filters, *inputs.shape[3:])
         if initial_state is None:
             if not self.stateful or self.hidden_state is None or self.cell_state is None:
                 return None
             if self.hidden_state.shape != shape:
                 raise ValueError(
-                    f"ConvLSTM2D: the state of the previous call is {tuple(self.hidden_state.shape)}, these frames "
-                    f"need {shape}: call reset_state() before you change the batch size or the frame size"
+                    f"ConvLSTM2D: the previous call's state has shape {tuple(self.hidden_state.shape)}, but these "
+                    f"frames need {shape}: call reset_state() before you change the batch size or the frame size"
                 )
             return self.hidden_state.to(inputs.dtype), self.cell_state.to(self.kernel.dtype)
         if not isinstance(initial_state, Sequence) or not all(isinstance(t, Tensor) for t in initial_state):
@@ -298,11 +306,13 @@ class ConvLSTM2D(nn.Module):
         for name, state in (("hidden", hidden), ("cell", cell)):
             if state.shape != shape:
                 expected = (shape[0], *shape[2:], shape[1]) if self.data_format == LAST else shape
-                raise ValueError(f"ConvLSTM2D: expected an initial {name} state {expected}, got {tuple(state.shape)}")
+                raise ValueError(
+                    f"ConvLSTM2D: expected an initial {name} state of shape {expected}, got {tuple(state.shape)}"
+                )
         return hidden.to(inputs.dtype), cell.to(self.kernel.dtype)
 
     def _as_given(self, x: Tensor) -> Tensor:
-        """(..., F, H', W') with the channels in the position that data_format says."""
+        """Move the channels of (..., F, H', W') to the position that data_format says."""
         return x.movedim(-3, -1) if self.data_format == LAST else x
 
     def _check(self, x: Tensor, mask: Tensor | None) -> None:
@@ -334,10 +344,11 @@ class ConvLSTM2D(nn.Module):
 
 
 def _convolved_as_product(x: Tensor, kernel: Tensor, strides: Pair, padding: Pair, dilation: Pair) -> Tensor:
-    """The convolution of x (channels last) as one product of its windows, for windows of few values. The result is
-    channels last.
+    """Compute the convolution of x as one matrix product, for windows of few values.
 
-    Rows are a multiple of 16 bytes in half precision, so that tensor cores can load them.
+    Both x and the result are channels last.
+
+    The rows of the matrices are padded to a multiple of 16 bytes in half precision, so that tensor cores can load them.
     """
     height, width = kernel.shape[2:]
     if max(padding) > 0:
@@ -357,14 +368,15 @@ def _convolved_as_product(x: Tensor, kernel: Tensor, strides: Pair, padding: Pai
 
 
 def _masks(like: Tensor, rate: float) -> Tensor:
-    """Four scaled masks of kept elements (N, C, H, W): (N, 4, C, H, W)."""
+    """Draw four dropout masks for (N, C, H, W), scaled by 1 / (1 - rate): (N, 4, C, H, W)."""
     ones = torch.ones_like(like)[:, None].expand(-1, 4, -1, -1, -1)
     return F.dropout(ones, rate)
 
 
 def _four_times(frames: Tensor, rate: float) -> Tensor:
-    """Frames (T, N, C, H, W) with dropout, the same elements in all steps, for each of four gates: (T, N, 4 C, H,
-    W).
+    """Apply dropout to frames (T, N, C, H, W), with a mask per gate: (T, N, 4 C, H, W).
+
+    All time steps have the same masks.
     """
     return (frames[:, :, None] * _masks(frames[0], rate)).flatten(2, 3)
 
@@ -372,7 +384,7 @@ def _four_times(frames: Tensor, rate: float) -> Tensor:
 def _pair(name: str, value: int | Sequence[int]) -> Pair:
     found = (value, value) if isinstance(value, int) else tuple(value) if isinstance(value, Sequence) else ()
     if len(found) != 2 or not all(isinstance(each, int) and each > 0 for each in found):
-        raise ValueError(f"ConvLSTM2D: {name} must be a positive integer or two of them, got {value!r}")
+        raise ValueError(f"ConvLSTM2D: {name} must be a positive integer or a pair of them, got {value!r}")
     return found
 
 
@@ -394,23 +406,25 @@ class FramesConvolution(nn.Conv3d):
     """A 3x3x3 convolution over frames, (N, C, T, H, W) -> (N, O, T, H, W), as one 2-D convolution of all frames.
 
     The three taps in time become 3 O output channels, which are then shifted in time and added. So the frames (T, N, H,
-    W, C) are read in place, while a 3-D convolution needs another memory order.
+    W, C) are read in place; a 3-D convolution would need a copy in another memory order.
     """
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__(in_channels, out_channels, 3, padding=1)
 
     def forward(self, x: Tensor, ahead: bool = True) -> Tensor:
-        """Compute each frame from the previous frame, itself and (with `ahead`) the next frame; frames beyond the ends
-        are zeros."""
+        """Compute each frame from the previous, the same and (with `ahead`) the next frame.
+
+        Frames beyond the ends are zeros.
+        """
         frames = x.permute(2, 0, 1, 3, 4)  # (T, N, C, H, W)
         weight = self.weight if ahead else self.weight[:, :, :2]
-        weight = weight.permute(2, 0, 1, 3, 4).flatten(0, 1)  # (3 O, C, 3, 3): the taps in time one after another
+        weight = weight.permute(2, 0, 1, 3, 4).flatten(0, 1)  # (3 O, C, 3, 3), grouped by the tap in time
         channels = len(weight)
         if frames.is_cuda and channels < WIDE:
             weight = F.pad(weight, (0, 0, 0, 0, 0, 0, 0, WIDE - channels))
         taps = F.conv2d(frames.flatten(0, 1), weight, padding=1).unflatten(0, frames.shape[:2])[:, :, :channels]
-        before, at, *after = taps.split(self.out_channels, 2)  # (T, N, O, H, W) each, by the frame that was read
+        before, at, *after = taps.split(self.out_channels, 2)  # (T, N, O, H, W) each, indexed by the input frame
         nothing = torch.zeros_like(at[:1])
         y = at + torch.cat((nothing, before[:-1]))
         if ahead:
@@ -421,18 +435,20 @@ class FramesConvolution(nn.Conv3d):
 
 
 class NextFrameNetwork(nn.Module):
-    """Predict the next frame of a video: the network of Keras's example "Next-Frame Video Prediction with Convolutional
-    LSTMs", and its variant that returns only one frame.
+    """A network that predicts the next frame of a video.
 
-    Three ConvLSTM layers (relu) with a batch norm after the first and the second, like Keras's (epsilon 0.001, momentum
-    0.99); then a 3x3x3 convolution over the frames, or for `every_frame=False` a 3x3 convolution of the last hidden
-    state.
+    It is the network of Keras's example "Next-Frame Video Prediction with Convolutional LSTMs", or its variant that
+    returns only one frame.
+
+    It has three ConvLSTM layers (relu). A batch norm with Keras's defaults (epsilon 0.001, momentum 0.99) follows the
+    first and the second layer. The head is a 3x3x3 convolution over the frames, or for `every_frame=False` a 3x3
+    convolution of the last hidden state.
 
     Args:
         channels: channels of the frames; 1 for grey, 3 for colour.
         filters: filters of each ConvLSTM layer.
         kernel_sizes: kernel sizes of the three layers.
-        every_frame: return a result for each step (the frame after it), instead of only for the last step.
+        every_frame: return the predicted next frame for each step, instead of only for the last step.
         data_format: "channels_last", (N, T, H, W, C), or "channels_first", (N, T, C, H, W).
     """
 
@@ -460,7 +476,7 @@ class NextFrameNetwork(nn.Module):
         nn.init.zeros_(self.head.bias)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Frames in [0, 1], in the input's layout: (N, T, ...) if every_frame, else (N, ...).
+        """Predict frames in [0, 1], in the input's layout: (N, T, ...) with every_frame, (N, ...) without.
 
         Args:
             x: (N, T, H, W, C), or (N, T, C, H, W) with channels_first.
@@ -469,7 +485,7 @@ class NextFrameNetwork(nn.Module):
         return self.logits(x).sigmoid()
 
     def logits(self, x: Tensor, ahead: bool = True) -> Tensor:
-        """The input of the sigmoid, for `binary_cross_entropy_with_logits`, which half precision needs.
+        """Predict logits, for `binary_cross_entropy_with_logits`: half precision needs this loss.
 
         Args:
             x: as in `forward`.
@@ -480,8 +496,9 @@ class NextFrameNetwork(nn.Module):
         return self.frames_of(hidden, ahead)
 
     def features(self, x: Tensor, states: Sequence[States | None] = (None, None, None)) -> tuple[Tensor, list[States]]:
-        """The last layer's hidden states, (N, T, ...), or (N, 1, ...) for only one frame, and each layer's state after
-        them.
+        """Compute the last layer's hidden states, and each layer's final state.
+
+        The hidden states are (N, T, ...), or (N, 1, ...) with every_frame=False.
 
         Args:
             x: as in `forward`.
@@ -497,11 +514,13 @@ class NextFrameNetwork(nn.Module):
         return x, after
 
     def frames_of(self, hidden: Tensor, ahead: bool = True) -> Tensor:
-        """The head's logits for hidden states (N, T, ...): frames (N, T, ...), or (N, ...) for the last.
+        """Compute the head's logits for hidden states (N, T, ...).
+
+        The logits are (N, T, ...), or (N, ...) with every_frame=False.
 
         Args:
             hidden: hidden states of the last layer.
-            ahead: whether the head sees the next step of each frame, as in Keras's example. False: each frame is
+            ahead: whether the head sees the hidden state of the next step, as in Keras's example. False: each frame is
                 computed as if its step were the last, as in prediction.
         """
         if self.every_frame:
@@ -512,13 +531,13 @@ class NextFrameNetwork(nn.Module):
         return self.head(last.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
     def _normalized(self, x: Tensor, norm: nn.Module) -> Tensor:
-        """The norm of all frames (N, T, ...), as one batch in the layers' memory format, without a copy."""
+        """Normalize all frames (N, T, ...) as one batch, in the layers' memory format and without a copy."""
         flat = x.transpose(0, 1).flatten(0, 1)  # (T N, ...)
         y = norm(flat) if self.data_format == FIRST else norm(flat.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
         return y.unflatten(0, (x.shape[1], x.shape[0])).transpose(0, 1)
 
     def _channels_first(self, x: Tensor) -> Tensor:
-        """(N, T, H, W, C) or (N, T, C, H, W) as (N, C, T, H, W)."""
+        """Permute (N, T, H, W, C) or (N, T, C, H, W) to (N, C, T, H, W)."""
         return x.permute(0, 4, 1, 2, 3) if self.data_format == LAST else x.transpose(1, 2)
 
     def _from_channels_first(self, x: Tensor) -> Tensor:
@@ -526,28 +545,30 @@ class NextFrameNetwork(nn.Module):
 
 
 def next_frame_network(**options: Any) -> NextFrameNetwork:
-    """The example's network for grey frames: 746,689 parameters; 256 of them are running statistics of the norms.
+    """The network of Keras's example for grey frames: 746,689 parameters, including 256 running statistics of norms.
 
-    Frames (N, T, H, W, 1) in [0, 1] to the next ones, (N, T, H, W, 1). Train it on pairs shifted by one frame, with
-    binary cross entropy and Adam. Options are those of `NextFrameNetwork`.
+    It maps frames (N, T, H, W, 1) in [0, 1] to the next frames, (N, T, H, W, 1). Train it with binary cross entropy and
+    Adam, on targets shifted by one frame. The options are those of `NextFrameNetwork`.
     """
     return NextFrameNetwork(**{"channels": 1, **options})
 
 
 def colour_next_frame_network(**options: Any) -> NextFrameNetwork:
-    """The variant for colour frames, 759,491 parameters: (N, T, H, W, 3) in [0, 1] to the next one, (N, H, W, 3).
+    """The network for colour frames: 759,491 parameters.
+
+    It maps frames (N, T, H, W, 3) in [0, 1] to the next frame, (N, H, W, 3).
 
     The last ConvLSTM returns only its last state, and a 3x3 convolution turns it into a frame. Train it with the mean
-    absolute error and Adam. Options are those of `NextFrameNetwork`.
+    absolute error and Adam. The options are those of `NextFrameNetwork`.
     """
     return NextFrameNetwork(**{"channels": 3, "every_frame": False, **options})
 
 
 def predict_frames(network: NextFrameNetwork, frames: Tensor, count: int) -> Tensor:
-    """Predict the next frames of a video, each from all earlier ones.
+    """Predict the next frames of a video, each frame from all earlier frames.
 
-    The layers' states are kept, so each further frame costs one step. The frames equal those of running the network
-    over the whole video each time. The network runs in evaluation mode, without gradients; its mode is restored
+    The layers' states are kept, so each further frame costs one step. The frames are the same as if the network ran
+    over the whole video for each frame. The network runs in evaluation mode, without gradients; its mode is restored
     afterwards.
 
     Args:

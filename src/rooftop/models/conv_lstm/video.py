@@ -1,6 +1,6 @@
 """Continue a clip with a next-frame network, and compare the result with the real frames.
 
-    network = load_next_frame_network("digits.pth")  # grey or colour, any number of filters, as in the file
+    network = load_next_frame_network("digits.pth")  # the file determines channels and filters
     found = continue_clip(network, frames[:10], frames[10:], 20)
     found.frames, found.errors, found.errors_of_repeating
 
@@ -25,18 +25,20 @@ from rooftop.models.loading import KERAS, load
 from rooftop.models.weights.dialects import NEXT_FRAME, converted
 from rooftop.models.weights.files import read_weights, weights_file
 
-LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, with which Keras and Pillow compute grey
+LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601: Keras and Pillow convert to grey with these weights
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """The network's continuation of a clip; frames are (C, H, W) in 0..1, with the network's C, on the CPU.
+    """The network's continuation of a clip.
+
+    Frames are (C, H, W) in 0..1 on the CPU, with the network's number of channels C.
 
     Attributes:
-        frames: (T, C, H, W), predicted.
-        real: (R, C, H, W), the real frames, R at most T.
-        errors: (R,) mean absolute errors of the predicted frames.
-        errors_of_repeating: (R,) errors of repeating the last frame of the context.
+        frames: (T, C, H, W), the predicted frames.
+        real: (R, C, H, W), the real frames to compare with; R is at most T.
+        errors: (R,), mean absolute error of each predicted frame.
+        errors_of_repeating: (R,), errors of a prediction that repeats the last frame of the context.
     """
 
     frames: Tensor
@@ -53,7 +55,7 @@ def load_next_frame_network(weights: str | Path) -> NextFrameNetwork:
 
     Raises:
         InputError: the file does not exist.
-        WeightsError: it is damaged, or from another network.
+        WeightsError: the file is damaged, or from another network.
         MissingExtraError: as `load`.
     """
     path = weights_file("next_frame_network", Path(weights))
@@ -64,7 +66,7 @@ def load_next_frame_network(weights: str | Path) -> NextFrameNetwork:
 
 
 def _options(path: Path) -> dict[str, Any]:
-    """The options of the network in a file, from the shapes of its kernels."""
+    """Infer the options of the network in a file from the shapes of its kernels."""
     kernels, heads = _keras_kernels(path) if path.suffix.lower() in KERAS else _kernels(path)
     if (
         [each.dim() for each in kernels] != [4, 4, 4]
@@ -109,12 +111,13 @@ def continue_clip(
     count: int,
     progress: Callable[[str, float], None] = lambda what, fraction: None,
 ) -> Continuation:
-    """Predict the frames after a clip, each from all earlier ones, and compare them with the real ones.
+    """Predict the frames after a clip, each from all earlier frames, and compare them with the real frames.
 
     Args:
-        network: on its device.
-        context: (T, 3, H, W) floating in 0..1, T at least 1; converted to grey for a grey network.
-        real: (R, 3, H, W), the frames after the context; frames beyond `count` are ignored. R may be 0.
+        network: the network, on its device.
+        context: (T, 3, H, W), floating-point frames in 0..1, T at least 1. They are converted to grey for a grey
+            network.
+        real: (R, 3, H, W), the real frames after the context. R may be 0; frames beyond `count` are ignored.
         count: number of frames to predict, at least 1.
         progress: called with the current activity and the fraction done.
 
@@ -132,7 +135,7 @@ def continue_clip(
         progress("predicting", done / count)
 
     progress("predicting", 0.0)
-    hook = network.head.register_forward_hook(one_more)  # the head runs once for each predicted frame
+    hook = network.head.register_forward_hook(one_more)  # the head runs once per predicted frame
     last = network.data_format == LAST
     try:
         x = seen[None].to(device=weight.device, dtype=weight.dtype)  # (1, T, C, H, W)
@@ -151,7 +154,7 @@ def continue_clip(
 
 
 def _as_network(network: NextFrameNetwork, frames: Tensor) -> Tensor:
-    """(T, 3, H, W) as (T, C, H, W) of the network's channels."""
+    """Convert (T, 3, H, W) to the network's channels, (T, C, H, W)."""
     first = network.layers[0]
     if first.in_channels == frames.shape[1]:
         return frames

@@ -1,12 +1,13 @@
 """Assign each target its own query at the lowest total cost: the linear assignment problem, for a batch.
 
-Two functions find assignments of the same total cost. `assign_on_host` calls scipy for one problem after another; for
-tensors on a GPU it waits for the GPU. `assign_batched` solves all problems in lockstep, in plain PyTorch, and never
-waits. It uses shortest augmenting paths (Jonker and Volgenant 1987, in the form of Crouse 2016, "On implementing 2D
-rectangular assignment algorithms", which scipy follows, too). For M targets it takes M (M + 1) / 2 steps of about a
-dozen launches each, whatever the batch size: use it for few targets, in a CUDA graph, or when the host has other work.
+Two functions find assignments of the same total cost. `assign_on_host` calls scipy for one problem after another; if
+the costs are on a GPU, it waits for the GPU. `assign_batched` solves all problems in lockstep, in plain PyTorch, and
+never waits. It uses shortest augmenting paths (Jonker and Volgenant 1987, in the form of Crouse 2016, "On implementing
+2D rectangular assignment algorithms", which scipy follows, too). For M targets it takes M (M + 1) / 2 steps of about a
+dozen kernel launches each, for any batch size. Use it for few targets, in a CUDA graph, or when the host has other
+work.
 
-A cost that is NaN or infinite counts as `WORST`, so that such a pair is assigned only if there is no other.
+A cost that is NaN or infinite counts as `WORST`, so such a pair is assigned only if no other pair is left.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from rooftop.errors import MissingExtraError
 WORST = 1e5
 """Costs are clamped to -WORST..WORST. In float64 their sums are exact to ten decimal places."""
 FORBIDDEN = 1e9
-"""The cost of an absent target, which exceeds any total of real costs."""
+"""The cost of a target that does not exist. It exceeds any total of real costs."""
 
 
 def assign_on_host(cost: Tensor, valid: Tensor) -> Tensor:
-    """Assign by scipy.
+    """Assign with scipy on the host.
 
     Args:
-        cost: (B, M, Q), any floating dtype: the cost of assigning target m to query q.
+        cost: (B, M, Q), any floating dtype: the cost of each pair of target and query.
         valid: bool (B, M), which targets exist.
 
     Returns:
-        int64 (B, M) on the device of `cost`: the query of each target; -1 for a target that does not exist, or gets no
+        int64 (B, M) on the device of `cost`: the query of each target. -1: the target does not exist, or it gets no
         query because there are more targets than queries.
 
     Raises:
@@ -53,8 +54,9 @@ def assign_on_host(cost: Tensor, valid: Tensor) -> Tensor:
 
 @torch.no_grad()
 def assign_batched(cost: Tensor, valid: Tensor) -> Tensor:
-    """Assign all problems in lockstep, on their device and without waiting for it; arguments and results are those of
-    `assign_on_host`.
+    """Assign all problems in lockstep, on their device and without waiting for it.
+
+    Arguments and results are those of `assign_on_host`.
     """
     _check(cost, valid)
     cost = _finite(cost)
@@ -63,8 +65,8 @@ def assign_batched(cost: Tensor, valid: Tensor) -> Tensor:
         return torch.full_like(valid, -1, dtype=torch.int64)
     if targets <= queries:
         return _augmented(cost, valid)
-    # Paths start from the shorter side. Here each query looks for a target, and takes an absent one only if no other is
-    # left.
+    # The search starts from the smaller side: here each query looks for a target. It takes a target that does not exist
+    # only if no other is left.
     of_queries = cost.masked_fill(~valid[..., None], FORBIDDEN).transpose(1, 2)
     chosen = _augmented(of_queries, torch.ones_like(of_queries[..., 0], dtype=torch.bool))  # (B, Q)
     numbers = torch.arange(queries, device=cost.device).expand(batch, -1)
@@ -73,10 +75,10 @@ def assign_batched(cost: Tensor, valid: Tensor) -> Tensor:
 
 
 def _augmented(cost: Tensor, active: Tensor) -> Tensor:
-    """The column of each active row (B, R), for costs (B, R, C), R <= C; -1 for other rows.
+    """Assign a column to each active row (B, R), for costs (B, R, C) with R <= C; inactive rows get -1.
 
-    Rows are added one by one. Each row searches for the cheapest path to a free column, and the columns along this path
-    change their rows.
+    Rows are added one by one. Each row searches for the cheapest augmenting path to a free column; then the columns
+    along this path are reassigned.
     """
     batch, rows, columns = cost.shape
     numbers = torch.arange(columns, device=cost.device)
@@ -86,8 +88,8 @@ def _augmented(cost: Tensor, active: Tensor) -> Tensor:
     for row in range(rows):
         started = active[:, row]
         sink, distance, lengths, came_from, seen = _search(cost, row_prices, column_prices, row_of, row, started)
-        # The rows of the tree own the visited columns, except for the first row. Prices keep reduced costs
-        # non-negative.
+        # Each visited row owns a visited column, except for the first row. The update of the prices keeps the reduced
+        # costs non-negative.
         slack = torch.where(seen, distance[:, None] - lengths, 0)  # (B, C)
         held = column_of.clamp(min=0)
         gains = torch.where(column_of >= 0, slack.gather(1, held), 0)
@@ -111,11 +113,11 @@ def _augmented(cost: Tensor, active: Tensor) -> Tensor:
 def _search(
     cost: Tensor, row_prices: Tensor, column_prices: Tensor, row_of: Tensor, first: int, started: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Dijkstra's search from row `first` for the nearest free column.
+    """Run Dijkstra's search from row `first` to the nearest free column.
 
     Returns:
-        That column (B,), its distance (B,), the distances of all columns (B, C), the row from which each was reached
-        (B, C), and which were settled (B, C).
+        The nearest free column (B,), its distance (B,), the distances of all columns (B, C), the row from which each
+        column was reached (B, C), and whether each column was settled (B, C).
     """
     batch, _, columns = cost.shape
     numbers = torch.arange(columns, device=cost.device)
@@ -126,7 +128,7 @@ def _search(
     row = torch.full_like(row_of[:, 0], first)
     sink = torch.zeros_like(row)
     open_ = started
-    for _ in range(first + 1):  # each step but the last settles the column of an earlier row
+    for _ in range(first + 1):  # every step except the last settles the column of an earlier row
         of_row = cost.gather(1, row[:, None, None].expand(-1, 1, columns))[:, 0]  # (B, C)
         reached = (distance - row_prices.gather(1, row[:, None])[:, 0])[:, None] + of_row - column_prices
         better = (reached < lengths) & ~seen & open_[:, None]
@@ -145,12 +147,12 @@ def _search(
 
 
 def _over(done: Tensor) -> bool:
-    """Whether all problems are known to be done. Always False on a GPU, where the check would wait for the device."""
+    """Whether all problems are done. Always False on a GPU, because the check would wait for the device."""
     return done.device.type == "cpu" and bool(done.all())
 
 
 def _finite(cost: Tensor) -> Tensor:
-    """Costs in float64, clamped to -WORST..WORST; NaN and both infinities become WORST."""
+    """Convert costs to float64 and clamp them to -WORST..WORST; NaN and both infinities become WORST."""
     return cost.detach().double().nan_to_num(WORST, WORST, WORST).clamp(-WORST, WORST)
 
 

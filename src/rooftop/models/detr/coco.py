@@ -2,7 +2,7 @@
 
 data = CocoDataset("val2017", "annotations/instances_val2017.json")
 loader = torch.utils.data.DataLoader(data, batch_size=2, collate_fn=as_lists)
-for images, targets in loader: ...  # what Detr and SetCriterion take
+for images, targets in loader: ...  # as Detr and SetCriterion expect them
 print(average_precision(data, detections)["AP"])
 """
 
@@ -36,27 +36,27 @@ FIGURES = (
 
 
 class CocoDataset(Dataset[tuple[Tensor, Target]]):
-    """Photographs of a folder, with boxes from a JSON file in COCO's format.
+    """The photographs in a folder, with boxes from a JSON file in COCO's format.
 
     An item is (image, target). The image is (3, H, W) float32, normalized. Its shorter side has `shorter` pixels,
-    unless the longer side would then exceed `longer`. The target is {"labels": int64 (n,), "boxes": float32 (n, 4)},
-    boxes as (center x, center y, width, height), 0..1 of the image. Crowds are ignored, and so are boxes that cover no
-    area of the photograph.
+    unless the longer side would then exceed `longer`. The target is {"labels": int64 (n,), "boxes": float32 (n, 4)}. A
+    box is (center x, center y, width, height), as fractions of the image's width and height. Crowd annotations are
+    ignored, and so are boxes that cover no area of the photograph.
 
     Args:
         folder: folder of the photographs.
         annotations: the JSON file, or its content: "images" (id, file_name, height, width), "annotations" (image_id,
             category_id, bbox as left, top, width, height in pixels), "categories" (id, name).
-        contiguous: labels are 0, 1, ... in the order of the categories' ids; else the ids themselves.
-        shorter, longer: pixels.
-        normalize: whether images are normalized; otherwise they are bytes, (H, W, 3) uint8, which
+        contiguous: whether labels are 0, 1, ... in the order of the category ids. False: labels are the ids.
+        shorter, longer: size of the shorter side, and the limit of the longer side, in pixels.
+        normalize: whether images are normalized here. False: images are (H, W, 3) uint8, which
             `rooftop.data.Normalizer` normalizes on the device.
 
     Attributes:
-        names: names of the labels, in order; "" for ids without a category.
+        names: the name of each label; "" for an id without a category.
 
     Raises:
-        InputError: a file does not exist or is not JSON in this format; the message names the place.
+        InputError: a file does not exist or is not JSON in this format; the message says where.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class CocoDataset(Dataset[tuple[Tensor, Target]]):
         return len(self.images)
 
     def picture(self, index: int) -> Image.Image:
-        """The whole photograph, RGB.
+        """Read the whole photograph, as RGB.
 
         Raises:
             InputError: the photograph does not exist or is damaged.
@@ -123,29 +123,28 @@ class CocoDataset(Dataset[tuple[Tensor, Target]]):
 
 
 def as_lists(batch: Sequence[tuple[Tensor, Target]]) -> tuple[list[Tensor], list[Target]]:
-    """The `collate_fn` of a DataLoader: images and targets of a batch as lists, which `Detr` and `SetCriterion`
-    take."""
+    """Collate images and targets to lists, for `Detr` and `SetCriterion` (the `collate_fn` of a DataLoader)."""
     images, targets = zip(*batch, strict=True)
     return list(images), list(targets)
 
 
 def average_precision(dataset: CocoDataset, detections: Sequence[Detections]) -> dict[str, float]:
-    """COCO's twelve figures, from pycocotools; -1 for a figure without any objects.
+    """Compute COCO's twelve metrics with pycocotools; a metric without objects is -1.
 
     Args:
-        detections: for each photograph in the dataset's order, boxes in its pixels: the result of `to_detections` for
-            the sizes in the file.
+        detections: the detections of each photograph, in the dataset's order. Boxes are in pixels of the photograph, as
+            `to_detections` returns them for the sizes in the file.
 
     Returns:
-        "AP" (the mean over IoU 0.5 to 0.95, "mAP"), "AP50", "AP75", of small, medium and large objects, and average
-        recall with 1, 10 and 100 detections a photograph and by size.
+        Average precision: "AP" (the mean over IoU 0.5 to 0.95, "mAP"), "AP50", "AP75", and for small, medium and large
+            objects. Average recall: with 1, 10 and 100 detections per photograph, and by size.
 
     Raises:
         ValueError: the numbers of detections and photographs differ, or no category has a label.
         MissingExtraError: pycocotools is not installed.
     """
     if len(detections) != len(dataset):
-        raise ValueError(f"got detections of {len(detections)} photographs, the dataset has {len(dataset)}")
+        raise ValueError(f"got detections for {len(detections)} photographs, but the dataset has {len(dataset)}")
     try:
         from pycocotools.coco import COCO
         from pycocotools.cocoeval import COCOeval
@@ -176,7 +175,7 @@ def average_precision(dataset: CocoDataset, detections: Sequence[Detections]) ->
 
 
 def _judged(annotations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The annotations, with the entries that pycocotools needs but a file of boxes may lack."""
+    """Add the entries that pycocotools needs and that a file of boxes may lack."""
     return [
         {"id": place, "iscrowd": 0, "area": each["bbox"][2] * each["bbox"][3], **each}
         for place, each in enumerate(annotations, 1)
@@ -184,7 +183,7 @@ def _judged(annotations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _edges(bbox: Sequence[float], width: int, height: int) -> tuple[float, float, float, float]:
-    """A box as left, top, right and bottom, clipped to the photograph."""
+    """Convert a box to left, top, right and bottom, clipped to the photograph."""
     left, top, box_width, box_height = bbox
     right, bottom = left + box_width, top + box_height
     return max(left, 0), max(top, 0), min(right, width), min(bottom, height)
@@ -198,7 +197,7 @@ REQUIRED = {
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The file's contents, after a check that all used parts exist and have the right type."""
+    """Read the file, and check that all parts in use exist and have the right type."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -209,7 +208,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _checked(found: Any, path: object) -> dict[str, Any]:
-    """The annotations, after a check that all used fields exist and have the right types."""
+    """Check that all fields in use exist and have the right types; returns the annotations."""
     for part, fields in REQUIRED.items():
         rows = found.get(part) if isinstance(found, dict) else None
         if not isinstance(rows, list):

@@ -1,11 +1,11 @@
-"""Detect objects on photographs with a DETR, with their boxes.
+"""Detect objects and their boxes in photographs with a DETR.
 
     model = load_detector("detr_resnet50", "detr-r50-e632da11.pth")
     for photo in detect(model, ["street.jpg", "holiday/"]):
         draw_objects(read_image(photo.path), photo.objects).save(f"{photo.path.stem}-objects.png")
 
-Photographs are resized as in training on COCO: the shorter side gets 800 pixels, unless the longer side would then
-exceed 1333.
+Photographs are resized as in training on COCO: the shorter side to 800 pixels, or less if the longer side would exceed
+1333.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ HEAD = "class_embed.bias"
 
 @dataclass(frozen=True)
 class FoundObject:
-    """An object on a photograph.
+    """A detected object.
 
     Attributes:
-        label, name: its class; the name is None if names are unknown.
-        score: 0..1.
+        label, name: number and name of the class; the name is None if the classes have no known names.
+        score: probability of the class, 0..1.
         box: left, top, right, bottom in pixels of the photograph, within its edges.
     """
 
@@ -50,7 +50,7 @@ class FoundObject:
 
 @dataclass(frozen=True)
 class Detected:
-    """A photograph of (width, height) pixels and its objects, best score first."""
+    """A photograph, its size (width, height) in pixels, and its objects, best score first."""
 
     path: Path
     size: tuple[int, int]
@@ -64,7 +64,7 @@ def coco_classes() -> tuple[str, ...]:
 
 
 def load_detector(name: str, weights: str | Path) -> Detr:
-    """A DETR with weights of any known source, ready for inference; the weights determine the number of classes.
+    """Load a DETR for inference, with weights from any known source; the weights determine the number of classes.
 
     Args:
         name: "detr_resnet50", "detr_resnet101" or "detr_small".
@@ -78,7 +78,7 @@ def load_detector(name: str, weights: str | Path) -> Detr:
     shapes = report.mismatched.get(HEAD)
     model = load(name, weights) if shapes is None else load(name, weights, num_classes=shapes[0][0] - 1)
     if not isinstance(model, Detr):
-        raise InputError(f"{name} finds no objects: expected detr_resnet50, detr_resnet101 or detr_small")
+        raise InputError(f"{name} is not a detector: expected detr_resnet50, detr_resnet101 or detr_small")
     return model.eval()
 
 
@@ -94,22 +94,22 @@ def detect(
     on_error: str = "raise",
     progress: Callable[[str, float], None] | None = None,
 ) -> list[Detected]:
-    """Find the objects on photographs and folders of photographs, in the order of `find_images`.
+    """Detect the objects in photographs and folders of photographs, in the order of `find_images`.
 
     Args:
         model: runs on the device and in the dtype of its parameters.
         threshold: only objects with at least this score are returned.
         classes: names by label. None: the names of COCO's 91 numbers or of its 80 classes, if the number of classes
             matches.
-        shorter, longer: pixels of the shorter side, and maximum pixels of the longer one, in the model's input.
-        on_error: "raise"; or "skip" photographs that cannot be read, with a warning for each.
+        shorter, longer: size of the shorter side of the model's input, and the limit of its longer side, in pixels.
+        on_error: "raise" stops at a photograph that cannot be read; "skip" leaves it out with a warning.
         progress: called with (the current activity, fraction done) after each batch.
 
     Raises:
         ValueError: the threshold is outside 0..1, or `batch_size`, `shorter` or `longer` is below 1.
-        InputError: a path does not exist; a file is not an image and is not skipped; or the number of names differs
-            from the number of classes.
-        ModelRunError: memory does not suffice for a batch, or an output is not finite.
+        InputError: a path does not exist; a file is not an image, and `on_error` is "raise"; or the number of names
+            differs from the number of classes.
+        ModelRunError: the memory is too small for a batch, or an output is not finite.
     """
     if not 0 <= threshold <= 1:
         raise ValueError(f"threshold is {threshold}, expected a score from 0 to 1")
@@ -118,7 +118,7 @@ def detect(
     found = find_images(paths)
     if on_error == "raise":
         check_images(found)
-    class_names(classes, model.class_embed.out_features - 1)  # check the number of names before the work
+    class_names(classes, model.class_embed.out_features - 1)  # raises before any work
     results: list[Detected] = []
     photographs = prepared(
         found, lambda photo: (photo.size, normalized(resized(photo, shorter, longer))), batch_size, on_error
@@ -131,7 +131,7 @@ def detect(
         results += map(Detected, called, sizes, objects)
         if progress is not None:
             progress(f"searched {len(results)} of {len(found)}", done / len(found))
-    if progress is not None and done < len(found):  # the last ones were skipped
+    if progress is not None and done < len(found):  # the last photographs were skipped
         progress(f"searched {len(results)} of {len(found)}", 1.0)
     return results
 
@@ -144,12 +144,13 @@ def found_objects(
     threshold: float,
     classes: Sequence[str] | None = None,
 ) -> list[tuple[FoundObject, ...]]:
-    """The objects on each photograph of a batch, best score first.
+    """Detect the objects in each photograph of a batch, best score first.
 
     Args:
-        inputs: (3, H, W) each, resized and normalized as the model expects them.
-        sizes: original sizes of the photographs, (width, height); boxes are in their pixels.
-        called: name of each image for error messages. threshold, classes: as in `detect`.
+        inputs: the images, (3, H, W) each, resized and normalized for the model.
+        sizes: original (width, height) of each photograph; boxes are returned in these pixels.
+        called: name of each image for error messages.
+        threshold, classes: as in `detect`.
 
     Raises:
         InputError, ModelRunError: as in `detect`.
@@ -160,7 +161,7 @@ def found_objects(
 
 
 def draw_objects(image: Image.Image, objects: Sequence[FoundObject]) -> Image.Image:
-    """The image with a box and a caption for each object, one colour for each class; the best score is on top."""
+    """Draw a box and a caption for each object, one colour per class; better scores are drawn on top."""
     drawn = image.convert("RGB")
     draw = ImageDraw.Draw(drawn)
     line = max(2, round(min(drawn.size) / 250))
@@ -179,12 +180,12 @@ def draw_objects(image: Image.Image, objects: Sequence[FoundObject]) -> Image.Im
 
 
 def _colour(label: int) -> tuple[int, int, int]:
-    """A light colour, different from those of neighbouring labels: hues differ by the golden section."""
+    """A light colour for a label; the hues of neighbouring labels differ by the golden ratio."""
     return tuple(round(255 * part) for part in colorsys.hsv_to_rgb(label * 0.618034 % 1, 0.55, 1.0))  # type: ignore[return-value]
 
 
 def resized(image: Image.Image, shorter: int, longer: int) -> Image.Image:
-    """The image resized so that its shorter side has `shorter` pixels, and its longer one at most `longer`."""
+    """Resize the shorter side to `shorter` pixels, or to less if the longer side would exceed `longer`."""
     scale = min(shorter / min(image.size), longer / max(image.size))
     width, height = (max(1, round(side * scale)) for side in image.size)
     return image.resize((width, height), Image.Resampling.BILINEAR)
@@ -194,7 +195,7 @@ def resized(image: Image.Image, shorter: int, longer: int) -> Image.Image:
 def _run(
     model: Detr, inputs: Sequence[Tensor], sizes: list[tuple[int, int]], batch: Sequence[object]
 ) -> list[Detections]:
-    """The boxes of all queries, on the CPU."""
+    """Run the model on a batch; returns the boxes of all queries on the CPU."""
     like = next(model.parameters())
     trained = [module for module in model.modules() if module.training]
     try:
@@ -213,7 +214,7 @@ def _run(
 def objects_of(
     detections: Detections, size: tuple[int, int], threshold: float, names: Sequence[str] | None
 ) -> tuple[FoundObject, ...]:
-    """The objects on a photograph of (width, height) pixels whose score is at least the threshold, best score first.
+    """The objects in a photograph of (width, height) pixels with a score of at least the threshold, best score first.
 
     Args:
         detections: detections on the CPU.
@@ -231,11 +232,11 @@ def objects_of(
 
 
 def best_first(detections: Detections, edges: Tensor) -> Detections:
-    """Detections by falling score, with their boxes cut at the edges of the photograph.
+    """Sort detections by descending score, and clip their boxes to the photograph.
 
     Args:
         detections: (..., Q), boxes (..., Q, 4).
-        edges: width, height, width and height of each photograph, (..., 1, 4), or (4,).
+        edges: (width, height, width, height) of each photograph, (..., 1, 4), or (4,) for all.
     """
     order = detections.scores.argsort(dim=-1, descending=True, stable=True)
     boxes = detections.boxes.clamp(min=0).minimum(edges)
@@ -250,7 +251,7 @@ def class_names(classes: Sequence[str] | None, count: int) -> Sequence[str] | No
     """The names of `count` classes: the given names, COCO's names if their number matches, or None.
 
     Raises:
-        InputError: the number of given names differs.
+        InputError: the number of given names differs from `count`.
     """
     if classes is None:
         used = tuple(filter(None, coco_classes()))

@@ -1,14 +1,14 @@
-"""Training a DETR and decoding its output: match predictions to objects, compute losses, and convert boxes to pixels.
+"""The losses of a DETR and the decoding of its output: match predictions to objects, and convert boxes to pixels.
 
-Carion et al. 2020, section 3.1. Each object of an image gets one query of its own, so that the total cost is lowest.
-The other queries learn to predict "no object". Every decoder layer is matched and evaluated separately.
+Carion et al. 2020, section 3.1. Each object of an image is matched to its own query, with the lowest total cost. The
+other queries learn to predict "no object". Each decoder layer has its own matches and losses.
 
     criterion = SetCriterion(model.num_classes)
     losses = criterion(model(images), targets)
     criterion.total(losses).backward()
 
-A target is {"labels": int64 (n,), "boxes": (n, 4)} for one image, boxes as (center x, center y, width, height), each
-0..1 of the image without its padding; n may be 0.
+A target is {"labels": int64 (n,), "boxes": (n, 4)} for one image; n may be 0. A box is (center x, center y, width,
+height), as fractions of the image without its padding.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from rooftop.models.detr.assignment import assign_batched, assign_on_host
 from rooftop.models.detr.network import Predictions
 
 Target = Mapping[str, Tensor]
-OUTSIDE = 1e-3  # rounding, even to half precision, may move an edge out of the image by this much
+OUTSIDE = 1e-3  # an edge may lie outside the image by this much, for rounding in half precision
 
 
 class PaddedTargets(NamedTuple):
-    """The objects of B images, padded to M, the largest number in an image.
+    """The objects of B images, padded to M, the largest number of objects in an image.
 
     Attributes:
-        labels: int64 (B, M), 0 for no object.
-        boxes: (B, M, 4), the whole image for no object.
-        valid: bool (B, M), whether there is an object.
+        labels: int64 (B, M), 0 in the padding.
+        boxes: (B, M, 4), the whole image in the padding.
+        valid: bool (B, M), True for an object, False in the padding.
         objects: the total number of objects, on the host.
     """
 
@@ -48,12 +48,12 @@ class PaddedTargets(NamedTuple):
 
 
 def pad_targets(targets: Sequence[Target], num_classes: int) -> PaddedTargets:
-    """Targets of all images in three tensors, without waiting for the GPU.
+    """Combine the targets of all images into three tensors, without waiting for the GPU.
 
     Raises:
         ValueError: there are no images, or a shape or dtype is wrong. Also if a label is outside of 0..num_classes - 1,
-            or a box is outside of the image or has no area. These values are checked on the CPU, and on a GPU only with
-            ROOFTOP_CHECK=1 in the environment, because that waits for the GPU.
+            or a box is outside of the image or has no area. Labels and boxes on a GPU are checked only with
+            ROOFTOP_CHECK=1 in the environment, because the check waits for the GPU.
     """
     if not targets:
         raise ValueError("got targets of zero images: a batch needs at least one")
@@ -68,16 +68,17 @@ def pad_targets(targets: Sequence[Target], num_classes: int) -> PaddedTargets:
 
 
 def corners(boxes: Tensor) -> Tensor:
-    """(center x, center y, width, height) -> (left, top, right, bottom), along the last axis."""
+    """Convert boxes from (center x, center y, width, height) to (left, top, right, bottom), along the last axis."""
     center, size = boxes[..., :2], boxes[..., 2:]
     return torch.cat((center - size / 2, center + size / 2), dim=-1)
 
 
 def generalized_iou(a: Tensor, b: Tensor) -> Tensor:
-    """Rezatofighi et al. 2019: intersection / union - (hull - union) / hull, -1..1.
+    """Generalized IoU (Rezatofighi et al. 2019): intersection / union - (hull - union) / hull, in -1..1.
 
     Args:
-        a, b: (..., 4) as (left, top, right, bottom), which broadcast; at least one of each pair has area.
+        a, b: boxes (..., 4) as (left, top, right, bottom); they broadcast. At least one box of each pair has an area
+            above 0.
 
     Returns:
         (...).
@@ -91,21 +92,21 @@ def generalized_iou(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _area(sides: Tensor) -> Tensor:
-    """Width times height of (..., 2). `prod` is not used: its backward waits for the GPU."""
+    """Multiply width and height, (..., 2). `prod` is not used: its backward waits for the GPU."""
     return sides[..., 0] * sides[..., 1]
 
 
 @dataclass(frozen=True)
 class Matcher:
-    """Assign each object of an image its own query, at the lowest total cost.
+    """Assigns each object of an image its own query, at the lowest total cost.
 
-    The cost of a pair is -class_cost * probability + box_cost * L1 - giou_cost * generalized IoU. A pair whose cost is
-    not finite (overflow in half precision) is assigned last.
+    The cost of a pair is -class_cost * probability + box_cost * L1 - giou_cost * generalized IoU. A pair with a
+    non-finite cost (overflow in half precision) is assigned only if no other pair is left.
 
     Attributes:
         class_cost, box_cost, giou_cost: weights of the three parts.
-        batched: match on the GPU without waiting for it, instead of with scipy (`models/detr/assignment.py`); the total
-            cost is the same.
+        batched: match on the GPU without waiting for it. False: match with scipy (`models/detr/assignment.py`). The
+            total cost is the same.
 
     Raises:
         ValueError: all weights are 0.
@@ -118,17 +119,17 @@ class Matcher:
 
     def __post_init__(self) -> None:
         if not (self.class_cost or self.box_cost or self.giou_cost):
-            raise ValueError("all costs of the matcher are 0, so every match would be equally good")
+            raise ValueError("class_cost, box_cost and giou_cost are all 0, expected one above 0")
 
     @torch.no_grad()
     def __call__(self, predictions: Predictions, targets: PaddedTargets) -> Tensor:
-        """int64 (B, M): the query of each object. -1 if there is no object, or no query is left for it."""
+        """Return the query of each object, int64 (B, M); -1 in the padding, or if no query is left for the object."""
         assign = assign_batched if self.batched else assign_on_host
         return assign(self.costs(predictions, targets), targets.valid)
 
     @torch.no_grad()
     def costs(self, predictions: Predictions, targets: PaddedTargets) -> Tensor:
-        """(B, M, Q), in float32 or wider."""
+        """The cost of each pair of object and query, (B, M, Q), in float32 or wider."""
         logits, boxes = _wide(predictions.logits), _wide(predictions.boxes)
         probability = logits.softmax(-1).transpose(1, 2)  # (B, K + 1, Q)
         labels = targets.labels[..., None].expand(-1, -1, boxes.shape[1])  # (B, M, Q)
@@ -139,13 +140,13 @@ class Matcher:
 
 
 class SetCriterion(nn.Module):
-    """The losses of predictions, computed after each object is matched with a query.
+    """The losses of a DETR: match each object with a query, then compare the pairs.
 
     Args:
-        num_classes: K of the network.
-        matcher: finds the queries.
-        no_object: weight of "no object" in the loss of classes, since most queries have no object.
-        class_weight, box_weight, giou_weight: weights of the losses in their total.
+        num_classes: number of classes K of the network.
+        matcher: assigns a query to each object.
+        no_object: weight of "no object" in the class loss; it is small because most queries have no object.
+        class_weight, box_weight, giou_weight: weights of the three losses in `total`.
     """
 
     class_weights: Tensor
@@ -166,16 +167,15 @@ class SetCriterion(nn.Module):
         self.register_buffer("class_weights", torch.tensor([1.0] * num_classes + [no_object]), persistent=False)
 
     def forward(self, predictions: Predictions, targets: Sequence[Target]) -> dict[str, Tensor]:
-        """The losses of all decoder layers, each a scalar, in float32 or wider.
+        """Compute the losses of all decoder layers, as scalars in float32 or wider.
 
         Returns:
             loss_ce, loss_bbox (L1), loss_giou and cardinality_error (the error in the number of objects; it has no
-            gradient), and for earlier decoder layers the same with _0, _1, ... The losses of boxes are divided by the
-            number of objects in the batch. In training, this number is averaged over the processes of
-            torch.distributed.
+            gradient). The names for earlier decoder layers end in _0, _1, ... The box losses are divided by the number
+            of objects in the batch. In training, this number is averaged over the processes of torch.distributed.
 
         Raises:
-            ValueError: the targets are wrong, or the number of images or of classes does not match.
+            ValueError: a target is invalid, or the number of images or classes does not match.
         """
         _check_predictions(predictions, targets, self.num_classes)
         padded = pad_targets(targets, self.num_classes)
@@ -189,12 +189,12 @@ class SetCriterion(nn.Module):
         return losses
 
     def total(self, losses: Mapping[str, Tensor]) -> Tensor:
-        """The weighted sum of all losses with a weight, over all layers."""
+        """Sum the losses of all layers, with their weights; losses without a weight are left out."""
         weights = {name: self.weights.get(name.rstrip("0123456789").rstrip("_")) for name in losses}
         return torch.stack([weight * losses[name] for name, weight in weights.items() if weight is not None]).sum()
 
     def _match(self, layers: Sequence[Predictions], targets: PaddedTargets) -> Sequence[Tensor]:
-        """The queries (B, M) of each layer. All layers are matched at once, with at most one wait for the GPU."""
+        """Match all layers at once, with at most one wait for the GPU; returns the queries (B, M) of each layer."""
         logits = torch.cat([layer.logits for layer in layers]).detach()  # (layers * B, Q, K + 1)
         boxes = torch.cat([layer.boxes for layer in layers]).detach()  # (layers * B, Q, 4)
         labels, wanted, valid = (torch.cat([part] * len(layers)) for part in targets[:3])
@@ -207,7 +207,7 @@ class SetCriterion(nn.Module):
         logits, boxes = _wide(predictions.logits), _wide(predictions.boxes)
         hit = queries >= 0  # (B, M)
         index = queries.clamp(min=0)
-        # Objects without a query are written to an additional last place, which is then cut off.
+        # Objects without a query are written to an additional last column, which is then cut off.
         classes = torch.full_like(logits[:, :, 0], self.num_classes, dtype=torch.int64)  # (B, Q)
         classes = F.pad(classes, (0, 1)).scatter(1, torch.where(hit, queries, classes.shape[1]), targets.labels)[:, :-1]
         found = boxes.gather(1, index[..., None].expand(-1, -1, 4))  # (B, M, 4)
@@ -229,7 +229,7 @@ class Detections(NamedTuple):
     """The objects found on one image, in the order of the queries.
 
     Attributes:
-        scores: (n,), probability of the label, 0..1.
+        scores: (n,), probability of each label, 0..1.
         labels: int64 (n,), never "no object".
         boxes: (n, 4) as (left, top, right, bottom), in pixels of the image.
     """
@@ -243,12 +243,13 @@ class Detections(NamedTuple):
 def to_detections(
     predictions: Predictions, sizes: Sequence[tuple[int, int]] | Tensor, threshold: float = 0.0
 ) -> list[Detections]:
-    """For each image, boxes in pixels with their most probable label.
+    """Convert predictions to boxes in pixels, each with its most probable label, for each image.
 
     Args:
         predictions: predictions for B images.
-        sizes: (height, width) of each image, without padding, in the pixels of the returned boxes.
-        threshold: only objects with at least this score; at 0 each query gives one box, and nothing waits for the GPU.
+        sizes: (height, width) of each image without padding; boxes are returned in these pixels.
+        threshold: only objects with at least this score are returned. At 0 each query gives one box, and the host does
+            not wait for the GPU.
 
     Raises:
         ValueError: the numbers of sizes and images differ, or a size is not positive.
@@ -261,7 +262,7 @@ def to_detections(
 
 @torch.no_grad()
 def batch_of_detections(predictions: Predictions, sizes: Sequence[tuple[int, int]] | Tensor) -> Detections:
-    """As `to_detections`, for all images together: scores and labels (B, Q), boxes (B, Q, 4)."""
+    """Convert the predictions of all images at once, as `to_detections`: scores and labels (B, Q), boxes (B, Q, 4)."""
     logits, boxes = _wide(predictions.logits), _wide(predictions.boxes)
     pixels = torch.as_tensor(sizes)
     if pixels.shape != (len(logits), 2):
@@ -274,19 +275,19 @@ def batch_of_detections(predictions: Predictions, sizes: Sequence[tuple[int, int
 
 
 def _wide(x: Tensor) -> Tensor:
-    """The tensor in float32 or wider."""
+    """Convert half precision to float32; other dtypes stay."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def _weighted_cross_entropy(logits: Tensor, classes: Tensor, weights: Tensor) -> Tensor:
-    """Cross-entropy of logits (B, Q, C), as PyTorch's weighted mean; 0 if all weights are 0."""
+    """Weighted mean cross-entropy of logits (B, Q, C), as in PyTorch, but 0 if all weights are 0."""
     total = F.cross_entropy(logits.transpose(1, 2), classes, weights, reduction="sum")
     weight = weights[classes].sum()
     return total / torch.where(weight == 0, 1.0, weight)
 
 
 def _mean_count(count: int, device: torch.device) -> Tensor | float:
-    """The mean number of objects in a process's batch, at least 1."""
+    """The number of objects per process, averaged over the processes; at least 1."""
     if not (dist.is_available() and dist.is_initialized()):
         return max(float(count), 1.0)
     everywhere = torch.full((), float(count), device=device)
@@ -296,17 +297,17 @@ def _mean_count(count: int, device: torch.device) -> Tensor | float:
 
 def _check_predictions(predictions: Predictions, targets: Sequence[Target], num_classes: int) -> None:
     if len(targets) != len(predictions.logits):
-        raise ValueError(f"got targets of {len(targets)} images and predictions of {len(predictions.logits)}")
+        raise ValueError(f"got targets for {len(targets)} images, but predictions for {len(predictions.logits)}")
     if predictions.logits.shape[-1] != num_classes + 1:
         raise ValueError(
-            f"logits are of {predictions.logits.shape[-1]} classes, expected {num_classes + 1}: {num_classes} of the "
-            "criterion and one for no object"
+            f"predictions have {predictions.logits.shape[-1]} classes, expected {num_classes + 1}: {num_classes} of "
+            'the criterion, and one for "no object"'
         )
 
 
 def _check_target(image: int, target: Target, num_classes: int) -> None:
     if lacking := {"labels", "boxes"} - target.keys():
-        raise ValueError(f"target {image} has no {' and no '.join(sorted(lacking))}, it has {', '.join(target)}")
+        raise ValueError(f"target {image} has no {' and no '.join(sorted(lacking))}, only {', '.join(target)}")
     labels, boxes = target["labels"], target["boxes"]
     if labels.dim() != 1 or boxes.shape != (len(labels), 4):
         raise ValueError(

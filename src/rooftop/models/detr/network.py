@@ -1,11 +1,11 @@
 """DETR: object detection as set prediction by one transformer, with the keys of facebookresearch/detr.
 
-Carion et al. 2020, "End-to-End Object Detection with Transformers". A ResNet with frozen norms computes a feature map;
-an encoder relates its cells; a decoder turns learned queries into objects, each with a class (or none) and a box:
+Carion et al. 2020, "End-to-End Object Detection with Transformers". A ResNet with frozen norms computes a feature map.
+An encoder relates its cells. A decoder turns learned queries into objects, each with a class (or none) and a box:
 
     images -> ResNet -> 1x1 projection (+ sine positions) -> encoder -> decoder(queries) -> class head, box head
 
-Images of different sizes share a batch through a padding mask: neither positions nor attention include the padding.
+Images of different sizes share a batch with a padding mask: positions and attention ignore the padding.
 
     model = detr_resnet50(weights="COCO").eval()
     found = model([photo, another])  # normalized, (3, H, W) each
@@ -40,8 +40,8 @@ class Predictions(NamedTuple):
     """A DETR's predictions for B images with Q queries and K classes.
 
     Attributes:
-        logits: (B, Q, K + 1), the last one stands for "no object".
-        boxes: (B, Q, 4) as (center x, center y, width, height), each 0..1 of the image without its padding.
+        logits: (B, Q, K + 1); the last logit is that of "no object".
+        boxes: (B, Q, 4) as (center x, center y, width, height), as fractions of the image without its padding.
         auxiliary: the predictions of the earlier decoder layers, first layer first.
     """
 
@@ -51,17 +51,17 @@ class Predictions(NamedTuple):
 
 
 def pad_images(images: Sequence[Tensor], multiple: int = 1) -> tuple[Tensor, Tensor]:
-    """Images of different sizes as one batch, with zeros to the right and below.
+    """Combine images of different sizes to one batch, with zeros to the right and below.
 
     Args:
-        images: (C, H, W) each, of one dtype and device.
+        images: (C, H, W) each, with the same dtype and device.
         multiple: height and width of the batch are rounded up to a multiple of this.
 
     Returns:
         (B, C, H, W), and the padding mask (B, H, W): True outside the image.
 
     Raises:
-        ValueError: there are no images, or one is not (C, H, W) with the channels of the first.
+        ValueError: there are no images, an image is not (C, H, W), or the numbers of channels differ.
     """
     if not images:
         raise ValueError("got zero images: a batch needs at least one")
@@ -81,8 +81,7 @@ def pad_images(images: Sequence[Tensor], multiple: int = 1) -> tuple[Tensor, Ten
 
 
 class FrozenBatchNorm(nn.Module):
-    """Batch norm whose statistics and affine part are constants, in four buffers: (B, channels, H, W) to the same
-    shape."""
+    """Batch norm of (B, channels, H, W) whose statistics and affine parameters are constants, in four buffers."""
 
     weight: Tensor
     bias: Tensor
@@ -103,8 +102,8 @@ class FrozenBatchNorm(nn.Module):
 class Features(ResNet):
     """A ResNet without its head: (B, 3, H, W) -> (B, channels, H / 32, W / 32).
 
-    With frozen norms, the stem and the first stage are frozen too: they recognize edges and colours, which need not be
-    relearned for detection.
+    With frozen norms, the stem and the first stage are frozen too: they recognize edges and colours, which detection
+        need not learn again.
     """
 
     def __init__(
@@ -123,11 +122,11 @@ class Features(ResNet):
 
 
 def sine_positions(padding: Tensor, width: int, temperature: float = 10_000.0) -> Tensor:
-    """The position of each cell in its image, as sines and cosines: the y half, then the x half.
+    """Encode the position of each cell in its image as sines and cosines: the y half, then the x half.
 
     Args:
-        padding: (B, H, W), True outside the image. Positions start with 1 at the image's first cell, and are
-            scaled so that the last one is 2 pi.
+        padding: (B, H, W), True outside the image. Positions start at 1 in the image's first cell, and are scaled so
+            that the last position is 2 pi.
         width: width of the encoding, a multiple of 4.
 
     Returns:
@@ -157,13 +156,15 @@ class Attention(nn.Module):
         nn.init.zeros_(self.out_proj.bias)
 
     def projection(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Weight and bias of queries (0), keys (1) and values (2), from `first` up to `last`."""
+        """The packed weights and biases of parts `first` to `last`: queries (0), keys (1), values (2)."""
         rows = slice(first * self.width, (last + 1) * self.width)
         return self.in_proj_weight[rows], self.in_proj_bias[rows]
 
     def attended(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """Attend with projected queries, keys and values: (B, T, D), (B, S, D), (B, S, D) -> (B, T, D). `allowed` (B,
-        1, 1, S): the visible keys."""
+        """Attend with projected queries (B, T, D), keys and values (B, S, D) -> (B, T, D).
+
+        `allowed` (B, 1, 1, S) masks the visible keys.
+        """
         q, k, v = (
             x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (query, key, value)
         )  # (B, heads, T or S, D / heads)
@@ -173,26 +174,24 @@ class Attention(nn.Module):
 
 
 class SelfAttention(Attention):
-    """Self-attention of items with positions: queries and keys come from content and position, values only from
-    content.
-    """
+    """Self-attention of items with positions: values come from x, queries and keys from x plus its positions."""
 
     def forward(self, x: Tensor, placed: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """(B, T, D) without and with their positions -> (B, T, D); `allowed` (B, 1, 1, T): the visible items."""
+        """Attend among items (B, T, D), without and with positions -> (B, T, D); `allowed` (B, 1, 1, T): visible."""
         query, key = F.linear(placed, *self.projection(0, 1)).chunk(2, dim=-1)
         return self.attended(query, key, F.linear(x, *self.projection(2, 2)), allowed)
 
 
 class CrossAttention(Attention):
-    """Attention of objects to cells whose keys and values are already projected."""
+    """Cross-attention of objects to cells; the keys and values are already projected."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """(B, Q, D), (B, S, D), (B, S, D) -> (B, Q, D); `allowed` (B, 1, 1, S): the visible cells."""
+        """Attend with queries (B, Q, D), keys and values (B, S, D) -> (B, Q, D); `allowed` (B, 1, 1, S): visible."""
         return self.attended(query, key, value, allowed)
 
 
 class EncoderLayer(nn.Module):
-    """Attention among cells and a feed-forward part, each added and then normalized ("post-norm")."""
+    """Self-attention of cells, then a feed-forward part; a norm follows each residual sum ("post-norm")."""
 
     def __init__(self, width: int, heads: int, feed_forward: int, dropout: float) -> None:
         super().__init__()
@@ -204,7 +203,7 @@ class EncoderLayer(nn.Module):
         self.norm2 = LayerNorm(width)
 
     def forward(self, x: Tensor, positions: Tensor, allowed: Tensor | None) -> Tensor:
-        """Cells (B, S, D) with their positions (B or 1, S, D) -> (B, S, D)."""
+        """Map cells (B, S, D), with positions (B or 1, S, D), to (B, S, D)."""
         attended = self.self_attn(x, x + positions, allowed)
         x, _ = norm_of_sum(self.norm1, self.dropout(attended), x)
         hidden = self.dropout(self.linear1(x))  # (B, S, feed_forward)
@@ -213,7 +212,7 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention among objects, attention to the cells, and a feed-forward part; post-norm."""
+    """Self-attention of objects, cross-attention to the cells, and a feed-forward part; post-norm."""
 
     def __init__(self, width: int, heads: int, feed_forward: int, dropout: float) -> None:
         super().__init__()
@@ -227,15 +226,15 @@ class DecoderLayer(nn.Module):
         self.norm3 = LayerNorm(width)
 
     def forward(self, x: Tensor | None, queries: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None) -> Tensor:
-        """Objects (B, Q, D) with their queries (Q, D) -> (B, Q, D).
+        """Map objects (B, Q, D), with queries (Q, D), to (B, Q, D).
 
         Args:
-            x: None in the first layer, where all objects are zeros. key, value: cells (B, S, D), projected for this
-            layer.
+            x: the objects; None in the first layer, where all objects are zeros.
+            key, value: cells (B, S, D), projected for this layer.
             allowed: (B, 1, 1, S), the visible cells.
         """
         if x is None:
-            # With dropout, images differ from the start. Without it, the objects of all images are equal until they
+            # With dropout, the objects of the images differ from the start. Without dropout, they are equal until they
             # attend to the cells.
             x, query = self.beginning(queries, len(key) if self.training else 1)
             x, query = (t.expand(len(key), -1, -1).contiguous() for t in (x, query))
@@ -249,19 +248,21 @@ class DecoderLayer(nn.Module):
 
     @constant
     def beginning(self, queries: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-        """The first step, for objects that are zeros: the objects before they attend to the cells, and their queries
-        for the cells; (B, Q, D) each."""
+        """Run the self-attention of the first layer, whose objects are zeros.
+
+        Returns the objects before they attend to the cells, and their queries for the cells; (B, Q, D) each.
+        """
         placed = queries.expand(batch, -1, -1)  # (B, Q, D)
         x = self.norm1(self.dropout(self.self_attn(torch.zeros_like(placed), placed)))
         return x, self.asking(x, queries)
 
     def asking(self, x: Tensor, queries: Tensor) -> Tensor:
-        """The projected queries for the cells, from objects (B, Q, D)."""
+        """Project objects (B, Q, D) to the queries of the cross-attention."""
         return F.linear(x + queries, *self.multihead_attn.projection(0, 0))
 
 
 class Encoder(nn.Module):
-    """Layers one after another."""
+    """A stack of encoder layers."""
 
     def __init__(self, layers: int, width: int, heads: int, feed_forward: int, dropout: float) -> None:
         super().__init__()
@@ -274,7 +275,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Layers one after another; one norm applies to the result of any of them."""
+    """A stack of decoder layers; all layers share one norm of their results."""
 
     def __init__(self, layers: int, width: int, heads: int, feed_forward: int, dropout: float) -> None:
         super().__init__()
@@ -282,9 +283,9 @@ class Decoder(nn.Module):
         self.norm = LayerNorm(width)
 
     def forward(self, queries: Tensor, memory: Tensor, positions: Tensor, allowed: Tensor | None) -> list[Tensor]:
-        """The objects (B, Q, D) after each layer, before the norm."""
-        # All layers attend to the same cells, so one product computes the keys of all layers, and another one their
-        # values.
+        """Return the objects (B, Q, D) after each layer, before the norm."""
+        # All layers attend to the same cells, so one matrix product computes the keys of all layers, and another one
+        # their values.
         (key_weight, key_bias), (value_weight, value_bias) = (self.packed_projection(part) for part in (1, 2))
         keys = F.linear(memory + positions, key_weight, key_bias).chunk(len(self.layers), dim=-1)
         values = F.linear(memory, value_weight, value_bias).chunk(len(self.layers), dim=-1)  # (B, S, D) each
@@ -296,7 +297,7 @@ class Decoder(nn.Module):
 
     @constant
     def packed_projection(self, part: int) -> tuple[Tensor, Tensor]:
-        """Weights (layers D, D) and biases (layers D,) of the keys (1) or values (2) of cells, for all layers."""
+        """Weights (layers D, D) and biases (layers D,) that project cells to keys (1) or values (2) of all layers."""
         layers = cast(Iterable[DecoderLayer], self.layers)
         weights, biases = zip(*(layer.multihead_attn.projection(part, part) for layer in layers), strict=True)
         return torch.cat(weights), torch.cat(biases)
@@ -321,7 +322,7 @@ class Transformer(nn.Module):
 
 
 class BoxHead(nn.Module):
-    """Three linear layers with relu in between: (..., D) -> (..., 4), a box before the sigmoid."""
+    """Three linear layers with relu in between: (..., D) -> (..., 4), the logits of a box."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -338,18 +339,18 @@ class Detr(nn.Module):
 
     Args:
         block, layers: block type and layer counts of the ResNet, as in `rooftop.models.vision.resnet.ResNet`.
-        num_classes: K, one more than the highest label; COCO's labels go up to 90.
-        queries: Q, the maximum number of objects in one image. width, heads, feed_forward: sizes of the transformer;
-        `width` is a multiple of `heads` and of 4. encoder_layers, decoder_layers: numbers of layers.
-        dropout: probability in the transformer, while training.
+        num_classes: K, one more than the highest label; COCO's highest label is 90.
+        queries: Q, the maximum number of objects in one image.
+        width, heads, feed_forward: sizes of the transformer; `width` is a multiple of `heads` and of 4.
+        encoder_layers, decoder_layers: numbers of layers.
+        dropout: dropout probability of the transformer in training.
         dilation: keep the resolution of the third stage in the fourth ("DC5"): twice as many cells along each axis.
         auxiliary: also return the predictions of the earlier decoder layers; training needs them, detection does not.
-        norm: norm layer of the ResNet, called with a number of channels. Frozen norms suit pretrained weights. A
-            network that starts from random numbers needs `nn.BatchNorm2d` or a group norm; all of its layers are then
-            trained.
+        norm: makes a norm layer of the ResNet for a number of channels. Frozen norms suit pretrained weights. A network
+            that starts from random numbers needs `nn.BatchNorm2d` or a group norm; all of its layers are then trained.
 
     Raises:
-        ValueError: the width is not a multiple of the heads and of 4, or there are no decoder layers.
+        ValueError: `width` is not a multiple of `heads` and of 4, or there are no decoder layers.
     """
 
     def __init__(
@@ -391,7 +392,7 @@ class Detr(nn.Module):
             images: (B, 3, H, W), or (3, H, W) each, which `pad_images` combines into a batch; normalized as for a
                 ResNet.
             padding: for a batch, bool (B, H, W), True outside the image; None if there is no padding. An image that is
-                entirely padding counts as a black one.
+                entirely padding counts as a black image.
 
         Raises:
             ValueError: there are no images, the shape or dtype of images or mask is wrong, or a mask is given together
@@ -403,7 +404,7 @@ class Detr(nn.Module):
         elif padding is None:
             batch, padding = pad_images(images)
             if all(image.shape == images[0].shape for image in images):
-                padding = None  # there is no padding
+                padding = None  # the list has no padding
         else:
             raise ValueError("a padding mask is for a batch; a list of images gets its mask automatically")
         _check_batch(batch, padding)
@@ -415,7 +416,7 @@ class Detr(nn.Module):
         return last._replace(auxiliary=(*earlier,))
 
     def _places(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Positions (B or 1, S, D) of the cells of x (B, D, h, w), and the visible ones (B, 1, 1, S)."""
+        """The positions (B or 1, S, D) of the cells of x (B, D, h, w), and the mask (B, 1, 1, S) of visible cells."""
         if padding is None:
             return self.unpadded_positions(x.shape[-2], x.shape[-1], x.dtype, x.device), None
         cells = F.interpolate(padding[None].float(), size=x.shape[-2:])[0].bool()  # (B, h, w)
@@ -425,12 +426,12 @@ class Detr(nn.Module):
 
     @constant
     def unpadded_positions(self, height: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Positions of a map without padding, (1, S, D)."""
+        """The positions of a feature map without padding, (1, S, D)."""
         everywhere = torch.zeros((1, height, width), dtype=torch.bool, device=device)
         return sine_positions(everywhere, self.width).to(dtype)
 
     def _heads(self, objects: Tensor) -> list[Predictions]:
-        """Classes and boxes of objects (layers, B, Q, D), for each layer."""
+        """Predict classes and boxes from the objects (layers, B, Q, D) of each layer."""
         objects = self.transformer.decoder.norm(objects)
         logits, boxes = self.class_embed(objects), self.bbox_embed(objects).sigmoid()
         return [Predictions(*each) for each in zip(logits, boxes, strict=True)]
@@ -446,7 +447,7 @@ def detr_resnet50(
             dialect that `rooftop.models.detr.weights` knows.
         backbone_weights: weights of the ResNet alone, from which to start training: a name or a file, as for
             `resnet50`.
-        options: those of `Detr`, and `dilation=True` for DETR-DC5; "COCO_DC5" sets it unless it is given.
+        options: options of `Detr`. DETR-DC5 needs `dilation=True`, which is the default for "COCO_DC5".
 
     Raises:
         InputError: `weights` or `backbone_weights` is neither a name nor a file.

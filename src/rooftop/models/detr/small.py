@@ -1,9 +1,10 @@
-"""A small DETR for small pictures that can be trained from random initial values.
+"""A small DETR for small pictures, which can be trained from random initial values.
 
-With the published settings, a DETR takes hundreds of epochs to learn where to look. This one learns faster because of:
-- Small pictures of few objects, ten queries, a narrow transformer. A query attends to 64 cells instead of 1000.
-- Coordinates in the map. In attention, only queries and keys have positions; values have none. Here the map has two
-  more channels, x and y, so that an object can read its position from the cells that it attends to.
+With the published settings, a DETR takes hundreds of epochs to learn where to look. This network learns faster because
+of:
+- Small pictures with few objects, ten queries and a narrow transformer. A query attends to 64 cells instead of 1000.
+- Coordinates in the feature map. In attention, only queries and keys contain positions; values do not. Here the map has
+  two more channels, x and y, so that an object can read its position from the cells that it attends to.
 - A backbone whose norms are trained, since frozen norms are for pretrained weights. Group norm also works for small
   batches.
 - No dropout.
@@ -27,11 +28,11 @@ from rooftop.models.detr.weights import load_detr_weights
 from rooftop.models.vision.resnet import BasicBlock, Variant
 from rooftop.models.weights.files import options_of, weights_file
 
-GROUPS = 8  # channel groups of the norms
+GROUPS = 8  # channel groups of the group norms
 
 
 class Places(nn.Module):
-    """Append each cell's position to its channels: (B, C, h, w) -> (B, C + 2, h, w), with x and y from -1 to 1."""
+    """Append the position of each cell, x and y from -1 to 1, to its channels: (B, C, h, w) -> (B, C + 2, h, w)."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows, columns = (torch.linspace(-1, 1, n, dtype=x.dtype, device=x.device) for n in x.shape[-2:])
@@ -40,10 +41,10 @@ class Places(nn.Module):
 
 
 def detr_small(*, weights: str | Path | None = None, **options: Any) -> Detr:
-    """A DETR with a backbone that has one block for each halving of the map.
+    """A DETR whose backbone has one block for each halving of the feature map.
 
     Args:
-        weights: a file. If `rooftop train` wrote it, it also contains the options.
+        weights: a weights file. A file that `rooftop train` wrote also contains the options.
         options: `channels` of the backbone's stages, each a multiple of `GROUPS`; `layers`, the number of encoder and
             of decoder layers; and options of `Detr`.
 

@@ -1,11 +1,12 @@
 """Convert weights of a DETR from other libraries to the keys of `rooftop.models.detr.network`.
 
-Known dialects (`rooftop.models.weights.dialects.DETR`): facebookresearch/detr, whose keys are ours; Hugging Face's
-`DetrForObjectDetection`, as transformers 4 and 5 name them, on timm's ResNet or their own; MMDetection 2 and 3.
+Known dialects (`rooftop.models.weights.dialects.DETR`): facebookresearch/detr, whose keys Rooftop uses; Hugging Face's
+`DetrForObjectDetection`, with the keys of transformers 4 and 5 and timm's or Hugging Face's ResNet; MMDetection 2 and
+3.
 
-Hugging Face stores queries, keys and values in separate tensors; ours are packed. Its mask is the inverse of ours:
-there 1 means image, here True means padding. MMDetection numbers COCO's 80 classes without gaps; the others use COCO's
-own numbers.
+Hugging Face stores queries, keys and values in separate tensors; Rooftop packs them. Hugging Face's mask is 1 inside
+the image; Rooftop's mask is True in the padding. MMDetection numbers COCO's 80 classes without gaps; the other dialects
+use COCO's own numbers.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ if TYPE_CHECKING:
 
 
 def detr_state_dict(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of any known dialect under the keys of `rooftop.models.detr.network.Detr`.
+    """Convert a state dict of any known dialect to the keys of `rooftop.models.detr.network.Detr`.
 
-    Batch counters are ignored: a frozen norm has none.
+    Batch counters are dropped: a frozen norm has none.
 
     Raises:
-        WeightsError: no known dialect has these keys, or one of queries, keys and values is missing.
+        WeightsError: no known dialect has these keys, or the weights of queries, keys or values are missing.
     """
     return converted(tensors, DETR, "a DETR").tensors
 
 
 def load_detr_weights(model: Detr, path: Path) -> None:
-    """Load a file of any known dialect into a DETR; every key must be there, with its shape.
+    """Load a file of any known dialect into a DETR; the file must have every key, with the right shape.
 
     Raises:
         WeightsError: the file cannot be read, is damaged, belongs to another model or has another number of classes.
-        MissingExtraError: a .safetensors file, and safetensors is not installed.
+        MissingExtraError: the file is a .safetensors file, and safetensors is not installed.
     """
     tensors = read_weights(path)
     try:

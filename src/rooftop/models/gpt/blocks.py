@@ -1,6 +1,6 @@
 """The parts of a decoder-only transformer: the embedding, a block, the head, and rotary positions.
 
-Each is a part of `rooftop.models.gpt.network.Gpt`. A block also gets the number of its layer in the whole model.
+`rooftop.models.gpt.network.Gpt` consists of these parts. A block also gets the number of its layer in the whole model.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from rooftop.parallel.vocab_embeddings import VocabParallelEmbedding
 from rooftop.parallel.vocab_losses import vocab_parallel_linear_cross_entropy
 
 Dropouts = Callable[[float, str], nn.Module]
-"""A function that creates the dropout module of a place, from its probability (above 0) and the place's name, e.g.
-"layers.3.mlp.dropout"."""
+"""A function that creates a dropout module from its probability (above 0) and the name of its place in the model, e.g.
+"layers.3.mlp.dropout".
+"""
 
 
 def plain_dropouts(probability: float, name: str) -> nn.Module:
-    """PyTorch's dropout, whatever the place."""
+    """PyTorch's dropout, the same for every place in the model."""
     return nn.Dropout(probability)
 
 
@@ -45,7 +46,7 @@ def _dropped(dropout: nn.Module | None, x: Tensor) -> Tensor:
 
 
 SelfAttention = ParallelSelfAttention
-"""The attention of a block."""
+"""The attention module of a block."""
 
 
 def _norm(config: GptConfig) -> nn.Module:
@@ -55,8 +56,10 @@ def _norm(config: GptConfig) -> nn.Module:
 
 
 def summed_and_normed(norm: nn.Module, x: Tensor | None, update: Tensor | Summand | None) -> tuple[Tensor, Tensor]:
-    """(x + update, norm(x + update)); (x, norm(x)) without an update; with a `Summand`, update is its sum over the
-    ranks."""
+    """Return (x + update, norm(x + update)), or (x, norm(x)) without an update.
+
+    The sum of a `Summand` over the ranks counts as the update.
+    """
     if isinstance(update, Summand):
         return update.summed_and_normed(norm, x)
     assert x is not None
@@ -67,7 +70,7 @@ def summed_and_normed(norm: nn.Module, x: Tensor | None, update: Tensor | Summan
 
 
 class TokenEmbedding(nn.Module):
-    """A vector for each token and, for learned positions, one for each position."""
+    """The embedding of tokens and, if positions are learned, of positions."""
 
     def __init__(
         self,
@@ -85,25 +88,30 @@ class TokenEmbedding(nn.Module):
         self.dropout = _dropout(dropouts, config.dropout, "embedding.dropout")
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """From tokens (B, S) and positions (S,) or (B, S), int64, to (B, S, W); with sequence parallelism a part of
-        S."""
+        """Embed int64 tokens (B, S) at positions (S,) or (B, S): (B, S, W).
+
+        With sequence parallelism, each rank returns its part of S.
+        """
         x = self.tokens(tokens)
         if self.positions is not None:
             x = x + self.positions(own_part(positions, -1, self.split_along))
         return _dropped(self.dropout, x)
 
     def summand(self, tokens: Tensor, positions: Tensor, sums: NormSums) -> tuple[Tensor | None, Summand]:
-        """(x, update) for inference: x plus the sum of update over the ranks is the result of `forward`. Tokens are not
-        checked."""
+        """Return (x, update) for inference: x plus the sum of update over the ranks is the result of `forward`.
+
+        Token numbers are not checked.
+        """
         x = None if self.positions is None else self.positions(positions).expand(*tokens.shape, -1)
         return x, Summand(self.tokens.summand(tokens), None, sums)
 
 
 def rotation_of(positions: Tensor, config: GptConfig) -> Rotation:
-    """The rotation for positions (S,) or (B, S): each pair of a head's features is rotated by position / rope_base **
-    (2 i / D).
+    """The rotary rotation for positions (S,) or (B, S).
 
-    It is computed in float32, as in the training of these models, so the angles of large positions are not exact.
+    Feature pair i of a head is rotated by position / rope_base ** (2 i / D).
+
+    Angles are computed in float32, as in the training of these models, so the angles of large positions are not exact.
     Powers, cosines and sines are rounded from float64, so that devices agree.
     """
     angles = positions[..., None].float() * rotary_frequencies(config, positions.device)  # (S, D / 2)
@@ -111,7 +119,7 @@ def rotation_of(positions: Tensor, config: GptConfig) -> Rotation:
 
 
 def rotary_frequencies(config: GptConfig, device: torch.device | str = "cpu") -> Tensor:
-    """The angle by which each pair of a head's features rotates from one position to the next: (D / 2,), float32."""
+    """The rotation angle of each feature pair of a head from one position to the next: (D / 2,), float32."""
     powers = torch.arange(0, config.head_features, 2, device=device).double() / config.head_features
     frequencies = 1.0 / config.rope_base**powers
     return (frequencies if config.rope_scaling is None else config.rope_scaling.scaled(frequencies)).float()
@@ -155,7 +163,7 @@ def _mlp(
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)). The next norm computes the last sum.
+    """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)). The next block's norm computes the last sum.
 
     With `selective`, backward recomputes tensors that are large and cheap (`rooftop.parallel.recomputing`).
     """
@@ -179,7 +187,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, update: Tensor | None = None, rotation: Rotation | None = None, cache: Remembered | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Take x and update, (B, S, W), whose sum is the input. Return two such tensors, whose sum is the result."""
+        """Map (x, update), whose sum is the input, to two tensors whose sum is the result; all are (B, S, W)."""
         if self.selective:
             return self._selective(x, update, rotation, cache)
         x, normed = summed_and_normed(self.attention_norm, x, update)
@@ -194,13 +202,13 @@ class Block(nn.Module):
         cache: Remembered | None,
         sums: NormSums,
     ) -> tuple[Tensor, Summand]:
-        """`forward` for inference; the next norm computes each sum over the ranks."""
+        """Run `forward` for inference; the kernel of the next norm also sums over the ranks."""
         x, normed = summed_and_normed(self.attention_norm, x, update)
         x, normed = summed_and_normed(self.mlp_norm, x, self.attention.summand(normed, rotation, cache, sums))
         return x, self.mlp.summand(normed, sums)
 
     def takes_norm_sums(self) -> bool:
-        """Whether `with_norm_sums` computes what `forward` does: no part was replaced, and no hooks watch them."""
+        """Whether `with_norm_sums` computes the same as `forward`: no submodule was replaced, and none has hooks."""
         parts = (
             (self, Block),
             (self.attention, ParallelSelfAttention),
@@ -210,7 +218,7 @@ class Block(nn.Module):
         )
         return all(is_plain(part, kind) for part, kind in parts) and takes(self.attention_norm) and takes(self.mlp_norm)
 
-    @_disable_dynamo  # because the compiler itself chooses what backward recomputes
+    @_disable_dynamo  # the compiler itself chooses what backward recomputes
     def _selective(
         self, x: Tensor, update: Tensor | None, rotation: Rotation | None, cache: Remembered | None
     ) -> tuple[Tensor, Tensor]:
@@ -226,7 +234,7 @@ class Block(nn.Module):
     def in_phases(
         self, x: Tensor, update: Tensor | None = None, rotation: Rotation | None = None
     ) -> Phases[tuple[Tensor, Tensor]]:
-        """`forward`, for `rooftop.parallel.turns`."""
+        """Run `forward` in phases, for `rooftop.parallel.turns`."""
         x, normed = summed_and_normed(self.attention_norm, x, update)
         update = yield from self.attention.in_phases(normed, rotation)
         x, normed = summed_and_normed(self.mlp_norm, x, update)
@@ -234,12 +242,12 @@ class Block(nn.Module):
 
 
 def _normed_again(norm: nn.Module, x: Tensor, normed: Tensor) -> AbstractContextManager[None]:
-    """A context: backward recomputes the tensors of norm(x) that autograd would otherwise keep."""
+    """Context manager: backward recomputes the tensors of norm(x) that autograd would otherwise keep."""
     return made_again((normed,), lambda x: (as_multiplied(norm(x)),), x)
 
 
 class Head(nn.Module):
-    """The final norm, and the logits of each token or their loss."""
+    """The final norm, and the logits of each token or the loss."""
 
     def __init__(self, config: GptConfig, group: Group = None, sequence_parallel: bool = False) -> None:
         super().__init__()
@@ -264,8 +272,10 @@ class Head(nn.Module):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
     ) -> Tensor:
-        """x and update (B, S, W); logits (B, S, V), or for targets (B, S) the loss (), with the options of
-        `rooftop.kernels.linear_cross_entropy`."""
+        """Compute logits (B, S, V), or for targets (B, S) the loss (), from x and update (B, S, W).
+
+        The options of the loss are those of `rooftop.kernels.linear_cross_entropy`.
+        """
         if targets is None:
             logits = self.own_logits(x, update)
             return logits if self.group is None else join_of_ranks(logits, -1, self.group)[..., : self.vocabulary]
@@ -282,7 +292,10 @@ class Head(nn.Module):
         )
 
     def own_logits(self, x: Tensor | None, update: Tensor | Summand | None = None) -> Tensor:
-        """x and update (B, S, W); the logits of this rank's tokens, (B, S, V here). The last ranks may have padding."""
+        """Compute the logits of this rank's part of the vocabulary, (B, S, V here), from x and update (B, S, W).
+
+        The logits of the last ranks may end in padding.
+        """
         _, hidden = summed_and_normed(self.norm, x, update)
         logits: Tensor = self.output(hidden)
         return logits

@@ -59,9 +59,9 @@ PRESETS: dict[str, GptConfig] = {
     "llama-1b": _llama(22, 2048, 32, 4, 5632, 2048),  # TinyLlama
     "llama-7b": _llama(32, 4096, 32, 32, 11008, 4096),  # Llama 2
     "llama-70b": _llama(80, 8192, 64, 8, 28672, 4096),  # Llama 2
-    # The last of its 40 layers is a "top query layer", whose queries are learned vectors of the next position. Here it
-    # is a layer like the others, with the same matrices. Those vectors (2048, 5120) are missing here, and its GELU, x
-    # sigmoid(1.702 x), is replaced by the tanh form. So sizes and speed are CodeGeeX's, but its weights do not fit.
+    # CodeGeeX's last layer, the "top query layer", computes its queries from learned vectors (2048, 5120) of the next
+    # position. Here the last layer is like the other 39, without these vectors. CodeGeeX's GELU, x sigmoid(1.702 x), is
+    # replaced by the tanh form. So sizes and speed are CodeGeeX's, but its weights do not fit.
     "codegeex-13b": GptConfig(
         vocabulary=52224,
         layers=40,
@@ -79,7 +79,7 @@ def gpt_config(name: str) -> GptConfig:
     """The config of a published model.
 
     Raises:
-        TargetError: the name is unknown; the message has similar names.
+        TargetError: the name is unknown; the message suggests similar names.
     """
     if name not in PRESETS:
         there_are = f"there are {', '.join(PRESETS)}"
@@ -95,18 +95,18 @@ GELUS: dict[str, Literal["gelu", "gelu_tanh"]] = {
     "gelu_fast": "gelu_tanh",
     "gelu": "gelu",
 }
-"""Hugging Face's names for an activation; the first of each is written."""
+"""Hugging Face's names for activations. A config is written with the first name of its activation."""
 
 
 def config_of(given: Mapping[str, Any]) -> GptConfig:
-    """The config for a `config.json` of Hugging Face's GPT-2, Llama, Mistral, Qwen2 or Qwen3.
+    """Read the `config.json` of a GPT-2, Llama, Mistral, Qwen2 or Qwen3 of Hugging Face.
 
     Args:
-        given: the contents, as transformers 4 or 5 writes them.
+        given: the contents of the file, as transformers 4 or 5 writes them.
 
     Raises:
-        WeightsError: it is another kind of model, lacks a size, or is an unsupported variant; the message names the
-            field and the reason.
+        WeightsError: the model is of another kind or an unsupported variant, or the config lacks a size. The message
+            names the field and the reason.
     """
     kind = given.get("model_type")
     if kind not in ("gpt2", *LIKE_LLAMA):
@@ -129,7 +129,7 @@ def _config_of_gpt2(given: Mapping[str, Any]) -> GptConfig:
         raise ValueError(f"activation_function is {activation!r}: expected {', '.join(GELUS)}")
     dropout, embedding_dropout = given.get("resid_pdrop", 0.1), given.get("embd_pdrop", 0.1)
     if dropout != embedding_dropout:
-        raise ValueError(f"embd_pdrop is {embedding_dropout}, resid_pdrop {dropout}: expected one probability for both")
+        raise ValueError(f"embd_pdrop is {embedding_dropout}, resid_pdrop is {dropout}: expected equal probabilities")
     return GptConfig(
         vocabulary=given["vocab_size"],
         layers=given["n_layer"],
@@ -148,17 +148,17 @@ def _config_of_gpt2(given: Mapping[str, Any]) -> GptConfig:
 
 @dataclass(frozen=True)
 class LikeLlama:
-    """Properties that the relatives of Llama share, with each one's defaults for config.json.
+    """A relative of Llama: its properties, and its defaults for fields of config.json.
 
     Attributes:
-        architecture: transformers' class.
-        kv_heads: number of heads of keys and values; None: as many as of the queries.
-        head_size: features of a head; None: the width divided by the heads.
-        window: window of the layers that have one.
+        architecture: the class in transformers.
+        kv_heads: number of key-value heads; None: the number of query heads.
+        head_size: features of a head; None: the width divided by the number of heads.
+        window: attention window of the layers with a window.
         biases: the linear layers that may have biases: "attention" (if attention_bias says so), "mlp" (if mlp_bias says
             so), or "qkv" (always).
-        chooses_layers: whether layer_types, use_sliding_window and max_window_layers say which layers have the window;
-            otherwise all layers have it.
+        chooses_layers: whether layer_types, use_sliding_window and max_window_layers choose the layers with the window.
+            False: all layers have it.
         head_norms: whether queries and keys have norms.
     """
 
@@ -178,7 +178,7 @@ LIKE_LLAMA = {
     "qwen3": LikeLlama("Qwen3ForCausalLM", kv_heads=32, head_size=128, window=4096, biases="attention",
                        chooses_layers=True, head_norms=True),
 }  # fmt: skip
-"""By model_type. Source: transformers 5, `configuration_*.py` and `modeling_*.py` of each."""
+"""The relatives of Llama by model_type. Source: `configuration_*.py` and `modeling_*.py` of each in transformers 5."""
 
 
 def _config_like_llama(given: Mapping[str, Any], kind: LikeLlama) -> GptConfig:
@@ -215,13 +215,13 @@ def _config_like_llama(given: Mapping[str, Any], kind: LikeLlama) -> GptConfig:
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-"""Hugging Face's names for layers without a window and with one."""
+"""Hugging Face's names for layers without and with an attention window."""
 
 
 def _window_of(given: Mapping[str, Any], kind: LikeLlama, layers: int) -> tuple[int | None, tuple[int, ...] | None]:
-    """The window, and the layers that have it (None: all layers)."""
+    """The attention window, and the layers that use it (None: all layers)."""
     window, types = given.get("sliding_window", kind.window), given.get("layer_types")
-    if kind.window is None:  # sliding_window has no meaning in a Llama
+    if kind.window is None:  # a Llama ignores sliding_window
         window = None
     if types is not None:
         if not isinstance(types, list) or len(types) != layers or not set(types) <= {FULL, SLIDING}:
@@ -243,7 +243,7 @@ def _window_of(given: Mapping[str, Any], kind: LikeLlama, layers: int) -> tuple[
 
 
 def _refuse(given: Mapping[str, Any], **expected: Any) -> None:
-    """Raise a ValueError unless each given value equals the expected one; a missing or null value is accepted."""
+    """Raise ValueError if a given value differs from the expected value; a missing or null value is accepted."""
     for name, value in expected.items():
         found = given.get(name)
         if found is not None and found != value:
@@ -251,10 +251,10 @@ def _refuse(given: Mapping[str, Any], **expected: Any) -> None:
 
 
 def hugging_face_kind(config: GptConfig) -> str:
-    """The model_type of the first of Hugging Face's models that has these switches.
+    """The model_type of the first Hugging Face model that supports this config.
 
     Raises:
-        ValueError: there is no such model.
+        ValueError: no Hugging Face model supports this config.
     """
     plain = config.activation != "swiglu" and config.biases and config.kv_heads == config.heads
     plain = plain and config.head_size is None and config.has_qkv_biases and config.has_out_bias
@@ -289,10 +289,10 @@ def _has_switches(config: GptConfig, kind: LikeLlama) -> bool:
 
 
 def hugging_face_config(config: GptConfig) -> dict[str, Any]:
-    """The `config.json` of such a model for Hugging Face; `transformers` 4 and 5 read it.
+    """The `config.json` of a model for Hugging Face; `transformers` 4 and 5 read it.
 
     Raises:
-        ValueError: no model of Hugging Face has these switches.
+        ValueError: no Hugging Face model supports these switches.
     """
     name = hugging_face_kind(config)
     if name == "gpt2":

@@ -1,19 +1,19 @@
-"""Generate text with a `Gpt`: read prompts of any lengths, then choose the next token of each sequence, step by step.
+"""Generate text with a `Gpt`: prefill prompts of any lengths, then decode the sequences token by token.
 
-    new = generate(model, [[464, 3290], [40]], 20)                        # the most probable ones
+    new = generate(model, [[464, 3290], [40]], 20)                        # the most probable tokens
     new = generate(model, prompts, 100, temperature=0.8, top_p=0.95, seed=1)
-    for index, token in Generation(model, prompts, 100):                  # as they are generated
+    for index, token in Generation(model, prompts, 100):                  # yields tokens as they are generated
         ...
 
-Several prompts are read at once, padded at the end. A decoding step is the same work for every row of the batch. The
-changing values (tokens, positions and the page table) are in tensors that stay in place: on a GPU the step is one CUDA
-graph, captured once and replayed. A sequence that ends returns its pages and its row, which the next prompt gets.
+Prefill reads several prompts at once, padded at the end. A decoding step does the same work for every row of the batch.
+Tokens, positions and the page table are in tensors with fixed addresses, so on a GPU the step is one CUDA graph,
+captured once and replayed. When a sequence ends, its pages and its row become free for the next prompt.
 
-Decoding is bound by memory: a step reads all weights and the keys and values of all positions once. `step_cost` gives
-these bytes, and `Generation.decode_roof_ms` the shortest possible time.
+Decoding is bound by memory bandwidth: a step reads all weights, and the keys and values of all positions, once.
+`step_cost` returns these bytes, and `Generation.decode_roof_ms` the shortest possible time.
 
 Tensor parallel ranks that share a model generate together: all ranks call this with the same arguments and get the same
-tokens. Each keeps the keys and values of its own heads.
+tokens. Each rank keeps the keys and values of its own heads.
 """
 
 from __future__ import annotations
@@ -43,8 +43,10 @@ from rooftop.parallel.norm_sums import NormSums, Summand, first_refusal, norm_su
 from rooftop.parallel.self_attentions import Rotation
 
 PREFILL_TOKENS = 8192
-"""Tokens that are read at once, including padding: enough that weights are read seldom, and few enough for the
-memory."""
+"""Maximum number of prompt tokens per forward pass, including padding.
+
+The number is a compromise: more tokens read the weights less often, but take more memory.
+"""
 
 Prompt = Sequence[int] | Tensor
 
@@ -64,31 +66,32 @@ def generate(
     pages: int | None = None,
     page: int = PAGE,
 ) -> list[list[int]]:
-    """The tokens that follow each prompt.
+    """Generate the tokens that follow each prompt.
 
     Args:
         model: a whole model or a tensor parallel rank's part, in eval mode, on its device. Ranks that share a model
-            give the same arguments.
-        prompts: tokens of each prompt, at least one: a sequence of ints or a tensor (S,); lengths may differ.
-        max_new_tokens: the maximum for each prompt. A sequence also ends when it has as many tokens as the model has
+            pass the same arguments.
+        prompts: the tokens of each prompt, as a sequence of ints or a tensor (S,) with S at least 1; lengths may
+            differ.
+        max_new_tokens: maximum number of new tokens per prompt. A sequence also ends when it fills the model's
             positions.
-        temperature, top_k, top_p, seed: how tokens are chosen, see `Sampling`. With temperature 0 the most probable
-            token is chosen.
+        temperature, top_k, top_p, seed: how tokens are sampled, as in `Sampling`. Temperature 0 chooses the most
+            probable token.
         stop: tokens that end a sequence; the result includes the token that ended it.
         sequences: a number for each prompt; None: 0, 1, 2, ... Random numbers depend on this number, the seed and the
             position. So a prompt with the same number gets the same text in any batch.
-        batch: the maximum number of sequences at once; None: all. The others wait.
-        pages: number of pages of the cache; None: the maximum that `batch` sequences can need. With fewer, prompts wait
-            for pages.
-        page: positions of a page.
+        batch: maximum number of sequences at once; None: all. Further prompts wait.
+        pages: number of pages of the cache; None: the maximum that `batch` sequences can need. With fewer pages,
+            prompts wait for pages.
+        page: number of positions in a page.
 
     Returns:
         The new tokens of each prompt, in the order of the prompts.
 
     Raises:
-        TypeError, ValueError: the model is a stage, is in training mode, has no values, or its ranks share sequences; a
-            prompt is empty, too long or has unknown tokens; a number is out of range; or the cache is too small for a
-            prompt.
+        TypeError, ValueError: the model is a pipeline stage, is in training mode, is on the meta device, or its ranks
+            share sequences. Also if a prompt is empty, too long or has unknown tokens, a number is out of range, or the
+            cache is too small for a prompt.
         FloatingPointError: the model's logits are NaN or infinite, so no token can be chosen.
     """
     sampling = Sampling(temperature, top_k, top_p, seed)
@@ -102,7 +105,7 @@ def generate(
 
 @dataclass
 class _Sequence:
-    """The state of a prompt during generation."""
+    """A prompt and its state during generation."""
 
     index: int
     tokens: list[int]
@@ -115,27 +118,27 @@ class _Sequence:
 
     @property
     def positions(self) -> int:
-        """Positions in the cache at the end. The last token is not read again, so it has none."""
+        """Number of cache positions that the whole sequence needs. The last token is never read, so it needs none."""
         return len(self.tokens) + self.budget - 1
 
 
 class Generation:
-    """Tokens as they are generated: iterates over (number of the prompt, token).
+    """Iterate over tokens as they are generated: (number of the prompt, token).
 
-    Arguments and errors are those of `generate`; autocast and inference mode change nothing. Each iteration starts from
-    the beginning, with the same tokens. Two iterations at the same time raise an error. Tensor parallel ranks iterate
-    in step: if the loop ends early, it must end after the same token on all of them.
+    Arguments and errors are those of `generate`. Autocast and inference mode have no effect. Each iteration starts from
+    the prompts and yields the same tokens. Two iterations at the same time raise an error. Tensor parallel ranks
+    iterate in step: if the loop ends early, it must end after the same token on all ranks.
 
     Attributes:
-        ranks: tensor parallel ranks that share the model.
+        ranks: number of tensor parallel ranks that share the model.
         cache: the paged cache; `cache.bytes` is its memory on this rank.
-        prompt_tokens, prefill_s: tokens read so far, and the time in seconds on the host's clock, including waits for
-            the device.
-        steps: decoding steps so far, each as (sequences, positions that they attended to); layers with a window attend
-            to fewer.
-        decode_s: time of the decoding steps.
-        norm_sums_refused: why the ranks add by NCCL in a step, as text. Empty: one kernel adds and computes the norm
-            (`rooftop.parallel.norm_sums`). None: there was no step on a GPU yet.
+        prompt_tokens, prefill_s: number of prompt tokens read so far, and the seconds that this took on the host's
+            clock, including waits for the device.
+        steps: the decoding steps so far, each as (number of sequences, positions that they attended to). Layers with a
+            window attend to fewer positions.
+        decode_s: seconds that the decoding steps took.
+        norm_sums_refused: the reason why a step sums over the ranks with NCCL. "": one kernel sums and computes the
+            norm (`rooftop.parallel.norm_sums`). None: no step has run on a GPU yet.
     """
 
     def __init__(
@@ -172,13 +175,13 @@ class Generation:
         self.rows = max(1, min(len(self._all), batch or len(self._all)))
         needs = [-(-each.positions // page) for each in self._all if each.budget] or [1]
         most = sum(heapq.nlargest(self.rows, needs)) if pages is None else pages
-        with torch.inference_mode(False):  # tensors created in inference mode could not be written outside of it
+        with torch.inference_mode(False):  # a tensor created in inference mode cannot be written outside of it
             self.cache = PagedCache(self._part, most, page=page, dtype=self.dtype, device=self.device)
         if max(needs) > most:
             raise ValueError(
-                f"generate: the longest prompt with its new tokens takes {max(needs)} pages of {page} positions, the "
-                f"cache has {most}: give pages={max(needs)} ({(1 + max(needs)) * self.cache.page_bytes:,} bytes), or "
-                "shorten the prompt or max_new_tokens"
+                f"generate: the longest prompt with its new tokens takes {max(needs)} pages of {page} positions, but "
+                f"the cache has {most}: give pages={max(needs)} ({(1 + max(needs)) * self.cache.page_bytes:,} bytes), "
+                "or shorten the prompt or max_new_tokens"
             )
         with torch.inference_mode(False):
             self._make_state(max(needs))
@@ -190,7 +193,7 @@ class Generation:
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         if self._running:
-            raise ValueError("Generation: it was already iterated over: create another Generation for a second time")
+            raise ValueError("Generation: an iteration is already running: finish it, or create another Generation")
         self._running = True
         try:
             yield from self._tokens()
@@ -199,14 +202,14 @@ class Generation:
             self._running = False
 
     def ended(self, index: int) -> bool:
-        """Whether a prompt has all its tokens; true once its last one is returned."""
+        """Whether all tokens of a prompt have been yielded."""
         return self._all[index].ended
 
     def decode_roof_ms(self, ceilings: Ceilings) -> float:
-        """The shortest possible time of the decoding steps so far on that machine.
+        """The shortest possible time, in ms, of the decoding steps so far on a machine with these ceilings.
 
-        With tensor parallel ranks, each reads its part of the weights, and the keys and values of its heads. Their
-        communication counts as zero time.
+        Each tensor parallel rank reads its part of the weights, and the keys and values of its heads. Communication
+        counts as zero time.
 
         Raises:
             ValueError: the machine's rate in the model's dtype is unknown.
@@ -232,7 +235,7 @@ class Generation:
                 yield from self._chosen(members, self._timed_step(members))
 
     def _begin(self, waiting: deque[_Sequence]) -> list[_Sequence]:
-        """Give free rows and pages to the waiting prompts, in order."""
+        """Assign free rows and pages to the waiting prompts, in order; returns the prompts that start."""
         begun = []
         while waiting and self._free_rows and self.cache.pages_for(waiting[0].positions) <= self.cache.free:
             each = waiting.popleft()
@@ -242,8 +245,11 @@ class Generation:
         return begun
 
     def _chosen(self, members: list[_Sequence], tokens: list[int]) -> Iterator[tuple[int, int]]:
-        """Count the tokens and end sequences before any token is returned, because the caller may stop the
-        iteration."""
+        """Yield the chosen tokens.
+
+        All tokens are counted and finished sequences ended before the first token is yielded, because the caller may
+        stop the iteration.
+        """
         for each, token in zip(members, tokens, strict=True):
             if token < 0:
                 raise FloatingPointError(
@@ -272,22 +278,22 @@ class Generation:
     def _restart_counts(self) -> None:
         self.prompt_tokens, self.prefill_s, self.decode_s = 0, 0.0, 0.0
         self.steps: list[tuple[int, int]] = []
-        self._windowed: list[int] = []  # positions of each step in layers with a window
+        self._windowed: list[int] = []  # attended positions of each step, in layers with a window
 
     # ---- computation -----------------------------------------------------------------------------------------------
 
     def _make_state(self, width: int) -> None:
-        """The tensors that a step reads and writes: R rows, each with room for W pages."""
+        """Allocate the tensors that a step reads and writes: R rows, each with room for W pages."""
         rows, where = self.rows, self.device
         self._active: dict[int, _Sequence] = {}
         self._free_rows = list(reversed(range(rows)))
-        self._last = torch.zeros(rows, dtype=torch.int64, device=where)  # the newest token of each row
-        self._positions = torch.full((rows,), -1, dtype=torch.int64, device=where)  # its position; -1: no sequence
+        self._last = torch.zeros(rows, dtype=torch.int64, device=where)  # last token of each row
+        self._positions = torch.full((rows,), -1, dtype=torch.int64, device=where)  # of the last token; -1: no sequence
         self._table = torch.zeros(rows, width, dtype=torch.int64, device=where)
         most = 1 if self.sampling.greedy else max((len(each.tokens) + each.budget for each in self._all), default=1)
         self._numbers = torch.zeros(rows, most, dtype=torch.float64, device=where)
         longest = max((each.positions for each in self._all), default=1)
-        self._rotation: Rotation | None = None  # for all positions: (T, D / 2) both
+        self._rotation: Rotation | None = None  # cosines and sines of all positions, (T, D / 2) each
         if self.model.config.position == "rope":
             self._rotation = rotation_of(torch.arange(max(1, longest), device=where), self.model.config)
 
@@ -300,7 +306,7 @@ class Generation:
         return tokens
 
     def _prefill(self, members: list[_Sequence]) -> list[int]:
-        """Read prompts and choose the next token of each."""
+        """Prefill prompts and choose the next token of each."""
         longest, width = max(len(each.tokens) for each in members), self._table.shape[1]
         padded = [each.tokens + [0] * (longest - len(each.tokens)) for each in members]
         table = [each.pages + [0] * (width - len(each.pages)) for each in members]
@@ -321,7 +327,7 @@ class Generation:
         return chosen.tolist()
 
     def _timed_step(self, members: list[_Sequence]) -> list[int]:
-        lengths = [len(each.tokens) + each.count for each in members]  # with the newest token
+        lengths = [len(each.tokens) + each.count for each in members]  # including the last token
         positions, window = sum(lengths), self.model.config.window
         windowed = positions if window is None else sum(min(length, window) for length in lengths)
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
@@ -341,11 +347,14 @@ class Generation:
         return [tokens[each.row] for each in members]
 
     def _decode(self, count: int | None = None, windowed: int | None = None) -> None:
-        """The next token of each row. `count` is the number of positions of all rows, and of those within a window, if
-        the host knows them."""
+        """Run a decoding step: choose the next token of each row.
+
+        `count` is the number of positions of all rows, and `windowed` the number of positions within the window. They
+        are None if the host does not know them.
+        """
         cache = self.cache.next(self._table, self._positions, count, windowed)
         places = self._positions.clamp(min=0)[:, None]  # (R, 1)
-        last = self._last.clamp(min=0)[:, None]  # -1 if nothing could be chosen
+        last = self._last.clamp(min=0)[:, None]  # -1: no token could be chosen
         x: Tensor | None
         update: Tensor | Summand | None
         rotation = None if self._rotation is None else (self._rotation[0][places], self._rotation[1][places])
@@ -358,8 +367,9 @@ class Generation:
         self._positions.copy_(torch.where(self._positions < 0, -1, here))
 
     def _choose(self, x: Tensor | None, update: Tensor | Summand | None, rows: Tensor, positions: Tensor) -> Tensor:
-        """Tokens (B,) at positions (B,) of rows (B,), from the layers' results at the previous positions, (B, 1, W)
-        both.
+        """Choose the tokens (B,) at positions (B,) of rows (B,).
+
+        x and update are the layers' results at the previous positions, (B, 1, W).
         """
         assert self.model.head is not None
         logits = self.model.head.own_logits(x, update)[:, 0]  # (B, V here)
@@ -369,7 +379,7 @@ class Generation:
         return choose_on_ranks(logits, numbers, self.sampling, self.model.config.vocabulary, self.model.group)
 
     def _norm_sums(self) -> NormSums | None:
-        """How ranks add in a step, if not by NCCL. All ranks decide alike."""
+        """The kernels that sum over the ranks in a step; None: NCCL sums. All ranks decide alike."""
         sums = norm_sums(self.model.group, self.device)
         refused = sums.refused(self.rows, self.model.config.width, self.dtype)
         if not refused:
@@ -379,12 +389,15 @@ class Generation:
         return None if refused else sums
 
     def _captured_step(self) -> Callable[[], None]:
-        """Capture a step as a CUDA graph. Before, the step runs twice, because lazy initialization must not happen in
-        the capture. The contents of the rows are restored. Ranks capture and replay together, and the graph contains
-        their communication: it must end before their group does, as `rooftop.parallel.join` ensures."""
+        """Capture a step as a CUDA graph.
+
+        The step first runs twice, because lazy initialization must not happen during capture. Tokens and positions are
+        restored afterwards. Ranks capture and replay together. The graph contains their communication, so it must be
+        freed before their process group, as `rooftop.parallel.join` ensures.
+        """
         state = (self._last, self._positions)
         held = [tensor.clone() for tensor in state]
-        self._positions.fill_(-1)  # page 0 is written
+        self._positions.fill_(-1)  # without a sequence, a row writes to page 0
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
@@ -400,8 +413,10 @@ class Generation:
 
 
 def groups_of(lengths: Sequence[int], tokens: int) -> list[list[int]]:
-    """Group prompts that are read together; return their indices, longest first. A group has at most `tokens` tokens
-    when its prompts are padded to the longest, unless a single prompt has more."""
+    """Group prompts to prefill together; returns their indices, longest first.
+
+    A group, padded to its longest prompt, has at most `tokens` tokens, unless a single prompt has more.
+    """
     groups: list[list[int]] = []
     room = 0
     for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
@@ -413,22 +428,23 @@ def groups_of(lengths: Sequence[int], tokens: int) -> list[list[int]]:
 
 
 def step_cost(config: GptConfig, rows: int, positions: int, dtype: torch.dtype, windowed: int | None = None) -> Cost:
-    """The cost of one decoding step. It reads the weights and the keys and values of earlier positions once, and writes
-    the new keys and values.
+    """The cost of one decoding step.
+
+    The step reads the weights, and the keys and values of earlier positions, once; it writes the new keys and values.
 
     Args:
         config: config of the model; for a tensor parallel rank `config.of_rank(ranks)`.
-        rows: number of sequences.
+        rows: number of sequences in the batch.
         positions: the total number of positions that the sequences attend to, including the new ones.
         dtype: dtype of weights and cache.
-        windowed: the same number in layers with a window; None: as many as in the other layers.
+        windowed: the total number of positions in layers with a window; None: the same as `positions`.
     """
     embeddings = config.vocabulary * (1 if config.tied else 2)
     embeddings += config.positions if config.position == "learned" else 0
     weights = config.parameters - embeddings * config.width + config.vocabulary * config.width  # the whole head
     weights += (
         rows * config.width * (2 if config.position == "learned" else 1)
-    )  # only the rows of the embeddings that are looked up
+    )  # of the embeddings, only the rows that are looked up
     products = config.layers * config.layer_weights + config.vocabulary * config.width
     narrow = config.windowed_layers
     seen = (config.layers - narrow) * positions + narrow * (positions if windowed is None else windowed)
@@ -444,14 +460,14 @@ def _check_model(model: Gpt) -> None:
     if not isinstance(model, Gpt):
         raise TypeError(f"generate: expected a rooftop.models.Gpt, got {type(model).__name__}")
     if model.embedding is None or model.head is None or len(model.layers) != model.config.layers:
-        raise ValueError("generate: expected a whole model, got a stage")
+        raise ValueError("generate: expected a whole model, got a pipeline stage")
     if model.split_along is not None or model.context.ranks > 1:
         raise ValueError(
             "generate: ranks share the sequences (sequence_parallel, or a context), but a new token is one "
             "position: load the model with only tensor parallel ranks"
         )
     if any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError("generate: the model is on the meta device, without values: load weights")
+        raise ValueError("generate: the model is on the meta device, so its parameters have no values: load weights")
     if model.training:
         raise ValueError("generate: the model is in training mode: call model.eval()")
 
@@ -476,7 +492,7 @@ def _sequences(
 
 
 def _checked(index: int, prompt: Prompt, config: GptConfig) -> list[int]:
-    """The tokens of a prompt as ints."""
+    """Convert the tokens of a prompt to ints, and check them."""
     if isinstance(prompt, str):
         raise TypeError(f"generate: prompt {index} is text: give its tokens, from a tokenizer")
     if isinstance(prompt, Tensor) and (
@@ -504,7 +520,7 @@ def _checked(index: int, prompt: Prompt, config: GptConfig) -> list[int]:
 
 
 def _whole_numbers(what: str, given: Iterable[Any]) -> list[int]:
-    """The values as ints, from Python, numpy or tensors, in order; nothing is rounded."""
+    """Convert values of Python, NumPy or tensors to ints, in order, without rounding."""
     if isinstance(given, Tensor) and given.dim() == 1:
         given = given.tolist()
     if isinstance(given, (str, Set, Mapping, Tensor)) or not isinstance(given, Iterable):

@@ -1,11 +1,12 @@
-"""Hugging Face's names for the tensors of a `Gpt`, and the other tensors that a file may contain.
+"""Map the parameters of a `Gpt` to Hugging Face's tensor names; recognize the other tensors that a file may contain.
 
-The two differ in packing and transposition. In Hugging Face, GPT-2's matrices are (in, out). Llama's queries, keys and
-values are separate matrices, and so are gate and up; ours are the rows of one matrix, one part after another. Rotary
-pairs are (i, i + D / 2) in both, so nothing is reordered. A tied head needs no tensor of its own in a file.
+Hugging Face's tensors and Rooftop's differ in packing and transposition. In Hugging Face, GPT-2's matrices are (in,
+out). Llama's queries, keys and values are separate matrices, and so are gate and up; Rooftop concatenates their rows in
+one matrix. Rotary pairs are (i, i + D / 2) in both, so nothing is reordered. A tied head needs no tensor of its own in
+a file.
 
-Source of the names: transformers 4 and 5, `modeling_gpt2.py`, `modeling_llama.py` and `modeling_qwen3.py`. Mistral and
-Qwen2 have those of Llama.
+The names are those of transformers 4 and 5: `modeling_gpt2.py`, `modeling_llama.py` and `modeling_qwen3.py`. Mistral
+and Qwen2 have Llama's names.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Source:
     """The Hugging Face tensors that form one of our tensors.
 
     Attributes:
-        keys: their keys; our rows are the rows of these tensors, one after another.
-        rows: the number of rows of each.
+        keys: the keys of these tensors; our tensor is their concatenation along the rows.
+        rows: the number of rows of each tensor.
         transposed: whether the Hugging Face tensors are (in, out).
     """
 
@@ -53,7 +54,7 @@ OUTSIDE = {
         "head.output": "lm_head",
     },
 }
-"""Our modules and Hugging Face's, outside of the layers."""
+"""Our names and Hugging Face's names of the modules outside the layers."""
 
 LAYER: dict[str, dict[str, tuple[str, ...]]] = {
     "gpt2": {
@@ -73,23 +74,23 @@ LAYER: dict[str, dict[str, tuple[str, ...]]] = {
         "mlp.down": ("mlp.down_proj",),
     },
 }
-"""Our modules and Hugging Face's, within a layer."""
+"""Our names and Hugging Face's names of the modules within a layer."""
 
 HEAD_NORMS = {"attention.query_norm": ("self_attn.q_norm",), "attention.key_norm": ("self_attn.k_norm",)}
-"""Additional modules, if queries and keys have norms."""
+"""Names of the additional modules in a layer whose queries and keys have norms."""
 
 LAYERS = {"gpt2": "transformer.h", "llama": "model.layers"}
-"""The text before the number of a layer."""
+"""The prefix of Hugging Face's keys before the number of a layer."""
 
 HEAD = "lm_head.weight"
 """Hugging Face's name for the head's weight, even if it is tied."""
 
 FOLLOWING = re.compile(r"\.attn\.bias$|\.attn\.masked_bias$|\.rotary_emb\.inv_freq$")
-"""Keys of older files: causal masks and rotary frequencies, which follow from the config."""
+"""Keys of causal masks and rotary frequencies in older files; the config determines these tensors."""
 
 
 def sources(config: GptConfig) -> dict[str, Source]:
-    """Our key -> its source, for the whole model.
+    """Map each key of the whole model to its source.
 
     Raises:
         ValueError: no model of Hugging Face has these switches.
@@ -119,10 +120,10 @@ def sources(config: GptConfig) -> dict[str, Source]:
 
 
 def names_of(config: GptConfig) -> Literal["gpt2", "llama"]:
-    """The family whose names the tensors of such a model have.
+    """The family, "gpt2" or "llama", whose tensor names a model of this config has.
 
     Raises:
-        ValueError: none of Hugging Face's models has these switches.
+        ValueError: no Hugging Face model supports this config.
     """
     return "gpt2" if hugging_face_kind(config) == "gpt2" else "llama"
 
@@ -151,21 +152,19 @@ def _rows(ours: str, config: GptConfig) -> tuple[int, ...]:
 
 
 class Tensors(Protocol):
-    """Tensors by their names: those of files, or in memory."""
+    """Named tensors, in files or in memory."""
 
     def keys(self) -> Iterable[str]:
-        """All names."""
+        """The names of all tensors."""
 
     def shape_and_kind(self, key: str) -> tuple[tuple[int, ...], bool]:
         """Shape of a tensor, and whether it is floating point."""
 
     def part(self, key: str, rows: tuple[int, int], columns: tuple[int, int] | None, transposed: bool) -> Tensor:
-        """A range of rows and a range of columns of a tensor. If it is transposed, the ranges refer to the tensor
-        before transposition.
-        """
+        """A range of rows and a range of columns of a tensor; with `transposed`, of its transpose."""
 
     def whole(self, key: str) -> Tensor:
-        """A tensor."""
+        """A whole tensor."""
 
 
 @dataclass(frozen=True)
@@ -190,12 +189,12 @@ class InMemory:
 
 @dataclass(frozen=True)
 class Match:
-    """How the keys of a file match the model.
+    """The match of a file's keys with the model.
 
     Attributes:
-        given: Hugging Face's name of each needed tensor -> its key in the file.
-        following: ignored keys, whose tensors follow from the config.
-        tied_head: the key of a separate head, although the config ties it to the embedding.
+        given: maps Hugging Face's name of each needed tensor to its key in the file.
+        following: ignored keys of tensors that the config determines, such as causal masks.
+        tied_head: the key of a head in the file that the config ties to the embedding; None: the file has no such head.
     """
 
     given: dict[str, str]
@@ -204,14 +203,14 @@ class Match:
 
 
 def matched(keys: Iterable[str], config: GptConfig) -> Match:
-    """Keys matched with the tensors that a model of this config needs.
+    """Match keys with the tensors that a model of this config needs.
 
     Keys may lack the prefix of a model with a head ("transformer.", "model."). A tied weight may be given as the
     embedding's, as the head's, or as both.
 
     Raises:
         WeightsError: keys are missing, unexpected or repeated.
-        ValueError: Hugging Face has no such config.
+        ValueError: no Hugging Face model supports this config.
     """
     wanted = {key for source in sources(config).values() for key in source.keys}
     prefix = LAYERS[names_of(config)].partition(".")[0] + "."
@@ -220,7 +219,7 @@ def matched(keys: Iterable[str], config: GptConfig) -> Match:
     for key in keys:
         name = key if key in wanted else f"{prefix}{key}"
         if name in found:
-            raise WeightsError(f"{found[name]} and {key} are both {name}")
+            raise WeightsError(f"{found[name]} and {key} are both {name}: expected one of them")
         if name in wanted:
             found[name] = key
         elif FOLLOWING.search(key):
@@ -239,7 +238,7 @@ def matched(keys: Iterable[str], config: GptConfig) -> Match:
         if names
     ]
     if problems:
-        raise WeightsError(f"the keys do not fit the config: {'; '.join(problems)}. Expected those of {_named(config)}")
+        raise WeightsError(f"the keys do not fit the config: {'; '.join(problems)}. Expected {_named(config)}")
     return Match(found, tuple(following), head)
 
 
@@ -249,7 +248,7 @@ def _named(config: GptConfig) -> str:
 
 
 def shape_of_part(source: Source, part: int, ours: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a part in Hugging Face; `ours` is the shape of our whole tensor."""
+    """The shape of one part in Hugging Face's layout; `ours` is the shape of our whole tensor."""
     shape = (source.rows[part], *ours[1:])
     return shape[::-1] if source.transposed else shape
 
@@ -260,7 +259,7 @@ def shapes_of(config: GptConfig) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensor(key: str, tensors: Tensors, expected: tuple[int, ...]) -> None:
-    """Raise a WeightsError unless the tensor has that shape and is floating point."""
+    """Raise WeightsError if the tensor has another shape or is not floating point."""
     shape, floating = tensors.shape_and_kind(key)
     if shape != expected:
         raise WeightsError(f"{key} has shape {shape}, the config expects {expected}")
@@ -271,11 +270,11 @@ def check_tensor(key: str, tensors: Tensors, expected: tuple[int, ...]) -> None:
 # ---- ignored tensors -----------------------------------------------------------------------------------------------
 
 ROWS_AT_ONCE = 4096
-"""Rows of two tensors compared at a time: about 100 MB for a large vocabulary."""
+"""The number of rows that are compared at a time: about 100 MB for a large vocabulary."""
 
 
 def with_own_head(config: GptConfig, tensors: Tensors) -> GptConfig:
-    """The config, untied if the tensors have another head than the embedding, as transformers loads them.
+    """Return the config, untied if the tensors' head differs from their embedding, as transformers loads them.
 
     Raises:
         WeightsError: keys are missing, unexpected or repeated.
@@ -290,7 +289,7 @@ def check_tied_head(match: Match, config: GptConfig, tensors: Tensors) -> None:
     """Raise a WeightsError if a tied model would lose a head that differs from the embedding."""
     if match.tied_head is not None and not _head_is_the_embedding(match, config, tensors):
         raise WeightsError(
-            f"{match.tied_head} is not the embedding, but the config ties them, and one of the two would be lost: "
+            f"{match.tied_head} is not the embedding, but the config ties them, so one of them would be lost: "
             "build the model with tied=False (dataclasses.replace(config, tied=False)), or leave the wrong one out"
         )
 
@@ -309,8 +308,10 @@ def _head_is_the_embedding(match: Match, config: GptConfig, tensors: Tensors) ->
 
 
 def equal(one: Tensor, other: Tensor) -> bool:
-    """Whether all values are the same, even in different dtypes. For tensors without values: whether they may be the
-    same."""
+    """Whether all values are equal, even in different dtypes.
+
+    For meta tensors: whether the shapes are equal.
+    """
     if one.shape != other.shape:
         return False
     if one.is_meta or other.is_meta or one is other:
@@ -320,7 +321,7 @@ def equal(one: Tensor, other: Tensor) -> bool:
 
 
 def differing(match: Match, config: GptConfig, tensors: Tensors) -> list[str]:
-    """The ignored keys whose tensors do not follow from the config."""
+    """The ignored keys whose tensors differ from what the config determines."""
     return [key for key in match.following if not _follows(key, tensors.whole(key), config)]
 
 
@@ -329,9 +330,9 @@ def _follows(key: str, given: Tensor, config: GptConfig) -> bool:
         return True
     if key.endswith("inv_freq"):
         expected = rotary_frequencies(config)
-        # A model that was cast to a narrow dtype had its frequencies cast, too.
+        # Casting a model to a narrow dtype also rounded its frequencies.
         return given.shape == expected.shape and torch.allclose(given.float().cpu(), expected, rtol=4e-3, atol=0)
-    # the scores of hidden pairs are a large negative number, rounded to the model's dtype
+    # masked_bias is the score of masked pairs: a large negative number, rounded to the model's dtype
     if key.endswith("masked_bias"):
         return given.numel() == 1 and given.item() <= -9984
     return given.dim() >= 2 and torch.equal(given != 0, torch.ones_like(given, dtype=torch.bool).tril())

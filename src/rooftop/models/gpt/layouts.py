@@ -1,5 +1,6 @@
-"""A rank's part of a `Gpt`. The model is the same in any layout, because initial values and masks depend on seed, name
-and global position.
+"""Create a rank's part of a `Gpt`.
+
+The model is the same in any layout, because initial values and dropout masks depend on seed, name and global position.
 
     layout = Layout.of_world(launched().size, tp=2, sequence_parallel=True)
     with join(layout) as world:
@@ -13,9 +14,9 @@ and global position.
         gradients.clip_(1.0)
         optimizer.step()
 
-A data rank takes its part of the batch, a context parallel rank its positions of the sequences; the tensor ranks of one
-group take the same input. Use `fully_sharded_gpt` instead of `parallel_gpt` to shard parameters, gradients and
-optimizer over the data ranks; the rest of the program stays the same.
+The input of a data parallel rank is its part of the batch; a context parallel rank gets only its positions of the
+sequences. The tensor parallel ranks of one group get the same input. Use `fully_sharded_gpt` instead of `parallel_gpt`
+to shard parameters, gradients and optimizer over the data ranks; the rest of the program stays the same.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from rooftop.parallel.shards import Shard, shards_of
 
 @dataclass(frozen=True)
 class OfPieces:
-    """A rule of initial values for a rank's part of a parameter; padding is 0."""
+    """A rule that initializes a rank's part of a parameter; padding is 0."""
 
     rule: Init
     shard: Shard
@@ -66,16 +67,16 @@ def parallel_gpt(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Gpt:
-    """Create this rank's part of a model, with its initial values; the whole model is never created.
+    """Create this rank's part of a model, with initial values; no process ever holds the whole model.
 
     Args:
         config: config of the whole model.
         layout: its `dp`, `tp` and `cp` ranks; None: one process.
-        groups: `layout.process_groups()`; made here if not given.
+        groups: `layout.process_groups()`; None: created here.
         seed: seed of initial values and of dropout, from 0 to 2^64 - 1.
         recompute: what backward recomputes, as in `Gpt`.
-        halves: whether tensor ranks compute the two halves of a batch alternately, so that they communicate one half
-            while they compute the other; as in `Gpt`.
+        halves: whether tensor parallel ranks compute the two halves of a batch alternately, to overlap the
+            communication of one half with the computation of the other; as in `Gpt`.
         context: how context parallel ranks exchange keys and values; None: `Context(groups["cp"])`.
         device, dtype: device and dtype of the parameters. Values are computed in float32 and rounded to the dtype, so
             the model is the same in any dtype.
@@ -84,8 +85,8 @@ def parallel_gpt(
         A `Gpt`. Its dropout masks depend on the argument `step` of `forward`.
 
     Raises:
-        ValueError: the layout does not fit the processes or the model (the message has the nearest ones that do), or it
-            has pipeline ranks. The error is the same on every rank, before any communication.
+        ValueError: the layout has pipeline ranks, or does not fit the processes or the model (the message suggests the
+            nearest layouts that fit). All ranks raise the same error, before any communication.
     """
     layout = layout or Layout()
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -113,7 +114,7 @@ def parallel_gpt(
 
 
 def dropouts_of(layout: Layout, at: Mapping[str, int], seed: int) -> CounterDropouts:
-    """The dropouts of the rank at these coordinates of a layout."""
+    """The dropouts for the rank at these coordinates of a layout."""
     tensor = (at["tp"], layout.tp)
     return CounterDropouts(
         seed,
@@ -135,27 +136,28 @@ def fully_sharded_gpt(
     dtype: torch.dtype = torch.float32,
     compute_dtype: torch.dtype | None = None,
 ) -> Gpt:
-    """Create this rank's part of a model sharded over data ranks (FSDP2), with its initial values; the whole model is
-    never created.
+    """Create this rank's part of a model sharded over data ranks (FSDP2), with initial values.
 
-    The model is the same as that of `parallel_gpt`. Blocks are gathered one by one. Embedding and head are gathered
-    separately, or together with the rest if they are tied. The last block and the head stay gathered until backward,
-    which begins with them.
+    The whole model is never created.
+
+    `parallel_gpt` creates the same model. The parameters of the blocks are gathered one block at a time. Embedding and
+    head are gathered separately, or together with the other parameters if they are tied. The last block and the head
+    stay gathered until backward, which begins with them.
 
     Args:
-        config, layout, groups, seed, recompute, context, device: as in `parallel_gpt`; the layout has at least two data
-            or context parallel ranks, which share the model.
+        config, layout, groups, seed, recompute, context, device: as in `parallel_gpt`; the layout needs at least two
+            data or context parallel ranks, which share the parameters.
         dtype: dtype of parameters, their gradients and the optimizer's state.
-        compute_dtype: the dtype in which parameters are gathered and used, e.g. bfloat16; None: `dtype`.
+        compute_dtype: dtype of the gathered parameters and of the computation, e.g. bfloat16; None: `dtype`.
 
     Returns:
-        A `Gpt`; call its `forward`, not its parts. Its parameters are DTensors; `ModelGradients` knows how to sum,
-        measure and clip their gradients.
+        A `Gpt`. Call its `forward`: calls of its submodules do not gather parameters. The parameters are DTensors;
+            `ModelGradients` sums, measures and clips their gradients.
 
     Raises:
         ValueError: as in `parallel_gpt`; also if the layout has no data ranks.
     """
-    from rooftop.parallel.sharded_data import fully_sharded  # with PyTorch's DTensor, which takes most of a second
+    from rooftop.parallel.sharded_data import fully_sharded  # imports PyTorch's DTensor, which takes most of a second
 
     groups = layout.process_groups() if groups is None else groups
     model = parallel_gpt(
@@ -186,9 +188,7 @@ def fill_shared(
 ) -> None:
     """Fill this rank's part of a sharded model with the initial values of a seed.
 
-    Args:
-        whole_name: for the stages of a pipeline, a function from a parameter's name here to its name in the whole
-            model.
+    Args: whole_name: for pipeline stages, maps a parameter's name in the stage to its name in the whole model.
     """
     from rooftop.parallel.sharded_data import local_of, shard_here
 
@@ -199,12 +199,12 @@ def fill_shared(
 
 
 def rules_of(model: Gpt) -> list[tuple[str, Init]]:
-    """The rules of `initial_values` in the form of `rooftop.parallel.materialize`, for the model's parameters."""
+    """The rules of `initial_values` for the model's parameters, as `rooftop.parallel.materialize` takes them."""
     return rules_of_parts(model.config, shards_of(model))
 
 
 def rules_of_parts(config: GptConfig, shards: Mapping[str, Shard]) -> list[tuple[str, Init]]:
-    """The rules for a rank's parts of some parameters, by their names in the whole model."""
+    """The initialization rules for a rank's parts of parameters, by the parameters' names in the whole model."""
     rules = _whole_rules_of(config)
     return [(name, OfPieces(_rule_of(name, rules), shard)) for name, shard in shards.items()] + rules
 

@@ -1,5 +1,4 @@
-"""A decoder-only transformer, whole or a stage of it: GPT-2 and GPT-3, Llama, Mistral, Qwen2 and 3, by the switches of
-a `GptConfig`.
+"""A decoder-only transformer, whole or one pipeline stage: GPT-2, GPT-3, Llama, Mistral, Qwen2 or Qwen3.
 
     model = Gpt(gpt_config("gpt2"))
     loss = model(tokens[:, :-1], tokens[:, 1:])   # the logits are never stored
@@ -8,18 +7,19 @@ a `GptConfig`.
 Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; Touvron et al. 2023, "Llama 2: Open
 Foundation and Fine-Tuned Chat Models"; Shoeybi et al. 2019, "Megatron-LM" (the initial values of residual layers).
 
-A sublayer does not add its result to its input. It returns both, `x` and `update`, and the next norm adds them in its
-own kernel, even across blocks. Queries, keys and values are one matrix product, and so are both halves of a SwiGLU;
-`ColumnParallelLinear.parts` says which rows of such a weight belong to which part.
+A sublayer does not add its result to its input. It returns both, `x` and `update`, and the kernel of the next norm adds
+them, even across blocks. One matrix product computes queries, keys and values, and another one both halves of a SwiGLU;
+`ColumnParallelLinear.parts` says which rows of such a weight form which part.
 
-The layers come from `rooftop.parallel`: tensor parallel ranks split them, and a single process has them whole.
+The layers come from `rooftop.parallel`: tensor parallel ranks split them, and a single process holds them whole.
 `rooftop.models.parallel_gpt` creates a rank's part of a model.
 
-A stage owns some of the layers, under their keys in the whole model. The first one also has the embedding
-(`pre_process`), and the last one the final norm and the head (`post_process`). Stages pass on the sum (B, S, W).
+A pipeline stage owns some of the layers, with the same keys as in the whole model. The first stage also has the
+embedding (`pre_process`), and the last stage the final norm and the head (`post_process`). A stage passes x + update,
+(B, S, W), to the next stage.
 
-A factory creates the dropouts, from the name of their place in the whole model. Another factory can create masks that
-do not depend on how a model is split.
+A factory creates each dropout module from the name of its place in the whole model. A factory such as `CounterDropouts`
+makes the masks independent of how the model is split.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ from rooftop.parallel.vocab_embeddings import VocabParallelEmbedding
 
 
 class Cache:
-    """Keys and values of the positions so far, one tensor for each layer; without gradients.
+    """Cached keys and values of all earlier positions, one pair of tensors per layer; without gradients.
 
-    Memory is allocated when a layer first writes, in the dtype and on the device of its keys.
+    A layer's memory is allocated when the layer first writes, with the dtype and on the device of its keys.
 
     Args:
-        positions: the maximum number of positions that it can hold.
+        positions: the maximum number of positions.
 
     Attributes:
-        length: positions that it holds.
+        length: the number of cached positions.
 
     Raises:
         ValueError: `positions` is below 1.
@@ -87,24 +87,26 @@ class Cache:
         return attention.attend(query, *self.extended(attention.layer, key, value))
 
     def extended(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values (B, H, S, D) to those of a layer; returns views of all, (B, H, length + S, D).
+        """Append keys and values (B, H, S, D) to a layer's cache; returns views of all, (B, H, length + S, D).
 
         Raises:
-            ValueError: they require gradients, their batch size differs from that of the first ones, or there is no
-                room.
+            ValueError: keys or values require gradients, their batch size or heads differ from the cached ones, or the
+                cache is full.
         """
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
             raise ValueError("Cache: a cache supports no gradients: call the model under torch.no_grad()")
         end = self.length + key.shape[2]
         if end > self.positions:
-            raise ValueError(f"Cache: {end} positions do not fit into {self.positions}: make it larger")
+            raise ValueError(f"Cache: {end} positions do not fit into {self.positions}: create a larger cache")
         if layer not in self._layers:
             shape = (*key.shape[:2], self.positions, key.shape[3])
             self._layers[layer] = key.new_empty(shape), value.new_empty(shape)
         keys, values = self._layers[layer]
         if keys.shape[:2] != key.shape[:2]:
             expected, got = tuple(keys.shape[:2]), tuple(key.shape[:2])
-            raise ValueError(f"Cache: it is for batch and heads {expected}, got {got}: create a cache for each batch")
+            raise ValueError(
+                f"Cache: expected batch and heads {expected}, got {got}: create a new cache for each batch"
+            )
         keys[:, :, self.length : end] = key
         values[:, :, self.length : end] = value
         return keys[:, :, :end], values[:, :, :end]
@@ -114,33 +116,33 @@ class Cache:
 
 
 class Gpt(nn.Module):
-    """A decoder, or a stage of one.
+    """A decoder-only transformer, or a pipeline stage of one.
 
-    On the meta device tensors have no values, and `to_empty` unties tied weights: call `tie()` after it, and then
-    `initialize()` or load weights.
+    A model on the meta device has no values, and `to_empty` unties tied weights: after `to_empty` call `tie()`, then
+        `initialize()` or load weights.
 
     Args:
         config: config of the whole model.
         layers: the layers that this stage owns; None: all.
-        pre_process: whether it owns the embedding, and takes tokens.
-        post_process: whether it owns the final norm and the head, and returns logits or a loss.
+        pre_process: whether this stage owns the embedding and takes tokens.
+        post_process: whether this stage owns the final norm and the head and returns logits or a loss.
         dropouts: creates the dropout modules; see `Dropouts`.
-        group: tensor parallel ranks that share the layers; None: this process has all of them. A part is built on the
-            meta device, and gets its values from `parallel_gpt`.
-        sequence_parallel: whether these ranks also split the tensors between the layers along the sequence. Stages then
-            pass on only a rank's part.
+        group: tensor parallel ranks that share the layers; None: this process has whole layers. A rank's part is built
+            on the meta device; `parallel_gpt` fills it with values.
+        sequence_parallel: whether these ranks also split the tensors between the layers along the sequence. Pipeline
+            stages then pass on only a rank's part.
         recompute: what backward recomputes instead of keeping it (`rooftop.parallel.recomputing`): False: nothing; True
             or "full": everything except the tensors between blocks; "selective": cheap and large tensors.
         halves: compute the two halves of a batch alternately: tensor parallel ranks communicate one half while they
-            compute the other (`rooftop.parallel.turns`). Without such ranks, and with a cache, the batch is computed as
-            a whole. Layers are called by their parts: hooks of a block and of its modules do not run.
-        context: the ranks that share sequences (`rooftop.parallel.contexts`); None: this one has whole sequences.
-        device, dtype: device and dtype of the parameters; PyTorch's defaults if not given. Parameters are cast after
-            all of them are created. So build a model that is too large in PyTorch's default dtype on the meta device.
+            compute the other (`rooftop.parallel.turns`). Without tensor parallel ranks, or with a cache, the batch is
+            computed as a whole. Hooks of a block and of its modules do not run, because blocks run in phases.
+        context: the ranks that share sequences (`rooftop.parallel.contexts`); None: this process has whole sequences.
+        device, dtype: device and dtype of the parameters; PyTorch's defaults if not given. All parameters are created
+            in PyTorch's default dtype, then cast. If the model is too large for this, build it on the meta device.
 
     Raises:
-        ValueError: the model lacks one of the layers, or they are out of order; the ranks cannot split a size; a part
-            is not on the meta device; or `halves` is combined with `recompute`.
+        ValueError: `layers` are not consecutive layers of the config, the ranks cannot split a size, or a rank's part
+            is not on the meta device. Also if `halves` is combined with `recompute` or with context parallel ranks.
     """
 
     def __init__(
@@ -164,7 +166,9 @@ class Gpt(nn.Module):
         if owned.step != 1 or (len(owned) and not 0 <= owned.start < owned.stop <= config.layers):
             raise ValueError(f"Gpt: expected consecutive layers of {range(config.layers)}, got {owned}")
         if group is not None and torch.device(device or torch.get_default_device()).type != "meta":
-            raise ValueError("Gpt: a part of a model is built with device='meta': rooftop.models.parallel_gpt fills it")
+            raise ValueError(
+                "Gpt: build a rank's part of a model with device='meta', or by rooftop.models.parallel_gpt"
+            )
         granularity = granularity_of(recompute, "Gpt")
         if halves and granularity:
             raise ValueError("Gpt: halves=True cannot be combined with recompute: leave out one of them")
@@ -195,15 +199,15 @@ class Gpt(nn.Module):
 
     @torch.no_grad()
     def initialize(self, generator: torch.Generator | None = None) -> None:
-        """Give all parameters new values, by the rules of `initial_values`.
+        """Initialize all parameters by the rules of `initial_values`.
 
         Args:
-            generator: on the device of the parameters; None: PyTorch's own. For a part of a model, each rank's
-                generator must be in the same state, because each rank draws whole parameters, one at a time, and keeps
-                its part.
+            generator: a generator on the device of the parameters; None: PyTorch's own. For a part of a model, the
+                generators of all ranks must have the same state: each rank draws one whole parameter at a time, and
+                keeps its part.
 
         Raises:
-            ValueError: this is a part of a model, and without a generator its ranks would draw different values.
+            ValueError: this is a part of a model and no generator was passed, so its ranks would draw different values.
         """
         if self.group is not None and generator is None:
             raise ValueError(
@@ -236,29 +240,31 @@ class Gpt(nn.Module):
         z_loss: float = 0.0,
         step: int | Tensor = 0,
     ) -> Tensor:
-        """Logits, a loss, or the input of the next stage.
+        """Compute logits, a loss, or the input of the next stage.
 
         Args:
-            input: tokens (B, S), int64 or int32; in a stage without the embedding, the previous stage's result, (B, S,
-                W).
-            targets: the next token of each, (B, S), int64; -100 for tokens to ignore.
-            positions: positions of the tokens, (S,) or (B, S), int64; None: consecutive, after those in the cache, or
-                as the packing says for this rank.
-            packing: the documents of the sequences, and the positions of each context parallel rank. The tokens are
-                then those of this rank. None: each sequence is one document, split as in `Context.packing`.
-            cache: the earlier positions, which are visible too; the new positions are added to it.
+            input: tokens (B, S), int64 or int32. A stage without the embedding takes the previous stage's result, (B,
+                S, W).
+            targets: the next token of each position, (B, S), int64; -100 for positions to ignore.
+            positions: positions of the tokens, (S,) or (B, S), int64; None: consecutive positions after those in the
+                cache, or this rank's positions in the packing.
+            packing: the documents of the sequences, and the positions of each context parallel rank. The input then
+                contains only this rank's tokens. None: each sequence is one document, split as in `Context.packing`.
+            cache: keys and values of the earlier positions, which are visible too; the new positions are appended.
             reduction, label_smoothing, z_loss: options of the loss, as in `rooftop.kernels.linear_cross_entropy`.
-            step: training step, counting micro-batches: it determines the masks of `CounterDropouts`. Other dropouts
-                ignore it. In a CUDA graph it is a tensor, () int64 on the device: see
+            step: number of the training step, counted in micro-batches. It determines the masks of `CounterDropouts`;
+                other dropouts ignore it. For a CUDA graph, pass a tensor, () int64 on the device: see
                 `rooftop.kernels.counter_dropout`.
 
         Returns:
-            (B, S, V); with targets (), their mean or sum; without the head (B, S, W), with sequence parallelism this
-            rank's part of S. Logits and losses are the same on all tensor parallel ranks.
+            Logits (B, S, V), or with targets the mean or summed loss, (). A stage without the head returns the input of
+            the next stage, (B, S, W); sequence parallel ranks return their part of S. Logits and losses are the same on
+            all tensor parallel ranks.
 
         Raises:
-            TypeError, ValueError: the input has a wrong shape or dtype, there are more positions than the model has, or
-                a stage without the head gets targets; and the errors of `Cache` and `linear_cross_entropy`.
+            TypeError, ValueError: the input has a wrong shape or dtype, the sequence is longer than the model's
+                positions, or a stage without the head gets targets. Also the errors of `Cache` and
+                `linear_cross_entropy`.
         """
         refuse_proxies(self, input)
         self._check(input, targets, positions, cache, packing)
@@ -288,16 +294,18 @@ class Gpt(nn.Module):
         packing: Packing | None = None,
         rotation: Rotation | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The head's input (x, update), both (B, S, W); arguments as in `forward`, unchecked.
+        """Compute the head's input, (x, update), (B, S, W) each.
+
+        Arguments are those of `forward`, but they are not checked.
 
         Args:
-            rotation: `rotation_of(positions, config)`, if it is known; None: computed here.
+            rotation: `rotation_of(positions, config)`; None: computed here.
 
         Raises:
             ValueError: a cache is combined with sequence parallelism.
         """
         if cache is not None and self.split_along is not None:
-            raise ValueError("Gpt: sequence_parallel excludes a cache: build the model for generation without it")
+            raise ValueError("Gpt: sequence_parallel does not support a cache: build the model without it")
         x = input if self.embedding is None else self.embedding(input, positions)
         update: Tensor | None = None
         if rotation is None and self.config.position == "rope":
@@ -315,8 +323,11 @@ class Gpt(nn.Module):
     def with_norm_sums(
         self, tokens: Tensor, positions: Tensor, cache: Remembered, rotation: Rotation | None, sums: NormSums
     ) -> tuple[Tensor | None, Summand]:
-        """`through_layers` for inference of tensor parallel ranks, unchecked: one kernel computes each sum over the
-        ranks and the norm after it. x is None if there are no layers and no learned positions."""
+        """Compute `through_layers` for inference on tensor parallel ranks; arguments are not checked.
+
+        One kernel computes each sum over the ranks and the norm after it. The returned x is None if there are no layers
+        and no learned positions.
+        """
         assert self.embedding is not None
         x, update = self.embedding.summand(tokens, positions, sums)
         for block in self.layers.values():
@@ -325,8 +336,10 @@ class Gpt(nn.Module):
         return x, update
 
     def takes_norm_sums(self) -> bool:
-        """Whether `with_norm_sums` computes what `through_layers` and the head do: no part was replaced, and no hooks
-        watch them."""
+        """Whether `with_norm_sums` computes the same as `through_layers`.
+
+        This holds if no submodule was replaced and none has hooks.
+        """
         if self.embedding is None or self.head is None:
             return False
         return (
@@ -353,7 +366,7 @@ class Gpt(nn.Module):
         return x, update
 
     def _length(self, input: Tensor) -> int:
-        """Number of positions of the whole sequence; a later stage may get only a part of it."""
+        """The length of the whole sequence; a later stage may get only a part of it."""
         return input.shape[1] * (1 if self.embedding is not None else place_in(self.split_along)[1])
 
     def _check(
@@ -413,7 +426,7 @@ class Gpt(nn.Module):
             )
         if packing.documents is not None and len(packing.documents.spans) != batch:
             raise ValueError(
-                f"Gpt: the packing has documents of {len(packing.documents.spans)} sequences, the batch has {batch}"
+                f"Gpt: the packing has {len(packing.documents.spans)} sequences, but the batch has {batch}"
             )
         if self.halves:
             raise ValueError("Gpt: halves=True does not take packed sequences: build the model without halves")
@@ -426,7 +439,7 @@ def _through(
 
 
 def _check_tied_head(model: nn.Module, state_dict: Mapping[str, Tensor], prefix: str, *_: object) -> None:
-    """Raise an error if a state dict has two values for one tied weight, before anything is loaded."""
+    """Raise WeightsError before anything is loaded if a state dict has two values for one tied weight."""
     assert isinstance(model, Gpt)
     both = [state_dict.get(f"{prefix}{name}.weight") for name in ("embedding.tokens", "head.output")]
     if model.head is None or model.embedding is None or model.head.output.weight is not model.embedding.tokens.weight:
@@ -442,7 +455,7 @@ def _check_tied_head(model: nn.Module, state_dict: Mapping[str, Tensor], prefix:
 
 
 def _halves_of(rotation: Rotation) -> list[Rotation]:
-    """The rotation for each half of a batch: the same if all its sequences have the same positions."""
+    """Split the rotation for the two halves of a batch; they share it if all sequences have the same positions."""
     if rotation[0].dim() == 2:
         return [rotation, rotation]
     (cosines, others), (sines, other_sines) = (each.chunk(2) for each in rotation)
@@ -450,11 +463,11 @@ def _halves_of(rotation: Rotation) -> list[Rotation]:
 
 
 def initial_values(config: GptConfig) -> tuple[tuple[str, float, float], ...]:
-    """Initial values of the parameters, as rules: (pattern of names in the whole model, mean, standard deviation).
+    """The initialization rules of the parameters: (pattern of names in the whole model, mean, standard deviation).
 
-    Patterns are those of a shell, and the first that matches counts. The deviation is 0.02 for matrices and embeddings,
-    and 0.02 / sqrt(2 L) for matrices whose results are added to the residual. So the variance of the residual does not
-    grow with the number of layers.
+    Patterns are shell patterns, and the first match counts. The standard deviation is 0.02 for matrices and embeddings.
+    It is 0.02 / sqrt(2 L) for matrices whose results are added to the residual: so the variance of the residual does
+    not grow with the number of layers.
     """
     residual = 0.02 / math.sqrt(2 * config.layers)
     return (
@@ -467,7 +480,7 @@ def initial_values(config: GptConfig) -> tuple[tuple[str, float, float], ...]:
 
 
 def parts_of(model: nn.Module) -> dict[str, dict[str, int]]:
-    """For each parameter that packs several parts, by its name: part -> rows, in order."""
+    """Map the name of each packed parameter to its parts and their numbers of rows, in order."""
     return {
         f"{name}.{parameter}": module.parts
         for name, module in model.named_modules()
@@ -486,17 +499,17 @@ def continue_greedily(model: Gpt, tokens: Tensor, count: int) -> Tensor:
     Args:
         model: a whole model, in eval mode.
         tokens: (B, S), int64, S at least 1.
-        count: tokens to append.
+        count: number of tokens to append.
 
     Returns:
         (B, S + count).
 
     Raises:
-        ValueError: the model is a stage or in training mode, there are no tokens, the count is negative, or there are
-            more positions than the model has.
+        ValueError: the model is a pipeline stage or in training mode, there are no tokens, the count is negative, or
+            the result is longer than the model's positions.
     """
     if model.embedding is None or model.head is None or len(model.layers) != model.config.layers:
-        raise ValueError("continue_greedily: expected a whole model, got a stage")
+        raise ValueError("continue_greedily: expected a whole model, got a pipeline stage")
     if model.training:
         raise ValueError("continue_greedily: the model is in training mode: call model.eval()")
     if tokens.dim() != 2 or tokens.shape[1] == 0 or count < 0:

@@ -1,12 +1,12 @@
-"""Keys and values of many sequences in pages, so that a sequence only takes memory for its own positions.
+"""A paged cache of keys and values: a sequence takes memory only for its own positions.
 
     cache = PagedCache(config, pages=1000, dtype=torch.bfloat16, device="cuda")
-    pages = cache.take(prompt_length + new_tokens)   # a sequence begins
-    cache.give_back(pages)                           # and ends
+    pages = cache.take(prompt_length + new_tokens)   # when a sequence begins
+    cache.give_back(pages)                           # when it ends
 
-A page has the same number of positions for every sequence, in all layers. A table says which pages belong to which
-sequence (Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention"). Page 0
-belongs to no sequence: padding, and rows without a sequence, are written there.
+All pages have the same number of positions, in all layers. A table lists the pages of each sequence (Kwon et al. 2023,
+"Efficient Memory Management for Large Language Model Serving with PagedAttention"). Page 0 is a scratch page: padding,
+and rows without a sequence, are written there.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ PAGE = 16
 
 
 class PagedCache:
-    """Pages of keys and values, without gradients.
+    """A pool of pages of keys and values, without gradients.
 
     Args:
-        config: config of the model; for a tensor parallel rank `config.of_rank(ranks)`: it only holds its own heads.
+        config: config of the model. A tensor parallel rank passes `config.of_rank(ranks)`, because it holds only its
+            own heads.
         pages: total number of pages for sequences.
-        page: positions of each.
-        dtype: dtype of keys and values, that of the model's activations.
+        page: number of positions in a page.
+        dtype: dtype of keys and values; it must be the dtype of the model's activations.
         device: device of the model.
 
     Attributes:
-        keys, values: (layers, 1 + pages, kv_heads, page, head_features) each; page 0 belongs to no sequence.
-        free: unused pages.
+        keys, values: (layers, 1 + pages, kv_heads, page, head_features) each; page 0 is the scratch page.
+        free: number of unused pages.
 
     Raises:
-        TypeError, ValueError: no pages, or pages without positions.
+        TypeError, ValueError: `pages` or `page` is not an int of 1 or more.
         torch.OutOfMemoryError: as in PyTorch.
     """
 
@@ -55,7 +56,7 @@ class PagedCache:
         shape = (config.layers, 1 + pages, config.kv_heads, page, config.head_features)
         self.keys, self.values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
         self.page_bytes = cache_bytes(config, page, dtype)
-        self._free = list(range(pages, 0, -1))  # the last is taken next
+        self._free = list(range(pages, 0, -1))  # pages are taken from the end
         self._taken: set[int] = set()
 
     @property
@@ -64,15 +65,15 @@ class PagedCache:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all pages, including page 0."""
+        """The number of bytes of all pages, including page 0."""
         return (1 + self.pages) * self.page_bytes
 
     def pages_for(self, positions: int) -> int:
-        """Number of pages for that many positions."""
+        """The number of pages that hold this many positions."""
         return -(-positions // self.page)
 
     def take(self, positions: int) -> list[int]:
-        """The pages of a new sequence, in order.
+        """Take free pages for a new sequence; returns them in order.
 
         Raises:
             ValueError: there are not enough pages.
@@ -81,7 +82,7 @@ class PagedCache:
         if needed > self.free:
             raise ValueError(
                 f"PagedCache: {positions} positions take {needed} pages of {self.page} positions "
-                f"({needed * self.page_bytes:,} bytes), {self.free} of {self.pages} are free: free the pages of a "
+                f"({needed * self.page_bytes:,} bytes), but {self.free} of {self.pages} are free: free the pages of a "
                 f"sequence, or create the cache with at least {self.pages - self.free + needed} pages "
                 f"({(1 + self.pages - self.free + needed) * self.page_bytes:,} bytes)"
             )
@@ -93,7 +94,7 @@ class PagedCache:
         """Free the pages of a sequence that has ended; their contents may be overwritten from now on.
 
         Raises:
-            ValueError: some pages were not taken, or are repeated. No page is freed then.
+            ValueError: a page is not in use, or is repeated. Then no page is freed.
         """
         wrong = set(pages) - self._taken
         if wrong or len(set(pages)) < len(pages):
@@ -102,7 +103,7 @@ class PagedCache:
         self._free.extend(reversed(pages))
 
     def first(self, table: Tensor, lengths: Tensor, positions: int) -> FirstPositions:
-        """The layers' cache for reading prompts of lengths (B,), padded at the end to `positions`; table (B, W)."""
+        """The layers' cache for the prefill of prompts of lengths (B,), padded to `positions`; table (B, W)."""
         return FirstPositions(self, table, lengths, positions)
 
     def next(
@@ -111,21 +112,25 @@ class PagedCache:
         """The layers' cache for one new token of each sequence.
 
         Args:
-            table: (B, W), the pages of each.
-            positions: (B,), positions of the new tokens; -1 means no sequence, for which attention returns 0.
-            count: the positions of all sequences together, if known: see `rooftop.kernels.paged_attention`.
-            windowed: the same in layers with a window.
+            table: (B, W), the pages of each sequence.
+            positions: (B,), positions of the new tokens; -1: the row has no sequence, and attention returns 0.
+            count: total number of positions of all sequences, if the host knows it: see
+                `rooftop.kernels.paged_attention`.
+            windowed: the total number of positions in layers with a window.
         """
         return NextPosition(self, table, positions, count, windowed)
 
     def write(self, layer: int, pages: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Write keys and values (B, H_k, S, D) to positions (B, S) in pages; without autograd."""
+        """Write keys and values (B, H_k, S, D) to their pages at positions (B, S); without autograd."""
         for stored, new in ((self.keys, key), (self.values, value)):
             stored[layer][pages, :, slots] = new.transpose(1, 2)  # (B, S, H_k, D): indexed dimensions come first
 
 
 class FirstPositions:
-    """Prompts, each padded at the end. A causal mask hides the padding from the other positions."""
+    """The cache during prefill of prompts padded at the end.
+
+    A causal mask hides the padding from the other positions.
+    """
 
     def __init__(self, cache: PagedCache, table: Tensor, lengths: Tensor, positions: int) -> None:
         self.cache = cache
@@ -135,13 +140,16 @@ class FirstPositions:
         self.pages, self.slots = torch.where(real, pages, 0), place % cache.page
 
     def attended(self, attention: ParallelSelfAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """(B, H, S, D): each position attends to itself and earlier ones."""
+        """Attend from each position to itself and all earlier positions: (B, H, S, D)."""
         self.cache.write(attention.layer, self.pages, self.slots, key, value)
         return attention.attend(query, key, value)
 
 
 class NextPosition:
-    """One position of each sequence. The host reads none of its values, so that a CUDA graph can contain it."""
+    """The cache during a decoding step: one position of each sequence.
+
+    The host reads no values, so CUDA graphs can capture it.
+    """
 
     def __init__(
         self, cache: PagedCache, table: Tensor, positions: Tensor, count: int | None, windowed: int | None = None
@@ -153,7 +161,7 @@ class NextPosition:
         self.lengths = positions + 1
 
     def attended(self, attention: ParallelSelfAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend to all positions up to this one: (B, H, 1, D)."""
+        """Attend from the new position to itself and all earlier positions: (B, H, 1, D)."""
         self.cache.write(attention.layer, self.pages, self.slots, key, value)
         keys, values = self.cache.keys[attention.layer], self.cache.values[attention.layer]
         count, window = self.count if attention.window is None else self.windowed, attention.window
@@ -162,5 +170,5 @@ class NextPosition:
 
 
 def cache_bytes(config: GptConfig, positions: int, dtype: torch.dtype) -> int:
-    """Bytes of keys and values for that many positions, in all layers."""
+    """The number of bytes of keys and values of this many positions, in all layers."""
     return 2 * config.layers * config.kv_width * positions * dtype.itemsize

@@ -1,4 +1,4 @@
-"""Rotary frequencies of models that were trained further on longer texts.
+"""Scaling of rotary frequencies, for models whose context was extended by further training on longer texts.
 
     scaling = RopeScaling(kind="llama3", factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0,
                           original_positions=8192)
@@ -27,7 +27,7 @@ REFUSED = {
     "yarn": "it also scales the scores of attention",
     "longrope": "its frequencies differ between short and long texts",
 }
-"""The kinds of scaling in transformers that are not supported, and the reasons."""
+"""The unsupported kinds of scaling in transformers, with the reasons."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +36,10 @@ class RopeScaling:
 
     Attributes:
         kind: "linear" or "llama3".
-        factor: the factor by which texts may be longer.
-        low_frequency_factor, high_frequency_factor: for "llama3". A wave longer than original_positions /
-            low_frequency_factor is scaled; a wave shorter than original_positions / high_frequency_factor is not.
-        original_positions: for "llama3", the positions of the first training.
+        factor: the ratio of the new context length to the original one.
+        low_frequency_factor, high_frequency_factor: only for "llama3". A wavelength above original_positions /
+            low_frequency_factor is scaled; a wavelength below original_positions / high_frequency_factor is not.
+        original_positions: only for "llama3": the context length before the extension.
 
     Raises:
         ValueError: the kind is unknown, a number is not positive, or factors for "llama3" are missing or out of order.
@@ -58,7 +58,7 @@ class RopeScaling:
         for name in ("factor", *needed):
             value, wanted = getattr(self, name), name == "factor" or self.kind == "llama3"
             if not wanted and value is not None:
-                raise ValueError(f"RopeScaling: {name} belongs to llama3, not to {self.kind}")
+                raise ValueError(f"RopeScaling: {name} is only for kind 'llama3', not for {self.kind}: leave it out")
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if wanted and not (number and 0 < value < math.inf):
                 raise ValueError(f"RopeScaling: {name} must be a positive number, got {value!r}")
@@ -74,15 +74,15 @@ class RopeScaling:
         return self.low_frequency_factor, self.high_frequency_factor
 
     def scaled(self, frequencies: Tensor) -> Tensor:
-        """The scaled frequencies, in radians per position, (D / 2,), in the given dtype."""
+        """Scale frequencies (D / 2,), in radians per position; the dtype stays the same."""
         if self.kind == "linear":
             return frequencies / self.factor
         assert self.original_positions is not None
         low, high = self._factors
         turns = (
             self.original_positions * frequencies / (2 * math.pi)
-        )  # rotations of a pair within the original positions
-        kept = ((turns - low) / (high - low)).clamp(0, 1)  # 0 for long waves, 1 for short ones
+        )  # number of rotations within the original positions
+        kept = ((turns - low) / (high - low)).clamp(0, 1)  # 0 for long wavelengths, 1 for short ones
         return (1 - kept) * frequencies / self.factor + kept * frequencies
 
 
@@ -90,14 +90,15 @@ class RopeScaling:
 
 
 def scaling_of(given: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """The base of the angles and their scaling, from a `config.json` of transformers 4 (`rope_theta` and
-    `rope_scaling`) or 5 (`rope_parameters`).
+    """Read the base of the rotary angles and their scaling from a `config.json`.
+
+    The entries are `rope_theta` and `rope_scaling` in transformers 4, and `rope_parameters` in transformers 5.
 
     Raises:
-        ValueError: the scaling is not supported, or only a part of the features has rotary embeddings.
-        KeyError: a number of the scaling is missing.
+        ValueError: the scaling is not supported, or only some features have rotary embeddings.
+        KeyError: a number that the scaling needs is missing.
     """
-    # transformers reads the entries in this order.
+    # transformers looks the entries up in this order.
     name = "rope_scaling" if given.get("rope_scaling") else "rope_parameters"
     rope = given.get(name) or {}
     if not isinstance(rope, Mapping):
@@ -129,7 +130,7 @@ def scaling_of(given: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
 
 
 def hugging_face_rope(base: float, scaling: RopeScaling | None) -> dict[str, Any]:
-    """The entry of `config.json` for this scaling, for transformers 4 and 5."""
+    """The entries of `config.json` for this scaling, for transformers 4 and 5."""
     found: dict[str, Any] = {"rope_type": "default"}
     if scaling is not None:
         found = {"rope_type": scaling.kind, "factor": scaling.factor}

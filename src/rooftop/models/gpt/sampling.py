@@ -1,15 +1,16 @@
-"""Choosing the next token: the most probable one, or one drawn from the probable ones.
+"""Choose the next token: the most probable token, or a random one (temperature, top-k, top-p).
 
 A drawn token is a function of a seed, the number of the sequence and the position, through the counter-based generator
-of `rooftop.kernels`. It depends neither on the other sequences of a batch nor on the device. (The last bits of logits
-do. If a random number is that close to the border between two tokens, either may be chosen.)
+of `rooftop.kernels`. So it does not depend on the other sequences of a batch or on the device. (The last bits of the
+logits may depend on them. A random number that close to the border between two tokens may choose either.)
 
 Tensor parallel ranks share the vocabulary and choose the same token. For a greedy choice, each rank finds the best of
-its own tokens, and the ranks exchange two numbers per sequence. To draw a token, they gather the logits of one
+its own tokens, and the ranks exchange two numbers per sequence. For a random choice, the ranks gather the logits of one
 position.
 
 Fan et al. 2018, "Hierarchical Neural Story Generation" (top-k); Holtzman et al. 2020, "The Curious Case of Neural Text
-Degeneration" (top-p). As in transformers, the temperature comes first, then top-k, then top-p on the result.
+Degeneration" (top-p). As in transformers, the temperature is applied first, then top-k, then top-p to the remaining
+tokens.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from rooftop.kernels import Box, random_key, random_uniform
 from rooftop.parallel.exchanges import Group, place_in, start_gather
 
 SEQUENCES = POSITIONS = 1 << 31
-"""The whole tensor of random numbers; each sequence has a row in it."""
+"""Shape of the virtual tensor of random numbers: a row per sequence, a column per position."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
+    """Settings for the choice of the next token.
 
     Attributes:
         temperature: divisor of the logits; 0: always choose the most probable token.
-        top_k: draw from this many of the most probable tokens; None: from all. Among equal logits, the first ones
-            count.
-        top_p: draw from the fewest tokens that together have this probability.
-        seed: from 0 to 2^64 - 1.
+        top_k: draw from this many of the most probable tokens; None: from all. Among equal logits, tokens with lower
+            numbers come first.
+        top_p: draw from the smallest set of tokens whose total probability reaches this value.
+        seed: seed of the random choice, from 0 to 2^64 - 1.
 
     Raises:
         TypeError, ValueError: a number has a wrong type or is out of range.
@@ -79,8 +80,7 @@ def numbers_of(seed: int, sequence: int, positions: int, device: torch.device | 
 
 
 def check_sequence(number: int) -> None:
-    """Raise `TypeError` for a sequence number that is not an int, and `ValueError` for one below 0 or beyond 2^31 -
-    1."""
+    """Raise TypeError if a sequence number is not an int, ValueError if it is not in 0..2^31 - 1."""
     if not isinstance(number, int) or isinstance(number, bool):
         raise TypeError(f"the number of a sequence must be an int, got {number!r}")
     if not 0 <= number < SEQUENCES:
@@ -88,7 +88,7 @@ def check_sequence(number: int) -> None:
 
 
 def choose(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Tensor:
-    """The next tokens, without waiting for the device.
+    """Choose the next tokens, without waiting for the device.
 
     Args:
         logits: (B, V).
@@ -96,13 +96,14 @@ def choose(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Tensor:
         sampling: the settings.
 
     Returns:
-        (B,), int64; -1 if nothing can be chosen: a logit is NaN, all are -inf, or (for drawing) one is inf.
+        The chosen tokens, (B,), int64. -1: no token can be chosen, because a logit is NaN, all logits are -inf, or (for
+        a random choice) a logit is inf.
     """
     if sampling.greedy:
         best, token = logits.max(-1)
         return torch.where(best > -torch.inf, token, -1)
     scores = logits.double()
-    # at most 0, so that no temperature overflows
+    # scores of at most 0 do not overflow for any temperature
     scores = (scores - scores.amax(-1, keepdim=True)) / sampling.temperature
     tokens: Tensor | None = None
     if sampling.top_k is not None or sampling.top_p < 1:
@@ -110,24 +111,24 @@ def choose(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Tensor:
         scores = scores[:, : sampling.top_k]
     weights = scores.softmax(-1)
     reached = weights.cumsum(-1)
-    if sampling.top_p < 1:  # keep a token if the tokens before it do not reach the probability
+    if sampling.top_p < 1:  # keep a token if the total probability before it is below top_p
         reached = torch.where(reached - weights < sampling.top_p, reached, 0.0).cummax(-1).values
     end = reached[:, -1:]
     place = torch.searchsorted(reached, numbers[:, None] * end, right=True)  # (B, 1)
-    place = torch.minimum(place, (reached < end).sum(-1, keepdim=True))  # the product may be rounded up to the end
+    place = torch.minimum(place, (reached < end).sum(-1, keepdim=True))  # rounding may make numbers * end equal to end
     found = place if tokens is None else tokens.gather(1, place)
     return torch.where(end > 0, found, -1)[:, 0]  # false for NaN
 
 
 def choose_on_ranks(logits: Tensor, numbers: Tensor, sampling: Sampling, vocabulary: int, group: Group) -> Tensor:
-    """The next tokens, the same on all tensor parallel ranks: those that `choose` would find in the whole logits.
+    """Choose the next tokens, the same on all tensor parallel ranks: `choose` would find them in the whole logits.
 
     Args:
-        logits: (B, V here), logits of this rank's tokens. All ranks have equally many columns; columns beyond the
-            vocabulary are padding.
+        logits: (B, V here), logits of this rank's part of the vocabulary. All ranks have the same number of columns;
+            columns beyond the vocabulary are padding.
         numbers: (B,), as in `choose`.
         sampling: the settings.
-        vocabulary: V, number of tokens of all ranks.
+        vocabulary: V, number of tokens on all ranks together.
         group: the ranks; None: this process has all tokens.
 
     Returns:
@@ -138,13 +139,17 @@ def choose_on_ranks(logits: Tensor, numbers: Tensor, sampling: Sampling, vocabul
     if sampling.greedy:
         return _best_on_ranks(logits, vocabulary, group)
     whole = start_gather(logits, -1, group)()[:, :vocabulary]
-    # Sums on a GPU may differ in their last bits, so the ranks' choices may differ. The first rank's choice counts.
+    # The ranks' choices may differ, because sums on a GPU may differ in their last bits. The first rank's choice
+    # counts.
     return start_gather(choose(whole, numbers, sampling)[None], 0, group)()[0]
 
 
 def _best_on_ranks(logits: Tensor, vocabulary: int, group: Group) -> Tensor:
-    """Choose the best token of all ranks. Among equal tokens the first counts: `max` finds the first of equal values,
-    and ranks are in the order of their tokens."""
+    """Choose the best token of all ranks.
+
+    Among equal logits the first token wins: `max` returns the first of equal values, and the ranks are in the order of
+    their tokens.
+    """
     start = place_in(group)[0] * logits.shape[-1]
     if start + logits.shape[-1] > vocabulary:
         tokens = torch.arange(start, start + logits.shape[-1], device=logits.device)
@@ -154,4 +159,4 @@ def _best_on_ranks(logits: Tensor, vocabulary: int, group: Group) -> Tensor:
     bests, places = start_gather(own[None], 0, group)().unbind(-1)  # (ranks, B)
     most, rank = bests.max(0)
     token = places.gather(0, rank[None])[0].long()
-    return torch.where(most > -torch.inf, token, -1)  # false for NaN, which exceeds everything
+    return torch.where(most > -torch.inf, token, -1)  # `max` returns NaN if there is one, and NaN > -inf is false

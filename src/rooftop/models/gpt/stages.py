@@ -1,12 +1,12 @@
-"""The stages of a `Gpt` on a pipeline rank: the same model, initial values and masks as in one process.
+"""The pipeline stages of a `Gpt` on one rank, with the same initial values and dropout masks as in a single process.
 
     schedule = schedule_of("1f1b", layout.pp, micro_batches=8)
     model = parallel_gpt_stages(config, layout, groups, schedule, length=256, seed=1, device=world.device)
     pipeline = Pipeline(schedule, group=groups["pp"], shape=model.shape_between(micro_batch, length), ...)
     losses = pipeline.run(lambda stage, number, x: model(stage, tokens[number] if x is None else x, ...))
 
-Layers are divided among stages so that the slowest rank is as fast as possible and, among such divisions, the slowest
-stage. The first stage also has the embedding, and the last one the head.
+Layers are divided among stages so that the slowest rank is as fast as possible. Among such divisions, the slowest stage
+is as fast as possible. The first stage also has the embedding, and the last stage the head.
 """
 
 from __future__ import annotations
@@ -35,17 +35,21 @@ EMBEDDING, HEAD = "embedding.tokens.weight", "head.output.weight"
 
 
 SLOWER_ATTENTION = ((64, 2.5), (math.inf, 1.5))
-"""(up to this many features of a head, weight of attention's flops). In a training step, attention has 3.5 times the
-flops of its forward, products 3 times. Attention's rate is 0.46 and 0.77 of that of products
-(`results/h100/context_attention.json`)."""
+"""(maximum number of features of a head, weight of attention's flops).
+
+In a training step, attention has 3.5 times the flops of its forward pass; matrix products have 3 times. The flops rate
+of attention is 0.46 and 0.77 of the rate of matrix products (`results/h100/context_attention.json`).
+"""
 FLOPS_OF_BYTE = 250
-"""The flops of matrix products that take as long as one byte of memory traffic, on an H100 and an H200."""
+"""The number of matrix-product flops that take as long as one byte of memory traffic, on an H100 and an H200."""
 ELEMENT = 2  # bytes
 
 
 def whole_name(config: GptConfig, name: str) -> str:
-    """The name of a rank's parameter in the whole model; a tied weight has the embedding's name, even in a stage
-    without an embedding."""
+    """The name of a stage's parameter in the whole model.
+
+    A tied weight has the embedding's name, even in a stage without an embedding.
+    """
     return EMBEDDING if config.tied and name == HEAD else name
 
 
@@ -53,17 +57,17 @@ def whole_name(config: GptConfig, name: str) -> str:
 
 
 def layers_of_stages(config: GptConfig, placement: Sequence[Sequence[int]], length: int) -> list[range]:
-    """The layers of each stage, so that the slowest rank takes the least time.
+    """Divide the layers among stages, so that the slowest rank takes the least time.
 
-    Time is counted in flops of matrix products. Flops of attention count several times, because its kernels are slower.
-    Bytes of norms, activations and sums count as the flops that take the same time. On an H100 the head of llama-1b
-    takes as long as 0.85 layers of 4,096 tokens; the estimate is 0.86. The embedding is a lookup and counts as its
-    bytes.
+    The cost model measures time in flops of matrix products. A flop of attention counts several times, because its
+    kernels are slower. Bytes of norms, activations and sums count as the flops that take the same time. The embedding
+    is a lookup and counts as its bytes. On an H100 the head of llama-1b takes as long as 0.85 layers of 4,096 tokens;
+    the estimate is 0.86.
 
     Args:
         config: config of the whole model.
         placement: the stages of each rank (`Schedule.placement`).
-        length: tokens of a sequence: attention's flops grow with it.
+        length: tokens of a sequence; the flops of attention grow with it.
 
     Raises:
         ValueError: there are fewer layers than stages.
@@ -80,13 +84,13 @@ def layers_of_stages(config: GptConfig, placement: Sequence[Sequence[int]], leng
 
 
 def _cost_of_layer(config: GptConfig, layer: int, length: int) -> float:
-    """Forward cost of a token; backward costs about twice as much everywhere."""
+    """Cost of a layer's forward pass per token; backward costs about twice as much in all layers."""
     window = config.window_of(layer)
     seen = min(length, window or length)
     pairs = seen * (seen + 1) // 2 + (length - seen) * seen
     attention = 4 * config.query_width * pairs / length
     hidden = config.hidden * (3 if config.activation == "swiglu" else 2)
-    elements = 13 * config.width + hidden  # two norms with residuals, rotations; the activation
+    elements = 13 * config.width + hidden  # two norms with residuals and the rotation, then the activation
     slower = next(times for features, times in SLOWER_ATTENTION if config.head_features <= features)
     return 2 * config.layer_weights + slower * attention + FLOPS_OF_BYTE * ELEMENT * elements
 
@@ -94,18 +98,17 @@ def _cost_of_layer(config: GptConfig, layer: int, length: int) -> float:
 def divided(
     costs: Sequence[float], placement: Sequence[Sequence[int]], first: float = 0, last: float = 0
 ) -> list[range]:
-    """Divide consecutive items into parts of at least one item, which are placed on ranks, so that the most expensive
-    rank costs little.
+    """Divide consecutive items into parts of at least one item, to minimize the cost of the most expensive rank.
 
-    With one part per rank, the most expensive part is as cheap as possible. Among such divisions, the sum of squares is
-    the least, so that the other parts are as equal as possible. If costs are equal, the first parts get more items.
-    With several parts per rank, the result is a local optimum: moving one item to another part (and shifting those in
-    between) makes neither the ranks nor the parts cheaper.
+    With one part per rank, the result is optimal. Among the optimal divisions, it has the least sum of squared costs,
+    so that the other parts are as equal as possible. If these sums are equal too, the first parts get more items. With
+    several parts per rank, the result is a local optimum: moving one item to another part (and shifting the items in
+        between) makes neither the ranks nor the parts cheaper.
 
     Args:
         costs: cost of each item; at least as many items as parts.
-        placement: the numbers of each rank's parts. first, last: costs of the first and the last part besides their
-        items.
+        placement: the numbers of each rank's parts.
+        first, last: costs of the first and the last part in addition to their items.
     """
     sums, parts = [0.0, *accumulate(costs)], sum(map(len, placement))
 
@@ -113,8 +116,7 @@ def divided(
         return sums[end] - sums[start] + (first if part == 0 else 0) + (last if part == parts - 1 else 0)
 
     def measured(ends: Sequence[int]) -> tuple[float, float, float]:
-        """The costs of the most expensive rank and of the most expensive part, and the sums of squares of ranks and of
-        parts."""
+        """Return the cost of the most expensive rank and of the most expensive part, and the sum of squared costs."""
         of_parts = [cost(part, *span) for part, span in enumerate(pairwise([0, *ends]))]
         of_ranks = [sum(of_parts[part] for part in held) for held in placement]
         return max(of_ranks), max(of_parts), sum(each * each for each in (*of_ranks, *of_parts))
@@ -130,7 +132,7 @@ def divided(
 
 
 def _neighbours(ends: Sequence[int]) -> Iterator[list[int]]:
-    """The divisions in which one part has one item less and another part one item more."""
+    """Yield the divisions in which one part has one item less and another part one item more."""
     sizes = [end - start for start, end in pairwise([0, *ends])]
     for giver, taker in permutations(range(len(sizes)), 2):
         if sizes[giver] > 1:
@@ -144,7 +146,7 @@ def _best(
     joined: Callable[[float, float], float],
     limit: float,
 ) -> tuple[float, list[int]]:
-    """(the least total cost of the parts, their ends), if no part costs more than the limit."""
+    """Find the cheapest division whose parts cost at most the limit; returns (total cost, ends of the parts)."""
     # best[end]: the best division of the items before `end` into the parts so far
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
     for part in range(parts):
@@ -165,8 +167,9 @@ def _best(
 class GptStages(nn.Module):
     """The stages of a `Gpt` on a pipeline rank: one stage, or several that are not adjacent.
 
-    Parameters have the names of the whole model. If the first and last stage are on different ranks and the head is
-    tied to the embedding, both hold the weight: `ModelGradients(..., tied=model.tied)` sums its gradients.
+    Parameters have the same names as in the whole model. If the first and last stage are on different ranks and the
+    head is tied to the embedding, both ranks hold the weight: `ModelGradients(..., tied=model.tied)` sums its
+        gradients.
 
     Args:
         config: config of the whole model.
@@ -176,7 +179,7 @@ class GptStages(nn.Module):
     Attributes:
         stages: stages of this rank, by number.
         embedding, layers, head: the modules of all stages on this rank; None if there is none.
-        masks: the dropouts of all stages on this rank; their `place` is that of the next forward pass.
+        masks: the dropouts of all stages on this rank; their `place` says where the next forward pass draws its masks.
         tied: the name of the weight that another rank holds too; None if there is none.
         shared: whether the parameters are sharded over data ranks.
     """
@@ -197,7 +200,7 @@ class GptStages(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Tie the head's weight to the embedding's, if the config says so and both are here."""
+        """Tie the head's weight to the embedding's, if the config says so and this rank has both."""
         if self.config.tied and self.embedding is not None and self.head is not None:
             self.head.output.weight = self.embedding.tokens.weight
 
@@ -206,7 +209,7 @@ class GptStages(nn.Module):
         return whole_name(self.config, name)
 
     def shape_between(self, batch: int, length: int) -> tuple[int, int, int]:
-        """Shape of the tensors between stages, (B, S, W): S is this rank's part after context and sequence parallelism.
+        """Shape (B, S, W) of the tensors between stages; S counts this rank's positions only.
 
         Raises:
             ValueError: the sequence cannot be split among the ranks.
@@ -215,19 +218,20 @@ class GptStages(nn.Module):
         if length % ranks:
             raise ValueError(
                 f"a sequence of {length} cannot be split among {ranks} context and sequence parallel ranks: pad "
-                "it to a multiple of them"
+                "it to a multiple of their number"
             )
         return batch, length // ranks, self.config.width
 
     def begin_step(self) -> None:
-        """For a sharded model: keep gathered parameters, and do not sum gradients until `end_step`."""
+        """Begin a step of a sharded model: keep gathered parameters, and do not sum gradients until `end_step`."""
         if self.shared:
             self._at_the_end(False)
 
     def end_step(self) -> None:
-        """For a sharded model: sum the gradients of all micro-batches, and free the gathered parameters.
+        """End a step of a sharded model: sum the gradients of all micro-batches, and free the gathered parameters.
 
-        A backward of the whole sharded model does this for each part that has not done so. It computes no gradients.
+        This runs a backward pass of the whole sharded model without computing gradients; FSDP then reduces and frees
+        each part that it has not reduced yet.
         """
         if self.shared:
             self._at_the_end(True)
@@ -269,22 +273,22 @@ def parallel_gpt_stages(
     dtype: torch.dtype = torch.float32,
     compute_dtype: torch.dtype | None = None,
 ) -> GptStages:
-    """Create this rank's stages of a model, with their initial values; the whole model is never created.
+    """Create this rank's pipeline stages of a model, with initial values; no process ever holds the whole model.
 
     Args:
         config: config of the whole model.
         layout: the layout of the ranks; the schedule must be for its `pp`.
         groups: `layout.process_groups()`.
         schedule: says which stages this rank has.
-        length: tokens of a sequence, which matter for dividing layers among stages.
+        length: tokens of a sequence, which influence the division of layers among stages.
         seed, recompute, halves, context, device, dtype: as in `rooftop.models.parallel_gpt`.
-        fully_shard: whether each stage is sharded over data ranks (`rooftop.parallel.fully_sharded`). Its parameters
-            are gathered once a step, and its gradients summed once, between `begin_step` and `end_step` of the result.
+        fully_shard: whether each stage is sharded over data ranks (`rooftop.parallel.fully_sharded`). Parameters are
+            then gathered once per step, and gradients summed once per step, between `begin_step` and `end_step`.
         compute_dtype: for a sharded model, as in `rooftop.models.fully_sharded_gpt`.
 
     Raises:
-        ValueError: a layout that does not fit the processes, the model or the schedule; there are fewer layers than
-            stages. The error is the same on every rank, before any communication.
+        ValueError: the layout does not fit the processes, the model or the schedule, or there are fewer layers than
+            stages. All ranks raise the same error, before any communication.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     config.check_layout(layout, world, layers=config.layers)
@@ -325,7 +329,7 @@ def parallel_gpt_stages(
 
 def _share(model: GptStages, data: Group, device: torch.device, dtype: torch.dtype | None, seed: int) -> None:
     """Shard the parameters on the meta device over data ranks, and fill them with initial values."""
-    from rooftop.parallel.sharded_data import fully_sharded  # with PyTorch's DTensor, which takes most of a second
+    from rooftop.parallel.sharded_data import fully_sharded  # imports PyTorch's DTensor, which takes most of a second
 
     ends = [end for end in (model.embedding, model.head) if end is not None]
     tied_here = model.config.tied and len(ends) == 2

@@ -1,13 +1,13 @@
-"""A decoder-only transformer's sizes and switches, its parameters and flops.
+"""The config of a decoder-only transformer: its sizes and switches, and its numbers of parameters and flops.
 
     config = GptConfig(vocabulary=256, layers=2, width=64, heads=4, kv_heads=4, hidden=256, positions=100)
     config.parameters                    # 122880
     config.flops_per_token(100)          # of a training step
     small = replace(config, layers=1)    # dataclasses.replace
 
-Besides GPT-2 and Llama: Jiang et al. 2023, "Mistral 7B" (a sliding window of attention); Yang et al. 2024, "Qwen2
-Technical Report" (biases of queries, keys and values); Yang et al. 2025, "Qwen3 Technical Report" (norms of queries and
-keys). `rooftop.models.gpt.configs` has published configurations.
+The switches cover GPT-2, Llama, and: Jiang et al. 2023, "Mistral 7B" (sliding-window attention); Yang et al. 2024,
+"Qwen2 Technical Report" (biases of queries, keys and values); Yang et al. 2025, "Qwen3 Technical Report" (norms of
+queries and keys). `rooftop.models.gpt.configs` has published configurations.
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ class GptConfig:
     """Sizes and switches of a decoder.
 
     Attributes:
-        vocabulary: tokens, V.
-        layers: L.
+        vocabulary: number of tokens, V.
+        layers: number of layers, L.
         width: features of a position, W.
-        heads: number of heads of the queries.
-        kv_heads: number of heads of keys and values; it divides `heads`. If it is smaller than `heads`, this is
-            grouped-query attention.
-        head_size: features of a head; None: W divided by the heads.
-        hidden: features inside of the MLP.
+        heads: number of query heads.
+        kv_heads: number of key-value heads, a divisor of `heads`. A smaller number than `heads` means grouped-query
+            attention.
+        head_size: features of a head; None: W divided by the number of heads.
+        hidden: features in the hidden layer of the MLP.
         positions: the maximum length of a sequence.
         norm: "layer" or "rms", before each sublayer and after the last one.
-        position: "learned", a vector for each position that is added to the token's; or "rope", rotary embeddings of
-            queries and keys, in pairs (i, i + D / 2).
+        position: "learned" adds a learned vector per position to the token embedding; "rope" rotates queries and keys,
+            in pairs of features (i, i + D / 2).
         rope_base: base of the angles, position / rope_base ** (2 i / D). Ignored for learned positions.
         rope_scaling: scaling of the frequencies for longer texts; None: no scaling.
         activation: activation of the MLP, "gelu", "gelu_tanh" or "swiglu" (with a gate).
-        biases: whether linear layers and layer norms have biases; an RMS norm and the head have none. qkv_biases,
-        out_biases, mlp_biases: the same for the linear layers of queries, keys and values, of attention's result, and
-        of the MLP, if they differ from `biases`; None: as `biases`.
-        head_norms: RMS norms of each head's queries and keys, before rotation.
-        window: number of positions that a position sees, including itself; None: all positions up to itself.
-        window_layers: the layers whose attention has the window; None: all.
+        biases: whether linear layers and layer norms have biases. RMS norms and the head never have biases. qkv_biases,
+        out_biases, mlp_biases: whether the linear layers of queries, keys and values, of attention's result, and of the
+            MLP have biases; None: as `biases`.
+        head_norms: whether RMS norms normalize each head's queries and keys before the rotation.
+        window: number of positions to which a position attends, including itself; None: to all positions up to itself.
+        window_layers: numbers of the layers whose attention has the window; None: all layers.
         tied: whether head and embedding share their weight.
-        dropout: probability for the embedding and for the result of each sublayer.
-        attention_dropout: probability for the weights of attention. If it is not 0, plain PyTorch computes attention
-            instead of a kernel.
+        dropout: dropout probability of the embedding and of each sublayer's result.
+        attention_dropout: dropout probability of the attention weights. If it is above 0, PyTorch operators compute
+            attention instead of a fused kernel.
         epsilon: epsilon of the norms.
 
     Raises:
-        ValueError: a size is not a positive int, heads do not fit, a probability is outside 0..1, or there is an
-            unknown switch.
+        ValueError: a size is not a positive int, the heads do not divide the width, a probability is outside 0..1, or a
+            switch is unknown.
     """
 
     vocabulary: int
@@ -117,7 +117,7 @@ class GptConfig:
                 "even number"
             )
         if self.rope_scaling is not None and self.position != "rope":
-            raise ValueError("GptConfig: rope_scaling belongs to position='rope', got learned positions")
+            raise ValueError("GptConfig: rope_scaling is only for position='rope', got learned positions")
         if self.window_layers is not None and (self.window is None or not self._are_layers(self.window_layers)):
             raise ValueError(
                 f"GptConfig: window_layers must be distinct numbers of the {self.layers} layers, together with a "
@@ -129,7 +129,7 @@ class GptConfig:
         return len(set(numbers)) == len(numbers) and set(numbers) <= set(range(self.layers))
 
     def _write_in_one_way(self) -> None:
-        """Write equivalent settings the same way, so that configs of the same model are equal."""
+        """Normalize equivalent settings, so that configs of the same model compare equal."""
         found: dict[str, Any] = {}
         if self.head_size is not None and self.head_size * self.heads == self.width:
             found["head_size"] = None
@@ -154,12 +154,12 @@ class GptConfig:
 
     @property
     def query_width(self) -> int:
-        """Features of the queries of a position."""
+        """Number of query features of a position, over all heads."""
         return self.heads * self.head_features
 
     @property
     def kv_width(self) -> int:
-        """Features of the keys of a position, and of its values."""
+        """Number of key features of a position, over all heads; it has the same number of value features."""
         return self.kv_heads * self.head_features
 
     @property
@@ -169,7 +169,7 @@ class GptConfig:
 
     @property
     def has_out_bias(self) -> bool:
-        """Whether attention's result has a bias."""
+        """Whether the output projection of attention has a bias."""
         return self.biases if self.out_biases is None else self.out_biases
 
     @property
@@ -178,11 +178,10 @@ class GptConfig:
         return self.biases if self.mlp_biases is None else self.mlp_biases
 
     def of_rank(self, ranks: int) -> GptConfig:
-        """The sizes of the part that each of `ranks` tensor parallel ranks holds: its heads, hidden features and
-        tokens.
+        """The config of one tensor parallel rank's part: its heads, hidden features and tokens.
 
-        The result's `parameters` are those of one rank, including the padding of the vocabulary. If there are fewer
-        `kv_heads` than ranks, each rank has one. The ranks must fit, as `rooftop.parallel.Layout.check` says.
+        The result's `parameters` counts one rank's parameters, including the padding of the vocabulary. With fewer
+        `kv_heads` than ranks, each rank has one. `rooftop.parallel.Layout.check` says which numbers of ranks are valid.
         """
         if ranks == 1:
             return self
@@ -196,7 +195,7 @@ class GptConfig:
         )
 
     def check_layout(self, layout: Layout, ranks: int, **more: Any) -> None:
-        """`layout.check` with this model's sizes that tensor ranks split; `more` are other arguments of it.
+        """Call `layout.check` with the sizes that tensor parallel ranks split, and with the arguments `more`.
 
         Raises:
             ValueError: as `rooftop.parallel.Layout.check`.
@@ -212,7 +211,7 @@ class GptConfig:
         )
 
     def window_of(self, layer: int) -> int | None:
-        """The window of a layer's attention; None: it attends to all positions up to its own."""
+        """The window of a layer's attention; None: no window."""
         return self.window if self.window_layers is None or layer in self.window_layers else None
 
     @property
@@ -222,13 +221,13 @@ class GptConfig:
 
     @property
     def layer_weights(self) -> int:
-        """Elements of a layer's matrices, by which each token is multiplied."""
+        """The number of elements of a layer's matrices, each of which costs one multiply-add per token."""
         attention = self.width * (2 * self.query_width + 2 * self.kv_width)
         return attention + self.width * self.hidden * (3 if self.activation == "swiglu" else 2)
 
     @property
     def parameters(self) -> int:
-        """Elements of all parameters; those of a tied head count once."""
+        """The number of elements of all parameters; a tied weight counts once."""
         norm = self.width * (2 if self.norm == "layer" and self.biases else 1)
         up = self.hidden * (2 if self.activation == "swiglu" else 1)
         biases = self.query_width + 2 * self.kv_width if self.has_qkv_biases else 0
@@ -240,14 +239,14 @@ class GptConfig:
         return embeddings * self.width + self.layers * (self.layer_weights + biases + 2 * norm) + norm
 
     def flops_per_token(self, length: int, training: bool = True) -> int:
-        """Flops of the matrix products of a sequence, divided by its tokens.
+        """The flops of all matrix products of a sequence, divided by its number of tokens.
 
-        Attention counts the pairs that a causal mask keeps, half of all pairs: (length + 1) / 2 keys per token, or
-        fewer with a window. An embedding is a look-up and counts nothing; recomputation is not counted.
+        Attention counts only the pairs that a causal mask keeps, about half of all pairs: (length + 1) / 2 keys per
+            token, or fewer with a window. The lookup of the embedding and recomputation are not counted.
 
         Args:
             length: tokens of the sequence.
-            training: count forward and backward, which is three times the forward pass; otherwise only forward.
+            training: count forward and backward, three times the forward flops. False: count only forward.
 
         Raises:
             ValueError: the length is not positive.
@@ -258,5 +257,5 @@ class GptConfig:
         windowed, seen = self.windowed_layers, min(length, self.window or length)
         pairs = (self.layers - windowed) * length * (length + 1) // 2
         pairs += windowed * (seen * (seen + 1) // 2 + (length - seen) * seen)
-        attention = 4 * self.query_width * pairs // length  # 2 flops, 2 products
+        attention = 4 * self.query_width * pairs // length  # two matrix products, 2 flops per multiply-add
         return (products + attention) * (3 if training else 1)

@@ -1,6 +1,6 @@
-"""Convert text to tokens and back, with the `tokenizer.json` in the weights' folder, or with one token per byte.
+"""Convert text to tokens and back, with the `tokenizer.json` beside the weights, or with one token per byte.
 
-Text that arrives token by token can end within a character: `Decoder` holds back incomplete characters.
+When tokens are decoded one by one, a character can be incomplete: `Decoder` holds it back.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any, Protocol
 from rooftop.errors import InputError, MissingExtraError
 
 TOKENIZER = "tokenizer.json"
-UNFINISHED = "�"  # a decoder's output for bytes that are not a whole character
+UNFINISHED = "�"  # a tokenizer decodes an incomplete character to this
 
 
 class Tokenizer(Protocol):
-    """Text to tokens and back."""
+    """Converts text to tokens and back."""
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, including those that a model expects at its beginning."""
+        """Convert a text to tokens, including the special tokens that a model expects at the beginning."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without special tokens; U+FFFD if they end within a character."""
+        """Convert tokens to text, without special tokens; an incomplete character at the end becomes U+FFFD."""
 
 
 class ByteTokenizer:
-    """A token for each byte of UTF-8; tokens beyond 255 are shown by their number, as <1234>."""
+    """A tokenizer with one token per byte of UTF-8; a token above 255 is decoded to its number, as <1234>."""
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -43,7 +43,7 @@ class FileTokenizer:
         path: the file.
 
     Raises:
-        InputError: it does not exist or is damaged.
+        InputError: the file does not exist or is damaged.
         MissingExtraError: `tokenizers` is not installed.
     """
 
@@ -59,7 +59,7 @@ class FileTokenizer:
             raise MissingExtraError('tokenizer.json needs tokenizers: pip install "rooftop[text]"') from error
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library has no error class of its own
+        except Exception as error:  # tokenizers raises plain Exception
             raise InputError(f"{path} is damaged or not a tokenizer ({error})") from error
 
     def encode(self, text: str) -> list[int]:
@@ -70,11 +70,12 @@ class FileTokenizer:
 
 
 def stop_tokens(folder: Path) -> list[int]:
-    """The tokens that end a text, from the folder's generation_config.json or, without that, config.json; empty if
-    neither has any.
+    """Read the tokens that end a text from the folder's generation_config.json, or from its config.json.
+
+    The result is empty if neither file names any.
 
     Raises:
-        InputError: one of them cannot be read.
+        InputError: a file cannot be read, or `eos_token_id` is invalid.
     """
     for name in ("generation_config.json", "config.json"):
         path = folder / name
@@ -95,18 +96,18 @@ def stop_tokens(folder: Path) -> list[int]:
 
 
 class Decoder:
-    """The text of tokens as they arrive.
+    """Decodes tokens to text one by one.
 
     Args:
         tokenizer: the model's tokenizer.
-        prompt: the preceding tokens; the text of the first new token may depend on them, such as its space.
+        prompt: the preceding tokens; the text of the first new token may depend on them, e.g. a leading space.
     """
 
-    CONTEXT = 5  # earlier tokens that are decoded again, because a decoder joins or cuts text at the beginning
+    CONTEXT = 5  # number of earlier tokens to decode again, because a tokenizer may change the beginning of a text
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer, self._tokens = tokenizer, list(prompt)
-        self._told = len(self._tokens)  # tokens whose text was returned
+        self._told = len(self._tokens)  # number of tokens whose text was returned
         self._begin = max(0, self._told - self.CONTEXT)
 
     def add(self, token: int) -> str:
@@ -119,7 +120,7 @@ class Decoder:
         return text
 
     def rest(self) -> str:
-        """At the end, return the text that was held back."""
+        """Return the text that was held back; call this after the last token."""
         text = self._new()
         self._told = len(self._tokens)
         return text

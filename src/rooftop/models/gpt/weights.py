@@ -1,14 +1,14 @@
-"""Weights of Hugging Face's GPT-2 and Llama in a `Gpt`, and back.
+"""Load weights of Hugging Face's GPT-2 and Llama families into a `Gpt`, and save a `Gpt` in their format.
 
     model = load_gpt("Llama-2-7b-hf/")     # config.json and *.safetensors
-    save_gpt(model, "mine/")               # which transformers' from_pretrained reads
+    save_gpt(model, "mine/")               # for transformers' from_pretrained
 
-Files are read and written one tensor at a time, directly into parameters: a model, or a stage of one, never exists
-twice. If a tensor is split among ranks, each reads only its own rows and columns; to write, ranks join one file's
-tensors at a time. `rooftop.models.gpt.keys` has the names, and says what is packed and transposed.
+Tensors are read one at a time, directly into the parameters, so memory never holds two copies of a model. If a tensor
+is split among ranks, each rank reads only its own rows and columns. To write, ranks gather the tensors of one file at a
+time. `rooftop.models.gpt.keys` lists the names, and what is packed and transposed.
 
-If the config ties the head to the embedding but the files have another head, that head is kept, as in transformers: the
-model is then not tied.
+If the config ties the head to the embedding but the files contain a different head, the model is built untied, as in
+transformers.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ if TYPE_CHECKING:
 
 
 def gpt_state_dict(tensors: Mapping[str, Tensor], config: GptConfig) -> dict[str, Tensor]:
-    """The state dict of a `Gpt` from that of a GPT2LMHeadModel or a LlamaForCausalLM.
+    """Convert the state dict of a Hugging Face model, such as GPT2LMHeadModel, to the state dict of a `Gpt`.
 
-    It also converts gradients by their names, because packing and transposing apply to them as to weights.
+    Gradients by parameter name can be converted too: they are packed and transposed like the weights.
 
     Args:
-        tensors: the tensors by their keys, with or without the prefix of a model with a head. A tied weight may be
+        tensors: tensors by Hugging Face's keys; the prefix of a model with a head may be missing. A tied weight may be
             given as the embedding's, as the head's, or as both. Causal masks and rotary frequencies of older models are
-            ignored; a warning names those that do not follow from the config.
-        config: which of the two models it is, and the sizes.
+            ignored; a warning names those that differ from what the config determines.
+        config: the config of the model.
 
     Raises:
-        WeightsError: keys are missing or unexpected, tensors have another shape or are integers, or the head differs
-            from the embedding although the config ties them.
+        WeightsError: keys are missing or unexpected, a tensor has another shape or is not floating point, or the head
+            differs from the embedding although the config ties them.
         ValueError: the config is neither a GPT-2's nor a Llama's.
     """
     there, shapes = InMemory(tensors), shapes_of(config)
@@ -87,11 +87,12 @@ def gpt_state_dict(tensors: Mapping[str, Tensor], config: GptConfig) -> dict[str
 
 
 def hugging_face_state_dict(tensors: Mapping[str, Tensor], config: GptConfig) -> dict[str, Tensor]:
-    """Convert a whole `Gpt`'s state dict back to Hugging Face's keys. A tied head is omitted; tensors that are not
-    packed share memory.
+    """Convert the state dict of a whole `Gpt` to Hugging Face's keys.
+
+    A tied head is omitted. Tensors that are not packed share memory with the input.
 
     Raises:
-        WeightsError: a tensor of the model is missing, or its head is not the embedding although the config ties them.
+        WeightsError: a tensor is missing, or the head differs from the embedding although the config ties them.
         ValueError: the config is neither a GPT-2's nor a Llama's.
     """
     embedding, head = (tensors.get(f"{name}.weight") for name in ("embedding.tokens", "head.output"))
@@ -101,7 +102,7 @@ def hugging_face_state_dict(tensors: Mapping[str, Tensor], config: GptConfig) ->
 
 
 def _exported(tensors: Mapping[str, Tensor], config: GptConfig) -> Iterator[tuple[str, Tensor]]:
-    """Hugging Face's keys and tensors, each once, as views if possible."""
+    """Yield each of Hugging Face's keys with its tensor, as a view if possible."""
     for ours, source in sources(config).items():
         if config.tied and ours == "head.output.weight":
             continue
@@ -130,22 +131,21 @@ def load_gpt(
     dtype: torch.dtype | None = None,
     group: Group = None,
 ) -> Gpt:
-    """A model from a folder in Hugging Face's format: config.json, and one safetensors file or several and an index.
+    """Load a model from a folder in Hugging Face's format: config.json, and safetensors files with or without an index.
 
     Args:
-        folder: folder with these files. device, dtype: device and dtype of the parameters; float32 if not given,
-            whatever the files'
-        dtype is.
+        folder: folder with these files.
+        device, dtype: device and dtype of the parameters; float32 if not given, whatever the files' dtype is.
         group: tensor parallel ranks that share the model, each of which reads its own part; None: this process has the
             whole model.
 
     Returns:
-        The model, in training mode. It gets a separate head if the files' head differs from the embedding, whatever the
-        config says.
+        The model, in training mode. It has a separate head if the files' head differs from the embedding, even if the
+        config ties them.
 
     Raises:
         InputError: the folder or a file does not exist.
-        WeightsError: a file is damaged or of another kind of model, or tensors do not fit the config.
+        WeightsError: a file is damaged, the model is of another kind, or tensors do not fit the config.
         MissingExtraError: safetensors is not installed.
         ValueError: the ranks cannot split the heads or features.
     """
@@ -162,7 +162,7 @@ def empty_gpt(
     dtype: torch.dtype | None = None,
     group: Group = None,
 ) -> Gpt:
-    """A model, or a tensor parallel rank's part, whose parameters have memory but no values yet.
+    """Build a model, or a tensor parallel rank's part, with allocated but uninitialized parameters.
 
     Arguments and errors are those of `load_gpt`.
     """
@@ -172,11 +172,11 @@ def empty_gpt(
 
 
 def read_gpt_config(folder: str | Path) -> GptConfig:
-    """The config in a folder in Hugging Face's format.
+    """Read the config from a folder in Hugging Face's format.
 
     Raises:
         InputError: there is no config.json.
-        WeightsError: it is damaged, or not that of a known model.
+        WeightsError: config.json is damaged, or belongs to an unknown kind of model.
     """
     path = Path(folder) / CONFIG
     if not path.is_file():
@@ -188,7 +188,7 @@ def read_gpt_config(folder: str | Path) -> GptConfig:
 
 
 def config_of_files(config: GptConfig, path: str | Path) -> GptConfig:
-    """The config, untied if the files have another head than the embedding, as transformers loads them.
+    """Return the config, untied if the files' head differs from their embedding, as transformers loads them.
 
     Raises:
         InputError, WeightsError, MissingExtraError: as in `load_gpt`.
@@ -205,18 +205,21 @@ def config_of_files(config: GptConfig, path: str | Path) -> GptConfig:
 
 @torch.no_grad()
 def load_gpt_weights(model: Gpt | GptStages, path: str | Path) -> LoadReport:
-    """Copy weights from files into a model, a stage of one, or a rank's part; each reads only its own tensors.
+    """Copy weights from files into a model, a pipeline stage, or a rank's part.
 
-    Nothing is copied unless all keys are present and all tensors of the model fit. Ranks need not call it together.
+    Each rank reads only its own tensors.
+
+    If a key is missing or a tensor of the model does not fit, nothing is copied. Ranks need not call this together.
 
     Args:
-        model: on any device, with the config of the weights; also a result of `parallel_gpt` or `parallel_gpt_stages`.
+        model: a model with the config of the weights, on any device; also a result of `parallel_gpt` or
+            `parallel_gpt_stages`.
         path: a folder as in `load_gpt`, or one .safetensors file.
 
     Returns:
-        The report of loaded keys, for this stage or part. Ignored keys are in `unneeded_keys`: causal masks and rotary
-        frequencies of older files, and a head equal to the embedding. A warning names masks and frequencies that do not
-        follow from the config.
+        The report of loaded keys, for this stage or part. Its `unneeded_keys` are the ignored keys: causal masks and
+            rotary frequencies of older files, and a head equal to the embedding. A warning names masks and frequencies
+            that differ from what the config determines.
 
     Raises:
         InputError, MissingExtraError: as in `load_gpt`.
@@ -257,13 +260,15 @@ def load_gpt_weights(model: Gpt | GptStages, path: str | Path) -> LoadReport:
 
 
 def _whole_shape(held: Tensor, shard: Shard | None) -> tuple[int, ...]:
-    """The shape of the whole tensor, a part of which this rank holds. Its first dimension is unknown, and not needed,
-    if the part is only padding."""
+    """The shape of the whole tensor of which this rank holds a part.
+
+    If the part is only padding, the first dimension is unknown and not needed.
+    """
     return shard.pieces[0].box.shape if shard is not None and shard.pieces else tuple(held.shape)
 
 
 def _held(held: Tensor, shard: Shard | None) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-    """A rank's part of a tensor, in pieces, each with its start in the whole tensor; padding becomes 0."""
+    """Yield the pieces of a rank's part of a tensor, each with its start in the whole tensor; sets padding to 0."""
     if shard is None:
         yield held, (0,) * held.dim()
         return
@@ -274,9 +279,9 @@ def _held(held: Tensor, shard: Shard | None) -> Iterator[tuple[Tensor, tuple[int
 
 
 def _fill(place: Tensor, start: tuple[int, ...], source: Source, given: Mapping[str, str], files: TensorFiles) -> None:
-    """Copy the files' rows from `start` on into a tensor, from all file tensors that contain them."""
+    """Fill a tensor with rows of the files, from row `start` on; the rows may lie in several tensors of the files."""
     columns = None if place.dim() == 1 else (start[1], start[1] + place.shape[1])
-    row = 0  # where the next file tensor begins
+    row = 0  # first row of the next file tensor
     for key, rows in zip(source.keys, source.rows, strict=True):
         first, last = max(start[0], row), min(start[0] + place.shape[0], row + rows)
         if first < last:
@@ -286,26 +291,26 @@ def _fill(place: Tensor, start: tuple[int, ...], source: Source, given: Mapping[
 
 
 def save_gpt(model: Gpt, folder: str | Path, *, file_bytes: int = 5 * 10**9) -> None:
-    """Write a whole model in Hugging Face's format: config.json, and one safetensors file or several and an index.
+    """Write a whole model in Hugging Face's format: config.json, and one safetensors file, or several with an index.
 
-    The folder appears when everything is written. Besides the model, at most one file's tensors are in memory. If a
-    model is split among ranks, as by `parallel_gpt`, all tensor parallel ranks of one group call this. The first of
-    them writes, and the others return when the folder is complete.
+    The folder is renamed into place when everything is written. Besides the model, at most one file's tensors are in
+    memory. If a model is split among ranks, as by `parallel_gpt`, all tensor parallel ranks of one group must call
+    this. The first rank writes, and the others return when the folder is complete.
 
     Args:
-        model: on any device.
-        folder: a new or empty one.
+        model: the model, on any device.
+        folder: a new or an empty folder.
         file_bytes: the maximum total size of a file's tensors, unless a single tensor is larger.
 
     Raises:
-        InputError: the folder is not empty; on all ranks.
+        InputError: the folder is not empty; all ranks raise this.
         WeightsError: the head differs from the embedding although the config ties them.
-        ValueError: the model is a stage, or neither a GPT-2 nor a Llama.
+        ValueError: the model is a pipeline stage, or Hugging Face has no such model.
         MissingExtraError: safetensors is not installed.
     """
     folder = Path(folder)
     if model.embedding is None or model.head is None or len(model.layers) != model.config.layers:
-        raise ValueError("save_gpt: expected a whole model, got a stage")
+        raise ValueError("save_gpt: expected a whole model, got a pipeline stage")
     config = hugging_face_config(model.config) | {"dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
     writes = model.group is None or dist.get_rank(model.group) == 0
     if _on_any_rank(model, model.config.tied and not equal(model.head.output.weight, model.embedding.tokens.weight)):
@@ -323,11 +328,11 @@ def save_gpt(model: Gpt, folder: str | Path, *, file_bytes: int = 5 * 10**9) -> 
         if model.group is not None:
             dist.barrier(model.group)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # does not exist if all went well
+        shutil.rmtree(partial, ignore_errors=True)  # after success it does not exist any more
 
 
 def _on_any_rank(model: Gpt, said: bool) -> bool:
-    """Whether the condition holds on any tensor parallel rank, so that all ranks continue in the same way."""
+    """Whether a condition holds on any tensor parallel rank; all ranks get the same answer."""
     if model.group is None:
         return said
     together = torch.tensor([int(said)], device=next(model.parameters()).device)
@@ -376,7 +381,10 @@ def _write(model: Gpt, folder: Path, file_bytes: int, writes: bool) -> None:
 
 @dataclass(frozen=True)
 class _Joined(Mapping[str, Tensor]):
-    """The whole tensors of a model that may be split among ranks. On request, all ranks together join a tensor."""
+    """The whole tensors of a model that may be split among ranks.
+
+    Reading a tensor is a collective call that gathers it.
+    """
 
     model: Gpt
     state: Mapping[str, Tensor]
@@ -389,7 +397,7 @@ class _Joined(Mapping[str, Tensor]):
             return held
         whole = held.new_zeros(self.shapes[ours])
         for piece, part in shard.parts(held):
-            if piece.first:  # the other ranks hold the same
+            if piece.first:  # the other ranks hold copies
                 whole[tuple(slice(a, a + n) for a, n in zip(piece.box.start, piece.box.size, strict=True))] = part
         dist.all_reduce(whole, group=self.model.group)
         return whole

@@ -1,9 +1,9 @@
 """Point clouds: read .ply and .npy files, write .ply files, and draw clouds.
 
-`read` and `write` support the three encodings of the PLY format (Turk 1994). MeshLab, CloudCompare and Blender open the
-files of `write`. `draw` needs no display. Each point is a disc in a depth buffer; nearer points are larger. Surfaces
-behind an object are darkened at its outline (Boucheny 2009, "eye-dome lighting"). Otherwise, points of one colour would
-merge into one area.
+`read` supports the three encodings of the PLY format (Turk 1994). MeshLab, CloudCompare and Blender open the files of
+`write`. `draw` needs no display. It draws each point as a disc into a depth buffer; nearer points are larger. Surfaces
+behind an object are darkened at the object's outline (Boucheny 2009, "eye-dome lighting"), because points of one colour
+would otherwise merge into one area.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Colour = tuple[int, int, int]
 
 
 class Cloud(NamedTuple):
-    """N points.
+    """A point cloud of N points.
 
     Attributes:
         xyz: float32 or float64 (N, 3), in metres, z up.
-        intensity: float32 (N,) in 0..1, of the reflected light; None if unknown.
-        labels: int64 (N,), numbers of classes; None if unknown.
+        intensity: float32 (N,), intensity of the reflected light in 0..1; None if unknown.
+        labels: int64 (N,), class numbers; None if unknown.
     """
 
     xyz: Tensor
@@ -52,21 +52,21 @@ TYPES = {
     **dict.fromkeys(("double", "float64"), "f8"),
 }
 ENCODINGS = {"ascii": None, "binary_little_endian": "<", "binary_big_endian": ">"}
-# names of the intensity in files of scanners and programs
+# names that scanners and programs give to the intensity
 INTENSITIES = ("intensity", "scalar_intensity", "reflectance", "remission")
 LABELS = ("label", "scalar_label", "class", "classification")
 LONGEST_LINE = 1 << 16  # bytes
 
 
 def read(path: Path) -> Cloud:
-    """Read the cloud of a .ply file, or of a .npy file with (N, 3) coordinates or (N, 4) coordinates and intensity.
+    """Read a cloud from a .ply file, or from a .npy file: (N, 3) coordinates, or (N, 4) with an intensity.
 
-    Coordinates are float64, because those of maps are too large for float32. Integer intensities are divided by the
-    largest value of their type. Other intensities are divided by the largest in the file if that is above 1. Some
-    scanners write points that are not finite if no light returned; these are omitted.
+    Coordinates are float64, because map coordinates are too large for float32. Integer intensities are divided by the
+    largest value of their type. Floating-point intensities are divided by the largest intensity in the file if it is
+    above 1. Some scanners write non-finite points where no light returned; these points are omitted.
 
     Raises:
-        InputError: there is no such file, or it is not such a cloud.
+        InputError: the file does not exist, or is not a point cloud in one of these formats.
     """
     readers = {".ply": _read_ply, ".npy": _read_npy}
     if path.suffix.lower() not in readers:
@@ -91,7 +91,7 @@ def read(path: Path) -> Cloud:
 
 
 def _unit(values: NDArray[np.generic]) -> NDArray[np.float32]:
-    """Intensities in 0..1."""
+    """Scale intensities to 0..1."""
     known = np.nan_to_num(values.astype(np.float64), posinf=0.0, neginf=0.0)
     largest = max(1.0, known.max()) if values.dtype.kind == "f" else np.iinfo(values.dtype.str).max
     return (known / largest).clip(0, 1).astype(np.float32)
@@ -108,8 +108,7 @@ def _read_npy(path: Path) -> dict[str, NDArray[np.generic]]:
 
 
 class _Element(NamedTuple):
-    """An element of a PLY file: the number of its rows, and the name and numpy type of each property (None for a
-    list)."""
+    """An element of a PLY file: its number of rows, and the name and NumPy type of each property (None for a list)."""
 
     name: str
     rows: int
@@ -117,10 +116,10 @@ class _Element(NamedTuple):
 
 
 def _read_ply(path: Path) -> dict[str, NDArray[np.generic]]:
-    """The properties of the vertices, by their names in lower case."""
+    """Read the properties of the vertices; returns them by lower-case name."""
     with path.open("rb") as file:
         byte_order, elements = _ply_header(file)
-        for element in elements:  # the last element is the vertices
+        for element in elements:  # the last element holds the vertices
             if any(kind is None for _, kind in element.properties):
                 raise ValueError(
                     f"element {element.name} has lists: expected only numbers in elements up to the vertices"
@@ -139,8 +138,10 @@ def _read_ply(path: Path) -> dict[str, NDArray[np.generic]]:
 
 
 def _ply_header(file: BinaryIO) -> tuple[str | None, list[_Element]]:
-    """Read the header, up to where the data begin. Return the byte order (None for text) and the elements up to the
-    vertices."""
+    """Read the header; the file position is then at the data.
+
+    Returns the byte order (None for text), and the elements up to the vertices.
+    """
     if file.readline(LONGEST_LINE).strip() != b"ply":
         raise ValueError("it does not begin with the line 'ply'")
     encoding, elements = "", []
@@ -165,7 +166,7 @@ def _ply_header(file: BinaryIO) -> tuple[str | None, list[_Element]]:
 
 
 def _ascii_rows(file: BinaryIO, element: _Element, layout: np.dtype[np.void]) -> NDArray[np.void]:
-    """The rows that exist, one per line."""
+    """Read the rows of an element in a text file, one per line; stops at the end of the file."""
     found = np.zeros(element.rows, layout)
     for row in range(element.rows):
         words = file.readline(LONGEST_LINE).split()
@@ -202,16 +203,16 @@ def write(cloud: Cloud, path: Path, palette: Sequence[Colour]) -> None:
 
 # ---- pictures --------------------------------------------------------------------------------------------------
 
-THICKNESS = 0.005  # radius of a drawn point, for 100,000 points within distance 1 of their middle
+THICKNESS = 0.005  # radius of a drawn point in a cloud of 100,000 points and radius 1
 THICKEST = 0.02
 SMALLEST, LARGEST = 0.9, 7.0  # bounds of a point's radius, in pixels of the finer picture
-FINER = 2  # the picture is drawn this many times finer in each direction, then averaged
+FINER = 2  # supersampling: the picture is drawn this many times finer in each direction, then averaged
 NIGHT = (16, 19, 26)
 INK = (226, 230, 238)
 RIGHT, WRONG = (70, 76, 88), (255, 72, 66)
 
 
-PALETTE: tuple[Colour, ...] = (  # colours of labels without names
+PALETTE: tuple[Colour, ...] = (  # colours for labels without names
     (104, 98, 128),
     (214, 150, 214),
     (222, 186, 128),
@@ -226,11 +227,11 @@ PALETTE: tuple[Colour, ...] = (  # colours of labels without names
 
 
 class View(NamedTuple):
-    """The positions of N points in a picture. A point with a depth of 0 or less is not visible.
+    """N points projected to a picture. A point with a depth of 0 or less is not visible.
 
     Attributes:
         columns, rows: float32 (N,), in pixels.
-        depths: float32 (N,), in metres from the eye.
+        depths: float32 (N,), distance from the eye in metres.
         radii: float32 (N,), the radii of the points, in pixels.
     """
 
@@ -241,7 +242,7 @@ class View(NamedTuple):
 
 
 def from_the_side(xyz: Tensor, width: int, height: int) -> View:
-    """The view from a little behind and above, along the cloud's longer side, with its middle in the centre."""
+    """Project the cloud as seen along its longer side, from slightly behind and above, centred on its middle."""
     centre, along, reach = _extent(xyz)
     forward = torch.cat((along * 0.83, torch.tensor([-0.55])))
     forward = forward / forward.norm()
@@ -257,7 +258,7 @@ def from_the_side(xyz: Tensor, width: int, height: int) -> View:
 
 
 def from_above(xyz: Tensor, width: int, height: int) -> View:
-    """A map, with the cloud's longer side along the picture's longer side."""
+    """Project the cloud to a map, with its longer side along the picture's longer side."""
     centre, along, reach = _extent(xyz)
     across = torch.stack((-along[1], along[0]))
     flat = (xyz - centre)[:, :2] @ torch.stack((along, across), 1)  # (N, 2)
@@ -268,40 +269,39 @@ def from_above(xyz: Tensor, width: int, height: int) -> View:
 
 
 def _extent(xyz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The cloud's middle (3,), the direction (2,) in which it is longest, and the distance in m within which most
-    points are."""
+    """Find the cloud's middle (3,), its longest direction (2,), and the radius in metres that contains most points."""
     low, high = (xyz.kthvalue(_rank(len(xyz), share), 0).values for share in (0.1, 0.9))
     centre = (low + high) / 2
     flat = (xyz - centre)[:, :2]
     distances = flat.norm(dim=1)
     reach = distances.kthvalue(_rank(len(xyz), 0.9)).values.clamp(min=1e-3)
-    cells = (flat / reach * 20).round().unique(dim=0)  # each cell counts once, however many points it has
+    cells = (flat / reach * 20).round().unique(dim=0)  # each cell counts once, even with many points
     return centre, torch.linalg.eigh(cells.T @ cells).eigenvectors[:, 1], reach
 
 
 def _radius(count: int) -> float:
-    """The radius for this many points: fewer points are drawn larger."""
+    """The drawn radius of a point; if there are fewer points, they are drawn larger."""
     return min(THICKEST, THICKNESS * (1e5 / count) ** 0.5) / 2
 
 
 def _rank(count: int, share: float) -> int:
-    """The rank, counted from 1, of the value that has this share of the sorted values below it."""
+    """The rank, counted from 1, of a quantile: this share of the sorted values lies below it."""
     return min(count, 1 + int(share * count))
 
 
 def draw(view: View, colours: Tensor, width: int, height: int) -> Image.Image:
-    """A picture of N points, uint8 colours (N, 3)."""
+    """Draw N points with uint8 colours (N, 3)."""
     width, height = FINER * width, FINER * height
     radii, order = (FINER * view.radii).clamp(SMALLEST, LARGEST).where(view.depths > 0, -1.0).sort(descending=True)
     columns, rows, depths = FINER * view.columns[order], FINER * view.rows[order], view.depths[order]
-    # The nearest point of each pixel is the minimum of an integer that combines depth (in tenths of millimetres) and
-    # number.
+    # The minimum of an integer that combines depth (in tenths of millimetres) and index finds the nearest point of each
+    # pixel.
     keys = ((depths.double() * 1e4).long().clamp(max=(1 << 30) - 1) << 32) | order
     nearest = torch.full((height * width,), 1 << 62)
     reach = math.ceil(LARGEST)
     for down in range(-reach, reach + 1):
         for aside in range(-reach, reach + 1):
-            count = int((radii >= math.hypot(down, aside)).sum())  # larger points come first
+            count = int((radii >= math.hypot(down, aside)).sum())  # points are sorted by descending radius
             row, column = (rows[:count] + down).floor().long(), (columns[:count] + aside).floor().long()
             seen = (row >= 0) & (row < height) & (column >= 0) & (column < width)
             nearest.scatter_reduce_(0, (row * width + column)[seen], keys[:count][seen], "amin")
@@ -315,8 +315,10 @@ def draw(view: View, colours: Tensor, width: int, height: int) -> Image.Image:
 
 
 def _light(depths: Tensor) -> Tensor:
-    """The brightness of each pixel, 0..1. A pixel is darker the more its neighbours are in front of it. Depths (H, W)
-    are logarithms."""
+    """The brightness of each pixel, 0..1, from the logarithms of depths (H, W).
+
+    A pixel is darker if its neighbours are further in front of it.
+    """
     shade = torch.zeros_like(depths)
     for distance in (1, 3):
         around = torch.nn.functional.pad(depths[None], (distance,) * 4, value=math.inf)[0]
@@ -327,7 +329,7 @@ def _light(depths: Tensor) -> Tensor:
 
 
 def of_heights(z: Tensor) -> Tensor:
-    """Colours uint8 (N, 3) by height: blue below, then green and yellow."""
+    """Colour points by height, from blue over green to yellow: uint8 (N, 3)."""
     low, high = (z.kthvalue(_rank(len(z), share)).values for share in (0.02, 0.98))
     ladder = torch.tensor([(58, 76, 160), (44, 140, 168), (72, 184, 126), (188, 214, 78), (250, 226, 120)]).float()
     place = ((z - low) / (high - low).clamp(min=1e-6)).float().clamp(0, 1) * (len(ladder) - 1)
@@ -336,7 +338,7 @@ def of_heights(z: Tensor) -> Tensor:
 
 
 def lit(colours: Tensor, intensity: Tensor | None) -> Tensor:
-    """Colours uint8 (N, 3), a little darker where little light was reflected."""
+    """Darken colours uint8 (N, 3) slightly where little light was reflected."""
     if intensity is None:
         return colours
     return (colours * (0.72 + 0.28 * intensity.clamp(0, 1).sqrt())[:, None]).round().byte()
@@ -345,13 +347,14 @@ def lit(colours: Tensor, intensity: Tensor | None) -> Tensor:
 def sheet(
     xyz: Tensor, panels: Sequence[tuple[str, Tensor]], legend: Sequence[tuple[str, Colour]], width: int = 640
 ) -> Image.Image:
-    """Draw the same cloud in several colourings next to each other, from the side and (below) from above, with a
-    legend.
+    """Draw a cloud in several colourings side by side, with a legend.
+
+    The upper row shows the cloud from the side, the lower row from above.
 
     Args:
         xyz: (N, 3), in metres.
         panels: title and uint8 colours (N, 3) of each panel.
-        legend: the meanings of the colours.
+        legend: the meaning of each colour.
         width: width of a panel, in pixels.
     """
     xyz = (xyz.double() - xyz.double().mean(0)).float().cpu()
@@ -370,7 +373,7 @@ def sheet(
 
 
 def _key(legend: Sequence[tuple[str, Colour]], width: int, line: int) -> Image.Image:
-    """Draw the legend, in lines of this height."""
+    """Draw the legend, with lines of this height."""
     font = ImageFont.load_default(0.6 * line)
     columns = max(
         1, min(len(legend), int(width / (1.6 * line + max((font.getlength(n) for n, _ in legend), default=1))))

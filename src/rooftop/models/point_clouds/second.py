@@ -4,7 +4,7 @@ Yan et al. 2018, "SECOND: Sparsely Embedded Convolutional Detection", section 3.
 OpenPCDet's `VoxelBackBone8x`, which most detectors for road scenes use.
 
     backbone = second_backbone()
-    bev = backbone(x)  # (B, 256, H / 8, W / 8) of a grid of 41 x H x W
+    bev = backbone(x)  # (B, 256, H / 8, W / 8) for a grid of 41 x H x W
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from rooftop.errors import WeightsError
 from rooftop.launch.symbolic import refuse_proxies
 from rooftop.sparse import SparseConv3d, SparseConvTensor, SparseSequential, SubMConv3d
 
-PREFIX = "backbone_3d."  # prefix of its keys in a detector of OpenPCDet
-CHECKPOINT = "model_state"  # the state dict's key in a checkpoint of OpenPCDet
+PREFIX = "backbone_3d."  # prefix of the backbone's keys in a detector of OpenPCDet
+CHECKPOINT = "model_state"  # key of the state dict in a checkpoint of OpenPCDet
 
 
 class SecondBackbone(nn.Module):
-    """Four stages of submanifold convolutions; three of them halve the previous stage's grid; the last convolution
-    halves the height.
+    """Four stages of submanifold convolutions, and a convolution that halves the height.
+
+    Each stage after the first halves the grid of the previous stage.
 
     Args:
         in_channels: channels of a voxel.
@@ -45,11 +46,11 @@ class SecondBackbone(nn.Module):
         """Compute the bird's-eye view map.
 
         Args:
-            x: voxels with `in_channels`, on a grid (D, H, W) as large as the kernels need: 25 x 1 x 1 at least.
+            x: voxels with `in_channels`, on a grid (D, H, W) of at least 25 x 1 x 1, which the kernels need.
 
         Returns:
-            (B, 128 d, h, w), with the channels of all heights concatenated. d = 2 if D is 41; h and w are H / 8 and W /
-            8, rounded up. Cells that no voxel reaches are zero.
+            (B, 128 d, h, w): the channels of the d heights are concatenated. d is 2 if D is 41; h and w are H / 8 and W
+            / 8, rounded up. Cells that no voxel reaches are zero.
 
         Raises:
             ValueError: the grid is too small.
@@ -59,8 +60,10 @@ class SecondBackbone(nn.Module):
         return dense.flatten(1, 2)
 
     def stages(self, x: SparseConvTensor) -> tuple[SparseConvTensor, ...]:
-        """The results of the four stages, with 16, 32, 64 and 64 channels, and of the last convolution, with 128. Some
-        detectors use these voxels again."""
+        """Compute the voxels after each stage (16, 32, 64 and 64 channels) and after the last convolution (128).
+
+        Some detectors also use the voxels of earlier stages.
+        """
         x = self.conv_input(x)
         found = []
         for layer in (self.conv1, self.conv2, self.conv3, self.conv4, self.conv_out):
@@ -78,12 +81,12 @@ def norm(channels: int) -> nn.BatchNorm1d:
 
 
 def kept(channels: int, out: int, key: str) -> SparseSequential:
-    """A convolution that keeps the sites, norm, ReLU."""
+    """A submanifold convolution, which keeps the sites, then norm and ReLU."""
     return SparseSequential(SubMConv3d(channels, out, 3, bias=False, indice_key=key), norm(out), nn.ReLU())
 
 
 def stage(channels: int, out: int, padding: int | Sequence[int], number: int) -> SparseSequential:
-    """A convolution that halves the grid, then two convolutions that keep the sites."""
+    """A stage: a convolution that halves the grid, then two submanifold convolutions."""
     halved = SparseConv3d(channels, out, 3, 2, padding, bias=False, indice_key=f"spconv{number}")
     key = f"subm{number}"
     return SparseSequential(SparseSequential(halved, norm(out), nn.ReLU()), kept(out, out, key), kept(out, out, key))
@@ -93,13 +96,13 @@ def stage(channels: int, out: int, padding: int | Sequence[int], number: int) ->
 
 
 def second_state_dict(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The backbone's tensors from a checkpoint that OpenPCDet trained, as `torch.load` returns it.
+    """Extract the backbone's tensors from a checkpoint of OpenPCDet.
 
     Args:
-        checkpoint: the checkpoint, the detector's state dict, or that of the backbone.
+        checkpoint: the checkpoint as `torch.load` returns it, or the state dict of the detector or of the backbone.
 
     Raises:
-        WeightsError: it contains no backbone.
+        WeightsError: the checkpoint contains no backbone.
     """
     tensors = checkpoint.get(CHECKPOINT, checkpoint)
     if any(key.startswith(PREFIX) for key in tensors):

@@ -1,14 +1,15 @@
-"""Networks that label the sites of a point cloud: MinkUNet and a plain U-Net, of sparse convolutions.
+"""Sparse convolutional networks that label the sites of a point cloud: MinkUNet and a plain U-Net.
 
 Choy et al. 2019, "4D Spatio-Temporal ConvNets: Minkowski Convolutional Neural Networks", is the source of MinkUNet: its
-stages, widths and blocks. The stem has two 3 x 3 x 3 convolutions instead of one of 5 x 5 x 5, as in Tang et al. 2020,
-"Searching Efficient 3D Architectures with Sparse Point-Voxel Convolution". Ronneberger et al. 2015, "U-Net".
+stages, widths and blocks. The stem has two 3 x 3 x 3 convolutions instead of one 5 x 5 x 5 convolution, as in Tang et
+al. 2020, "Searching Efficient 3D Architectures with Sparse Point-Voxel Convolution". The plain U-Net follows
+Ronneberger et al. 2015, "U-Net".
 
     model = minkunet18(in_channels=4, num_classes=19)
     logits = model(x).features  # (N, 19), in the rows of x
 
-Convolutions that keep the sites are submanifold ones; those of one level share one rulebook. Each step down halves the
-grid. The step back up is its inverse and restores exactly the earlier sites, so skips match row by row.
+Within a level, submanifold convolutions keep the sites and share one rulebook. Each step down halves the grid. The step
+back up is an inverse convolution that restores exactly the earlier sites, so skip connections match row by row.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from torch import nn
 from rooftop.launch.symbolic import refuse_proxies
 from rooftop.sparse import SparseConv3d, SparseConvTensor, SparseInverseConv3d, SparseSequential, SubMConv3d
 
-LEVELS = 4  # levels that a MinkUNet goes down
+LEVELS = 4  # downsampling steps of a MinkUNet
 MINK_PLANES = (32, 64, 128, 256, 256, 128, 96, 96)
 PLANES = (32, 64, 128, 256)
 
 
 class UShape(nn.Module):
-    """A stem, stages down, stages up with skips, and logits of each site.
+    """A U-Net: a stem, downsampling stages, upsampling stages with skips, and the logits of each site.
 
     Args:
-        stem, encoder, decoder, head: its parts; each part of the decoder is an `Up`, in reverse order of the encoder.
-        multiple: in each dimension, the grid is enlarged to a multiple of this, so that no stage drops sites.
+        stem, encoder, decoder, head: the parts. The decoder consists of `Up` modules, in reverse order of the encoder.
+        multiple: each dimension of the grid is enlarged to a multiple of this number, so that no stage drops sites.
     """
 
     def __init__(
@@ -50,9 +51,10 @@ class UShape(nn.Module):
         self.multiple = multiple
 
     def forward(self, x: SparseConvTensor) -> SparseConvTensor:
-        """From N sites with C channels to the same rows with `num_classes` channels.
+        """Map N sites with C channels to the same N sites with `num_classes` channels.
 
-        The input keeps all rulebooks. Another tensor with its `indice_dict` and the same indices reuses them.
+        All rulebooks are cached in the input's `indice_dict`. Another tensor with this `indice_dict` and the same
+        indices reuses them.
 
         Raises:
             TypeError, ValueError: x is not a `SparseConvTensor`, or has a wrong number of dimensions or channels.
@@ -70,15 +72,15 @@ class UShape(nn.Module):
 
 
 class MinkUNet(UShape):
-    """Four stages of residual blocks down, four up.
+    """A MinkUNet: four downsampling and four upsampling stages of residual blocks.
 
     Args:
         layers: blocks in each of the eight stages.
-        in_channels, num_classes: channels of a site, before and after.
-        planes: channels of the eight stages; the stem has those of the first.
+        in_channels, num_classes: input and output channels of a site.
+        planes: channels of the eight stages; the stem has as many as the first stage.
 
     Raises:
-        ValueError: `layers` or `planes` of another length.
+        ValueError: `layers` or `planes` does not have eight numbers.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class MinkUNet(UShape):
     ) -> None:
         if len(layers) != 2 * LEVELS or len(planes) != 2 * LEVELS:
             raise ValueError(f"expected {2 * LEVELS} layers and planes, got {list(layers)} and {list(planes)}")
-        widths = [planes[0], *planes[:LEVELS]]  # channels of the stem and of each stage down
+        widths = [planes[0], *planes[:LEVELS]]  # channels of the stem and of each downsampling stage
         stem = nn.Sequential(unit(in_channels, widths[0], "level0"), unit(widths[0], widths[0], "level0"))
         encoder = [
             nn.Sequential(
@@ -105,10 +107,12 @@ class MinkUNet(UShape):
 
 
 class SparseUNet(UShape):
-    """Two convolutions with norm and ReLU at each level down, and two at each level up; all kernels are 3 x 3 x 3.
+    """A plain U-Net of 3 x 3 x 3 convolutions with norm and ReLU.
+
+    Each level has two convolutions on the way down and two on the way up.
 
     Args:
-        in_channels, num_classes: channels of a site, before and after.
+        in_channels, num_classes: input and output channels of a site.
         planes: channels of each level, the finest first.
 
     Raises:
@@ -132,8 +136,10 @@ class SparseUNet(UShape):
 
 
 class Block(nn.Module):
-    """relu(f(x) + shortcut(x)), with f of two convolutions; the shortcut is the identity or, if channels change, a
-    matrix product."""
+    """A residual block: relu(f(x) + shortcut(x)), where f has two convolutions.
+
+    The shortcut is the identity or, if the channels change, a linear layer.
+    """
 
     def __init__(self, channels: int, out: int, key: str) -> None:
         super().__init__()
@@ -150,7 +156,7 @@ class Block(nn.Module):
 
 
 class Up(nn.Module):
-    """Returns to the finer sites, concatenates their earlier features with the new ones, then runs blocks."""
+    """Upsamples to the finer sites, concatenates the skip connection's features, then runs blocks."""
 
     def __init__(self, up: nn.Module, blocks: nn.Module) -> None:
         super().__init__()
@@ -164,7 +170,7 @@ class Up(nn.Module):
 
 
 def unit(channels: int, out: int, key: str) -> SparseSequential:
-    """A 3 x 3 x 3 convolution that keeps the sites, norm, ReLU."""
+    """A 3 x 3 x 3 submanifold convolution, norm and ReLU."""
     return SparseSequential(
         SubMConv3d(channels, out, 3, bias=False, indice_key=key), nn.BatchNorm1d(out), nn.ReLU(inplace=True)
     )
@@ -181,7 +187,7 @@ def residual_blocks(channels: int, out: int, count: int, key: str) -> nn.Sequent
 
 
 def halving(channels: int, out: int, kernel: int, padding: int, key: str) -> SparseSequential:
-    """A convolution of stride 2, norm, ReLU."""
+    """A convolution of stride 2, norm and ReLU."""
     return SparseSequential(
         SparseConv3d(channels, out, kernel, 2, padding, bias=False, indice_key=key),
         nn.BatchNorm1d(out),
@@ -190,7 +196,7 @@ def halving(channels: int, out: int, kernel: int, padding: int, key: str) -> Spa
 
 
 def doubling(channels: int, out: int, kernel: int, key: str) -> SparseSequential:
-    """The inverse of the `halving` with that key, norm, ReLU."""
+    """The inverse convolution of the `halving` with this key, norm and ReLU."""
     return SparseSequential(
         SparseInverseConv3d(channels, out, kernel, bias=False, indice_key=key),
         nn.BatchNorm1d(out),
@@ -199,13 +205,15 @@ def doubling(channels: int, out: int, kernel: int, key: str) -> SparseSequential
 
 
 def enlarged(x: SparseConvTensor, multiple: int) -> SparseConvTensor:
-    """The same sites on a grid whose sizes are multiples. (A kernel of 2 with stride 2 would drop the last site of an
-    odd size.)"""
+    """Enlarge the grid to multiples, with the same sites.
+
+    A kernel of 2 with stride 2 would drop the last site of an odd size.
+    """
     return on_grid(x, [-(-size // multiple) * multiple for size in x.spatial_shape])
 
 
 def on_grid(x: SparseConvTensor, shape: Sequence[int]) -> SparseConvTensor:
-    """The same sites on a grid of another size."""
+    """Change the size of the grid, with the same sites."""
     return x if list(shape) == list(x.spatial_shape) else x.derived(x.features, x.indices, shape)
 
 
@@ -218,5 +226,5 @@ def minkunet18(in_channels: int, num_classes: int) -> MinkUNet:
 
 
 def minkunet34(in_channels: int, num_classes: int) -> MinkUNet:
-    """MinkUNet-34: 2, 3, 4 and 6 blocks down, two in each stage up."""
+    """MinkUNet-34: 2, 3, 4 and 6 blocks in the downsampling stages, two in each upsampling stage."""
     return MinkUNet((2, 3, 4, 6, 2, 2, 2, 2), in_channels, num_classes)

@@ -1,4 +1,4 @@
-"""Classify photographs: the classes that an image model finds most probable.
+"""Classify photographs: find the most probable classes with an image model.
 
 model, preprocessing = load_classifier("resnet50")
 for photo in classify(model, ["cat.jpg", "holiday/"], preprocessing=preprocessing):
@@ -36,7 +36,7 @@ from rooftop.models.weights.trained_files import trained_file
 
 @dataclass(frozen=True)
 class Guess:
-    """A class, its name (None if names are unknown) and its probability, 0..1."""
+    """A class number, the class's name (None if the names are unknown) and its probability, 0..1."""
 
     index: int
     name: str | None
@@ -59,20 +59,20 @@ def imagenet_classes() -> tuple[str, ...]:
 
 
 def load_classifier(name: str, weights: str | Path = "DEFAULT") -> tuple[nn.Module, Preprocessing]:
-    """A built-in model with weights, ready for inference, and its preprocessing.
+    """Load a built-in model with weights for inference, and its preprocessing.
 
-    The number of classes is that of the weights. A file that `rooftop train` wrote also contains the builder's options.
+    The weights determine the number of classes. A file that `rooftop train` wrote also contains the builder's options.
 
     Raises:
         TargetError: there is no such model.
-        InputError: `weights` is neither a name nor a file, or a file that `rooftop train` wrote of another model.
+        InputError: `weights` is neither a name nor a file, or is a file that `rooftop train` wrote for another model.
         WeightsError: the file cannot be fetched, is damaged, or belongs to another model.
     """
     entry = model_entry(name)
     path = weights_file(name, weights)
     trained = trained_file(path)
     if trained is not None and trained.model != name:
-        raise InputError(f"{path} has weights of {trained.model}, got the model {name}: name {trained.model}")
+        raise InputError(f"{path} has weights of {trained.model}, got the model {name}: pass {trained.model}")
     tensors = read_weights(path)
     head = next((tensors[key] for key in HEADS if key in tensors), None)
     options = options_of(name, weights) | {"num_classes": 1000 if head is None or head.dim() != 1 else len(head)}
@@ -95,17 +95,18 @@ def classify(
     """Classify photographs and folders of photographs, in the order of `find_images`.
 
     Args:
-        model: (B, 3, crop, crop) -> logits (B, classes); runs on the device and in the dtype of its parameters.
-        classes: names in the order of the logits. None: ImageNet's if there are 1000 logits, else none.
+        model: maps (B, 3, crop, crop) to logits (B, classes); runs on the device and in the dtype of its parameters.
+        classes: class names in the order of the logits. None: ImageNet's names if there are 1000 logits, no names for
+            other numbers.
         top: the maximum number of classes for each photograph.
-        on_error: "raise"; or "skip" photographs that cannot be read, with a warning for each.
+        on_error: "raise" stops at a photograph that cannot be read; "skip" leaves it out with a warning.
         progress: called with (the current activity, fraction done) after each batch.
 
     Raises:
-        ValueError: `top` or `batch_size` below 1.
-        InputError: a path does not exist, a file is not an image (unless such files are skipped), or the number of
-            names differs from the number of logits.
-        ModelRunError: memory does not suffice for a batch, the output has no logits, or they are not finite.
+        ValueError: `top` or `batch_size` is below 1.
+        InputError: a path does not exist, a file is not an image (and is not skipped), or the number of names differs
+            from the number of logits.
+        ModelRunError: the memory is too small for a batch, the output is not logits (B, classes), or it is not finite.
     """
     if top < 1 or batch_size < 1:
         raise ValueError(f"expected top and batch_size of at least 1, got {top} and {batch_size}")
@@ -113,7 +114,7 @@ def classify(
     if on_error == "raise":
         check_images(found)
     results: list[Classified] = []
-    ahead = max(batch_size, 2 * usual_threads())  # the next batch is prepared while the model works
+    ahead = max(batch_size, 2 * usual_threads())  # the next batch is prepared while the model computes
     photographs = prepared(found, lambda image: preprocess(image, preprocessing), ahead, on_error)
     done = 0
     while batch := list(itertools.islice(photographs, batch_size)):
@@ -123,7 +124,7 @@ def classify(
         results += map(Classified, called, guesses)
         if progress is not None:
             progress(f"classified {len(results)} of {len(found)}", done / len(found))
-    if progress is not None and done < len(found):  # the last ones were skipped
+    if progress is not None and done < len(found):  # the last photographs were skipped
         progress(f"classified {len(results)} of {len(found)}", 1.0)
     return results
 
@@ -131,10 +132,11 @@ def classify(
 def guessed(
     model: nn.Module, images: Tensor, called: Sequence[object], classes: Sequence[str] | None, top: int, what: str
 ) -> list[tuple[Guess, ...]]:
-    """The most probable classes of each of the images (B, 3, H, W), prepared as the model expects them.
+    """Find the most probable classes of each image in a preprocessed batch (B, 3, H, W).
 
     Args:
-        called: name of each image for error messages. classes, top: as in `classify`.
+        called: name of each image for error messages.
+        classes, top: as in `classify`.
         what: a plural noun for the images, for error messages.
 
     Raises:
@@ -153,9 +155,9 @@ def guessed(
 
 @torch.inference_mode()
 def _logits(model: nn.Module, images: Tensor, what: str) -> Tensor:
-    """(B, 3, H, W) -> (B, classes) float32 on the CPU."""
+    """Run the model: (B, 3, H, W) -> logits (B, classes), float32 on the CPU."""
     like = next(model.parameters(), images)
-    trained = [module for module in model.modules() if module.training]  # not all: some may be frozen
+    trained = [module for module in model.modules() if module.training]  # some modules may be frozen in eval mode
     try:
         logits = model.eval()(images.to(like.device, like.dtype))
         if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != len(images):
@@ -173,7 +175,7 @@ def class_names(classes: Sequence[str] | None, count: int) -> Sequence[str] | No
     """The names of `count` classes: the given names, ImageNet's names if their number matches, or None.
 
     Raises:
-        InputError: the number of given names differs.
+        InputError: the number of given names differs from `count`.
     """
     if classes is None:
         return imagenet_classes() if count == len(imagenet_classes()) else None

@@ -1,15 +1,15 @@
-"""A hybrid network: convolutions on fine maps, attention on coarse maps.
+"""A hybrid network: convolutions on fine feature maps, attention on coarse feature maps.
 
 Dai et al. 2021, "CoAtNet: Marrying Convolution and Attention for All Data Sizes", found this order best: two stages of
-convolutions, then two of attention. Fine maps show edges and textures, which small windows can see, and have so many
-positions that attention would be expensive. On coarse maps attention is cheap and relates whole objects.
+convolutions, then two of attention. Fine maps contain edges and textures, for which small receptive fields suffice, and
+so many positions that attention would be expensive. On coarse maps attention is cheap and relates whole objects.
 
-Both halves come from our other networks: the stem and stages of a ResNet, the mergings and stages of a Swin
-Transformer.
+Both halves come from our other networks: the stem and the stages of a ResNet, the patch mergings and the stages of a
+Swin Transformer.
 
     model = hybrid_t(num_classes=10)
 
-Every builder takes `weights`, a file; further options are those of `Hybrid`.
+Every builder takes `weights`, a file; its other options are those of `Hybrid`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from rooftop.nn import LayerNorm
 
 
 class Hybrid(nn.Module):
-    """A stem, two stages of residual blocks, two of blocks with attention in windows, global average, linear head:
-    (B, 3, H, W) -> (B, num_classes).
+    """Two stages of residual blocks, then two stages of blocks with window attention: (B, 3, H, W) -> (B, num_classes).
+
+    A stem comes first; a global average and a linear head come last.
 
     Args:
         channels: channels of the first stage; each later stage has twice as many as the previous one.
@@ -39,14 +40,15 @@ class Hybrid(nn.Module):
         num_heads: heads in the third and in the fourth stage.
         window_size: (h, w) of a window in positions.
         mlp_ratio: width of the hidden layer of a block with attention, as a multiple of its channels.
-        dropout: probability, in the blocks with attention.
-        stochastic_depth_prob: probability for the last block; the first block with attention has 0.
-        num_classes: width of the head.
-        small_images: a 3x3 stem that keeps the size, for images of some 64 pixels or less.
+        dropout: dropout probability of the blocks with attention.
+        stochastic_depth_prob: stochastic depth of the last block; it grows linearly from 0 at the first block with
+            attention.
+        num_classes: number of output logits.
+        small_images: use a 3x3 stem that keeps the size, for images of about 64 pixels or less.
 
     Raises:
-        ValueError: there are not four depths, two numbers of heads and two of the window, or the heads do not divide
-            the channels.
+        ValueError: `depths` does not have four numbers, `num_heads` or `window_size` not two, or the heads do not
+            divide the channels.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class Hybrid(nn.Module):
         _initialize(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        # (B, C, H / 4, W / 4), or (B, C, H, W) for small images, whose later maps are larger by the same factor
+        # (B, C, H / 4, W / 4). With small_images (B, C, H, W), and later maps are 4 times as high and wide, too.
         x = self.stem(x)
         x = self.layer1(x)  # (B, C, H / 4, W / 4)
         x = self.layer2(x)  # (B, 2 C, H / 8, W / 8)
@@ -133,13 +135,13 @@ def _initialize(model: nn.Module) -> None:
 
 @register
 def hybrid_t(*, weights: str | Path | None = None, **options: Any) -> Hybrid:
-    """A hybrid of the size of ResNet-18."""
+    """A hybrid about as large as ResNet-18."""
     return _built("hybrid_t", weights, {"channels": 64, "depths": (2, 2, 6, 2), "num_heads": (8, 16), **options})
 
 
 @register
 def hybrid_s(*, weights: str | Path | None = None, **options: Any) -> Hybrid:
-    """A hybrid of the size of ResNet-50 and of Swin-T. Its last two stages are those of Swin-T."""
+    """A hybrid about as large as ResNet-50 and Swin-T. Its last two stages are those of Swin-T."""
     return _built("hybrid_s", weights, {"channels": 96, "depths": (3, 4, 6, 2), "num_heads": (12, 24), **options})
 
 

@@ -1,4 +1,4 @@
-"""Tensors in files that a model computes itself. They are compared with the model's own before they are ignored."""
+"""Compare the tensors of a file that the model computes itself with the model's own, before they are ignored."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def differing_keys(model: nn.Module, left_out: Mapping[str, tuple[str, Tensor]])
 
     Args:
         model: the model; it may be on the meta device.
-        left_out: the keys of a file -> the model's names for them, and the tensors.
+        left_out: maps each ignored key of the file to the model's name for it and the tensor.
     """
     return [key for key, (ours, tensor) in left_out.items() if not _follows(model, ours, tensor)]
 
 
 def _follows(model: nn.Module, ours: str, given: Tensor) -> bool:
     owner, _, name = ours.rpartition(".")
-    if name == "num_batches_tracked":  # because it does not affect the results
+    if name == "num_batches_tracked":  # it does not affect the results
         return True
     try:
         module = model.get_submodule(owner)
@@ -38,9 +38,11 @@ def _follows(model: nn.Module, ours: str, given: Tensor) -> bool:
 
 
 def _hides_across_edges(mask: Tensor, window: Size) -> bool:
-    """Whether a mask (windows, N, N) belongs to a square map shifted by half a window. The mask is 0 for a visible
-    pair, and negative otherwise. The photograph size for which the mask was made does not matter, because ours is
-    computed for each size."""
+    """Whether a mask (windows, N, N) is that of a square map shifted by half a window.
+
+    The mask is 0 for a visible pair and negative for a hidden one. The image size for which the mask was made does not
+    matter, because our model computes a mask for each size.
+    """
     high, wide = window
     rows = math.isqrt(len(mask)) if mask.dim() == 3 else 0
     if mask.shape != (rows * rows, high * wide, high * wide):
@@ -52,7 +54,9 @@ def _hides_across_edges(mask: Tensor, window: Size) -> bool:
 
 
 def _regions(length: int, window: int) -> Tensor:
-    """The region of each position on an axis shifted by half a window: 0 before the last window, 1 in it, and 2 for
-    positions that wrapped around."""
+    """The region of each position on an axis shifted by half a window.
+
+    Region 0 is before the last window, 1 is in it, and 2 holds the positions that wrapped around.
+    """
     place = torch.arange(length)
     return (place >= length - window).long() + (place >= length - window // 2).long()

@@ -1,14 +1,15 @@
 """ResNet, ResNeXt and Wide ResNet, with torchvision's keys.
 
 He et al. 2015, "Deep Residual Learning for Image Recognition"; the stride of a bottleneck is in its 3x3 convolution
-("v1.5", Goyal et al. 2017). Xie et al. 2016 add groups (ResNeXt); Zagoruyko and Komodakis 2016 widen the 3x3.
+("v1.5", Goyal et al. 2017). Xie et al. 2016 add groups (ResNeXt); Zagoruyko and Komodakis 2016 widen the 3x3
+convolution.
 
 A block computes relu(f(x) + shortcut(x)); the shortcut is the identity unless shape or stride changes.
 
     model = resnet50(weights="IMAGENET1K_V2").eval()
 
-Every builder takes `weights`: a published name, "DEFAULT" for the newest, or a file (`rooftop.models.weights`); further
-options are those of `ResNet`.
+Every builder takes `weights`: a published name, "DEFAULT" for the newest weights, or a file (`rooftop.models.weights`).
+Its other options are those of `ResNet`.
 """
 
 from __future__ import annotations
@@ -52,15 +53,18 @@ class Variant:
 
 
 class Block(nn.Module):
-    """relu(f(x) + shortcut(x)): (B, channels, H, W) -> (B, expansion * planes, H / stride, W / stride)."""
+    """A residual block: relu(f(x) + shortcut(x)).
+
+    It maps (B, channels, H, W) to (B, expansion * planes, H / stride, W / stride).
+    """
 
     expansion: ClassVar[int]
     relu: nn.Module
-    downsample: nn.Module | None  # blocks assign in torchvision's order, for equal state dicts
+    downsample: nn.Module | None  # assigned in torchvision's order, so that state dicts have the same order
 
     @property
     def last_norm(self) -> nn.Module:
-        """The norm at the end of f; with zero weights the block is the identity."""
+        """The norm at the end of f; if its weights are zero, the block is the identity."""
         raise NotImplementedError
 
     def residual(self, x: Tensor) -> Tensor:
@@ -75,10 +79,10 @@ class Block(nn.Module):
 
 
 class BasicBlock(Block):
-    """Two 3x3 convolutions.
+    """A residual block of two 3x3 convolutions.
 
     Raises:
-        ValueError: groups, width or dilation differ from the defaults; only the bottleneck supports them.
+        ValueError: groups, width or dilation is not the default; only the bottleneck supports other values.
     """
 
     expansion = 1
@@ -108,7 +112,7 @@ class BasicBlock(Block):
 
 
 class Bottleneck(Block):
-    """1x1 down, 3x3, 1x1 up."""
+    """A residual block of a 1x1 convolution that reduces the channels, a 3x3 one, and a 1x1 one that expands them."""
 
     expansion = 4
 
@@ -136,24 +140,24 @@ class Bottleneck(Block):
 
 
 def projection(channels: int, out: int, stride: int, norm: Norm) -> nn.Module | None:
-    """The shortcut of a block: None, the identity, unless it changes shape or stride."""
+    """The shortcut of a block: a 1x1 convolution if the block changes shape or stride, or None for the identity."""
     if stride == 1 and channels == out:
         return None
     return nn.Sequential(conv1x1(channels, out, stride), norm(out))
 
 
 class ResNet(nn.Module):
-    """Stem, four stages of blocks, global average, linear head: (B, 3, H, W) -> (B, num_classes).
+    """A ResNet: stem, four stages of blocks, global average and linear head: (B, 3, H, W) -> (B, num_classes).
 
     Args:
         block: BasicBlock or Bottleneck.
         layers: blocks in each of the four stages.
-        num_classes: width of the head.
+        num_classes: number of output logits.
         zero_init_residual: start each block as the identity (the last norm's weight is 0).
         groups, width_per_group: groups and width of the bottleneck's 3x3 convolution (ResNeXt, Wide ResNet).
-        replace_stride_with_dilation: for stages 2 to 4, keep the resolution and dilate instead.
+        replace_stride_with_dilation: for each of stages 2 to 4, whether it keeps the resolution and dilates instead.
         norm_layer: makes a norm from a number of channels.
-        small_images: a 3x3 stem that keeps the size, for images of some 64 pixels or less.
+        small_images: use a 3x3 stem that keeps the size, for images of about 64 pixels or less.
         channels: channels of the stem, and planes of the first stage; each later stage has twice as many as the
             previous one.
 
@@ -192,7 +196,7 @@ class ResNet(nn.Module):
         stages, widths, dilation = [], [channels << place for place in range(4)], 1
         for planes, blocks, stride, dilated in zip(widths, layers, (1, 2, 2, 2), dilate, strict=True):
             first_dilation = (
-                dilation  # the first block changes stride and width, and has the dilation of the previous stage
+                dilation  # the first block changes stride and width, and keeps the previous stage's dilation
             )
             if dilated:
                 dilation, stride = dilation * stride, 1
@@ -225,7 +229,7 @@ class ResNet(nn.Module):
         for module in self.modules():
             if zero_init_residual and isinstance(module, Block):
                 weight = module.last_norm.weight
-                if isinstance(weight, Tensor):  # a norm without weights has nothing to initialize
+                if isinstance(weight, Tensor):  # a norm may have no weights
                     nn.init.zeros_(weight)
 
 
@@ -283,13 +287,13 @@ def resnext101_64x4d(*, weights: str | Path | None = None, **options: Any) -> Re
 
 @register
 def wide_resnet50_2(*, weights: str | Path | None = None, **options: Any) -> ResNet:
-    """Wide ResNet-50, 3x3 twice as wide: 68,883,240 parameters."""
+    """Wide ResNet-50, with 3x3 convolutions twice as wide: 68,883,240 parameters."""
     return _built("wide_resnet50_2", weights, Bottleneck, (3, 4, 6, 3), {"width_per_group": 128, **options})
 
 
 @register
 def wide_resnet101_2(*, weights: str | Path | None = None, **options: Any) -> ResNet:
-    """Wide ResNet-101, 3x3 twice as wide: 126,886,696 parameters."""
+    """Wide ResNet-101, with 3x3 convolutions twice as wide: 126,886,696 parameters."""
     return _built("wide_resnet101_2", weights, Bottleneck, (3, 4, 23, 3), {"width_per_group": 128, **options})
 
 

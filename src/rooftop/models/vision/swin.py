@@ -3,14 +3,14 @@
 Liu et al. 2021, "Swin Transformer: Hierarchical Vision Transformer using Shifted Windows"; Liu et al. 2022, "Swin
 Transformer V2: Scaling Up Capacity and Resolution".
 
-A block attends within windows of a map. Every second one attends within windows that are shifted by half their size, so
-that information crosses their borders. Between stages, 2x2 positions become one of twice the width. Images can have any
-size: maps are padded to whole windows, and a map that one window covers is not shifted.
+A block attends within windows of a feature map. In every second block, the windows are shifted by half their size, so
+that information crosses their borders. Between stages, 2x2 positions are merged into one with twice the channels.
+Images can have any size: maps are padded to whole windows. The windows of a map that one window covers are not shifted.
 
     model = swin_t(weights="IMAGENET1K_V1").eval()
 
-Every builder takes `weights`: a published name, "DEFAULT" for the newest, or a file (`rooftop.models.weights`); further
-options are those of `SwinTransformer`.
+Every builder takes `weights`: a published name, "DEFAULT" for the newest weights, or a file (`rooftop.models.weights`).
+Its other options are those of `SwinTransformer`.
 """
 
 from __future__ import annotations
@@ -49,15 +49,19 @@ class Permute(nn.Module):
 
 
 class GlobalAverage(nn.AdaptiveAvgPool2d):
-    """(B, C, H, W) -> (B, C, 1, 1): the mean. For channels last, torch's own pooling would return strides that ONNX
-    cannot express."""
+    """Global average pooling: (B, C, H, W) -> (B, C, 1, 1).
+
+    For channels last, torch's own pooling would return strides that ONNX cannot express.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mean((2, 3), keepdim=True)
 
 
 class StochasticDepth(nn.Module):
-    """While training, an image is set to zero with probability p, and otherwise divided by 1 - p (Huang et al. 2016).
+    """Stochastic depth (Huang et al. 2016).
+
+    In training, an image is set to zero with probability p, or else divided by 1 - p.
 
     Raises:
         ValueError: p is not a probability.
@@ -78,8 +82,9 @@ class StochasticDepth(nn.Module):
 
 @recorded_whole
 def stochastic_depth(x: Tensor, p: float, training: bool) -> Tensor:
-    """Stochastic depth as in the module. torch.fx records this function in training and in evaluation mode, so that
-    nodes have the same names in both.
+    """Stochastic depth as a function.
+
+    torch.fx records this function in training and in evaluation mode, so that nodes have the same names in both modes.
     """
     if not training or p == 0:
         return x
@@ -88,7 +93,7 @@ def stochastic_depth(x: Tensor, p: float, training: bool) -> Tensor:
 
 
 class PatchMerging(nn.Module):
-    """2x2 positions become one: (B, H, W, C) -> (B, ceil(H / 2), ceil(W / 2), 2 C)."""
+    """Merge 2x2 positions into one: (B, H, W, C) -> (B, ceil(H / 2), ceil(W / 2), 2 C)."""
 
     def __init__(self, channels: int, norm: Norm) -> None:
         super().__init__()
@@ -97,7 +102,7 @@ class PatchMerging(nn.Module):
 
     @staticmethod
     def normalized(channels: int) -> int:
-        """The width of the norm."""
+        """The number of features that the norm normalizes."""
         return 4 * channels
 
     def forward(self, x: Tensor) -> Tensor:
@@ -105,7 +110,7 @@ class PatchMerging(nn.Module):
 
 
 class PatchMergingV2(PatchMerging):
-    """The norm comes after the reduction."""
+    """Patch merging of Swin V2: the norm comes after the linear reduction."""
 
     @staticmethod
     def normalized(channels: int) -> int:
@@ -117,11 +122,10 @@ class PatchMergingV2(PatchMerging):
 
 @recorded_whole
 def gathered(x: Tensor) -> Tensor:
-    """The channels of each group of 2x2 positions, by column and then by row: (B, H, W, C) -> (B, H / 2, W / 2, 4
-    C)."""
+    """Concatenate the channels of each 2x2 positions, in column-major order: (B, H, W, C) -> (B, H / 2, W / 2, 4 C)."""
     batch, height, width, channels = x.shape
     down, across = (height + 1) // 2, (width + 1) // 2
-    # pad always, so that the trace holds for all sizes
+    # a trace always pads, so that it is valid for all sizes
     traced = torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None
     if traced or 2 * down > height or 2 * across > width:
         x = nn.functional.pad(x, (0, 0, 0, 2 * across - width, 0, 2 * down - height))
@@ -130,18 +134,20 @@ def gathered(x: Tensor) -> Tensor:
 
 
 class ShiftedWindowAttention(nn.Module):
-    """(B, H, W, C) -> (B, H, W, C): linear layers around `rooftop.kernels.window_attention`.
+    """Attention in shifted windows, (B, H, W, C) -> (B, H, W, C).
 
-    The bias of a pair of positions depends on their offset: a table has a row for each of the (2 h - 1)(2 w - 1)
-    offsets, and `relative_position_index` (N * N,) gives each pair's row.
+    It consists of linear layers around `rooftop.kernels.window_attention`.
+
+    The bias of a pair of positions depends on their offset. A table has a row for each of the (2 h - 1)(2 w - 1)
+    offsets, and `relative_position_index` (N * N,) maps each pair to a row.
 
     Args:
         channels: C.
         window, shift: (h, w) in positions.
         heads: the number of heads, which divides C.
-        dropout: probability for the result.
-        attention_dropout: probability for the weights of attention while training. If it is not 0, plain PyTorch
-            computes attention instead of the kernel.
+        dropout: dropout probability of the result.
+        attention_dropout: dropout probability of the attention weights in training. If it is above 0, PyTorch operators
+            compute attention instead of the kernel.
 
     Raises:
         ValueError: the heads do not divide the channels, or attention_dropout is not a probability.
@@ -177,17 +183,18 @@ class ShiftedWindowAttention(nn.Module):
 
     @constant
     def position_bias(self) -> Tensor:
-        """(heads, N, N)."""
+        """The bias of each pair of positions in a window: (heads, N, N)."""
         return self._by_pair(self.relative_position_bias_table)
 
     def _by_pair(self, table: Tensor) -> Tensor:
-        """(offsets, heads) -> (heads, N, N)."""
+        """Look up the bias of each pair of positions: (offsets, heads) -> (heads, N, N)."""
         positions = self.window[0] * self.window[1]
         return table[self.relative_position_index].view(positions, positions, -1).permute(2, 0, 1).contiguous()
 
     def attend(self, x: Tensor) -> Tensor:
-        """The attention without the last linear layer. In a map's padding, queries, keys and values are the first
-        layer's bias.
+        """Compute attention without the last linear layer.
+
+        In a map's padding, queries, keys and values equal the first layer's bias.
         """
         return self._attention(self.qkv(x), padding=self.qkv.bias)
 
@@ -202,9 +209,7 @@ class ShiftedWindowAttention(nn.Module):
 
 
 class ShiftedWindowAttentionV2(ShiftedWindowAttention):
-    """Cosine attention with a learned scale for each head, and a bias that a small network computes from log
-    offsets.
-    """
+    """Cosine attention with a learned scale per head, and a bias that a small network computes from log offsets."""
 
     relative_coords_table: Tensor
 
@@ -236,14 +241,14 @@ class ShiftedWindowAttentionV2(ShiftedWindowAttention):
 
     @constant
     def _bias_and_scale(self) -> tuple[Tensor, Tensor]:
-        """(3 C,) of queries, keys and values; (heads,)."""
+        """The bias (3 C,) of queries, keys and values, and the scale (heads,)."""
         query_bias, key_bias, value_bias = self.qkv.bias.chunk(3)
         bias = torch.cat((query_bias, torch.zeros_like(key_bias), value_bias))  # keys have no bias
         return bias, self.logit_scale.clamp(max=math.log(100.0)).exp().flatten()
 
 
 def relative_positions(window: Size) -> Tensor:
-    """(N * N,): the row of the bias table for each pair of positions in a window."""
+    """The row of the bias table for each pair of positions in a window: (N * N,)."""
     high, wide = window
     row, column = (t.flatten() for t in torch.meshgrid(torch.arange(high), torch.arange(wide), indexing="ij"))
     down = row[:, None] - row[None, :] + high - 1  # from 0
@@ -252,20 +257,21 @@ def relative_positions(window: Size) -> Tensor:
 
 
 def log_offsets(window: Size) -> Tensor:
-    """(1, 2 h - 1, 2 w - 1, 2): offsets in a window, stretched to -8..8, on a logarithmic scale to about -1..1."""
+    """The offsets in a window, stretched to -8..8, then mapped by a logarithm: (1, 2 h - 1, 2 w - 1, 2)."""
     axes = [torch.arange(-(size - 1), size, dtype=torch.float32) / max(1, size - 1) for size in window]
     offsets = 8 * torch.stack(torch.meshgrid(*axes, indexing="ij"), -1)[None]
     return torch.sign(offsets) * torch.log2(torch.abs(offsets) + 1.0) / 3.0
 
 
 class SwinBlock(nn.Module):
-    """x + attention(norm(x)), then the same with two linear layers: (B, H, W, C) -> (B, H, W, C).
+    """A block: x + attention(norm(x)), then x + mlp(norm(x)): (B, H, W, C) -> (B, H, W, C).
 
     Args:
-        channels: C. heads, window, shift: settings of the attention.
-        mlp_ratio: how much wider the hidden layer is.
-        dropout: probability, after each part.
-        stochastic_depth_prob: probability that a part is skipped for an image.
+        channels: C.
+        heads, window, shift: settings of the attention.
+        mlp_ratio: width of the MLP's hidden layer, as a multiple of C.
+        dropout: dropout probability after attention and MLP.
+        stochastic_depth_prob: probability that an image skips attention or MLP.
         norm: creates a norm from a number of channels.
         attention_dropout: dropout probability of the attention.
     """
@@ -293,7 +299,7 @@ class SwinBlock(nn.Module):
         first = LinearAct(channels, hidden, activation="gelu")
         gelu = (
             nn.Identity()
-        )  # the first layer computes the activation, so that the names of the others match the original model
+        )  # the first layer computes the activation; the identity keeps the names of the later layers
         self.mlp = nn.Sequential(first, gelu, nn.Dropout(dropout), nn.Linear(hidden, channels), nn.Dropout(dropout))
         for layer in self.mlp:
             if isinstance(layer, nn.Linear):
@@ -301,7 +307,10 @@ class SwinBlock(nn.Module):
                 nn.init.normal_(layer.bias, std=1e-6)
 
     def forward(self, x: Tensor, branch: Tensor | None = None, summed: bool = True) -> Tensor | tuple[Tensor, Tensor]:
-        """Run on x, or on x + branch. Return the result; without `summed`, the two terms of the sum."""
+        """Run the block on x, or on x + branch.
+
+        Return the result, or without `summed` the two terms of its last sum.
+        """
         y, x = (self.norm1(x), x) if branch is None else norm_of_sum(self.norm1, branch, x)
         y, x = norm_of_sum(self.norm2, self.stochastic_depth(self.attn(y)), x)
         branch = self.stochastic_depth(self.mlp(y))
@@ -309,7 +318,7 @@ class SwinBlock(nn.Module):
 
 
 class SwinBlockV2(SwinBlock):
-    """The norms come last: x + norm(attention(x))."""
+    """A block of Swin V2, in which norms come last: x + norm(attention(x))."""
 
     attention = ShiftedWindowAttentionV2
 
@@ -319,8 +328,11 @@ class SwinBlockV2(SwinBlock):
 
 
 class Stage(nn.Sequential):
-    """Blocks one after another. The last sum of a `SwinBlock` and the first norm of the next one are one kernel, unless
-    hooks watch the blocks, the blocks were replaced, or torch.fx traces them."""
+    """A stack of blocks.
+
+    One kernel computes the last sum of a `SwinBlock` and the first norm of the next block. This fusion is off if a
+    block has hooks or was replaced, or if torch.fx traces it.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         watched = proxy_in((x,)) is not None or not all(is_plain(block, SwinBlock) for block in self)
@@ -333,7 +345,7 @@ class Stage(nn.Sequential):
 
 
 class SwinTransformer(nn.Module):
-    """Patches, stages of blocks with mergings between, global average, linear head: (B, 3, H, W) -> (B, num_classes).
+    """A Swin Transformer, from patches to a linear head: (B, 3, H, W) -> (B, num_classes).
 
     Args:
         patch_size: (h, w) of a patch in pixels; pixels beyond whole patches are ignored.
@@ -341,14 +353,13 @@ class SwinTransformer(nn.Module):
         depths: blocks of each stage.
         num_heads: heads in each stage.
         window_size: (h, w) of a window in positions.
-        mlp_ratio: how much wider the hidden layer of a block is.
-        dropout: probability, after attention and linear layers.
-        attention_dropout: probability for the weights of attention while training, in plain PyTorch (much slower). No
-            published model has it.
-        stochastic_depth_prob: probability for the last block; the first block has 0, and the others are interpolated
-            linearly.
-        num_classes: width of the head.
-        norm_layer: creates a norm from a number of channels; LayerNorm with eps 1e-5 if not given.
+        mlp_ratio: width of a block's hidden layer, as a multiple of its channels.
+        dropout: dropout probability after attention and MLP.
+        attention_dropout: dropout probability of the attention weights in training. If it is above 0, PyTorch operators
+            compute attention (much slower). No published model has it.
+        stochastic_depth_prob: stochastic depth of the last block; it grows linearly from 0 at the first block.
+        num_classes: number of output logits.
+        norm_layer: creates a norm from a number of channels; None: LayerNorm with eps 1e-5.
         block: SwinBlock or SwinBlockV2.
         downsample_layer: PatchMerging or PatchMergingV2.
 

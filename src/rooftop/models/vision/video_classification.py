@@ -1,13 +1,13 @@
-"""Classify a video: the classes that an image model finds most probable, second by second.
+"""Classify a video: find the most probable classes of its frames with an image model, second by second.
 
     model, preprocessing = load_classifier("resnet50")
     frames = SampledVideo("walk.mp4", preprocessing, every=0.5)
     for frame in classify_video(model, frames):
         print(frame.time, frame.guesses[0].name, frame.guesses[0].probability)
 
-Frames are prepared as photographs are: the shorter side resized, the centre cropped, normalized. If a GPU's NVDEC
-decodes the video, everything happens on that GPU, and only the logits come to the host. Results differ slightly from
-those for the same frame as a photograph, because Pillow rounds to 8-bit pixels after the resize.
+Frames are prepared like photographs: resized by the shorter side, cropped at the centre, normalized. If a GPU's NVDEC
+decodes the video, that GPU does all the work, and only the logits are copied to the host. The results differ slightly
+from those of the same frame as a photograph, because Pillow rounds to 8-bit pixels after the resize.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rooftop.media import DamagedVideoError, VideoReader
 from rooftop.models.images import IMAGENET, Preprocessing
 from rooftop.models.vision.classification import Guess, guessed
 
-SLACK_S = 0.0005  # as in VideoReader.frames_at: 2 / 30 s is frame 2, even if the file says 0.067 s
+SLACK_S = 0.0005  # as in VideoReader.frames_at: 2 / 30 s selects frame 2, even if its time is 0.067 s
 # torch's names for Pillow's filters
 MODES = {Image.Resampling.BILINEAR: "bilinear", Image.Resampling.BICUBIC: "bicubic"}
 
@@ -43,17 +43,17 @@ class ClassifiedFrame:
 
 
 class SampledVideo:
-    """Frames of a video at intervals of some seconds, prepared as a model's input, each frame once.
+    """Frames of a video at regular intervals, prepared as a model's input, each frame once.
 
     Args:
-        path_or_bytes: a file, or the content of one.
+        path_or_bytes: path or content of a file.
         preprocessing: as for photographs.
-        every: seconds from one frame to the next, from the first frame on: the frames shown at these times.
+        every: interval in seconds. The frames are those that are shown at these times, counted from the first frame.
         device: where frames are decoded and prepared, as in `VideoReader`: "cpu", "cuda", "cuda:1" or "auto".
 
     Attributes:
         device, fallback_reason: as in `VideoReader`.
-        positions, times: indices of the frames in the video, and their seconds.
+        positions, times: indices of the frames in the video, and their times in seconds.
 
     Raises:
         InputError: the source is not a video, or `every` is not a number above 0.
@@ -79,7 +79,7 @@ class SampledVideo:
             short = min(first.height, first.width)
             size = (preprocessing.resize * first.height // short, preprocessing.resize * first.width // short)
         self._size = size
-        # the reader itself resizes bilinearly while it converts
+        # the reader resizes bilinear frames while it converts colours
         at_once = preprocessing.interpolation == Image.Resampling.BILINEAR
         self._reader = VideoReader(
             path_or_bytes,
@@ -102,7 +102,7 @@ class SampledVideo:
         *,
         every: float = 1.0,
     ) -> SampledVideo:
-        """Decode with NVDEC on the model's GPU if it is available and faster, else on the CPU."""
+        """Decode with NVDEC on the model's GPU if NVDEC is available and faster; if not, on the CPU."""
         where = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         on_gpu = where.type == "cuda"
         with torch.cuda.device(where) if on_gpu else nullcontext():
@@ -112,10 +112,11 @@ class SampledVideo:
         return len(self.positions)
 
     def batches(self, batch_size: int) -> Iterator[Tensor]:
-        """(B, 3, crop, crop) float32 on `device`, B at most `batch_size`.
+        """Yield batches of frames, (B, 3, crop, crop) float32 on `device`, with B of at most `batch_size`.
 
         Raises:
-            DamagedVideoError: a frame cannot be decoded, or the file ends too early; raised after all earlier frames.
+            DamagedVideoError: a frame cannot be decoded, or the file ends too early. All earlier frames are yielded
+                first.
         """
         held: list[Tensor] = []
         try:
@@ -143,7 +144,7 @@ class SampledVideo:
         raise DamagedVideoError(f"{self._reader.source.name} is damaged: {damage}{until}", last)
 
     def _prepared(self, frame: Tensor) -> Tensor:
-        """(3, H, W) as the reader returns it -> (3, crop, crop)."""
+        """Prepare a frame: (3, H, W) from the reader -> (3, crop, crop)."""
         how = self.preprocessing
         if self._reader.resize is None:
             mode = MODES[how.interpolation]
@@ -163,12 +164,12 @@ class SampledVideo:
 
 
 def _sampled(times: Tensor, durations: Tensor, every: float) -> list[int]:
-    """Indices of the frames shown at the first frame's time and at intervals of `every` seconds, each once."""
+    """Find the indices of the frames that are shown at intervals of `every` seconds from the first frame on."""
     if not len(times):
         return []
-    every = max(every, SLACK_S)  # all frames: no two are closer
-    since = times - times[0] - SLACK_S  # (N,) float64: the time from which this frame counts as shown
-    asked = (since / every).ceil() * every  # the first requested time from there on
+    every = max(every, SLACK_S)  # at this interval all frames are taken
+    since = times - times[0] - SLACK_S  # (N,) float64: when the frame begins to be shown
+    asked = (since / every).ceil() * every  # the first requested time at or after it
     chosen: list[int] = (asked < since + durations).nonzero().flatten().tolist()
     return chosen
 
@@ -182,19 +183,19 @@ def classify_video(
     batch_size: int = 16,
     progress: Callable[[str, float], None] | None = None,
 ) -> Iterator[ClassifiedFrame]:
-    """The classes of a video's frames, one after another.
+    """Classify the frames of a video; yields them in order.
 
     Args:
         model, classes, top: as in `rooftop.models.classify`.
-        video: a path or bytes: one frame per second is taken, and prepared for ImageNet on the model's device. Or a
-            `SampledVideo` with other frames or preparation.
+        video: a path or bytes, from which one frame per second is prepared for ImageNet on the model's device; or a
+            `SampledVideo` for other frames or preprocessing.
         batch_size: maximum number of frames at once.
         progress: called with (the current activity, fraction done) after each batch.
 
     Raises:
-        ValueError: `top` or `batch_size` below 1.
+        ValueError: `top` or `batch_size` is below 1.
         InputError: the source is not a video, or the number of names differs from the number of logits.
-        DamagedVideoError: the video is damaged; raised after the frames before the damage.
+        DamagedVideoError: the video is damaged. The frames before the damage are yielded first.
         ModelRunError: as in `classify`.
     """
     if top < 1 or batch_size < 1:

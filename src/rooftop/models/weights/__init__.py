@@ -1,4 +1,4 @@
-"""Weights in files: download, read, convert to a model's keys, and report which were loaded."""
+"""Weights files: download and read them, convert them to a model's keys, and report which keys were loaded."""
 
 from rooftop.models.weights.files import load_weights, read_weights
 from rooftop.models.weights.load_reports import LoadReport

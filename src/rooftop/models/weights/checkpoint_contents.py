@@ -1,4 +1,4 @@
-"""Find a model's weights in a checkpoint: under which key, averaged or not, with which prefixes.
+"""Find a model's weights in a checkpoint: their key, their averages (EMA, SWA), and the prefixes of their names.
 
     found = weights_in(torch.load("checkpoint.pth"))
     found.tensors          # by the model's keys
@@ -16,7 +16,7 @@
 | ema_pytorch | `online_model.` and `ema_model.` under one key | the averaged ones |
 
 Prefixes and infixes that `DataParallel`, `torch.compile`, FSDP and activation checkpointing add to keys are removed in
-any order. A file with several models is an error, which names them: choose one with `part`.
+any order. A file with several models raises an error that names them: choose one with `part`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ AVERAGED = re.compile(r"(^|[_./])(ema|swa|averaged?|avg|polyak|shadow)([_./]|$)"
 """Names for averaged weights: by exponential moving averages (EMA) or stochastic weight averaging (SWA)."""
 
 ONLINE = "online_model."
-"""ema_pytorch's prefix for the trained weights, which it stores next to the averaged ones."""
+"""ema_pytorch's prefix for the trained weights, which it stores next to the averaged weights."""
 
 COUNT = "n_averaged"
 """The key under which `AveragedModel` counts averaged models."""
 
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-"""What DataParallel, `torch.compile`, FSDP and activation checkpointing insert into the keys of a model."""
+"""Texts that DataParallel, `torch.compile`, FSDP and activation checkpointing insert into the keys of a model."""
 
 SIGNS = (
     *(dialect.sign for dialect in (*RESNET, *SWIN, *HYBRID, *DETR, *NEXT_FRAME)),
@@ -60,8 +60,8 @@ class Contents:
 
     Attributes:
         tensors: the tensors by the model's keys.
-        taken: which of the file's tensors these are, and whether they are averaged, in words.
-        averaged: whether they are averages of the weights of several steps.
+        taken: a text that says which of the file's tensors these are, and whether they are averaged.
+        averaged: whether the tensors are averages over training steps.
         others: names of other weights in the file, as values for `part`.
     """
 
@@ -73,19 +73,19 @@ class Contents:
 
 @dataclass(frozen=True)
 class _Candidate:
-    name: str  # the model's position in the file: the keys that lead to it, and its own prefix
+    name: str  # position of the model in the file: the path of keys, and the prefix
     tensors: dict[str, Tensor]
     averaged: bool
 
 
 def weights_in(content: Any, part: str | None = None) -> Contents:
-    """The weights of one model in a file's contents.
+    """Find the weights of one model in a file's contents.
 
-    If a file has weights and their averages, the averages are used, because training evaluates with them.
+    If a file has weights and their averages, the averages are returned, because training evaluates with them.
 
     Args:
         content: the result of `torch.load`.
-        part: a name of `Contents.others`, or one that an error lists; None: the only one, or the averaged one.
+        part: a name of `Contents.others`, or one that an error lists; None: the only model, or its averages.
 
     Raises:
         WeightsError: there are no weights, several models, several averages, no such part, or two tensors for one key.
@@ -132,7 +132,7 @@ def _named(content: Any) -> str:
 
 
 def _state_dicts(content: Any, path: tuple[str, ...] = ()) -> Iterator[_Candidate]:
-    """The state dicts in a file's contents, each by the keys that lead to it."""
+    """Find the state dicts in a file's contents; yields each with its path of keys."""
     if not isinstance(content, Mapping) or len(path) > 3:
         return
     if all(isinstance(key, str) and isinstance(value, Tensor) for key, value in content.items()):
@@ -155,7 +155,7 @@ def _state_dicts(content: Any, path: tuple[str, ...] = ()) -> Iterator[_Candidat
 
 
 def _nameless_averages(content: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
-    """Whether averages are a list in the order of a model's parameters, which torch_ema saves."""
+    """Whether averages are stored as a list in the order of a model's parameters, as torch_ema saves them."""
     if not isinstance(content, Mapping) or len(path) > 3:
         return
     for key, value in content.items():
@@ -171,7 +171,7 @@ def _nameless_averages(content: Any, path: tuple[str, ...] = ()) -> Iterator[str
 
 
 def _models_in(found: _Candidate) -> Iterator[_Candidate]:
-    """The models whose tensors a state dict contains, each by its own keys."""
+    """Split a state dict into models by prefix, each with its own keys."""
     tensors = _unwrapped(found.tensors)
     prefixes = _prefixes(tensors)
     averaged = found.averaged or COUNT in tensors
@@ -181,12 +181,12 @@ def _models_in(found: _Candidate) -> Iterator[_Candidate]:
         return
     for prefix in prefixes:
         own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-        if len(prefixes) == 1:  # the remaining keys do not belong to another model, and must not be lost
+        if len(prefixes) == 1:  # the remaining keys are part of the only model, and must not be lost
             others = {key: value for key, value in tensors.items() if not key.startswith(prefix)}
             own |= {key: value for key, value in others.items() if key not in own}
         around = [
             key for key in counts if prefix.startswith(key.removesuffix(COUNT))
-        ]  # these belong to an average of this model
+        ]  # prefixes of this model's averages
         if around:
             own = {key: value for key, value in own.items() if key not in around} | {COUNT: tensors[around[-1]]}
         mine = COUNT in own or AVERAGED.search(prefix) is not None or (averaged and not prefix.endswith(ONLINE))
@@ -194,7 +194,7 @@ def _models_in(found: _Candidate) -> Iterator[_Candidate]:
 
 
 def _unwrapped(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors without the parts that wrappers have added to their keys.
+    """Remove the prefixes and infixes that wrappers have added to the keys.
 
     Raises:
         WeightsError: two tensors then have the same key.
@@ -209,14 +209,14 @@ def _unwrapped(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for key, now in keys.items():
         first, *inner = now.split(".")
         name = ".".join([first, *(each for each in inner[:-1] if f"{each}." not in WRAPPERS), *inner[-1:]])
-        if name in found and name.rpartition(".")[2] != COUNT:  # averages of averages have two counts
+        if name in found and name.rpartition(".")[2] != COUNT:  # averages of averages have two counters
             raise WeightsError(f"has {found[name]} and {key}, which both mean {name}: save only one of them")
         found.setdefault(name, key)
     return {name: tensors[key] for name, key in found.items()}
 
 
 def _prefixes(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The prefix of each model's keys: the shortest prefixes before one of the signs."""
+    """Find the prefix of each model: the shortest prefixes before one of the signs."""
     ends = [key.removesuffix(sign) for sign in SIGNS for key in tensors if key == sign or key.endswith(f".{sign}")]
     shortest: list[str] = []
     for prefix in sorted(set(ends), key=lambda each: (len(each), each)):

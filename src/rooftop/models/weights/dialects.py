@@ -1,8 +1,8 @@
-"""Other libraries' names for a model's weights, and the conversion of their tensors to ours.
+"""The dialects of other libraries: their keys for a model's weights, and the conversion to Rooftop's keys and tensors.
 
 A dialect is recognized by one key, its sign, which no other dialect of the same family has. Its renames turn each key
-of the file into one of ours. If we pack tensors that the file stores separately, a renamed key names its part at the
-end, `in_proj_weight[q]`; parts are joined in the order q, k, v.
+of the file into a key of Rooftop. If Rooftop packs tensors that the file stores separately, the renamed key ends in the
+name of the part, as in `in_proj_weight[q]`. Parts are joined in the order q, k, v.
 
 Sources of the names: torchvision 0.28, timm 1.0 (`swin_transformer.py`, `swin_transformer_v2.py`), transformers 4 and 5
 (`modeling_detr.py`, `modeling_resnet.py`), facebookresearch/detr, MMDetection 2 (`detr_head.py`) and 3 (`detr.py`,
@@ -34,8 +34,8 @@ class Dialect:
         origin: the library.
         sign: the key by which the dialect is recognized.
         renames: the renames to our keys, applied one after another.
-        unneeded: a pattern of keys whose tensors follow from the model, or do not affect its results; None: there are
-            none.
+        unneeded: a pattern of keys to ignore: the model computes their tensors itself, or they do not affect its
+            results. None: no keys are ignored.
         zero_parts: parts that this library omits because they are zero.
     """
 
@@ -48,13 +48,13 @@ class Dialect:
 
 @dataclass(frozen=True)
 class Converted:
-    """The tensors of a file by our keys.
+    """The tensors of a file by Rooftop's keys.
 
     Attributes:
         origin: the file's library.
         tensors: the tensors by our keys.
-        sources: our key -> the file's keys of that tensor.
-        left_out: ignored keys of the file, whose tensors follow from the model -> our names for them, and the tensors.
+        sources: maps each of our keys to the file's keys that form the tensor.
+        left_out: maps each ignored key of the file to our name for it and the tensor.
     """
 
     origin: str
@@ -69,12 +69,12 @@ class Converted:
 
 
 def converted(tensors: Mapping[str, Tensor], dialects: tuple[Dialect, ...], kind: str) -> Converted:
-    """The tensors of a file under our keys.
+    """Convert the tensors of a file to Rooftop's keys.
 
     Args:
         tensors: tensors as in the file.
-        dialects: dialects of this kind of model, in the order in which their signs are tested.
-        kind: name of such a model in the error, e.g. "a DETR".
+        dialects: dialects of this kind of model; their signs are tested in this order.
+        kind: name of the kind of model in errors, e.g. "a DETR".
 
     Raises:
         WeightsError: no dialect has these keys, a part is missing, or one key has two tensors.
@@ -84,7 +84,7 @@ def converted(tensors: Mapping[str, Tensor], dialects: tuple[Dialect, ...], kind
         keys = f"{', '.join(list(tensors)[:3])}{', and so on' if len(tensors) > 3 else ''}" if tensors else "none"
         known = ", or ".join(f"{each.origin}'s, with {each.sign}" for each in dialects)
         raise WeightsError(f"no weights of {kind}: the keys are {keys}. Expected {known}")
-    pieces: dict[str, dict[str, str]] = {}  # our key -> part, "" for all of it -> the file's key
+    pieces: dict[str, dict[str, str]] = {}  # pieces[our key][part] is the file's key; part "" is the whole tensor
     left_out = {}
     for key in tensors:
         if dialect.unneeded and re.search(dialect.unneeded, key):
@@ -104,14 +104,14 @@ def converted(tensors: Mapping[str, Tensor], dialects: tuple[Dialect, ...], kind
 
 
 def renamed(key: str, dialect: Dialect) -> str:
-    """Our key for a key of the file; [q], [k] or [v] at its end if it is only this part."""
+    """Our key for a key of the file; it ends in [q], [k] or [v] if the tensor is only this part."""
     for pattern, replacement in dialect.renames:
         key = re.sub(pattern, replacement, key)
     return key
 
 
 def _joined(ours: str, found: Mapping[str, str], tensors: Mapping[str, Tensor], zero_parts: str) -> Tensor:
-    """A tensor itself, or its parts (n, ...) joined as (3 n, ...)."""
+    """Return a whole tensor, or join parts (n, ...) to (3 n, ...)."""
     if "" in found:
         return tensors[found[""]]
     if lacking := [part for part in PARTS if part not in found and part not in zero_parts]:
@@ -122,11 +122,11 @@ def _joined(ours: str, found: Mapping[str, str], tensors: Mapping[str, Tensor], 
 
 
 def _numbered(pattern: str, prefix: str, suffix: str = "", times: int = 1, plus: int = 0) -> Rename:
-    """A rename in which the number becomes times * number + plus."""
+    """A rename that changes the number in a key to times * number + plus."""
     return pattern, lambda found: f"{prefix}{times * int(found[1]) + plus}{suffix}"
 
 
-# Hugging Face's own ResNet numbers stages, blocks and layers from 0, torchvision from 1.
+# Hugging Face's own ResNet numbers stages, blocks and layers from 0; torchvision numbers them from 1.
 HUGGING_FACE_RESNET: tuple[Rename, ...] = (
     (r"\.embedder\.embedder\.convolution\.", ".conv1."),
     (r"\.embedder\.embedder\.normalization\.", ".bn1."),
@@ -148,10 +148,13 @@ RESNET = (
 
 
 def _swin(merging: int) -> tuple[Rename, ...]:
-    """torchvision numbers patches, stages and mergings in one sequence: stage i is 2 i + 1. A merging comes before it.
+    """Rename a Swin Transformer's keys to torchvision's.
+
+    torchvision numbers patches, mergings and stages in one sequence. Stage i has the number 2 i + 1, and the merging
+    before it 2 i.
 
     Args:
-        merging: the index in that sequence of layers.0.downsample.
+        merging: the number of layers.0.downsample in this sequence.
     """
     return (
         (r"^patch_embed\.proj\.", "features.0.0."),
@@ -165,13 +168,13 @@ def _swin(merging: int) -> tuple[Rename, ...]:
     )
 
 
-# The index has other dimensions in torchvision. The second version's table of coordinates is loaded if a file has it:
-# only its shape gives the window size.
+# torchvision's index has other dimensions. Swin V2's table of coordinates is loaded if a file has it, because only its
+# shape tells the window size.
 SWIN_TABLES = r"\.(relative_position_index|attn_mask)$"
 
 SWIN = (
     Dialect("torchvision", "features.0.0.weight"),
-    # The merging is at the end of the previous stage. This is the only dialect whose first stage has one.
+    # The merging is at the end of the previous stage. Only in this dialect does the first stage have a merging.
     Dialect("Microsoft", "layers.0.downsample.reduction.weight", _swin(merging=2), SWIN_TABLES, zero_parts="k"),
     # The merging is at the beginning of the next stage.
     Dialect("timm", "patch_embed.proj.weight", _swin(merging=0), SWIN_TABLES, zero_parts="k"),
@@ -184,18 +187,18 @@ HUGGING_FACE_DETR: tuple[Rename, ...] = (
     (r"^bbox_predictor\.", "bbox_embed."),
     (r"^model\.query_position_embeddings\.", "query_embed."),
     (r"^model\.input_projection\.", "input_proj."),
-    (r"^model\.backbone\.(conv_encoder\.)?model\.", "backbone.0.body."),  # with conv_encoder: version 4
+    (r"^model\.backbone\.(conv_encoder\.)?model\.", "backbone.0.body."),  # transformers 4 has conv_encoder
     (r"^model\.(encoder|decoder)\.", r"transformer.\1."),
     (r"^transformer\.decoder\.layernorm\.", "transformer.decoder.norm."),
     (r"\.([qkv])_proj\.(weight|bias)$", r".in_proj_\2[\1]"),
-    (r"\.o_proj\.", ".out_proj."),  # version 5; version 4 has out_proj
-    (r"\.(mlp\.)?fc([12])\.", r".linear\2."),  # with mlp: version 5
+    (r"\.o_proj\.", ".out_proj."),  # transformers 5 has o_proj, version 4 out_proj
+    (r"\.(mlp\.)?fc([12])\.", r".linear\2."),  # transformers 5 has mlp
     (r"\.self_attn_layer_norm\.", ".norm1."),
     (r"\.encoder_attn_layer_norm\.", ".norm2."),
     (r"^(transformer\.encoder\..*)\.final_layer_norm\.", r"\1.norm2."),
     (r"^(transformer\.decoder\..*)\.final_layer_norm\.", r"\1.norm3."),
     (r"\.encoder_attn\.", ".multihead_attn."),
-    *HUGGING_FACE_RESNET,  # if the backbone is not timm's, whose keys equal torchvision's
+    *HUGGING_FACE_RESNET,  # for Hugging Face's own backbone; the keys of timm's equal torchvision's
 )
 
 MMDETECTION_3: tuple[Rename, ...] = (
@@ -215,7 +218,7 @@ MMDETECTION_3: tuple[Rename, ...] = (
     (r"\.post_norm\.", ".norm."),
 )
 
-# Rename to the names of version 3 first, and then to ours. The second name of each choice is from before version 2.12.
+# First rename to the names of version 3, then to ours. The second name of each choice was used before version 2.12.
 MMDETECTION_2: tuple[Rename, ...] = (
     (r"^bbox_head\.transformer\.", ""),
     (r"^bbox_head\.query_embedding\.", "query_embedding."),

@@ -1,4 +1,4 @@
-"""Download one file: either the whole file with the right checksum, or nothing and an error with the reason."""
+"""Download one file completely and with the right checksum, or raise an error with the reason and leave no file."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ CHUNK_BYTES = 1 << 20
 
 
 class _Failure(Exception):
-    """Why a download did not succeed."""
+    """The reason why a download failed."""
 
 
 def download(url: str, target: Path, sha256: str) -> None:
-    """Download `url` under a temporary name next to `target`, check it, and rename it; a failure leaves no part of it.
+    """Download `url` under a temporary name next to `target`, check it, and rename it; a failure leaves no file.
 
     Args:
-        sha256: hex digits that the checksum must begin with.
+        sha256: the first hex digits of the file's checksum.
 
     Raises:
-        WeightsError: the server, the network, the disk or the checksum failed; nothing is left behind.
+        WeightsError: the server, the network or the disk failed, or the checksum is wrong.
     """
-    partial = target.with_name(f"{target.name}.{uuid.uuid4().hex}.partial")  # two processes may fetch the same file
+    partial = target.with_name(f"{target.name}.{uuid.uuid4().hex}.partial")  # two processes may download it
     digest = hashlib.sha256()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -44,14 +44,14 @@ def download(url: str, target: Path, sha256: str) -> None:
         if not digest.hexdigest().startswith(sha256):
             raise _Failure(f"the server sent a different file, whose SHA-256 begins with {digest.hexdigest()[:8]}")
         partial.replace(target)
-    except (OSError, _Failure) as error:  # OSErrors of the disk: `_received` turns those of the network into failures
+    except (OSError, _Failure) as error:  # `_received` raises _Failure for network errors, so OSError means the disk
         problem = error if isinstance(error, _Failure) else f"{target} cannot be written ({error.strerror or error})"
         raise WeightsError(
             f"{url} was not downloaded: {problem}. Expected a file whose SHA-256 begins with {sha256}. "
             f"Download it elsewhere and put it at {target}, or give a file as weights"
         ) from error
     finally:
-        with suppress(OSError):  # the file may never have existed
+        with suppress(OSError):  # the file may not exist
             partial.unlink()
 
 
@@ -59,7 +59,7 @@ def sha256_of(path: Path) -> str:
     """The checksum of a file, in hex.
 
     Raises:
-        WeightsError: it cannot be read.
+        WeightsError: the file cannot be read.
     """
     try:
         with path.open("rb") as file:
@@ -69,7 +69,7 @@ def sha256_of(path: Path) -> str:
 
 
 def _received(url: str, name: str) -> Generator[bytes]:
-    """Yield the body as it arrives, until it is complete.
+    """Yield the body of the response in chunks until it is complete.
 
     Raises:
         _Failure: the network or the server failed.
@@ -101,7 +101,7 @@ def _received(url: str, name: str) -> Generator[bytes]:
 
 @contextmanager
 def _progress_bar(name: str) -> Iterator[tuple[Progress, TaskID]]:
-    """The progress bar, which shows nothing if stderr is not a terminal."""
+    """A progress bar; it shows nothing if stderr is not a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:

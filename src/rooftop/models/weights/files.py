@@ -1,10 +1,11 @@
-"""Published weights by name: found in the cache or downloaded, checked, and loaded into a model.
+"""Load published weights by name: find them in the cache or download them, check them, and copy them into a model.
 
-A published file has the first eight hex digits of its SHA-256 in its name (`resnet50-11ad3fa6.pth`). The bytes are
-checked against them before the file gets that name, and again at each use. Files are in torchvision's folder
-(`torch.hub.get_dir()/checkpoints`), so that both use each other's downloads.
+A published file has the first eight hex digits of its SHA-256 in its name (`resnet50-11ad3fa6.pth`). The file's bytes
+are checked against these digits before the download gets its name, and again at each use. Files are in torchvision's
+folder (`torch.hub.get_dir()/checkpoints`), so that torchvision and Rooftop use each other's downloads.
 
-`ROOFTOP_WEIGHTS_URL` in the environment replaces the base address of the files, for a mirror or a folder (file:///...).
+The environment variable `ROOFTOP_WEIGHTS_URL` replaces the base address of the files by a mirror or a folder
+(file:///...).
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ class Weights:
     """A published weights file, and the preprocessing of photographs for it.
 
     Attributes:
-        file: its name, NAME-SHA256.pth with the first eight hex digits of the checksum.
+        file: name of the file, NAME-SHA256.pth with the first eight hex digits of the checksum.
         preprocessing: the preprocessing with which the published accuracy was measured; None for a detector, which gets
             whole photographs (`rooftop.models.detect`).
-        publisher: the address that the file's name is appended to.
-        dilation: whether the fourth stage of the ResNet keeps the resolution of the third ("DC5"). The file itself does
-            not tell.
+        publisher: the base address, to which the file's name is appended.
+        dilation: whether the fourth stage of the ResNet keeps the resolution of the third stage ("DC5"). The file does
+            not contain this.
     """
 
     file: str
@@ -88,7 +89,7 @@ WEIGHTS: dict[str, dict[str, Weights]] = {
         "resnet152": [("394f9c45", _256), ("f82ba261", _232)],
         "resnext50_32x4d": [("7cdf4587", _256), ("1a0047aa", _232)],
         "resnext101_32x8d": [("8ba56ff5", _256), ("110c445d", _232)],
-        "resnext101_64x4d": [("173b62eb", _232)],  # its first weights already come from the second recipe
+        "resnext101_64x4d": [("173b62eb", _232)],  # its V1 weights were already trained with the second recipe
         "wide_resnet50_2": [("95faca4d", _256), ("9ba9bcbe", _232)],
         "wide_resnet101_2": [("32ee1156", _256), ("d733dc28", _232)],
         "swin_t": [("704ceda3", _bicubic(232))],
@@ -99,7 +100,7 @@ WEIGHTS: dict[str, dict[str, Weights]] = {
         "swin_v2_b": [("781e5279", _bicubic(272, 256))],
     }.items()
 }
-# As listed in the README of facebookresearch/detr; the dilated network is never the default, since it is slower.
+# From the README of facebookresearch/detr. The dilated network is never the default, because it is slower.
 WEIGHTS |= {
     "detr_resnet50": {
         "COCO_DC5": Weights("detr-r50-dc5-f0fb7ef5.pth", None, DETR_URL, dilation=True),
@@ -110,31 +111,31 @@ WEIGHTS |= {
         "COCO": Weights("detr-r101-2c7b67e5.pth", None, DETR_URL),
     },
 }
-"""Builder -> name -> file, oldest first; "DEFAULT" stands for the last."""
+"""The published files by builder and name, oldest first; "DEFAULT" stands for the last."""
 
 
 HEADS = ("fc.bias", "head.bias")
-"""The name of the last layer's bias; its length is the number of classes."""
+"""Names of the last layer's bias; its length is the number of classes."""
 
 
 def load_weights(model: nn.Module, builder: str, weights: str | Path) -> None:
-    """Load published weights of `builder`, or a file, into a model; every key must be there, with its shape.
+    """Load published weights of `builder`, or a file, into a model; the file must have every key, with the right shape.
 
     Raises:
         InputError: `weights` is neither a name nor a file.
         WeightsError: the file cannot be fetched, is damaged, or belongs to another model.
-        MissingExtraError: a .safetensors file, and safetensors is not installed.
+        MissingExtraError: the file is a .safetensors file, and safetensors is not installed.
     """
     path = weights_file(builder, weights)
     load_into(model, read_weights(path), path)
 
 
 def weights_file(builder: str, weights: str | Path) -> Path:
-    """The file for a name (downloaded if necessary) or a path. A `Path` is never a name.
+    """The file for a published name (downloaded if necessary) or a path. A `Path` is never taken for a name.
 
     Raises:
         InputError: `weights` is neither a name nor a file.
-        WeightsError: it cannot be fetched or does not match its checksum.
+        WeightsError: the file cannot be fetched or does not match its checksum.
     """
     published = published_weights(builder, weights)
     if published is None:
@@ -151,16 +152,18 @@ def weights_file(builder: str, weights: str | Path) -> Path:
 
 
 def published_weights(builder: str, weights: str | Path) -> Weights | None:
-    """The published file that `weights` names for this builder, if it is a name."""
+    """The published file that `weights` names for this builder; None if it is not a name."""
     named = {} if isinstance(weights, Path) else WEIGHTS.get(builder, {})
     return list(named.values())[-1] if named and weights == "DEFAULT" else named.get(str(weights))
 
 
 def preprocessing_of(builder: str, weights: str | Path) -> Preprocessing:
-    """The preprocessing of photographs for these weights, even for a copy, if it kept its file name.
+    """The preprocessing of photographs for these weights.
 
-    A file of `rooftop train` contains it. For any other file, the shorter side is resized to 256 pixels and the central
-    224 x 224 are used.
+    A copy of a published file is recognized by its file name.
+
+    A file that `rooftop train` wrote contains its preprocessing. For any other file, the shorter side is resized to 256
+    pixels and the central 224 x 224 pixels are used.
     """
     published = _named_or_copied(builder, weights)
     if published is None and (trained := trained_file(weights)) is not None and trained.preprocessing is not None:
@@ -169,10 +172,13 @@ def preprocessing_of(builder: str, weights: str | Path) -> Preprocessing:
 
 
 def options_of(builder: str, weights: str | Path) -> dict[str, Any]:
-    """The builder's options for these weights, even for a copy, if it kept its file name.
+    """The builder's options for these weights.
 
-    Weights of a dilated DETR give {"dilation": True}, because their keys and shapes equal the plain one's. A file that
-    `rooftop train` wrote for this builder gives the options in it. Other weights give none.
+    A copy of a published file is recognized by its file name.
+
+    For weights of a dilated DETR the result is {"dilation": True}, because their keys and shapes equal those without
+    dilation. For a file that `rooftop train` wrote for this builder, it is the options in the file. For other weights
+    it is empty.
     """
     published = _named_or_copied(builder, weights)
     if published is None and (trained := trained_file(weights)) is not None and trained.model == builder:
@@ -186,7 +192,7 @@ def _named_or_copied(builder: str, weights: str | Path) -> Weights | None:
 
 
 def read_weights(path: Path, part: str | None = None) -> dict[str, Tensor]:
-    """The tensors of a file that `torch.save(model.state_dict(), path)` or safetensors wrote, on the CPU.
+    """Read the tensors of a file that `torch.save(model.state_dict(), path)` or safetensors wrote, to the CPU.
 
     These are the tensors of `read_checkpoint`; arguments and errors are the same.
     """
@@ -194,18 +200,18 @@ def read_weights(path: Path, part: str | None = None) -> dict[str, Tensor]:
 
 
 def read_checkpoint(path: Path, part: str | None = None) -> Contents:
-    """A model's weights in a file, on the CPU, and which ones they are.
+    """Read a model's weights from a file to the CPU; the result says which weights they are.
 
-    No code from the file runs. A checkpoint is searched for its weights, and prefixes that training has added to the
-    keys are removed: `rooftop.models.weights.checkpoint_contents` says which part of which file is used.
+    No code from the file runs. The checkpoint is searched for weights, and prefixes that wrappers have added to the
+        keys are removed: `rooftop.models.weights.checkpoint_contents` says which part of which file is used.
 
     Args:
         path: file written by torch.save or safetensors.
-        part: which weights to read from a file with several.
+        part: which weights to read from a file with several models or averages.
 
     Raises:
         WeightsError: the file is damaged, is not a file of tensors, or has weights of several models.
-        MissingExtraError: a .safetensors file, and safetensors is not installed.
+        MissingExtraError: the file is a .safetensors file, and safetensors is not installed.
     """
     try:
         if path.is_file() and path.stat().st_size == 0:
@@ -225,16 +231,16 @@ EXPECTED = "Expected a file written by torch.save(model.state_dict(), path)"
 def _unpickled(path: Path) -> Any:
     try:
         with (
-            # torch warns about files that it cannot read; the errors below say so
+            # torch warns about files that it cannot read; we raise errors for them
             warnings.catch_warnings(action="ignore"),
             torch.serialization.safe_globals(
                 [argparse.Namespace]
-            ),  # allow the options that training scripts save, which are plain data
+            ),  # training scripts save their options, which are plain data
         ):
             return torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except Exception as error:  # torch.load has no error of its own: RuntimeError, EOFError, UnpicklingError, ...
+    except Exception as error:  # torch.load raises RuntimeError, EOFError, UnpicklingError, ...
         if forbidden := re.search(r"GLOBAL (\w+(?:\.\w+)+)", str(error)):
             raise WeightsError(
                 f"{path} holds more than tensors: loading {forbidden[1]} could run code, so it is refused. {EXPECTED}"
@@ -264,7 +270,7 @@ def load_into(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> No
     """Copy tensors into the model's parameters and buffers.
 
     Raises:
-        WeightsError: a key is missing, unknown or of another shape; `path` is named in the message.
+        WeightsError: a key is missing, unknown or of another shape; the message names `path`.
     """
     report = compared(model.state_dict(), tensors, path)
     if not report.fits:
@@ -273,7 +279,7 @@ def load_into(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> No
 
 
 def fitting(tensors: Mapping[str, Tensor]) -> str:
-    """The built-in models that the shapes of tensors fit, as a sentence; "" if none."""
+    """Say which built-in models have tensors of these shapes; "" if there are none."""
     found = {key: tuple(value.shape) for key, value in tensors.items()}
     classes = next((found[key][0] for key in HEADS if found.get(key)), 1000)
     names = []

@@ -1,4 +1,4 @@
-"""Reports of loading: where each key of a weights file goes in a model."""
+"""Reports on loading: which key of a model each key of a weights file fills."""
 
 from __future__ import annotations
 
@@ -12,30 +12,34 @@ from torch import Tensor
 Shape = tuple[int, ...]
 
 COMPUTED = ("num_batches_tracked", "relative_position_index", "relative_coords_table")
-"""Endings of keys that a model does not need from a file. The tables of a Swin Transformer follow from its window, and
-timm saves none. A batch counter does not affect the result, and files from before torch 0.4.1 have none."""
+"""Endings of keys that a model does not need from a file.
+
+The window of a Swin Transformer determines its tables, and timm does not save them. A batch counter does not affect the
+result, and files from before torch 0.4.1 have none.
+"""
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The use of every key of a weights file, and the source of every key of the model.
+    """The use of each key of a weights file, and the source of each key of the model.
 
-    A key of the file whose tensor does not fit, `mismatched` or `quantized`, is listed under the model's name for it.
+    Keys of the file whose tensors do not fit are in `mismatched` or `quantized`, by the model's names for them.
 
     Attributes:
         path: the file.
-        origin: the library whose names the file's keys are, e.g. "timm".
-        used: key of the model -> the keys of the file that form it: several if the model packs separate tensors.
+        origin: the library whose names the file uses, e.g. "timm".
+        used: maps a key of the model to the keys of the file that form its tensor: several if the model packs separate
+            tensors.
         missing_keys: keys of the model that the file lacks.
         unexpected_keys: keys of the file that the model lacks.
-        mismatched: key of the model -> its shape in the file, and in the model.
-        quantized: key of the model that needs floating point -> integer dtype in the file. (Integers mean nothing
-            without their scales.)
-        computed_keys: keys of the model that are not in the file and follow from the model itself.
-        unneeded_keys: ignored keys of the file, which follow from the model itself.
+        mismatched: maps a key of the model to its shape in the file and in the model.
+        quantized: maps a floating-point key of the model to its integer dtype in the file (integers are useless without
+            their scales).
+        computed_keys: keys of the model that are not in the file, but that the model computes itself.
+        unneeded_keys: ignored keys of the file, whose tensors the model computes itself or does not need.
         differing_keys: the unneeded keys whose tensors differ from the model's own.
-        taken: which of the file's weights these are, averaged or not, in words.
-        averaged: whether they are averages of the weights of several steps.
+        taken: a text that says which of the file's weights these are, averaged or not.
+        averaged: whether the weights are averages over training steps.
         others: other weights of the file, as values for `part`.
     """
 
@@ -55,11 +59,11 @@ class LoadReport:
 
     @property
     def fits(self) -> bool:
-        """Whether a strict load succeeds."""
+        """Whether a strict load would succeed."""
         return not (self.missing_keys or self.unexpected_keys or self.mismatched or self.quantized)
 
     def problems(self) -> str:
-        """The problems: counts, and the first three of each kind; "" if all fits."""
+        """Describe the problems: their number, and the first three of each kind; "" if everything fits."""
         shapes = [f"{key} (file {found}, model {expected})" for key, (found, expected) in self.mismatched.items()]
         dtypes = [f"{key} ({dtype})" for key, dtype in self.quantized.items()]
         kinds = {
@@ -71,7 +75,7 @@ class LoadReport:
         return "; ".join(f"{len(keys)} {kind}: {_first(keys)}" for kind, keys in kinds.items() if keys)
 
     def differences(self) -> str:
-        """The tensors that were ignored although they differ from the model's own; "" if none."""
+        """Describe the ignored tensors that differ from the model's own; "" if there are none."""
         if not self.differing_keys:
             return ""
         return (
@@ -105,13 +109,13 @@ def compared(
     unneeded: Collection[str] = (),
     differing: Collection[str] = (),
 ) -> LoadReport:
-    """The report of loading tensors into a model.
+    """Compare tensors with a model, and report which would be loaded.
 
     Args:
         expected: the model's state dict; only its shapes and dtypes are read.
         found: tensors by the model's keys.
         path, origin: as in `LoadReport`.
-        sources: the file's keys for each of `found`; None: the same keys.
+        sources: the file's keys that form each tensor of `found`; None: the same keys.
         unneeded: keys of the file that are not in `found`.
         differing: the unneeded keys whose tensors differ from the model's own.
     """

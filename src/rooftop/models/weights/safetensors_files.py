@@ -41,19 +41,17 @@ class TensorFiles:
         return tuple(self._places)
 
     def shape_and_kind(self, key: str) -> tuple[tuple[int, ...], bool]:
-        """Shape of a tensor, and whether it is floating point; without reading the tensor."""
+        """Shape of a tensor, and whether it is floating point; does not read the tensor."""
         view = self._file(self._places[key]).get_slice(key)
         return tuple(view.get_shape()), view.get_dtype() in FLOATING
 
     def whole(self, key: str) -> Tensor:
-        """A tensor, on the CPU."""
+        """Read a whole tensor to the CPU."""
         found: Tensor = self._file(self._places[key]).get_tensor(key)
         return found
 
     def part(self, key: str, rows: tuple[int, int], columns: tuple[int, int] | None, transposed: bool) -> Tensor:
-        """A range of rows and a range of columns of a tensor, on the CPU. If it is transposed, the ranges refer to the
-        tensor before transposition.
-        """
+        """Read a range of rows and a range of columns of a tensor to the CPU; with `transposed`, of its transpose."""
         view = self._file(self._places[key]).get_slice(key)
         if columns is None:
             found: Tensor = view[slice(*rows)]
@@ -64,7 +62,7 @@ class TensorFiles:
         return found
 
     def _found(self, path: Path) -> dict[str, Path]:
-        """Key -> file."""
+        """Map each key to its file."""
         if (path / ONE_FILE).is_file() or path.is_file():
             file = path if path.is_file() else path / ONE_FILE
             return dict.fromkeys(self._file(file).keys(), file)
@@ -87,7 +85,7 @@ class TensorFiles:
                 raise WeightsError(
                     f"{file} and {places[other].name} both have {other}: the files do not belong together"
                 )
-            places |= dict.fromkeys(sorted(keys - set(places)), file)  # a file that the index omits
+            places |= dict.fromkeys(sorted(keys - set(places)), file)  # keys that the index omits
         return places
 
     def _file(self, path: Path) -> Any:
@@ -103,7 +101,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
-        WeightsError: it cannot be read, or is not a JSON object.
+        WeightsError: the file cannot be read, or holds no JSON object.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -118,7 +116,7 @@ def safetensors_library() -> Any:
     """The module `safetensors`, with `safetensors.torch` loaded.
 
     Raises:
-        MissingExtraError: it is not installed.
+        MissingExtraError: safetensors is not installed.
     """
     try:
         import safetensors.torch

@@ -32,7 +32,7 @@ class TrainedFile:
         options: options of the builder.
         classes: names of the classes in the order of the logits, or of a detector's labels; empty if unknown.
         preprocessing: preprocessing of photographs for a classifier; None if the file does not state it.
-        sides: pixels of the shorter side, and maximum pixels of the longer side, of a detector's input; None if the
+        sides: size of the shorter side of a detector's input, and the limit of its longer side, in pixels; None if the
             file does not state them.
     """
 
@@ -44,11 +44,11 @@ class TrainedFile:
 
 
 def trained_file(weights: str | Path) -> TrainedFile | None:
-    """Read the metadata of a file; None for a file without metadata, or a name that is not a file.
+    """Read the metadata of a file; None if there is no such file or it has no metadata.
 
     Raises:
         WeightsError: the file is damaged.
-        MissingExtraError: it is a .safetensors file, and safetensors is not installed.
+        MissingExtraError: the file is a .safetensors file, and safetensors is not installed.
     """
     path = Path(weights).expanduser()
     if path.suffix.lower() != ".safetensors" or not path.is_file():
@@ -64,13 +64,13 @@ def trained_file(weights: str | Path) -> TrainedFile | None:
         ) from error
     try:
         said = json.loads(header.get(KEY, "{}"))
-        return _read(said) if isinstance(said.get("model"), str) else None  # other checkpoints store other things there
+        return _read(said) if isinstance(said.get("model"), str) else None  # not ours: the key has another meaning
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise WeightsError(f"{path}: {KEY!r} in its header was not written by rooftop train ({error!r})") from error
 
 
 def plain_preprocessing(preprocessing: Preprocessing) -> dict[str, Any]:
-    """The preprocessing in the form that a file stores."""
+    """The preprocessing as plain JSON values, which a file stores."""
     return {
         "resize": preprocessing.resize,
         "crop": preprocessing.crop,

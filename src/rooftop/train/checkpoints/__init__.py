@@ -1,1 +1,1 @@
-"""Trainings on disk: plan and stage a checkpoint, write it in the background, read it in any layout, convert it."""
+"""Checkpoints of GPT trainings: plan, stage and write them in the background, read them in any layout, convert them."""

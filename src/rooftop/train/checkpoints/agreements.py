@@ -1,14 +1,14 @@
-"""Agreement of the ranks once per step, in the background.
+"""Let all ranks agree once per step, in the background.
 
 Each rank sends a few numbers. One step later every rank gets the minimum of each number over all ranks. So all ranks
-act alike after the same step. For example, they save because one rank was told to stop, they start the next part of a
-save because all have finished the previous one, or raise because one could not write.
+act alike after the same step. For example, all ranks save if one rank received a stop signal. All ranks start the next
+phase of a save once all have finished the previous phase. If one rank could not write, all ranks raise.
 
     step 7     says [0]          hears what was said at step 6
     step 8     says [-1] here    hears [0]
     step 9     says [0]          hears [-1], on every rank
 
-The numbers go through gloo on the hosts, in a separate group, while the next step computes, so no GPU waits.
+The hosts exchange the numbers with gloo, in a separate process group, while the next step computes, so no GPU waits.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ T = TypeVar("T")
 
 
 class Agreement:
-    """Minima of numbers over all ranks. Every rank makes an agreement and calls its methods together with the other
-    ranks.
+    """Computes minima of numbers over all ranks. Its methods are collective: all ranks create and call it together.
 
     Args:
         count: the number of numbers that each rank sends.
@@ -57,19 +56,19 @@ class Agreement:
         return heard  # type: ignore[no-any-return]
 
     def finish(self) -> None:
-        """Wait for the last numbers of the other ranks. No message may be in flight when the process group ends."""
+        """Wait for the last numbers of the other ranks. Call this before the process group is destroyed."""
         if self._work is not None:
             self._work.wait()
             self._work = None
 
     def close(self) -> None:
-        """Release the group if no message is in flight; otherwise it ends with torch.distributed."""
+        """Destroy the group if no message is in flight. If one is, torch.distributed destroys the group at its end."""
         if self._group is not None and self._work is None and dist.is_initialized():
             dist.destroy_process_group(self._group)
             self._group = None
 
     def gathered(self, value: T) -> list[T]:
-        """Gather a value from each rank, in the order of ranks; values are pickled."""
+        """Gather a value from each rank, in the order of ranks; values are sent pickled."""
         if self._group is None:
             return [value]
         found: list[Any] = [None] * self.ranks

@@ -1,10 +1,10 @@
-"""Converts a checkpoint to the current format, in files as ranks of another layout would write them.
+"""Convert a checkpoint to the current format, with the files that ranks of another layout would write.
 
     convert(read_record(Path("run")), Path("whole"))                    # one file, each tensor in one piece
     convert(read_record(Path("run")), Path("for-eight"), tensor_ranks=8)
 
-Any layout reads any checkpoint. A conversion has three uses: files with whole tensors for the safetensors library, one
-file for each of many ranks, and checkpoints of format 1. One piece is in memory at a time.
+Trainings of any layout can read any checkpoint. A conversion has three uses: to write whole tensors for the safetensors
+library, to write one file per rank, and to update checkpoints of format 1. Only one piece is in memory at a time.
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ def convert(
     tensor_ranks: int = 1,
     progress: Progress = lambda what, fraction: None,
 ) -> Path:
-    """Convert a checkpoint. All data that are read are compared with their checksums.
+    """Convert a checkpoint. All data are verified by their checksums.
 
     Args:
-        record: record of the checkpoint to read.
-        out: folder for `--load`, new or empty. The folder appears once it is complete.
-        tensor_ranks: number of tensor parallel ranks, with one file for each; 1: one file with whole tensors.
+        record: the record of the checkpoint.
+        out: a new or empty folder, for `--load`. It is renamed into place once it is complete.
+        tensor_ranks: number of tensor parallel ranks; one file is written per rank. 1: one file with whole tensors.
         progress: called with (the tensor, the fraction done).
 
     Returns:
         The folder of the step.
 
     Raises:
-        InputError: the checkpoint is damaged, `out` is not empty, or the model cannot be split among that many ranks.
+        InputError: the checkpoint is damaged, `out` is not empty, or the model cannot be split among `tensor_ranks`
+            ranks.
         OSError: the new checkpoint cannot be written.
     """
     out = Path(out)
@@ -86,7 +87,7 @@ def check_new(out: Path) -> None:
     """Check that a folder can be written: it is new or empty.
 
     Raises:
-        InputError: the folder is not empty, its parent does not exist, or it cannot be made.
+        InputError: the folder is not empty or cannot be created, or its parent does not exist.
     """
     if out.name in ("", ".."):
         raise InputError(f"{out} cannot be written: expected a new or empty folder")
@@ -98,7 +99,7 @@ def check_new(out: Path) -> None:
             raise InputError(f"{out} cannot be written: there is no folder {folder}")
         if not os.access(folder, os.W_OK):
             raise InputError(f"{out} cannot be written: permission denied")
-        probe = out.with_name(f".{out.name}.{os.getpid()}.partial")  # the name of the folder until it is complete
+        probe = out.with_name(f".{out.name}.{os.getpid()}.partial")  # temporary name of the folder until it is complete
         probe.mkdir()
         probe.rmdir()
     except OSError as error:
@@ -118,7 +119,7 @@ def _layout(config: GptConfig, tensor_ranks: int) -> Layout:
 
 @dataclass(frozen=True)
 class _Place:
-    """A rank of an imaginary group. It answers what layers ask of a group when they compute nothing."""
+    """A rank of an imaginary process group, which tells layers on the meta device their rank and number of ranks."""
 
     index: int
     count: int
@@ -131,7 +132,7 @@ class _Place:
 
 
 def _held_by(rank: int, ranks: int, config: GptConfig, saved: Readable) -> Iterator[Held]:
-    """The tensors that a tensor parallel rank would hold."""
+    """List the tensors that a tensor parallel rank would hold."""
     shards: dict[str, Shard] = {}
     if ranks > 1:
         shards = shards_of(Gpt(config, group=cast(Group, _Place(rank, ranks)), device="meta"))

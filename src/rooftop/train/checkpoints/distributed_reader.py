@@ -1,12 +1,13 @@
-"""Read our checkpoints with `torch.distributed.checkpoint`, into tensors of any sharding.
+"""Read Rooftop's checkpoints with `torch.distributed.checkpoint`, into tensors of any sharding.
 
     import torch.distributed.checkpoint as dcp
 
     state = {name: parameter for name, parameter in model.named_parameters()}  # tensors and DTensors, of any mesh
     dcp.load(state, storage_reader=CheckpointReader("run"))
 
-PyTorch's planner finds out which parts of which tensors each rank needs. `SavedTensors` reads only the needed parts and
-verifies their checksums. Names are those of `rooftop checkpoint inspect --json`. Nothing is pickled on the disk.
+PyTorch's planner determines which parts of which tensors each rank needs. `SavedTensors` reads only these parts and
+verifies their checksums. The tensors' names are those of `rooftop checkpoint inspect --json`. The files contain no
+pickled data.
 """
 
 from __future__ import annotations
@@ -36,22 +37,23 @@ class CheckpointReader(StorageReader):
     """Reads checkpoints of `rooftop train gpt --save` or `save_training`.
 
     Args:
-        folder: folder of a training (its last step is read) or of one step.
+        folder: the folder of a training, whose last step is read, or of one step.
 
     Raises:
-        InputError: the folder has no training, or the checkpoint is damaged; raised here, or when a part is read.
+        InputError: the folder has no training, or the checkpoint is damaged. Some damage is found only when a part is
+            read.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.reset(folder)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin to read a checkpoint: the given one, or the previous one."""
+        """Open a checkpoint: the given one, or the previous one again."""
         if checkpoint_id is not None:
             self.saved: Readable = open_tensors(read_record(Path(checkpoint_id)))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the dtype and whole shape of each tensor. Planners need not know the pieces of a tensor."""
+        """Return the dtype and whole shape of each tensor; planners need nothing else."""
         return Metadata(
             {
                 name: TensorStorageMetadata(
@@ -64,7 +66,7 @@ class CheckpointReader(StorageReader):
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing, because nothing is left to set up."""
+        """Do nothing; the constructor has opened the checkpoint."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan unchanged."""

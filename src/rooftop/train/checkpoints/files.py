@@ -1,15 +1,15 @@
-"""One file of a checkpoint: pieces of tensors in the safetensors format, each with its place and its checksums.
+"""A file of a checkpoint: pieces of tensors in the safetensors format, each with its position and its checksums.
 
     8 bytes     length of the header, little-endian
     header      JSON: dtype, shape and bytes of each piece, as in safetensors; in __metadata__, under "rooftop", the
                 tensor's name, its whole shape, where the piece starts in it, and the CRC-32 of each 4 MiB of it
     data        the pieces, one after another
 
-Each block has its own checksum, so that a reader of some rows of a piece can check only these rows. The checksums are
-computed during the writing and enter the header last, so a truncated file has none.
+Each block has its own checksum, so that a reader can verify only the rows that it needs. The checksums are computed
+while the data are written and are put into the header last, so a truncated file has no checksums.
 
-This file imports only the standard library. Run as a script, it writes a checkpoint during the training. The
-process starts in a tenth of a second, and reads the data from memory that it shares with the training.
+This file imports only the standard library. Run as a script, it writes a checkpoint during the training. That process
+starts in a tenth of a second, and reads the data from memory that it shares with the training.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-BLOCK_BYTES = 4 << 20  # each has a checksum of 8 digits: 200 kB for 100 GB
+BLOCK_BYTES = 4 << 20  # each block has a checksum of 8 digits: 200 kB per 100 GB
 ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 """The bytes of an element, by safetensors' names of the dtypes of weights and counters."""
-CHECKERS = 2  # one thread computes checksums at 2.5 GB/s; disks write at up to 5
-NICENESS = 10  # niceness of the writing process, so that the training's threads, which launch its kernels, go first
+CHECKERS = 2  # threads; one computes checksums at 2.5 GB/s, and disks write up to 5 GB/s
+NICENESS = 10  # of the writing process, so that the training's threads, which launch kernels, have priority
 WAITING_CHECKSUM = "0" * 8
 METADATA = "rooftop"
 
 
 @dataclass(frozen=True)
 class FilePiece:
-    """A part of a tensor in a file.
+    """A piece of a tensor in a file.
 
     Attributes:
         name: name of the whole tensor.
         dtype: a key of `ITEM_BYTES`.
         shape: shape of the whole tensor.
-        start: start of the part in the whole tensor.
-        size: size of the part.
+        start: start of the piece in the whole tensor.
+        size: size of the piece.
     """
 
     name: str
@@ -55,31 +55,29 @@ class FilePiece:
 
     @classmethod
     def of(cls, plain: dict[str, Any]) -> FilePiece:
-        """Make a piece from JSON, where tuples are lists."""
+        """Create a piece from JSON, in which tuples are lists."""
         return cls(plain["name"], plain["dtype"], *(tuple(plain[key]) for key in ("shape", "start", "size")))
 
     @property
     def bytes(self) -> int:
-        """The bytes of the part."""
+        """The number of bytes of the piece."""
         return prod(self.size) * ITEM_BYTES[self.dtype]
 
     @property
     def key(self) -> str:
-        """The key in the file: the tensor's name, for a part with its ranges, such as "layers.0.mlp.up.weight[0:64,
-        0:32]".
-        """
+        """The key in the file: the tensor's name, or for a part "layers.0.mlp.up.weight[0:64, 0:32]"."""
         if self.size == self.shape:
             return self.name
         return f"{self.name}[{', '.join(f'{a}:{a + n}' for a, n in zip(self.start, self.size, strict=True))}]"
 
     @property
     def blocks(self) -> int:
-        """Number of checksums."""
+        """The number of blocks, each of which has a checksum."""
         return -(-self.bytes // BLOCK_BYTES)
 
 
 def header_of(pieces: Sequence[FilePiece], checksums: Sequence[Sequence[str]]) -> bytes:
-    """The header of a file, whose length does not depend on the checksums."""
+    """The header of a file. Its length does not depend on the values of the checksums."""
     entries: dict[str, Any] = {}
     places: dict[str, Any] = {}
     end = 0
@@ -89,7 +87,7 @@ def header_of(pieces: Sequence[FilePiece], checksums: Sequence[Sequence[str]]) -
         places[piece.key] = {"name": piece.name, "shape": piece.shape, "start": piece.start, "crc32": sums}
     said = json.dumps({"block_bytes": BLOCK_BYTES, "pieces": places}, separators=(",", ":"))
     text = json.dumps({"__metadata__": {"format": "pt", METADATA: said}, **entries}, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # data begin at a multiple of 8
+    text += b" " * (-len(text) % 8)  # the data must begin at a multiple of 8 bytes
     return len(text).to_bytes(8, "little") + text
 
 
@@ -113,7 +111,7 @@ def write_file(
         for piece, content in zip(pieces, contents, strict=True):
             assert content.nbytes == piece.bytes, piece
             blocks = [*blocks_of(content)]
-            checksums = pool.map(checksum, blocks)  # in parallel with the writing, since both release Python's lock
+            checksums = pool.map(checksum, blocks)  # in parallel with the writing, because both release the GIL
             for block in blocks:
                 before_each_block()
                 _write_all(file, block)
@@ -124,12 +122,12 @@ def write_file(
 
 
 def blocks_of(content: memoryview) -> Iterator[memoryview]:
-    """A piece's bytes in blocks of `BLOCK_BYTES`."""
+    """Split a piece's bytes into blocks of `BLOCK_BYTES`."""
     return (content[at : at + BLOCK_BYTES] for at in range(0, content.nbytes, BLOCK_BYTES))
 
 
 def checksum(block: memoryview | bytes | bytearray) -> str:
-    """CRC-32, eight hexadecimal digits."""
+    """The CRC-32 in eight hexadecimal digits."""
     return f"{crc32(block):08x}"
 
 
@@ -139,7 +137,7 @@ def _write_all(file: Any, content: memoryview) -> None:
 
 
 def read_header(path: Path) -> tuple[bytes, dict[str, Any]]:
-    """Return (the bytes up to the data, the JSON in them) of a file.
+    """Read the header of a file; returns the bytes up to the data, and the JSON in them.
 
     Raises:
         OSError: the file cannot be read.
@@ -166,7 +164,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
+    """Wait until the entries of a folder are on the disk (fsync)."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -178,10 +176,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def request(path: Path, pieces: Sequence[FilePiece], memory: int) -> str:
-    """The request that the process reads from its standard input.
+    """The request that the writing process reads from its standard input.
 
     Args:
-        memory: an inherited file descriptor of a file in memory that holds the pieces, one after another.
+        memory: an inherited file descriptor of shared memory that holds the concatenated pieces.
     """
     return json.dumps(
         {"path": str(path), "pieces": [asdict(piece) for piece in pieces], "memory": memory, "parent": os.getpid()}
@@ -189,11 +187,11 @@ def request(path: Path, pieces: Sequence[FilePiece], memory: int) -> str:
 
 
 def main() -> int:
-    """Write the file that standard input requests. An OSError goes to standard output as a line, with exit status 1."""
+    """Write the file that standard input requests. An OSError is printed to standard output, with exit status 1."""
     import signal
 
     os.nice(NICENESS)
-    for number in (signal.SIGTERM, signal.SIGINT):  # the training gets these signals too, and waits for the save
+    for number in (signal.SIGTERM, signal.SIGINT):  # the training gets these signals too, and waits for this process
         signal.signal(number, signal.SIG_IGN)
     said = json.load(sys.stdin)
     pieces = [FilePiece.of(plain) for plain in said["pieces"]]

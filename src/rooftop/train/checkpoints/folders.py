@@ -1,4 +1,4 @@
-"""The folder of a training's checkpoints: a step appears once it is complete, and `latest` names the last one.
+"""The folder of a training's checkpoints: a step appears once it is complete, and `latest` names the last step.
 
     save/
       latest                          the name of the last complete step
@@ -9,8 +9,8 @@
         rank-00001.safetensors
       .step-00000200.8f3a.unfinished  a step that is being written, or was when the training was killed
 
-First the files reach the disk, then the folder gets its name, then `latest` names it, and last older steps are removed.
-So the previous checkpoint survives if the process is killed in between. A step that is saved again gets another name
+The order is: write the files to the disk, rename the folder, update `latest`, remove older steps. So the previous
+checkpoint survives if the process is killed in between. If a step is saved again, its folder gets another name
 (step-00000100.2). All ranks must see the same folder.
 """
 
@@ -35,12 +35,12 @@ UNFINISHED = ".unfinished"
 
 
 def file_name(rank: int) -> str:
-    """Name of the file of a rank."""
+    """Name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def unfinished(folder: Path, step: int, token: str) -> Path:
-    """The folder in which a step is written; each save has another token."""
+    """The temporary folder in which a step is written; each save has its own token."""
     return folder / f".step-{step:08d}.{token}{UNFINISHED}"
 
 
@@ -54,13 +54,13 @@ def remove_unfinished(folder: Path) -> None:
 def complete(
     temporary: Path, files: Sequence[str], described: Mapping[str, Any], *, keep_last: int | None = None
 ) -> Path:
-    """Turn the files of the ranks into a step, make `latest` name it, and remove steps that are not kept.
+    """Turn the files of the ranks into a complete step, make `latest` name it, and remove older steps.
 
     Args:
-        temporary: the folder of the files.
-        files: their names.
+        temporary: the temporary folder of the files.
+        files: the names of the files.
         described: the contents of training.json, including "step".
-        keep_last: number of steps kept, including this one; later steps do not count. None: all.
+        keep_last: number of steps to keep, including this one; later steps do not count. None: all.
 
     Returns:
         The folder of the step.
@@ -81,7 +81,7 @@ def complete(
     write_text(folder / f".{LATEST}{UNFINISHED}", f"{name}\n")
     os.replace(folder / f".{LATEST}{UNFINISHED}", folder / LATEST)
     sync_folder(folder)
-    for path in before:  # an earlier save of this step, which `latest` may have named until now
+    for path in before:  # an earlier save of this step; `latest` may have named it until now
         _remove_step(path)
     if keep_last is not None:
         older = sorted(((number, path) for number, path in _steps(folder) if number < step), reverse=True)
@@ -102,11 +102,11 @@ def write_described(temporary: Path, files: Sequence[str], described: Mapping[st
 def last_step(folder: Path) -> Path | None:
     """Return the folder of the last complete step; None if there is none.
 
-    `latest` names this step. If `latest` is missing, the training was killed after naming the first step: a step with
-    its final name is complete.
+    `latest` names this step. If `latest` is missing, the training was killed after it renamed the first step. A step
+    with its final name is always complete.
 
     Raises:
-        InputError: `latest` names a step that does not exist, but others do.
+        InputError: `latest` names a step that does not exist, but other steps exist.
     """
     steps = sorted(_steps(folder)) if folder.is_dir() else []
     if not (folder / LATEST).is_file():
@@ -121,7 +121,7 @@ def last_step(folder: Path) -> Path | None:
 
 
 def steps_in(folder: Path, step: int) -> list[Path]:
-    """The folders of steps that hold a training; other folders with such names are ignored."""
+    """List the folders of steps that hold a training; other folders with such names are ignored."""
     return [path for number, path in _steps(folder) if number == step]
 
 
@@ -131,7 +131,7 @@ def _steps(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _remove_step(path: Path) -> None:
-    """Remove a step. Even if the process is killed midway, no incomplete folder has the name of a step."""
+    """Remove a step. If the process is killed midway, no incomplete folder keeps the name of a step."""
     hidden = path.with_name(f".{path.name}.removed{UNFINISHED}")
     try:
         os.replace(path, hidden)

@@ -1,12 +1,12 @@
-"""Checkpoints of format 1, the first one of Rooftop: a `torch.save` file for each tensor parallel rank.
+"""Read checkpoints of format 1, Rooftop's first format: a `torch.save` file for each tensor parallel rank.
 
     training.json     "format": 1
     tensor-0.pt       {"step", "shards", "weights": {name: tensor}, "optimizer": {number: {kind: tensor}}}
     tensor-1.pt
 
-The tensors of a rank are stored as the rank held them, with padding; "shards" says which pieces of the whole they are
-(`resharding`). The optimizer numbered the weights, starting with those of more than one dimension. This format is read
-through `saved_tensors.Readable`, and never written.
+A rank's tensors are stored as the rank held them, with padding; "shards" says which pieces of the whole tensors they
+are (`resharding`). The optimizer numbered the weights, beginning with weights of more than one dimension. This format
+is read through `saved_tensors.Readable`, and never written.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from rooftop.train.checkpoints.saved_tensors import Entry
 from rooftop.train.checkpoints.trainer_tensors import moment_name
 
 UNREADABLE = (OSError, RuntimeError, KeyError, TypeError, ValueError, AttributeError, EOFError, UnpicklingError)
-"""The errors of torch.load, and of the code that uses its result, for a damaged file."""
+"""The exceptions that torch.load, or code that uses its result, raises for a damaged file."""
 
 
 def part_name(tensor_rank: int) -> str:
-    """Name of the file of a tensor parallel rank."""
+    """Name of a tensor parallel rank's file."""
     return f"tensor-{tensor_rank}.pt"
 
 
@@ -41,8 +41,9 @@ class OlderTensors:
 
     Args:
         folder: folder of the step.
-        ranks: number of tensor parallel ranks that saved it.
-        own: (this tensor parallel rank, its parts) if as many ranks resume as saved; then only its own file is read.
+        ranks: number of tensor parallel ranks that saved the step.
+        own: (this tensor parallel rank, its parts) if the number of ranks is the same as in the save. Then the rank
+            reads only its own file.
 
     Attributes:
         entries: the tensors' entries, by name.
@@ -101,7 +102,7 @@ class OlderTensors:
 
 
 def _as_first(shards: Mapping[str, Shard]) -> dict[str, Shard]:
-    """The tensors that a rank holds, marked so that only its own file is read."""
+    """The parts of a rank, marked so that only its own file is read."""
     return {
         name: Shard(tuple(replace(piece, first=True) for piece in shard.pieces), shard.padding)
         for name, shard in shards.items()
@@ -109,5 +110,5 @@ def _as_first(shards: Mapping[str, Shard]) -> dict[str, Shard]:
 
 
 def _damaged(path: Path, error: BaseException) -> InputError:
-    kind = type(error).__name__  # torch's message fills a page
+    kind = type(error).__name__  # torch's message is a page long
     return InputError(f"{path} cannot be read as a part of a training ({kind}); is it complete?")

@@ -1,14 +1,14 @@
-"""Plans which rank writes which part of a checkpoint. Each part is written once, and bytes are spread evenly over
-ranks.
+"""Plan which rank writes which part of a checkpoint: each part once, with about equal bytes per rank.
 
     rank 0 holds   layers.0.up[0:64]    norm        rank 0 writes   layers.0.up[0:64]
     rank 1 holds   layers.0.up[64:128]  norm   ->   rank 1 writes   layers.0.up[64:128]  norm
     rank 2 holds   layers.1.up[0:64]    norm        rank 2 writes   layers.1.up[0:64]
     ...
 
-Ranks tell each other what they hold (`Held`); the plan does not need to know why they hold it. Parts that several ranks
-hold go to the ranks with the least to write. Data and context parallel ranks hold the same parts, tensor parallel ranks
-the same norms and shared heads, and pipeline stages the same tied embedding. Large parts are first cut by rows.
+The ranks exchange lists of the parts that they hold (`Held`); the plan does not depend on the layout behind them. If
+several ranks hold a part, the rank with the least to write gets it. Data and context parallel ranks hold the same
+parts, tensor parallel ranks the same norms and shared heads, and pipeline stages the same tied embedding. Large parts
+are first cut by rows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Held:
         name: the tensor's name in the whole model.
         dtype: a key of `ITEM_BYTES`.
         shape: shape of the whole tensor.
-        pieces: start and size of each piece; they lie one after another along the first dimension.
+        pieces: start and size of each piece; the rank's tensor is their concatenation along the first dimension.
     """
 
     name: str
@@ -45,22 +45,22 @@ class Held:
 
     @classmethod
     def of(cls, name: str, dtype: str, shape: Sequence[int], shard: Shard | None) -> Held:
-        """Make the description from a shard; None: the whole tensor of that shape.
+        """Create the description from a shard; None: the whole tensor of that shape.
 
         Raises:
-            ValueError: the shard has elements that are not contiguous in the whole.
+            ValueError: the shard is not made of contiguous ranges of rows and columns.
         """
         if shard is None:
             return cls(name, dtype, tuple(shape), (((0,) * len(shape), tuple(shape)),))
         if any(set(piece.box.strides) - {1} for piece in shard.pieces):
-            raise ValueError(f"a checkpoint holds only rows and columns of {name}, got {shard}")
+            raise ValueError(f"a checkpoint stores only ranges of rows and columns of {name}, got {shard}")
         whole = shard.pieces[0].box.shape if shard.pieces else tuple(shape)
         pieces = tuple((piece.box.start, piece.box.size) for piece in shard.pieces if prod(piece.box.size))
         return cls(name, dtype, whole, pieces)
 
 
 def planned(held: Sequence[Sequence[Held]]) -> list[list[FilePiece]]:
-    """Return the pieces that each rank writes; the plan is the same on all ranks.
+    """Plan the pieces that each rank writes; the result is the same on all ranks.
 
     Args:
         held: the parts that each rank holds.
@@ -75,10 +75,12 @@ def planned(held: Sequence[Sequence[Held]]) -> list[list[FilePiece]]:
             if not each.pieces:
                 continue
             if wholes.setdefault(each.name, (each.dtype, each.shape)) != (each.dtype, each.shape):
-                raise ValueError(f"{each.name} is {wholes[each.name]} and {(each.dtype, each.shape)} on two ranks")
+                raise ValueError(
+                    f"{each.name} is {wholes[each.name]} on one rank, {(each.dtype, each.shape)} on another"
+                )
             for start, size in each.pieces:
                 ranks = holders.setdefault(FilePiece(each.name, each.dtype, each.shape, start, size), [])
-                if rank not in ranks:  # a parameter that a rank lists twice, such as a tied one in one stage
+                if rank not in ranks:  # a rank may list a parameter twice, e.g. a tied weight in one stage
                     ranks.append(rank)
     _check_complete(holders, wholes)
     total = sum(piece.bytes for piece in holders)
@@ -104,7 +106,7 @@ def _check_complete(holders: Mapping[FilePiece, object], wholes: Mapping[str, tu
 
 
 def _cut(piece: FilePiece, holders: int, most: int) -> list[FilePiece]:
-    """Cut a part by rows, if several ranks hold it and can share it."""
+    """Cut a part by rows if several ranks hold it and can share the work."""
     parts = min(ceil(piece.bytes / most), piece.size[0]) if piece.size and holders > 1 else 1
     rows = ceil(piece.size[0] / parts) if parts > 1 else 0
     if not rows:
@@ -120,7 +122,7 @@ def _cut(piece: FilePiece, holders: int, most: int) -> list[FilePiece]:
 
 
 def part_of(piece: FilePiece, local: Tensor, held: Held) -> Tensor:
-    """The part to write, as a view of the tensor that a rank holds."""
+    """The piece to write, as a view of the rank's tensor."""
     if not piece.size:
         return local
     row = 0
@@ -133,5 +135,5 @@ def part_of(piece: FilePiece, local: Tensor, held: Held) -> Tensor:
 
 
 def box_of(piece: FilePiece) -> Box:
-    """The box of a piece in the whole tensor."""
+    """The box that a piece occupies in the whole tensor."""
     return Box(piece.shape, piece.start, piece.size)

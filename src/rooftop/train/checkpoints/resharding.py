@@ -1,5 +1,4 @@
-"""Assembles the part of a parameter that a tensor parallel rank holds from the parts that ranks of another layout
-held.
+"""Assemble a tensor parallel rank's part of a parameter from the parts that ranks of another layout saved.
 
     tp=2 held            tp=4 holds             each new piece takes from each old one
     +----------+         +-----+                the elements that both contain
@@ -26,13 +25,13 @@ from rooftop.kernels import Box
 from rooftop.parallel import Piece, Shard
 
 Record = tuple[list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool]], int]
-"""A shard in plain values: for each piece the shape of the whole, start, size, and whether this is the first rank with
-that piece; then the rows of padding.
+"""A shard as plain values: for each piece (shape of the whole tensor, start, size, whether this is the first rank with
+the piece); then the number of padding rows.
 """
 
 
 def shards_from(found: Mapping[str, Record]) -> dict[str, Shard]:
-    """The shards in a file, by parameter. The number of ranks that hold a piece was not stored.
+    """Read the shards in a file, by parameter. The file does not say how many ranks hold a piece.
 
     Raises:
         ValueError, TypeError: the records are invalid.
@@ -44,19 +43,19 @@ def shards_from(found: Mapping[str, Record]) -> dict[str, Shard]:
 
 
 def put_together(here: Shard | None, shape: Sequence[int], parts: Sequence[tuple[Shard | None, Tensor]]) -> Tensor:
-    """Assemble the part of a parameter, or of its optimizer state, that a rank holds, from the parts of all ranks of a
-    layout.
+    """Assemble a rank's part of a parameter or optimizer state from the parts of all ranks of another layout.
 
     Args:
-        here: the part; None: the whole.
+        here: the part to assemble; None: the whole tensor.
         shape: shape of the part that the rank holds, with padding.
-        parts: the shard that each of those ranks held, in order, and its tensor. None: each rank held the whole.
+        parts: the shard and the tensor that each of the other ranks held, in order. A shard None: the rank held the
+            whole tensor.
 
     Returns:
         A new tensor of that shape on the CPU; padding is 0.
 
     Raises:
-        ValueError: the parts do not cover the rank's part, or belong to another whole.
+        ValueError: the parts do not cover the rank's part, or belong to another whole tensor.
     """
     theirs = [_checked(shard, tensor) for shard, tensor in (parts[:1] if parts[0][0] is None else parts)]
     found = torch.zeros(tuple(shape), dtype=parts[0][1].dtype)
@@ -73,7 +72,7 @@ def put_together(here: Shard | None, shape: Sequence[int], parts: Sequence[tuple
 
 
 def _checked(shard: Shard | None, tensor: Tensor) -> tuple[Shard, Tensor]:
-    """Check that a tensor has as many rows as all its pieces together."""
+    """Check that a tensor has as many rows as its pieces together; returns the tensor."""
     held = shard or Shard((Piece(Box.whole(tensor.shape)),))
     rows = sum(piece.box.size[0] for piece in held.pieces) + held.padding
     if tensor.dim() == 0 or rows != len(tensor) or any(piece.box.size[1:] != tensor.shape[1:] for piece in held.pieces):
@@ -82,13 +81,13 @@ def _checked(shard: Shard | None, tensor: Tensor) -> tuple[Shard, Tensor]:
 
 
 def common_part(one: Box, other: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """The position of the common elements in each of two parts; None if they have none.
+    """The position of the common elements in each of two parts; None if they have no common element.
 
     Raises:
-        ValueError: the parts belong to different wholes.
+        ValueError: the parts belong to whole tensors of different shapes.
     """
     if one.shape != other.shape:
-        raise ValueError(f"parts of different wholes, {one.shape} and {other.shape}")
+        raise ValueError(f"the parts belong to whole tensors of different shapes, {one.shape} and {other.shape}")
     ends = zip(one.start, one.size, other.start, other.size, strict=True)
     ranges = [(max(a, b), min(a + n, b + m)) for a, n, b, m in ends]
     if any(first >= end for first, end in ranges):

@@ -1,11 +1,11 @@
-"""Tensors of a checkpoint on disk: reads any part of them from the pieces that ranks wrote.
+"""Read any part of a checkpoint's tensors from the pieces that the ranks wrote.
 
     saved = SavedTensors(Path("run/step-00000100"))
     saved.fill(rows, "layers.0.mlp.up.weight", Box.shard(shape, 0, index=1, count=4))
 
 index.json lists the dtype and whole shape of each tensor. For each piece it lists the file, the offset in the file, the
-position in the whole, and the checksum of each block. A part is assembled from the pieces that it overlaps. Their
-needed rows are read in whole blocks, and each block is compared with its checksum.
+position in the whole, and the checksum of each block. A part is assembled from the pieces that overlap it. The needed
+rows of the pieces are read in whole blocks, and each block is verified by its checksum.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ DTYPES = {
 }
 KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 BATCH_BYTES = 64 << 20
-"""Bytes of rows that are read at a time: a reader needs this much memory in addition to the tensor that it fills."""
+"""Maximum number of bytes that are read at a time.
+
+A reader needs this much memory in addition to the tensor that it fills.
+"""
 AGAIN = "continue with another step of this folder, or with a copy"
 
 
@@ -49,8 +52,8 @@ class Stored:
     """A piece of a tensor on disk.
 
     Attributes:
-        file: name of its file in the folder of the checkpoint.
-        offset: position of its first byte in the file.
+        file: name of the piece's file in the folder of the checkpoint.
+        offset: position of the piece's first byte in the file.
         start, size: box of the piece in the whole tensor.
         checksums: CRC-32 of each block.
     """
@@ -77,7 +80,7 @@ class Entry:
 
     @property
     def bytes(self) -> int:
-        """The bytes of the whole tensor."""
+        """The number of bytes of the whole tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -92,7 +95,7 @@ class Readable(Protocol):
     def entries(self) -> Mapping[str, Entry]: ...
 
     def fill(self, place: Tensor, name: str, box: Box) -> None:
-        """Read a part of a tensor into memory on any device.
+        """Read a part of a tensor into a given tensor on any device.
 
         Raises:
             InputError: the tensor is missing or damaged, or has another dtype or shape.
@@ -100,10 +103,10 @@ class Readable(Protocol):
 
 
 def entry_of(saved: Readable, folder: Path, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Entry:
-    """The entry of a checkpoint under a name.
+    """Look up the entry of a tensor by name, and check its shape and dtype.
 
     Raises:
-        InputError: the tensor is missing, or has another shape or dtype than needed.
+        InputError: the tensor is missing, or has another shape or dtype.
     """
     found = saved.entries.get(name)
     if found is None:
@@ -135,7 +138,7 @@ class SavedTensors:
 
     Attributes:
         entries: the tensors' entries, by name.
-        files: size in bytes and checksum of the header of each file.
+        files: size in bytes and header checksum of each file.
         step: the last step before they were saved.
 
     Raises:
@@ -170,10 +173,10 @@ class SavedTensors:
         self._there: set[str] = set()
 
     def check_files(self) -> None:
-        """Check that all files exist and have the right length.
+        """Check that all files exist and have the expected length.
 
         Raises:
-            InputError: a file is missing or has another length; the message names the first.
+            InputError: a file is missing or has another length; the message names the first such file.
         """
         for name, entry in self.entries.items():
             for piece in entry.pieces:
@@ -225,7 +228,7 @@ class SavedTensors:
             )
 
     def _rows(self, name: str, entry: Entry, piece: Stored, first: int, last: int) -> Tensor:
-        """Read rows of a piece, and compare the checksums of their blocks."""
+        """Read rows of a piece, and verify the checksums of their blocks."""
         row_bytes = prod(piece.size[1:]) * entry.dtype.itemsize
         begin, end = first * row_bytes, last * row_bytes
         low = begin // self.block_bytes
@@ -261,7 +264,7 @@ class SavedTensors:
         return content
 
     def verify(self, progress: Callable[[str, float], None] = lambda what, fraction: None) -> None:
-        """Read everything, and compare all checksums.
+        """Read all data, and verify all checksums.
 
         Args:
             progress: called with (the tensor, the fraction done).
@@ -290,7 +293,7 @@ class SavedTensors:
 
 
 def _batches(of: tuple[slice, ...], size: tuple[int, ...], item_bytes: int) -> list[tuple[int, int]]:
-    """Ranges of the needed rows of a piece, a limited number at a time; (0, 1) for a scalar."""
+    """Yield ranges of the needed rows of a piece, of limited size; (0, 1) for a scalar."""
     if not of:
         return [(0, 1)]
     rows = max(1, BATCH_BYTES // max(1, prod(size[1:]) * item_bytes))
@@ -298,7 +301,7 @@ def _batches(of: tuple[slice, ...], size: tuple[int, ...], item_bytes: int) -> l
 
 
 def index_of(folder: Path, files: Sequence[str], step: int) -> str:
-    """The text of index.json, from the headers of the files in a folder.
+    """Make the text of index.json from the headers of the files in a folder.
 
     Raises:
         OSError: a file cannot be read.

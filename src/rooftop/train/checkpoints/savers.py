@@ -1,4 +1,6 @@
-"""Save checkpoints in the background: copy them during the next step, write them in a process, and name a step once all
+"""Save checkpoints in the background.
+
+The data are copied during the next step. A process writes the copy to the disk. The step gets its final name once all
 ranks have written.
 
     saver = Saver(folder, trainer)
@@ -45,31 +47,30 @@ from rooftop.train.gpt.trainer import GptTrainer
 from rooftop.train.replays import WARM_UP
 
 POLL_S = 0.005
-"""Seconds between the questions of ranks that wait for a save."""
+"""Seconds between polls while ranks wait for a save."""
 WRITING, NAMING, NOTHING = "writing", "naming", ""
 
 
 class Saver:
-    """The saves of a training. Every rank makes a saver and calls its methods after the same steps, because they
-    communicate.
+    """Saves a training. The methods are collective: every rank creates a saver and calls them after the same steps.
 
     Args:
-        folder: the folder of the steps; made if missing. Unfinished folders of killed trainings are removed.
+        folder: the folder of the steps; created if missing. Unfinished folders of killed trainings are removed.
         trainer: the training to save.
-        asynchronous: write in the background from a copy. Otherwise `begin` makes no copy, and returns once all data
-            are on the disk.
-        keep_last: number of steps kept in the folder, including the new one; None: all.
+        asynchronous: write in the background from a copy. False: `begin` makes no copy, and returns once all data are
+            on the disk.
+        keep_last: number of steps to keep in the folder, including the new one; None: all.
 
     Attributes:
-        saved: the folder of the last complete step; None: none yet.
+        saved: the folder of the last complete step; None: no step is complete yet.
         bytes: the number of bytes that this rank writes for a step.
-        blocked_s: seconds that the host has waited for saves so far.
+        blocked_s: total seconds that the host has waited for saves.
         written_s: seconds from the copy until the last file of this rank was on the disk.
         saving: whether a save is in progress; the same on all ranks.
 
     Raises:
         ValueError: `keep_last` is below 1.
-        OSError: the folder cannot be made; raised on all ranks.
+        OSError: the folder cannot be created; all ranks raise this.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Saver:
         self._agreement = Agreement(3)
         self._token = self._agreement.gathered(secrets.token_hex(4))[0]
         self._steps, self._saves = 0, 0
-        self._phase = NOTHING  # the same on all ranks, as is the number of started parts of saves
+        self._phase = NOTHING  # phase of the save; the same on all ranks, like `_parts`
         self._parts = 0
         self._task: _Task | None = None
         self._process: WritingProcess | None = None
@@ -109,10 +110,10 @@ class Saver:
     # ---- once a save -----------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Plan what each rank writes, and allocate memory for the copy, so that the first save need not wait for it.
+        """Plan what each rank writes, and allocate memory for the copy, so that the first save does not wait for this.
 
         Raises:
-            OSError: there is no memory for the copy; raised on all ranks.
+            OSError: the memory for the copy cannot be allocated; all ranks raise this.
         """
         held = [each.held for each in tensors_of(self.trainer)]
         if any(self._agreement.gathered(held != self._held)):
@@ -134,10 +135,10 @@ class Saver:
             self._hook = self.trainer.optimizer.register_step_pre_hook(lambda *_: self._wait_to_change())
 
     def begin(self) -> None:
-        """Save the training in its state after this step. The weights must not change before the optimizer's next step.
+        """Begin to save the state after this step. Until the optimizer's next step, the weights must not change.
 
         Raises:
-            OSError: the previous save cannot be written, or this one if it is not asynchronous; raised on all ranks.
+            OSError: the previous save cannot be written, or this one if it is not asynchronous; all ranks raise this.
         """
         with self._blocking():
             self._finish()
@@ -151,13 +152,13 @@ class Saver:
                 self._finish()
 
     def _writing(self) -> Callable[[], None]:
-        """Start this rank's copy; return the function that writes it."""
+        """Start this rank's copy, and return the function that writes it."""
         if not self._pieces:
             return _nothing
         path, sources = self._temporary / file_name(self._agreement.rank), self._sources()
         if self._staging is None:
             if self.trainer.device.type == "cuda":
-                torch.cuda.current_stream(self.trainer.device).synchronize()  # another thread reads them
+                torch.cuda.current_stream(self.trainer.device).synchronize()  # another thread reads the tensors
             return partial(write_now, path, self._pieces, sources)
         self._staging.begin(sources)
         if self.trainer.training.cuda_graph and self._steps <= WARM_UP + 1:
@@ -180,10 +181,10 @@ class Saver:
         """Continue a save in progress. Every rank calls this once after each step.
 
         Args:
-            stop: whether this rank is asked to stop.
+            stop: whether this rank was asked to stop.
 
         Returns:
-            Whether any rank was asked to stop at the previous call; the same on all ranks.
+            Whether any rank passed `stop` at the previous call; the same on all ranks.
 
         Raises:
             OSError: a save cannot be written; raised on all ranks.
@@ -206,7 +207,7 @@ class Saver:
     def _finish(self) -> None:
         while self._phase:
             if self._task is not None:
-                self._task.join(POLL_S)  # short: no rank may wait for others in a collective
+                self._task.join(POLL_S)  # a short wait, because no rank may wait for other ranks in a collective
             self._agree(False)
 
     def _agree(self, stop: bool) -> bool:
@@ -221,7 +222,7 @@ class Saver:
         return bool(stopping)
 
     def _go_on(self) -> None:
-        """Go to the next part of a save, after all ranks have finished the current one."""
+        """Start the next phase of a save, after all ranks have finished the current one."""
         if self._phase == WRITING:
             if self._staging is not None:
                 self._staging.ready()
@@ -253,7 +254,7 @@ class Saver:
             self._raise_on_all_ranks(error)
 
     def _raise_on_all_ranks(self, error: BaseException | None) -> None:
-        """Raise a failure of any rank, in the same words on all ranks.
+        """Raise on all ranks if any rank failed, with the same message.
 
         Args:
             error: the error on this rank.
@@ -263,13 +264,13 @@ class Saver:
         """
         self._end_task()
         said = self._agreement.gathered(None if error is None else (isinstance(error, OSError), _words(error)))
-        self._agreement.exchange([0, 0, self._parts])  # after this error, the others' messages are not read again
+        self._agreement.exchange([0, 0, self._parts])  # no rank reads messages after this
         self._phase, self._task, self._process = NOTHING, None, None
         if self._staging is not None:
             self._staging.wait_to_change()
             self._staging.ready()
         if self._agreement.rank == 0 and self._temporary != self.folder:
-            remove(self._temporary)  # no process writes to it any more
+            remove(self._temporary)  # no process writes there any more
         failures = [(rank, *each) for rank, each in enumerate(said) if each is not None]
         words = "; ".join(f"rank {rank}: {text}" if len(said) > 1 else text for rank, _, text in failures)
         message = (
@@ -285,8 +286,10 @@ class Saver:
             self._task.join()
 
     def close(self) -> None:
-        """Release memory, and give up a save in progress; call `wait` first to finish it. Does not wait for other
-        ranks."""
+        """Release memory and abort a save in progress, without waiting for other ranks.
+
+        Call `wait` first to finish the save.
+        """
         self._end_task()
         if self._hook is not None:
             self._hook.remove()
@@ -306,11 +309,11 @@ class Saver:
 
 
 class _Task:
-    """Work in a separate thread.
+    """A function that runs in a separate thread.
 
     Attributes:
-        ended: whether the work has ended.
-        error: the exception that the work raised.
+        ended: whether the function has returned or raised.
+        error: the exception that the function raised.
     """
 
     def __init__(self, work: Callable[[], None]) -> None:
@@ -323,7 +326,7 @@ class _Task:
     def _run(self) -> None:
         try:
             self._work()
-        except BaseException as error:  # all ranks raise it together
+        except BaseException as error:  # all ranks raise this exception together
             self.error = error
         self.ended = True
 
@@ -333,7 +336,7 @@ class _Task:
 
 
 def _nothing() -> None:
-    """The part of a save on a rank that has no work."""
+    """The phase of a save on a rank without work."""
 
 
 def _words(error: BaseException) -> str:

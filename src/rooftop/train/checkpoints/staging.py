@@ -1,11 +1,11 @@
-"""A copy of the data to save, made during the next forward and backward, in memory shared with the writing process.
+"""Copy the data to save during the next forward and backward, to memory that the writing process shares.
 
     training   step 7 | forward, backward of step 8 | optimizer of step 8
     copying           |-- weights, moments -->|     ^ waits for the copy, not for the disk
     process                                    |---- writes --------------------->
 
-On a GPU a separate stream copies into pinned memory; the stream of the optimizer waits for its event, and the host
-never waits. On a CPU a thread copies. The memory is kept from one save to the next.
+On a GPU a separate CUDA stream copies to pinned memory; the optimizer's stream waits for the copy's event, and the host
+never waits. On a CPU a thread copies. All saves reuse the same memory.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch import Tensor
 
 
 class Staging:
-    """Memory for all bytes that a rank writes.
+    """Shared memory for all bytes that a rank writes.
 
     Args:
         size: the size in bytes.
         device: device of the tensors that will be copied.
 
     Attributes:
-        descriptor: file descriptor of the file in memory; a process can inherit it.
+        descriptor: file descriptor of the memory, which a process can inherit.
 
     Raises:
         OSError: the host has too little memory, or CUDA cannot pin it.
@@ -58,14 +58,13 @@ class Staging:
         self._pinned = True
 
     def begin(self, sources: Sequence[Tensor]) -> None:
-        """Start to copy the bytes of tensors, one tensor after another. The tensors must not change before
-        `wait_to_change`."""
+        """Start to copy tensors to the memory, one after another. They must not change before `wait_to_change`."""
         assert self._thread is None
         if self.device.type == "cuda":
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self._stream):
                 self._copy(sources)
-            # a thread waits for this event, and must not keep a core busy
+            # blocking: the thread that waits for this event must not keep a core busy
             self._event = torch.cuda.Event(blocking=True)
             self._event.record(self._stream)
             return
@@ -75,7 +74,7 @@ class Staging:
     def _copy_guarded(self, sources: Sequence[Tensor]) -> None:
         try:
             self._copy(sources)
-        except BaseException as error:  # raised in the thread that waits
+        except BaseException as error:  # `wait` raises this in the waiting thread
             self._error = error
 
     @torch.no_grad()
@@ -87,7 +86,7 @@ class Staging:
             self._bytes[begin:end].copy_(content, non_blocking=True)
 
     def wait_to_change(self) -> None:
-        """Let later work on the current stream change the tensors, after they have been copied."""
+        """Make the current stream wait for the copy, so that its later work may change the tensors."""
         if self._event is not None:
             torch.cuda.current_stream(self.device).wait_event(self._event)
         self._join()
@@ -96,7 +95,7 @@ class Staging:
         """Wait until the copy is complete.
 
         Raises:
-            The error of the copy.
+            The exception that the copy raised.
         """
         if self._event is not None:
             self._event.synchronize()
@@ -110,7 +109,7 @@ class Staging:
             thread.join()
 
     def ready(self) -> None:
-        """Prepare for the next copies."""
+        """Prepare for the next copy."""
         self._event, self._thread, self._error = None, None, None
 
     def close(self) -> None:
@@ -125,7 +124,7 @@ class Staging:
 
 
 def _memory_file(size: int) -> int:
-    """A descriptor of a file of zeros in memory. The file is on the disk if the system has no files in memory."""
+    """A descriptor of a zeroed file in memory, or of a temporary file if the system has no memory files."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("rooftop checkpoint")
     else:
@@ -133,6 +132,6 @@ def _memory_file(size: int) -> int:
         os.unlink(path)
     os.ftruncate(descriptor, max(size, 1))
     if hasattr(os, "posix_fallocate"):
-        # if memory is too small, this raises an error now instead of a signal later
+        # too little memory raises an error here, instead of a signal (SIGBUS) later
         os.posix_fallocate(descriptor, 0, max(size, 1))
     return descriptor

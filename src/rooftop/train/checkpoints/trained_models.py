@@ -1,4 +1,4 @@
-"""Loads the model of a checkpoint: joins the weights of its ranks, or splits them among other ranks.
+"""Load the model of a checkpoint: join the weights of its ranks, or split them among other ranks.
 
 if holds_training(Path("run")):
     model = load_trained_gpt("run", device="cuda", dtype=torch.bfloat16).eval()
@@ -34,9 +34,9 @@ class SavedTraining:
     Attributes:
         folder: folder of the step.
         config: config of the model.
-        step: the last step before it was saved.
-        ranks: number of tensor parallel ranks that saved it.
-        text: whether its tokens were bytes of text; None: unknown.
+        step: the last step before the save.
+        ranks: number of tensor parallel ranks in the save.
+        text: whether the tokens are bytes of text; None: unknown.
     """
 
     folder: Path
@@ -47,10 +47,10 @@ class SavedTraining:
 
 
 def saved_training(folder: str | Path) -> SavedTraining:
-    """Describe the last checkpoint in a folder, or that in the folder of a step.
+    """Describe the last checkpoint in a folder, or the checkpoint in the folder of a step.
 
     Raises:
-        InputError: the folder is empty, or holds something else.
+        InputError: the folder holds no training.
     """
     record = read_record(Path(folder))
     return SavedTraining(record.folder, record.config, record.step, int(record.layout["tp"]), record.data.get("text"))
@@ -67,15 +67,16 @@ def load_trained_gpt(
     """Load the model of a checkpoint, saved by any number of ranks.
 
     Args:
-        folder: the folder of `rooftop train gpt --save`, which means its last step, or the folder of one step.
-        device, dtype: device and dtype of the parameters. Saved parameters are float32 or float64. Default: float32.
-        group: tensor parallel ranks that share the model; each reads its own part. None: this process has all of it.
+        folder: the folder of `rooftop train gpt --save`, whose last step is loaded, or the folder of one step.
+        device, dtype: device and dtype of the parameters; float32 by default. Saved parameters are float32 or float64.
+        group: tensor parallel ranks that share the model; each reads its own part. None: this process has the whole
+            model.
 
     Returns:
         The model, in training mode.
 
     Raises:
-        InputError: the folder has no training, or it is damaged.
+        InputError: the folder has no training, or the checkpoint is damaged.
         ValueError: the ranks cannot split the heads or features.
     """
     record = read_record(Path(folder))
@@ -90,7 +91,7 @@ def load_trained_gpt(
     for name, parameter in parameters.items():
         whole = Box.whole(parameter.shape)
         shard = shards.get(name, Shard((Piece(whole),)))
-        # unknown if all rows are padding
+        # a part of padding only does not know the whole shape
         shape = shard.pieces[0].box.shape if shard.pieces else saved.entries[name].shape
         entry_of(saved, record.folder, name, saved.entries[name].dtype, shape)
         if shard.padding:

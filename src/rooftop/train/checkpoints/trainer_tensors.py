@@ -1,11 +1,11 @@
-"""The tensors of a trainer in a checkpoint: weights and optimizer state, under names of the whole model.
+"""Map the weights and the optimizer state of a trainer to a checkpoint's tensors, named as in the whole model.
 
     layers.0.mlp.up.weight                         a weight; float32 or float64 even if the model's dtype is narrower
     optimizer.exp_avg.layers.0.mlp.up.weight       its moments
     optimizer.exp_avg_sq.layers.0.mlp.up.weight
     optimizer.step.layers.0.mlp.up.weight          the number of its steps, ()
 
-A rank holds parts of these tensors (`Shard`), without padding, since whole tensors have none.
+A rank holds parts of these tensors (`Shard`). Padding is not saved, because the whole tensors have none.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ STEPS = "step"
 
 
 class HeldTensor(NamedTuple):
-    """A tensor of which a rank holds a part.
+    """A rank's part of a tensor.
 
     Attributes:
-        held: the part of the whole.
-        local: the rank's tensor: pieces one after another along the first dimension, then padding.
+        held: the position of the part in the whole tensor.
+        local: the rank's tensor: the pieces, concatenated along the first dimension, then padding.
     """
 
     held: Held
@@ -43,12 +43,12 @@ class HeldTensor(NamedTuple):
 
 
 def moment_name(kind: str, weight: str) -> str:
-    """Name of an optimizer state of a weight."""
+    """Name of a weight's optimizer state."""
     return f"{OPTIMIZER}.{kind}.{weight}"
 
 
 def tensors_of(trainer: GptTrainer) -> list[HeldTensor]:
-    """All tensors that this rank holds, in the order of the model; they share the memory of the trainer."""
+    """All tensors that this rank holds, in the order of the model; they share memory with the trainer."""
     found = []
     for name, weight, shard in _weights(trainer):
         found.append(_held(name, weight, shard))
@@ -63,7 +63,7 @@ def _held(name: str, value: Tensor, shard: Shard | None) -> HeldTensor:
 
 
 def _weights(trainer: GptTrainer) -> Iterator[tuple[str, Tensor, Shard | None]]:
-    """The name of each weight in the whole model, and the part that this rank has; None: all of it."""
+    """The name of each weight in the whole model, and this rank's part of it; None: the whole weight."""
     shards = shards_here(trainer)
     for own_name, weight in trainer.weights.named.items():
         name = whole_name(trainer.training.config, own_name)
@@ -73,20 +73,22 @@ def _weights(trainer: GptTrainer) -> Iterator[tuple[str, Tensor, Shard | None]]:
 
 
 def shards_here(trainer: GptTrainer) -> dict[str, Shard]:
-    """The parts of split weights in this rank's layers, by names in the whole model; data parallel ranks may shard
-    these further."""
+    """This rank's parts of the split weights, by their names in the whole model.
+
+    Data parallel ranks may shard these parts further.
+    """
     config = trainer.training.config
     return {whole_name(config, name): shard for name, shard in shards_of(trainer.model).items()}
 
 
 @torch.no_grad()
 def fill_trainer(trainer: GptTrainer, saved: Readable, folder: Path) -> None:
-    """Load the weights, moments and step counts that a trainer holds from a checkpoint, onto its device.
+    """Load a trainer's weights, moments and step counts from a checkpoint to its device.
 
     Raises:
         InputError: a tensor is missing, damaged or of another model.
     """
-    trainer.weights.adopt()  # drop values that were loaded before
+    trainer.weights.adopt()  # replaces values that were loaded before
     states: dict[int, dict[str, Tensor]] = {}
     numbers = {id(weight): n for n, weight in enumerate(w for g in trainer.optimizer.param_groups for w in g["params"])}
     stepped = any(name.startswith(f"{OPTIMIZER}.") for name in saved.entries)
@@ -98,7 +100,7 @@ def fill_trainer(trainer: GptTrainer, saved: Readable, folder: Path) -> None:
         for kind in MOMENTS:
             state[kind] = torch.zeros_like(weight)
             _fill(state[kind], shard, saved, folder, moment_name(kind, name))
-        state[STEPS] = torch.zeros(())  # the optimizer moves it to its device
+        state[STEPS] = torch.zeros(())  # the optimizer moves the tensor to its device
         _fill(state[STEPS], None, saved, folder, moment_name(STEPS, name))
         states[numbers[id(weight)]] = state
     groups = trainer.optimizer.state_dict()["param_groups"]

@@ -1,4 +1,4 @@
-"""training.json: describes the training in a checkpoint, and decides whether another training may resume it."""
+"""Read and write training.json, a checkpoint's description of its training, and check which training may resume it."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ SPEEDS = {
     "near",
 }
 MAY_CHANGE = RATES | SPEEDS | {"cuda_graph"}
-"""Settings that may differ in a training that is resumed; all other settings must be those of the checkpoint."""
+"""Settings that may change when a training is resumed; all other settings must equal the checkpoint's."""
 SWITCHES = [field for each in (GptConfig, GptTraining) for field in fields(each)]
 NEWER = {field.name: field.default for field in SWITCHES if field.default is not MISSING}
-"""Values of later options for a training that was saved before these options existed."""
+"""Values of newer options for a training that was saved before these options existed."""
 
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """The description in the folder of a step.
+    """The contents of training.json in the folder of a step.
 
     Attributes:
         folder: folder of the step.
         format: 2, or 1 for `older_checkpoints`.
-        step: the last step before it was saved.
-        layout: layout of the ranks that saved it: the sizes of `Layout`, and "words".
+        step: the last step before the save.
+        layout: layout of the ranks that saved: the sizes of `Layout`, and "words".
         training: the fields of `GptTraining` and of its `GptConfig`, as JSON values.
         data: source, number of tokens, fingerprint, and whether the tokens were text; empty if unknown.
         index_checksum: checksum of index.json, for format 2.
@@ -59,7 +59,7 @@ class TrainingRecord:
 
     @property
     def config(self) -> GptConfig:
-        """The config of the model. Options that an older record lacks have the values from before they existed.
+        """The config of the model. An option that an older record lacks gets the behaviour from before it existed.
 
         Raises:
             InputError: the record is not valid.
@@ -79,7 +79,7 @@ class TrainingRecord:
 
     @property
     def plain(self) -> dict[str, Any]:
-        """The contents of training.json, without the checksum of its index."""
+        """The contents of training.json, without the checksum of index.json."""
         return {
             "format": self.format,
             "step": self.step,
@@ -90,7 +90,7 @@ class TrainingRecord:
 
 
 def holds_training(folder: str | Path) -> bool:
-    """Whether a folder holds a training, or is one of its steps."""
+    """Whether a folder is that of a training or of one of its steps."""
     folder = Path(folder)
     return (folder / TRAINING).is_file() or last_step(folder) is not None
 
@@ -99,7 +99,7 @@ def read_record(folder: str | Path) -> TrainingRecord:
     """Read the record of the last step in a folder, or of the folder of a step.
 
     Raises:
-        InputError: the folder holds nothing, or something else.
+        InputError: the folder holds no training.
     """
     folder = Path(folder)
     found = folder
@@ -108,7 +108,7 @@ def read_record(folder: str | Path) -> TrainingRecord:
         said: dict[str, Any] = json.loads((found / TRAINING).read_text(encoding="utf-8"))
         if said["format"] not in (FORMAT, OLDER_FORMAT):
             raise InputError(
-                f"{found} has format {said['format']}, this version of Rooftop reads {OLDER_FORMAT} and {FORMAT}"
+                f"{found} has format {said['format']}, but this version of Rooftop reads {OLDER_FORMAT} and {FORMAT}"
             )
         index = str(said["index_crc32"]) if said["format"] == FORMAT else ""
         int(said["layout"]["tp"])
@@ -137,7 +137,7 @@ def check_same(record: TrainingRecord, training: GptTraining) -> None:
     """Check that a training may resume a checkpoint.
 
     Raises:
-        InputError: a setting differs that must not change.
+        InputError: the trainings differ in a setting that must not change.
     """
     then = NEWER | dict(record.training)
     differing = [
@@ -150,7 +150,7 @@ def check_same(record: TrainingRecord, training: GptTraining) -> None:
 
 
 def described(trainer: GptTrainer) -> dict[str, Any]:
-    """The contents of training.json for a training after its last step."""
+    """Describe a training after its last step: the contents of training.json."""
     tokens = trainer.batches.tokens
     return {
         "format": FORMAT,
@@ -171,7 +171,7 @@ def described(trainer: GptTrainer) -> dict[str, Any]:
 
 
 def plain_training(training: GptTraining) -> dict[str, Any]:
-    """Convert a training to plain JSON values, with the fields of its config at the same level."""
+    """Convert a training to JSON values; the fields of its config are at the same level as its own fields."""
     values: dict[str, Any] = asdict(training)
     config: Mapping[str, Any] = values.pop("config")
     plain = {**config, **values, "dtype": str(training.dtype).removeprefix("torch.")}

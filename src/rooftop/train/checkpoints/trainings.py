@@ -1,4 +1,4 @@
-"""A training on disk: saved atomically in any layout, and resumed in any other.
+"""Save a training atomically in any layout, and resume it in any other layout.
 
     save/
       latest              the name of the last complete step
@@ -7,13 +7,13 @@
         index.json        the place of each tensor
         rank-00000.safetensors ...
 
-A checkpoint holds the tensors of the whole model by name: weights and moments. Each rank writes parts of them (`plans`)
-and reads its own parts (`saved_tensors`). So a checkpoint does not depend on a layout: any number of tensor, data,
-context and pipeline parallel ranks can resume it, with a sharded model or not. The step determines the schedule and the
-next data; seed and step determine the dropout masks.
+A checkpoint holds the whole model's weights and moments by name. Each rank writes some parts of them (`plans`) and
+reads its own parts (`saved_tensors`). So a checkpoint does not depend on the layout: any number of tensor, data,
+context and pipeline parallel ranks can resume it, with or without a sharded model. The step determines the schedule and
+the next data; seed and step determine the dropout masks.
 
-`savers.Saver` writes in the background; this file has the blocking form, and loading. This file also reads checkpoints
-of format 1 (`older_checkpoints`).
+`savers.Saver` saves in the background; this file contains the blocking save and the loading, also of format 1
+(`older_checkpoints`).
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def save_training(folder: str | Path, trainer: GptTrainer, *, keep_last: int | N
     """Save a training after its last step, and wait until it is on the disk. All ranks must call it together.
 
     Args:
-        folder: folder of all steps; made if missing.
-        keep_last: number of steps kept, including this one; None: all.
+        folder: folder of all steps; created if missing.
+        keep_last: number of steps to keep, including this one; None: all.
 
     Returns:
         The folder of this step.
 
     Raises:
-        OSError: the step cannot be written; raised on all ranks. `latest` still names the previous step.
+        OSError: the step cannot be written; all ranks raise this. `latest` still names the previous step.
     """
     saver = Saver(folder, trainer, asynchronous=False, keep_last=keep_last)
     try:
@@ -65,8 +65,9 @@ def nothing_saved(folder: str | Path) -> bool:
 
 
 def find_training(folder: str | Path, training: GptTraining) -> tuple[Path, int]:
-    """Find the last checkpoint in a folder and its step, and check that this training can resume it, without
-    communication.
+    """Find the last checkpoint in a folder and check that this training can resume it, without communication.
+
+    The result includes the checkpoint's step.
 
     Raises:
         InputError: there is no checkpoint, or it belongs to another training.
@@ -77,10 +78,11 @@ def find_training(folder: str | Path, training: GptTraining) -> tuple[Path, int]
 
 
 def other_data(found: str | Path, tokens: Tokens | Mixture) -> str | None:
-    """Describe how the data differ from those of the checkpoint; None if they are the same, or if the checkpoint does
-    not record its data.
+    """Describe how the data differ from the checkpoint's data.
 
-    Other data are not an error, because they may be intended.
+    The result is None if the data are the same, or if the checkpoint does not record its data.
+
+    Different data are no error, because they may be intended.
     """
     saved = read_record(found).data
     if saved.get("fingerprint") in (None, tokens.fingerprint()):
@@ -92,13 +94,13 @@ def other_data(found: str | Path, tokens: Tokens | Mixture) -> str | None:
 
 
 def load_training(found: str | Path, trainer: GptTrainer) -> None:
-    """Load the checkpoint of `find_training` into a trainer, which keeps its own learning rate and weight decay.
+    """Load a checkpoint into a trainer, which keeps its own learning rate and weight decay.
 
-    Each rank reads its own parts and compares checksums, without communication.
+    Each rank reads its own parts and verifies their checksums, without communication.
 
     Raises:
-        InputError: something is missing, damaged or does not fit; the message names the tensor and the file. The
-            trainer is then partly loaded, and must not be used.
+        InputError: a tensor or a file is missing, is damaged or does not fit; the message names it. The trainer is then
+            partly loaded, and must not be used.
     """
     record = read_record(found)
     own = (trainer.place["tp"], shards_here(trainer)) if record.layout["tp"] == trainer.layout.tp else None
@@ -110,8 +112,8 @@ def open_tensors(record: TrainingRecord, own: tuple[int, Mapping[str, Shard]] | 
     """Open the tensors of a checkpoint, in either format.
 
     Args:
-        own: this tensor parallel rank and its parts, if the checkpoint has format 1 and as many ranks resume as saved
-            it.
+        own: (this tensor parallel rank, its parts), for a checkpoint of format 1 if the number of ranks is the same as
+            in the save.
 
     Raises:
         InputError: a file is missing or damaged.

@@ -1,4 +1,4 @@
-"""Two ways to write the file of a rank: at once, or by a process from a copy."""
+"""Write a rank's file: directly from the tensors, or in a process from a copy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rooftop.train.checkpoints.staging import Staging
 
 
 def write_now(path: Path, pieces: Sequence[FilePiece], sources: Sequence[Tensor]) -> None:
-    """Write pieces from their tensors, one after another; pieces on a GPU are copied one at a time.
+    """Write pieces directly from their tensors; pieces on a GPU are copied to the host one at a time.
 
     Raises:
         OSError: the file cannot be written.
@@ -33,13 +33,13 @@ def _contents(sources: Sequence[Tensor]) -> Iterator[memoryview]:
 
 
 class WritingProcess:
-    """Writes pieces from a copy, in a process. Call the object once, in any thread.
+    """Writes pieces from a copy, in a separate process. Call the object once, in any thread.
 
     Args:
         path: path of the file.
-        pieces: pieces of the copy, one after another.
+        pieces: the pieces that the copy contains, in order.
         staging: the copy, which may still be in progress.
-        sources: the tensors that are copied; kept until the copy is complete.
+        sources: the tensors that are copied; this keeps them alive until the copy is complete.
 
     Attributes:
         seconds: time from the end of the copy until the file is on the disk.
@@ -55,11 +55,11 @@ class WritingProcess:
         self._given_up, self.seconds = False, 0.0
 
     def __call__(self) -> None:
-        """Write, and return once the file is on the disk."""
+        """Write the file, and return once it is on the disk."""
         self.staging.wait()
         began, self.sources = time.perf_counter(), ()
         self.path.parent.mkdir(exist_ok=True)
-        # -I isolates the process: it imports neither this library nor torch, and ignores the environment.
+        # -I isolates the process from PYTHON* variables and the user's packages; it imports only the standard library.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", checkpoint_files.__file__],
             stdin=subprocess.PIPE,
@@ -67,7 +67,7 @@ class WritingProcess:
             stderr=subprocess.PIPE,
             text=True,
             pass_fds=[self.staging.descriptor],
-            start_new_session=True,  # so Ctrl-C and schedulers, which send signals to the whole group, do not end it
+            start_new_session=True,  # Ctrl-C and schedulers signal the training's whole process group
         )
         if self._given_up:
             self._process.kill()
@@ -82,7 +82,7 @@ class WritingProcess:
         self.seconds = time.perf_counter() - began
 
     def give_up(self) -> None:
-        """End the process if it runs; if not, prevent its start."""
+        """Kill the process; if it has not started yet, prevent its start."""
         self._given_up = True
         if self._process is not None and self._process.poll() is None:
             self._process.kill()

@@ -1,4 +1,4 @@
-"""The loop that trains a task by a recipe, in one process or data parallel, and the files that it writes."""
+"""Train a task by a recipe, in one process or data parallel, and write checkpoints, metrics and weights."""
 
 from rooftop.train.fitting.exports import exported_metadata
 from rooftop.train.fitting.loop import fit

@@ -1,14 +1,14 @@
-"""Batch norms over ranks: statistics of the whole batch, on GPUs and, unlike torch.nn.SyncBatchNorm, on CPUs.
+"""Batch norms with statistics over all ranks, on GPUs and, unlike torch.nn.SyncBatchNorm, on CPUs.
 
     with batch_norms_over_ranks(model, group):
         ...  # each BatchNorm1d, 2d, 3d of the model uses statistics over the batches of all ranks
 
-The module stays the same object with the same parameters and buffers. Until the block ends, its class is a subclass of
-the original class. On a GPU the arithmetic is that of torch.nn.SyncBatchNorm.
+Each norm stays the same object with the same parameters and buffers. Within the block, its class is replaced by a
+subclass. On a GPU the arithmetic is the same as in torch.nn.SyncBatchNorm.
 
 Each rank computes count, mean and sum of squared deviations of its part, (3C). Chan's formula merges them over ranks:
-sum = Σ sum_r + Σ n_r (mean_r - mean)². Large squares are never subtracted. The gradient, with sums over the whole batch
-of n values per channel, is
+sum = Σ sum_r + Σ n_r (mean_r - mean)². This never subtracts large squares from each other. The gradient, with sums over
+the whole batch of n values per channel, is
 
     dx = weight / std * (dy - Σ dy / n - x̂ * Σ (dy x̂) / n)
 
@@ -35,13 +35,12 @@ KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 @contextmanager
 def batch_norms_over_ranks(model: nn.Module, group: Group) -> Iterator[list[str]]:
-    """Within the block, the training batch norms of a model use statistics over the ranks of a group.
+    """Within the `with` block, batch norms in training mode use statistics over the ranks of a group.
 
     All ranks must call the same norms in the same order, each with at least one sample. Norms in evaluation mode,
     including those of frozen parts, use their running statistics as usual. Without a group nothing changes.
 
-    Yields:
-        Names of these norms.
+    Yields: The names of these norms.
     """
     changed: list[tuple[nn.Module, type]] = []
     names = []
@@ -132,5 +131,5 @@ class _Normalized(torch.autograd.Function):
 
 
 def _column(of_channels: Tensor, like: Tensor) -> Tensor:
-    """(C,) as (1, C, 1, ...)."""
+    """Reshape (C,) to (1, C, 1, ...)."""
     return of_channels.view(1, -1, *[1] * (like.dim() - 2))

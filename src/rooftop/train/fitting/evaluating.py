@@ -1,4 +1,4 @@
-"""Validation: means over the samples of all ranks. Each sample counts once."""
+"""Validation: mean loss and metrics over the samples of all ranks. Each sample counts once."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Evaluator:
     """Evaluates a model on the validation data of its task.
 
     Args:
-        batch: batch size, over all ranks.
-        autocast: the context of the model's precision.
+        batch: batch size, summed over all ranks.
+        autocast: makes the context manager of the model's precision.
         gathered: gathers a value from each rank, in the order of ranks; all ranks call it.
 
     Attributes:
@@ -45,7 +45,7 @@ class Evaluator:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Return the mean loss and the metrics, the same on all ranks. Leaves the model in evaluation mode.
+        """Compute the mean loss and the metrics, the same on all ranks; leaves the model in evaluation mode.
 
         Raises:
             InputError: the task's best metric is not among the metrics.
@@ -55,7 +55,7 @@ class Evaluator:
         counts: dict[str, int] = {}
         for loaded in self.loader.batches(0):
             count = len(loaded.places)
-            if count == 0:  # a last batch with fewer samples than ranks, or a batch of damaged samples
+            if count == 0:  # this rank has no sample: the last batch is small, or its samples are damaged
                 continue
             batch = loaded.value if self.task.prepare is None else self.task.prepare(loaded.value)
             if self.recipe.run.channels_last:
@@ -69,7 +69,7 @@ class Evaluator:
         return self._checked({**self._means(sums, counts), **self._judged()})
 
     def _whole_or_uncompiled(self, count: int) -> AbstractContextManager[Any]:
-        """Use the compiled model only for whole batches, because another size would compile it again."""
+        """Disable the compiled model for smaller batches, because another size would compile it again."""
         smaller = self.recipe.run.compile and count * self.world.size < self.batch
         return torch.compiler.set_stance("force_eager") if smaller else nullcontext()
 

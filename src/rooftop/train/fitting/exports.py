@@ -1,4 +1,4 @@
-"""Exported weights: a safetensors file, with the task's description of them in its header.
+"""Export weights to a safetensors file, with the task's metadata in its header.
 
 export_weights(out / "best.safetensors", model, {"model": "resnet18", "classes": ["cat", "dog"]})
 exported_metadata(out / "best.safetensors")["model"]
@@ -22,13 +22,13 @@ TEMPORARY = ".unfinished"
 
 
 def export_weights(path: Path, model: nn.Module, metadata: Mapping[str, Any]) -> None:
-    """Write the state dict of a model, completely or not at all.
+    """Write the state dict of a model atomically.
 
     Args:
-        metadata: JSON values; in the header's metadata, under "rooftop".
+        metadata: JSON values, written to the header's metadata under "rooftop".
 
     Raises:
-        OSError: the file cannot be written; an existing one stays unchanged.
+        OSError: the file cannot be written; an existing file stays unchanged.
         MissingExtraError: safetensors is not installed.
     """
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
@@ -48,7 +48,7 @@ def export_weights(path: Path, model: nn.Module, metadata: Mapping[str, Any]) ->
 
 
 def exported_metadata(path: Path) -> dict[str, Any]:
-    """Return the metadata that `export_weights` wrote; empty for files of other programs.
+    """Read the metadata that `export_weights` wrote; empty for files of other programs.
 
     Raises:
         InputError: the file cannot be read, or is not a safetensors file.

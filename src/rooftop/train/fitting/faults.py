@@ -1,6 +1,6 @@
-"""Explanations of faults: the first module whose output is not finite; the contents of the GPU's memory.
+"""Explain failed steps: find the first module with a non-finite output, or list the contents of the GPU's memory.
 
-Both are found by running the batch of the failed step again, because checking every step would cost time.
+Both need to run the batch of the failed step again, because checks in every step would cost time.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ MEMORY_ADVICE = (
 def first_not_finite(stepper: Stepper, number: int, parts: Iterable[Part]) -> tuple[int, str] | None:
     """Run the batch of a step again, and find the first value that is not finite.
 
-    Weights, optimizer and buffers stay unchanged; gradients do not.
+    Weights, optimizer state and buffers stay unchanged, but gradients change.
 
     Returns:
-        (number of values that were checked before, which orders the ranks; description of the value); None if all are
-        finite.
+        (number of values checked before it, which orders the ranks; description of the value), or None if all values
+        are finite.
     """
     found: list[tuple[int, str]] = []
     looked = count()
@@ -94,8 +94,8 @@ def memory_explained(stepper: Stepper, number: int, again: Callable[[], Iterable
     """Turn an out-of-memory error of a step into one line, with a note that lists what holds the memory.
 
     Args:
-        again: yields the parts of the step again. The step then runs once more under `explained_memory`, to find
-        modules and lines. None: the step does not run again, because other ranks would have to take part.
+        again: yields the parts of the step again. With it, the step runs once more under `explained_memory`, to find
+            modules and lines. None: the step does not run again, because other ranks would have to take part.
 
     Raises:
         ModelRunError: memory ran out.
@@ -106,7 +106,7 @@ def memory_explained(stepper: Stepper, number: int, again: Callable[[], Iterable
         words = memory_error_in_words(error)
         if words is None:
             raise
-        traceback.clear_frames(error.__traceback__)  # they hold activations
+        traceback.clear_frames(error.__traceback__)  # frames hold activations
         raised = ModelRunError(f"out of memory in step {number} ({words}): {MEMORY_ADVICE}")
         if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
             raised.add_note(_explanation(stepper, number, again))

@@ -1,7 +1,7 @@
-"""The batches of each step: epoch, batches of the loader, and parts.
+"""Feed the training data to each step, in parts for gradient accumulation.
 
 A step of `parts` forward and backward passes takes that many consecutive batches of the loader. So a step has the same
-samples, in the same places, for any number of parts and ranks.
+samples, at the same positions, for any number of parts and ranks.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Part:
 
     Attributes:
         batch: the batch, on the device.
-        places: (N,) int64 on the CPU; places of the samples in the whole batch of the step.
-        indices: (N,) int64 on the CPU; numbers of the samples in the data.
-        weight: weight of these samples' mean in the mean over the whole batch.
-        last: whether it is the last part of the step.
+        places: (N,) int64 on the CPU; positions of the samples in the whole batch of the step.
+        indices: (N,) int64 on the CPU; indices of the samples in the data.
+        weight: weight of this part's mean loss in the mean over the whole batch.
+        last: whether this is the last part of the step.
     """
 
     batch: Any
@@ -41,8 +41,10 @@ class Part:
 
 
 def loader_of(data: Samples, batch: int, task: Task, recipe: Recipe, world: World, *, training: bool) -> Loader:
-    """The loader of a task's data. In training the samples are shuffled, and repeated as the recipe says, and all
-    batches are whole."""
+    """Create the loader of a task's data.
+
+    In training, samples are shuffled and repeated as the recipe says, and all batches are full.
+    """
     collate = task.collate_train if training and task.collate_train is not None else task.collate
     return Loader(
         data,
@@ -75,19 +77,19 @@ class Feed:
         self._prepare = task.prepare
         self.loader = loader_of(task.train, lengths.batch // lengths.parts, task, recipe, world, training=True)
         self._batches: Iterator[Any] = iter(())
-        self._next = 0  # the step whose batches the loader yields next
-        # Whether an epoch of the loader ends with a step; otherwise batches that are left over must be left out.
+        self._next = 0  # the step whose batches the loader yields next; 0: none
+        # Whether the loader's epochs end with a step. If not, the remaining batches of an epoch are skipped.
         self._joined_epochs = len(self.loader) == lengths.per_epoch * lengths.parts
 
     def parts(self, step: int) -> Iterator[Part]:
-        """Yield the parts of a step. Take all parts of one step before the parts of another.
+        """Yield the parts of a step. The caller must take all parts of a step before it takes those of another step.
 
         Raises:
-            InputError: none of the samples of a part can be read, and damaged samples are skipped.
+            InputError: damaged samples are skipped, and no sample of a part can be read.
         """
         if step != self._next or (self.lengths.epoch_of(step)[1] == 0 and not self._joined_epochs):
             self._go_to(step)
-        self._next = 0  # until all parts are taken
+        self._next = 0  # unknown until all parts are taken
         size = self.lengths.batch // self.lengths.parts
         for number in range(self.lengths.parts):
             loaded = next(self._batches)
@@ -115,7 +117,7 @@ class Feed:
         self._next = 0
 
     def close(self) -> None:
-        """Stop reading ahead, and end the processes that read."""
+        """Stop reading ahead, and end the loader's processes."""
         self._end_reading()
         self.loader.close()
 

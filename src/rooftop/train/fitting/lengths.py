@@ -1,4 +1,4 @@
-"""The length of a training: steps per epoch and in total, and the steps after which it is evaluated and saved."""
+"""The length of a training: steps per epoch and in total, and the steps after which it evaluates and saves."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rooftop.train.recipes.recipe import Recipe
 
 @dataclass(frozen=True)
 class Lengths:
-    """Steps of a run; steps count from 1.
+    """The lengths of a run, in steps; steps count from 1.
 
     Attributes:
-        batch: samples of a step, over all ranks: as in the recipe, or all samples if there are fewer.
-        parts: forward and backward passes of a step.
-        per_epoch: steps per epoch; samples that do not fill a last batch are left out.
+        batch: samples per step, summed over all ranks: as in the recipe, or all samples if there are fewer.
+        parts: forward and backward passes per step.
+        per_epoch: steps per epoch; the last samples are left out if they do not fill a batch.
         steps: number of steps of the run.
-        between_evaluations, between_saves: steps.
+        between_evaluations, between_saves: steps between evaluations, and between saves.
     """
 
     batch: int
@@ -29,10 +29,10 @@ class Lengths:
 
     @classmethod
     def of(cls, recipe: Recipe, samples: int, ranks: int, save_every: int | None = None) -> Lengths:
-        """Lengths of a training on a number of samples.
+        """The lengths of a training with this number of samples.
 
         Raises:
-            InputError: there are no samples for each rank, or a batch cannot be split evenly.
+            InputError: there are fewer samples than ranks, or a batch cannot be split evenly.
         """
         run = recipe.run
         if samples < ranks:
@@ -65,11 +65,11 @@ class Lengths:
         )
 
     def epoch_of(self, step: int) -> tuple[int, int]:
-        """(epoch of a step, from 0; number of the step in the epoch, from 0)."""
+        """Return (epoch of a step, number of the step in the epoch), both counted from 0."""
         return divmod(step - 1, self.per_epoch)
 
     def epochs_after(self, step: int) -> float:
-        """Passes over the data up to and including a step."""
+        """Number of passes over the data up to and including a step."""
         return step / self.per_epoch
 
     def evaluates(self, step: int) -> bool:

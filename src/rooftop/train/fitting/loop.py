@@ -1,15 +1,15 @@
-"""The loop: trains a task by a recipe, in one process or data parallel under torchrun.
+"""The training loop: train a task by a recipe, in one process or data parallel under torchrun.
 
     fitted = fit(task, Recipe.of({"run": {"epochs": 5}}), out=Path("runs/first"))
 
-`stepping.Stepper` makes each step. This file decides when losses are read, when the model is evaluated, when the state
-is saved, and when training ends. Results of steps are read from the device once every `interval` steps, and before
-anything is saved.
+`stepping.Stepper` runs each step. The loop decides when to read losses, evaluate the model, save the state, and end. It
+reads the results of steps from the device once every `interval` steps, and before each save.
 
 After a kill, `resume=True` continues from the last checkpoint with the same bits (on a GPU with run.deterministic).
-Order, augmentation and dropout depend only on seed, epoch, step and place.
+Order, augmentation and dropout depend only on seed, epoch, step and position.
 
-With accumulation each part has its own batch-norm statistics, over all ranks. Dropout differs with the number of ranks.
+With gradient accumulation, each part has its own batch-norm statistics, over all ranks. Dropout masks depend on the
+number of ranks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from rooftop.train.recipes.recipe import Recipe
 from rooftop.train.stopping import Stop, stop_on_signals
 from rooftop.train.tasks.task import Task
 
-INTERVAL = 10  # steps that are read from a GPU together; the GPU never waits for Python in between
+INTERVAL = 10  # number of steps whose results are read from a GPU at once; in between, the GPU never waits for Python
 COMPILER = "inductor"
 BEST, LAST = "best.safetensors", "last.safetensors"
 DONE = "done"
@@ -67,27 +67,27 @@ def fit(
     interval: int | None = None,
     stop: Stop | None = None,
 ) -> Fitted:
-    """Train a task by a recipe. Under torchrun every rank calls it.
+    """Train a task by a recipe. Under torchrun every rank calls this.
 
     Args:
-        task: the task, whose model is moved to the device. At the end the model has the trained weights, not their
-            mean.
-        device: "cuda" or "cpu"; a GPU if there is one.
+        task: the task; its model is moved to the device. At the end the model has the last weights, not their moving
+            average.
+        device: "cuda" or "cpu"; None: a GPU if there is one.
         out: folder for checkpoints, metrics and weights, which all ranks see; None: nothing is written.
         resume: continue from the last checkpoint in `out`; without a checkpoint the training starts at its first step.
-        observers: are notified on rank 0.
-        save_every: steps between checkpoints; None: an epoch.
-        keep_last: number of checkpoints kept.
+        observers: are notified of events on rank 0.
+        save_every: steps between checkpoints; None: one epoch.
+        keep_last: number of checkpoints to keep.
         interval: number of steps that are read from the device and reported together; None: 10 on a GPU, 1 on a CPU.
-        stop: if its `requested` is set, the training ends after a step, on all ranks. None: SIGTERM and Ctrl-C end the
-            training, if `out` is given.
+        stop: once its `requested` is set on a rank, the training ends after a step on all ranks. None: SIGTERM and
+            Ctrl-C end the training, if `out` is given.
 
     Returns:
         The result. A stopped training is saved.
 
     Raises:
         InputError: the recipe does not fit the task or the ranks, or `out` holds another training.
-        ModelRunError: a number is not finite, or memory ran out.
+        ModelRunError: a loss or a gradient is not finite, or memory ran out.
         OSError: a checkpoint cannot be written; the previous one is kept.
         RankError: another rank failed.
     """
@@ -114,11 +114,11 @@ CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 @contextmanager
 def _settings_of_torch(recipe: Recipe, device: torch.device) -> Iterator[None]:
-    """Use deterministic algorithms or fast convolutions; random number generators are restored afterwards."""
+    """Use deterministic algorithms or autotuned convolutions within the block; then restore all settings."""
     before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark, workspace = torch.backends.cudnn.benchmark, os.environ.get(CUBLAS_WORKSPACE)
     if recipe.run.deterministic:
-        os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")  # without it cuBLAS is not deterministic
+        os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")  # cuBLAS is deterministic only with this setting
         torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = not recipe.run.deterministic
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -133,10 +133,10 @@ def _settings_of_torch(recipe: Recipe, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _compiled(model: torch.nn.Module) -> Iterator[None]:
-    """Within the block, calls of the model are compiled. Its attributes and the names of its tensors stay.
+    """Within the block, calls of the model run compiled. Its attributes and the names of its tensors stay the same.
 
-    A function of this file makes the call, because the compiler skips calls that begin in torch.nn: `Module.compile`
-    has no effect on a torch.nn.Sequential.
+    A function in this file calls the model, because torch.compile skips calls that begin in torch.nn: `Module.compile`
+        has no effect on a torch.nn.Sequential.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -168,11 +168,11 @@ class _Fitting:
         self.agreement = Agreement(1)
         self.best: EvaluationRecord | None = None
         self.last: EvaluationRecord | None = None
-        self.worse = 0  # evaluations since the best one
-        self.skipped = 0  # consecutive skipped steps
+        self.worse = 0  # number of evaluations since the best one
+        self.skipped = 0  # number of consecutive skipped steps
         self.reason = ""
         self.before = 0
-        self._looked_at = 0  # entries of the loader's list of skipped samples
+        self._looked_at = 0  # number of entries of the loader's `skipped` that were reported
         self._damaged: set[int] = set()  # samples that were already reported; each pass skips them again
         self._loading_told = False
         self._unread: list[Tensor] = []
@@ -218,10 +218,10 @@ class _Fitting:
     # ---- before the first step -------------------------------------------------------------------------------------
 
     def _prepare(self, model: torch.nn.Module, resume: bool) -> list[str]:
-        """Change the model by the recipe, and move it to the device; all ranks begin with the weights of rank 0.
+        """Change the model as the recipe says, and move it to the device; all ranks begin with the weights of rank 0.
 
         Returns:
-            Descriptions of the changes.
+            Descriptions of the model's changes.
         """
         begins = not resume or self.folder is None or self.folder.last() is None
         notes = prepare_model(self.task, self.recipe, ranks=self.world.size, begins=begins)
@@ -232,7 +232,7 @@ class _Fitting:
         return notes
 
     def _share(self, tensors: Iterator[Tensor]) -> None:
-        """Copy the tensors of rank 0 to all ranks."""
+        """Broadcast the tensors of rank 0 to all ranks."""
         if self.world.size > 1:
             for tensor in tensors:
                 dist.broadcast(tensor.detach(), 0)
@@ -242,7 +242,7 @@ class _Fitting:
         self.lines: MetricLines | None = None
         if self.folder is None:
             return
-        safetensors_library()  # before hours of training, not after
+        safetensors_library()  # raises now if safetensors is missing, not after hours of training
         saved = self.folder.load(self.identity) if resume else None
         if not resume and (there := self.folder.last()) is not None:
             raise InputError(
@@ -281,9 +281,7 @@ class _Fitting:
         )
 
     def _loading(self) -> str:
-        """The way in which samples are read, with its measurement; "" while ways are being timed, and after it was
-        reported.
-        """
+        """How samples are loaded, with measurements; "" while ways are being timed, and after the first report."""
         loader = self.feed.loader
         if loader.chosen is None or self._loading_told:
             return ""
@@ -293,7 +291,7 @@ class _Fitting:
     # ---- the steps ---------------------------------------------------------------------------------------------------
 
     def _steps(self) -> int:
-        """Train until the end, or until a signal; return the last step."""
+        """Train until the end or a signal; returns the last step."""
         again = None if self.world.size > 1 else self.feed.parts
         for step in range(self.before + 1, self.lengths.steps + 1):
             report(f"step {step}")
@@ -332,7 +330,7 @@ class _Fitting:
         return self.before
 
     def _stopping(self) -> bool:
-        """Whether a rank was asked to stop; the same on all ranks. With several ranks, the answer is one step old."""
+        """Whether any rank was asked to stop; the same on all ranks. With several ranks, the answer is one step old."""
         if self.world.size == 1:
             return self.stop.requested
         return bool(self.agreement.exchange([-int(self.stop.requested)])[0])
@@ -341,10 +339,11 @@ class _Fitting:
         return next((by for by in self.agreement.gathered(self.stop.by) if by), "the program")
 
     def _read(self, step: int) -> None:
-        """Read the results of the last steps, and report them.
+        """Read the results of the unread steps from the device, and report them.
 
         Raises:
-            ModelRunError: a number was not finite, and the recipe stops there, or too many steps were skipped.
+            ModelRunError: a loss or gradient was not finite and the recipe does not skip such steps, or too many steps
+                were skipped.
         """
         rows = torch.stack(self._unread).tolist()  # waits for the device
         self._unread.clear()
@@ -390,7 +389,7 @@ class _Fitting:
         )
 
     def _words_of_fault(self, step: int, row: list[float]) -> str:
-        """Describe a step whose numbers are not finite in one line, with the first value that is not finite."""
+        """Describe a step with a non-finite loss or gradient in one line; names the first non-finite value."""
         words = f"step {step}: the loss is {row[LOSS]:g}, and its gradient's norm is {row[NORM]:g}"
         found = self.agreement.gathered(first_not_finite(self.stepper, step, self.feed.parts(step)))
         first = min((each for each in found if each is not None), default=None)
@@ -418,7 +417,7 @@ class _Fitting:
     # ---- evaluations and checkpoints ---------------------------------------------------------------------------------
 
     def _evaluate(self, step: int, ended: bool) -> None:
-        """Evaluate, with the mean weights if there are any, and write the best or last weights."""
+        """Evaluate the model, with the mean weights if there are any, and export the best or last weights."""
         self._share(self.task.model.buffers())
         with self.stepper.mean_weights():
             if ended and self.task.settle is not None:
@@ -438,7 +437,7 @@ class _Fitting:
                 self._export(LAST)
 
     def _judge(self, step: int) -> bool:
-        """Evaluate once; return whether the result is the best so far."""
+        """Evaluate once; returns whether the result is the best so far."""
         if self.evaluator is None:
             self.task.model.eval()
             return False
@@ -461,11 +460,11 @@ class _Fitting:
             export_weights(self.folder.out / name, self.task.model, self.task.metadata)
 
     def _save(self, step: int) -> Path | None:
-        """Save the training in its state after this step."""
+        """Save the state after this step."""
         if self.folder is None:
             return None
         report(f"saving after step {step}")
-        self._share(self.task.model.buffers())  # after --resume all ranks have the buffers of rank 0
+        self._share(self.task.model.buffers())  # a resumed training loads the buffers of rank 0 on all ranks
         saved = (
             self.folder.save(step, self.identity, self._progress(step), self.stepper.state()) if self.first else None
         )

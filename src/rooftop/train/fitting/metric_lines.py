@@ -1,10 +1,10 @@
-"""OUT/metrics.jsonl: a line of JSON for each step and each evaluation, even if the training is resumed.
+"""Write OUT/metrics.jsonl: one line of JSON for each step and each evaluation, also in a resumed training.
 
     {"step": 3, "epoch": 0.1, "loss": 2.1, "grad_norm": 1.4, "learning_rate": 0.1, ...}
     {"step": 30, "epoch": 1.0, "values": {"loss": 1.2, "accuracy": 0.8}, "best": true}
 
-A resumed training repeats the steps after its checkpoint. So the old lines of these steps are removed, and so is a
-partial line of a killed process.
+A resumed training repeats the steps after its checkpoint. So the earlier lines of the repeated steps are removed, and
+also a partial line of a killed process.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ METRICS = "metrics.jsonl"
 
 
 class MetricLines:
-    """Adds lines to the file of a run.
+    """Appends lines to the metrics file of a run.
 
     Args:
         path: path of the file.
-        after: the step that is resumed; 0: the file starts empty.
+        after: the step of the loaded checkpoint; later lines are removed. 0: the file starts empty.
 
     Raises:
         OSError: the file cannot be written.
@@ -35,10 +35,10 @@ class MetricLines:
         records: list[StepRecord | EvaluationRecord] = [*steps, *evaluations]
         records.sort(key=lambda record: (record.step, isinstance(record, EvaluationRecord)))
         write_whole(path, "".join(_line(record) for record in records))
-        self._path, self._file = path, path.open("ab", buffering=0)  # all lines are written
+        self._path, self._file = path, path.open("ab", buffering=0)  # unbuffered, so all lines are written
 
     def add(self, records: list[StepRecord] | list[EvaluationRecord]) -> None:
-        """Write lines, so that they are on the disk before the next checkpoint.
+        """Write lines, before the next checkpoint is saved.
 
         Raises:
             OSError: the lines cannot be written.
@@ -55,7 +55,7 @@ class MetricLines:
 
 
 def read_metrics(path: Path, until: int | None = None) -> tuple[list[StepRecord], list[EvaluationRecord]]:
-    """Return the records of a file, one per step: the last one, if a step was made twice.
+    """Read the records of a file, one per step; if a step ran twice, the last record counts.
 
     Args:
         until: the last step to return; None: all.
@@ -71,7 +71,7 @@ def read_metrics(path: Path, until: int | None = None) -> tuple[list[StepRecord]
                 evaluations[found["step"]] = EvaluationRecord(**found)
             else:
                 steps[found["step"]] = StepRecord(**found)
-        except (ValueError, TypeError, KeyError):  # cut off when the process was killed
+        except (ValueError, TypeError, KeyError):  # a line was cut off when the process was killed
             continue
     return [steps[step] for step in sorted(steps)], [evaluations[step] for step in sorted(evaluations)]
 

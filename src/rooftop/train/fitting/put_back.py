@@ -1,12 +1,12 @@
-"""Restores tensors if a flag on the device is set, without waiting for the device.
+"""Restore tensors if a flag on the device is set, without waiting for the device.
 
     kept = PutBack()
     kept.take(tensors)       # copies
     ...                      # change the tensors
-    kept.put_back(skip)      # a bool tensor, (): if true, the tensors get their earlier values
+    kept.put_back(skip)      # skip is a bool tensor, (): if True, restores the earlier values
 
-So a step whose numbers are not finite leaves no trace, with any optimizer. Tensors of one dtype are copied together:
-three launches for each dtype, not for each tensor.
+So a step with non-finite numbers changes nothing, with any optimizer. Tensors of one dtype are copied together: three
+launches per dtype instead of three per tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class PutBack:
-    """Copies of tensors, in memory that is allocated once and is twice the size of the tensors."""
+    """Keeps copies of tensors, in memory that is allocated once and is twice the size of the tensors."""
 
     def __init__(self) -> None:
         self._rooms: dict[tuple[torch.dtype, torch.device], _Room] = {}
@@ -39,7 +39,7 @@ class PutBack:
 
     @torch.no_grad()
     def put_back(self, where: Tensor) -> None:
-        """Give the tensors their earlier values if `where` is true."""
+        """Restore the earlier values of the tensors if `where` is True."""
         for room in self._rooms.values():
             torch._foreach_copy_(room.after, room.tensors)
             torch.where(where, room.all_before, room.all_after, out=room.all_after)
@@ -61,7 +61,7 @@ class _Room:
         )
 
     def fits(self, tensors: list[Tensor]) -> bool:
-        """Replace the tensors by these ones if their shapes are the same; return whether they are."""
+        """If these tensors have the same shapes, use them from now on; returns whether they do."""
         same = [each.shape for each in tensors] == [each.shape for each in self.tensors]
         if same:
             self.tensors = tensors

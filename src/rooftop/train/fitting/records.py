@@ -1,4 +1,4 @@
-"""The reports of a training, for the terminal, TensorBoard, the page and metrics.jsonl."""
+"""The reports of a training, which observers show in the terminal, in TensorBoard, on the page and in metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts known before the first step.
+    """Facts about a training that are known before its first step.
 
     Attributes:
-        parameters: parameters of the model; trained: the parameters that are not frozen.
-        samples: samples of the training data; held_out: samples of the validation data.
-        steps: steps of the whole run; steps_per_epoch: steps of one pass.
-        before: steps that the checkpoint already contains.
-        ranks, device: number of ranks, and their device.
-        loading: the way in which samples are read, in words, with its measurement; "" if the ways are still to be
-            timed. In that case a note reports the choice later.
+        parameters, trained: number of all parameters of the model, and of its parameters that are not frozen.
+        samples, held_out: number of training samples, and of validation samples.
+        steps, steps_per_epoch: number of steps of the whole run, and of one epoch.
+        before: number of steps before the loaded checkpoint.
+        ranks, device: number of ranks, and their kind of device.
+        loading: how samples are loaded, in words, with measurements; "" if ways are still to be timed. Then a later
+            note reports the choice.
     """
 
     parameters: int
@@ -39,15 +39,15 @@ class StepRecord:
     """One optimizer step.
 
     Attributes:
-        step: the step, from 1.
-        epoch: passes over the data so far, with a fraction.
-        loss: mean over the whole batch, before the step.
-        grad_norm: before clipping.
-        learning_rate: the highest of all groups.
-        samples_per_s: rate of all ranks, and waiting: fraction of the time in which the loop waited for data; both over
-            the steps that were read together.
+        step: number of the step, from 1.
+        epoch: number of passes over the data so far, with a fraction.
+        loss: mean loss over the whole batch, before the step.
+        grad_norm: norm of the gradient before clipping.
+        learning_rate: the highest learning rate of all parameter groups.
+        samples_per_s: samples per second of all ranks, averaged over the steps that were read together.
+        waiting: fraction of the time in which the loop waited for data, averaged over the same steps.
         peak_bytes: peak memory of this rank so far.
-        skipped: whether the weights stayed unchanged, because a number was not finite.
+        skipped: whether the step was skipped because its loss or gradient was not finite; the weights stayed unchanged.
     """
 
     step: int
@@ -78,10 +78,10 @@ class EvaluationRecord:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A training that has ended.
+    """The result of a training.
 
     Attributes:
-        steps: total number of steps.
+        steps: total number of steps, including earlier runs.
         seconds: duration of this run.
         reason: "done", "no better for N evaluations", "stopped by SIGTERM", "stopped by Ctrl-C".
         last, best: the last and the best evaluation; None without validation data.
@@ -97,7 +97,7 @@ class Fitted:
 
 
 class Observer(Protocol):
-    """Receives the reports of a training, on rank 0."""
+    """Receives the reports of a training on rank 0."""
 
     def began(self, facts: Facts, task: Any) -> None: ...
 
@@ -109,4 +109,4 @@ class Observer(Protocol):
         """Receive a note: a change of the model by the recipe, or a skipped sample or step."""
 
     def ended(self, fitted: Fitted, model: Any) -> None:
-        """The training has ended; `model` has the exported last weights, in evaluation mode."""
+        """Receive the end of the training; `model` has the exported last weights and is in evaluation mode."""

@@ -1,4 +1,4 @@
-"""The folder of a run: a description of the training, and its checkpoints.
+"""The folder of a run: the recipe, the metrics, the exported weights and the checkpoints of a training.
 
     OUT/
       recipe.toml
@@ -53,16 +53,16 @@ KIND = "task"
 MAY_CHANGE = ("loading", "faults")
 """Sections of the recipe that may differ when a training is resumed, because they do not change its results."""
 LOOKED_AT = 3
-"""Number of samples that identify the data: the first, the middle and the last one."""
+"""Number of samples that identify the data: the first, the middle and the last sample."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that was read.
+    """A loaded checkpoint.
 
     Attributes:
         folder: folder of the step.
-        progress: progress of the training; JSON values.
+        progress: progress of the training, as JSON values.
         state: state of the stepper.
     """
 
@@ -75,7 +75,7 @@ class Saved:
 
 
 def identity_of(task: Task, recipe: Recipe) -> dict[str, Any]:
-    """The identity of a training: its recipe, task and data, as JSON values by section and name."""
+    """Describe the identity of a training: recipe, task and data, as JSON values by section and name."""
     named = [*task.model.named_parameters(), *task.model.named_buffers()]
     shapes = {name: [str(each.dtype).removeprefix("torch."), *each.shape] for name, each in named}
     plain = {
@@ -101,10 +101,10 @@ def _described(samples: Samples | None) -> dict[str, Any] | None:
 
 
 def _content(samples: Samples, index: int) -> int | str:
-    """A checksum of the numbers and texts in a sample."""
+    """A checksum of all numbers and strings in a sample."""
     try:
         leaves = pytree.tree_leaves(sample(samples, index, 0, 0))
-    except Exception as error:  # a damaged sample is reported when its turn comes
+    except Exception as error:  # a damaged sample is reported when the training reads it
         return type(error).__name__
     found = 0
     for leaf in leaves:
@@ -118,7 +118,7 @@ def _content(samples: Samples, index: int) -> int | str:
 
 
 def differences(here: Mapping[str, Any], there: Mapping[str, Any], path: str = "") -> list[str]:
-    """The differences between two identities, such as "recipe.optimizer.lr is 0.2 here and 0.1 there"."""
+    """List the differences between two identities, such as "recipe.optimizer.lr is 0.2 here and 0.1 there"."""
     found = []
     for name in dict.fromkeys([*here, *there]):
         one, other = here.get(name), there.get(name)
@@ -137,8 +137,8 @@ class RunFolder:
     """The folder of a run.
 
     Args:
-        out: made if missing.
-        keep_last: number of checkpoints kept.
+        out: path of the folder; created if missing.
+        keep_last: number of checkpoints to keep.
     """
 
     def __init__(self, out: Path, keep_last: int) -> None:
@@ -146,17 +146,17 @@ class RunFolder:
         self.checkpoints = out / CHECKPOINTS
 
     def begin(self, recipe: Recipe) -> None:
-        """Create the folder and write the recipe; remove leftovers of killed trainings."""
+        """Create the folder, write the recipe, and remove leftovers of killed trainings."""
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         remove_unfinished(self.checkpoints)
         write_whole(self.out / RECIPE, recipe.toml() + "\n")
 
     def last(self) -> Path | None:
-        """The folder of the last checkpoint; None: there is none."""
+        """The folder of the last checkpoint; None if there is no checkpoint."""
         return last_step(self.checkpoints)
 
     def save(self, step: int, identity: Mapping[str, Any], progress: Mapping[str, Any], state: Any) -> Path:
-        """Write a checkpoint, completely or not at all, and remove older ones.
+        """Write a checkpoint atomically, and remove older checkpoints.
 
         Raises:
             OSError: the checkpoint cannot be written; the previous one is kept.
@@ -170,7 +170,7 @@ class RunFolder:
             "state": taken_apart(state, "", tensors),
         }
         pieces = [_piece(name, tensor) for name, tensor in tensors.items()]
-        order = sorted(range(len(pieces)), key=lambda number: -ITEM_BYTES[pieces[number].dtype])  # so all are aligned
+        order = sorted(range(len(pieces)), key=lambda number: -ITEM_BYTES[pieces[number].dtype])  # to align all pieces
         sources = list(tensors.values())
         temporary = unfinished(self.checkpoints, step, secrets.token_hex(4))
         try:
@@ -186,7 +186,7 @@ class RunFolder:
             ) from error
 
     def load(self, identity: Mapping[str, Any]) -> Saved | None:
-        """Read the last checkpoint; None: there is none.
+        """Load the last checkpoint; returns None if there is no checkpoint.
 
         Raises:
             InputError: the checkpoint is damaged, or belongs to another training; the message lists the differences.
@@ -218,5 +218,5 @@ class RunFolder:
 def _piece(name: str, tensor: Tensor) -> FilePiece:
     shape = tuple(tensor.shape)
     if tensor.dtype not in KINDS:
-        raise TypeError(f"{name} is {tensor.dtype}: a checkpoint keeps {', '.join(KINDS.values())}")
+        raise TypeError(f"{name} is {tensor.dtype}: a checkpoint stores only {', '.join(KINDS.values())}")
     return FilePiece(name, KINDS[tensor.dtype], shape, (0,) * len(shape), shape)

@@ -1,9 +1,9 @@
-"""Nested states (`state_dict()` of anything) as named tensors and JSON, without pickle.
+"""Convert nested states (any `state_dict()`) to named tensors and JSON, and back, without pickle.
 
     {"state": {0: {"step": tensor(3.), "momentum_buffer": tensor(...)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
 
-becomes the tensors "optimizer.state.0.step" and "optimizer.state.0.momentum_buffer", and JSON with {"tensor": name} in
-the place of each. JSON keeps floats exactly. It has neither numeric keys nor tuples, so these are marked.
+becomes the tensors "optimizer.state.0.step" and "optimizer.state.0.momentum_buffer", and JSON in which {"tensor": name}
+replaces each tensor. JSON keeps floats exactly. It supports neither numeric keys nor tuples, so these are marked.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def taken_apart(state: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """Describe a state as JSON, and add its tensors to `tensors`.
 
     Args:
-        name: prefix of the names of its tensors.
+        name: prefix of the tensors' names.
 
     Raises:
-        TypeError: the state has a value that is not a tensor, a number, a text or a container of these.
+        TypeError: the state has a value other than tensors, numbers, strings, and containers of them.
     """
     if isinstance(state, Tensor):
         tensors[name] = state.detach()
@@ -34,14 +34,14 @@ def taken_apart(state: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(state, Mapping):
         pairs = [[key, taken_apart(value, _under(name, key), tensors)] for key, value in state.items()]
         if any(not isinstance(key, str | int) for key, _ in pairs):
-            raise TypeError(f"{name} has the keys {list(state)}: a checkpoint keeps texts and integers as keys")
+            raise TypeError(f"{name} has the keys {list(state)}: a checkpoint stores only strings and integers as keys")
         return {"pairs": pairs}
     if isinstance(state, list | tuple):
         parts = [taken_apart(value, _under(name, index), tensors) for index, value in enumerate(state)]
         return parts if isinstance(state, list) else {"tuple": parts}
     raise TypeError(
-        f"{name} is a {type(state).__name__}: a checkpoint keeps tensors, numbers, texts, and dicts, lists and tuples "
-        "of these"
+        f"{name} is a {type(state).__name__}: a checkpoint stores only tensors, numbers, strings, dicts, lists and "
+        "tuples"
     )
 
 
@@ -63,7 +63,7 @@ def put_together(described: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def same_state(one: Any, other: Any) -> bool:
-    """Whether two states are equal, tensors bit for bit (a NaN equals itself)."""
+    """Whether two states are equal; tensors are compared bit for bit, so a NaN equals itself."""
     ours: dict[str, Tensor] = {}
     theirs: dict[str, Tensor] = {}
     if repr(taken_apart(one, "", ours)) != repr(taken_apart(other, "", theirs)) or ours.keys() != theirs.keys():

@@ -1,14 +1,16 @@
-"""One optimizer step: sum the gradients of all parts and ranks, clip them, and apply them if they are finite. The host
-reads nothing.
+"""Run one optimizer step: sum gradients over parts and ranks, clip them, and apply them if they are finite.
 
-Gradients are summed over ranks during the last backward pass, by `rooftop.parallel.ModelGradients` instead of
-DistributedDataParallel. This has three advantages: the task's loss gets the model itself, with its attributes, and may
-call it several times; a parameter that a batch does not reach gets a gradient of zeros instead of an error; parts need
-no special mode. The sums have a group of their own, so that ranks may reach their parameters in different orders while
-batch norms communicate. The loss is summed too, so that each rank's device has the loss of the whole batch.
+The host does not wait for the device.
 
-The device decides whether the numbers are finite. All ranks decide alike, because one number that is not finite makes
-the sum not finite. A skipped step changes neither weights, nor optimizer, nor buffers.
+`rooftop.parallel.ModelGradients` sums gradients over ranks during the last backward pass, instead of
+DistributedDataParallel. This has three advantages. The task's loss gets the model itself, with its attributes, and may
+call it several times. A parameter that a batch does not reach gets a zero gradient instead of an error. Gradient
+accumulation needs no special mode. The sums use their own process group, because ranks may compute gradients in
+different orders while batch norms communicate. The loss is summed too, so that each rank's device has the loss of the
+whole batch.
+
+The device checks whether all numbers are finite. All ranks decide alike, because one non-finite number makes the sum
+non-finite. A skipped step changes no weights, optimizer state or buffers.
 """
 
 from __future__ import annotations
@@ -32,22 +34,22 @@ from rooftop.train.tasks.task import Task
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 READ_FREELY = ("cpu",)
-"""Kinds of devices whose numbers the host reads without waiting."""
+"""Kinds of devices whose tensors the host reads without synchronization."""
 LOSS, NORM, SKIPPED, FAULT = range(4)
 """Columns of the tensor that a step returns."""
 
 
 class Stepper:
-    """Makes the steps of a rank.
+    """Runs the steps of a rank.
 
     Args:
-        steps: number of steps of the whole run, for the learning rate.
-        group: group of the ranks; None: there is only one rank.
-        sums: another group of the same ranks, for the sums of the gradients.
+        steps: number of steps of the whole run, for the schedule of the learning rate.
+        group: process group of the ranks; None: there is only one rank.
+        sums: another process group of the same ranks, for sums of gradients.
 
     Attributes:
-        optimizer, scaler: the scaler is active only in fp16.
-        mean: the mean weights; None: the recipe has none.
+        optimizer, scaler: the optimizer, and the gradient scaler, which is active only in fp16.
+        mean: the moving average of the weights; None: the recipe has none.
     """
 
     def __init__(
@@ -65,20 +67,20 @@ class Stepper:
         self._buffers, self._weights = PutBack(), PutBack()
 
     def step(self, number: int, parts: Iterable[Part]) -> Tensor:
-        """Make a step.
+        """Run a step.
 
         Args:
             number: number of the step, from 1.
 
         Returns:
             (4,) float64 on the device: the loss of the whole batch, the norm of its gradient before clipping, whether
-            the step was skipped, and whether that is a fault (an overflow of float16 is not).
+            the step was skipped, and whether this is a fault. A float16 overflow is no fault.
         """
         set_rates(self.optimizer, rate_factor(self.recipe.schedule, number, self.steps))
         self._buffers.take(self.task.model.buffers())
         total = self.gradients(number, parts, summing=self.recipe.run.sum_in_backward)
         gradients, (loss, weight) = self._summed(total)
-        if self.recipe.faults.damaged == "skip":  # the batch may be smaller, which only the sum over ranks knows
+        if self.recipe.faults.damaged == "skip":  # the batch may be smaller; only the sum over ranks is its real size
             loss = loss / weight
             torch._foreach_mul_(gradients, 1 / weight)
         if self.scaler.is_enabled():
@@ -96,16 +98,17 @@ class Stepper:
         return torch.stack([loss, norm.double(), skip.double(), fault.double()])
 
     def gradients(self, number: int, parts: Iterable[Part], scaled: bool = True, summing: bool = False) -> Tensor:
-        """Add up the gradients of this rank's parts, in `.grad`.
+        """Accumulate the gradients of this rank's parts in `.grad`.
 
         Args:
-            summing: whether the last backward pass starts to sum them over the ranks; `_summed` completes the sums.
+            summing: whether the last backward pass starts to sum gradients over the ranks; `_summed` completes the
+                sums.
 
         Returns:
-            (2,) float64: this rank's part of the loss; this rank's part of the whole batch.
+            (2,) float64: this rank's share of the loss, and of the whole batch.
 
         Raises:
-            InputError: with `summing`, backward computes the gradient of a parameter in several passes.
+            InputError: with `summing`, a loss computes the gradient of a parameter in several backward passes.
         """
         self.task.model.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -139,7 +142,7 @@ class Stepper:
 
     @contextmanager
     def buffers_kept(self) -> Iterator[None]:
-        """Restore the buffers after the block."""
+        """Context manager that restores the model's buffers after the block."""
         self._buffers.take(self.task.model.buffers())
         try:
             yield
@@ -147,7 +150,7 @@ class Stepper:
             self._buffers.put_back(torch.ones_like(self._stuck))
 
     def altered(self, number: int, part: Part) -> Any:
-        """Return the mixed batch."""
+        """Mix a batch as the recipe says (mixup, CutMix)."""
         batch = part.batch
         if self.task.alter is not None:
             batch = self.task.alter(batch, part.places, generator_of(self.recipe.run.seed, number))
@@ -156,13 +159,15 @@ class Stepper:
         return batch
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The recipe's precision."""
+        """Context manager of the recipe's precision."""
         dtype = AUTOCAST.get(self.recipe.run.precision)
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
     def _summed(self, total: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Sum the gradients, and what `gradients` returned, over ranks. A parameter without a gradient gets zeros:
-        another rank may have one."""
+        """Sum the gradients, and the result of `gradients`, over ranks.
+
+        A parameter without a gradient gets zeros, because another rank may have a gradient for it.
+        """
         for each in self.trained:
             if each.grad is None:
                 each.grad = torch.zeros_like(each)
@@ -179,7 +184,7 @@ class Stepper:
                 torch.cuda.manual_seed(seed)
 
     def _judged(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (whether the step is skipped, whether its numbers are a fault), bool on the device."""
+        """Decide whether to skip the step, and whether this is a fault: two bools on the device."""
         wrong_loss = ~loss.isfinite()
         wrong = wrong_loss | ~norm.isfinite()
         fault = wrong_loss if self.scaler.is_enabled() else wrong
@@ -189,7 +194,7 @@ class Stepper:
 
     @torch.no_grad()
     def _apply(self, skip: Tensor) -> None:
-        """Step the optimizer, unless `skip`."""
+        """Step the optimizer if `skip` is False."""
         if skip.device.type in READ_FREELY:
             if not skip:
                 self.optimizer.step()
@@ -203,12 +208,12 @@ class Stepper:
             self._weights.take(self._stepped())
             self.optimizer.step()
             self._weights.put_back(skip)
-        for new in self._stepped():  # the first step makes these states; if it is skipped, they get no values
+        for new in self._stepped():  # the first step creates these states; if it is skipped, they are zeroed
             if id(new) not in before:
                 new.copy_(torch.where(skip, torch.zeros_like(new), new))
 
     def _stepped(self) -> Iterator[Tensor]:
-        """The tensors on the device that the optimizer changes."""
+        """The tensors on the device that a step of the optimizer changes."""
         yield from self.trained
         for state in self.optimizer.state.values():
             yield from (each for each in state.values() if isinstance(each, Tensor) and each.device == self.device)
@@ -216,7 +221,7 @@ class Stepper:
     # ---- the state -------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The whole state on which the next steps depend."""
+        """The complete state on which later steps depend."""
         return {
             "model": dict(self.task.model.state_dict()),
             "optimizer": self.optimizer.state_dict(),
@@ -233,15 +238,15 @@ class Stepper:
         self.scaler.load_state_dict(state["scaler"])
 
     def mean_weights(self) -> AbstractContextManager[Any]:
-        """Within the block the model has the mean weights, if there are any."""
+        """Within the block, the model has the averaged weights, if the recipe averages."""
         return nullcontext() if self.mean is None else self.mean.swapped()
 
 
 def dropout_seed(seed: int, step: int, rank: int) -> int:
-    """The seed of torch's generators: it differs between steps and ranks, and is the same after a resume."""
+    """The seed of torch's generators for a step of a rank; a resumed training gets the same seeds."""
     return int(np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def generator_of(seed: int, step: int) -> Callable[[int], np.random.Generator]:
-    """NumPy's generator for a place in the whole batch of a step."""
+    """A NumPy generator for a position in the whole batch of a step."""
     return lambda place: np.random.default_rng((seed, step, place))

@@ -1,4 +1,4 @@
-"""Starts a training from weights of Hugging Face, in any layout: each rank reads its own part."""
+"""Start a training from weights of Hugging Face, in any layout: each rank reads its own part."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rooftop.train.checkpoints.folders import TRAINING, last_step
 
 
 def check_no_training(folder: str | Path) -> None:
-    """Refuse a folder with a training of Rooftop.
+    """Raise an error if a folder holds a training of Rooftop.
 
     Raises:
-        InputError: the folder has one.
+        InputError: the folder holds a training.
     """
     folder = Path(folder)
     if (folder / TRAINING).is_file() or last_step(folder) is not None:
@@ -30,13 +30,13 @@ def check_no_training(folder: str | Path) -> None:
 
 
 def fill_from(model: Gpt | GptStages, folder: str | Path, unshared: Callable[[], Gpt | GptStages]) -> None:
-    """Load the weights in a folder into this rank's part of a model, with the precision of the model's dtype.
+    """Load the weights in a folder into this rank's part of a model, rounded to the model's dtype.
 
     Args:
         model: result of `parallel_gpt`, `parallel_gpt_stages` or `fully_sharded_gpt`, with the folder's config. If data
             parallel ranks shard the model, each rank reads its tensor parallel part once, on the CPU.
         folder: a folder with config.json and .safetensors files.
-        unshared: makes the same part of an unsharded model on the meta device.
+        unshared: creates the same part of an unsharded model on the meta device.
 
     Raises:
         InputError: the folder holds a training of Rooftop.

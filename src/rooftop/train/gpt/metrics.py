@@ -1,7 +1,7 @@
-"""The metrics file: a line of JSON per step, even if the training is resumed.
+"""Write the metrics file: one line of JSON per step, also in a resumed training.
 
-A resumed training repeats the steps after its checkpoint. So the old lines of these steps are removed, and so is a
-partial line of a killed process. The file then has each step once, in order.
+A resumed training repeats the steps after its checkpoint. So the earlier lines of the repeated steps are removed, and
+also a partial line of a killed process. The file then has each step once, in order.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from rooftop.train.gpt.running import StepReport
 
 
 def kept_lines(path: Path, step: int) -> list[str]:
-    """Return the lines of steps 1 to `step` of a file, one per step: the last one, if a step was made twice.
+    """Read the lines of steps 1 to `step`, one per step; if a step ran twice, the last line counts.
 
     Raises:
-        InputError: the file has other lines, which must not be removed.
+        InputError: the file has lines of another kind, which must not be removed.
     """
     if not path.is_file():
         return []
@@ -42,10 +42,10 @@ def kept_lines(path: Path, step: int) -> list[str]:
 
 @contextmanager
 def metrics_file(path: Path, after: int | None = None) -> Iterator[TextIO]:
-    """Open a file to which lines are added.
+    """Open a metrics file to append lines.
 
     Args:
-        path: path of the file; a pipe or a device is written to directly.
+        path: path of the file, which may be a pipe or a device.
         after: the loaded step; lines of later steps are removed. None: the file starts empty.
 
     Raises:
@@ -60,17 +60,17 @@ def metrics_file(path: Path, after: int | None = None) -> Iterator[TextIO]:
     try:
         yield file
     except BaseException:
-        with suppress(OSError):  # it would hide the first error: closing writes again what did not fit on the disk
+        with suppress(OSError):  # closing tries to write the rest again, and its error would hide the first one
             file.close()
         raise
     file.close()
 
 
 def add_lines(file: TextIO, reports: Iterable[StepReport]) -> None:
-    """Write the reports, so that they are on the disk before the next checkpoint.
+    """Append the reports as lines to the file, which must happen before the next checkpoint is saved.
 
     Raises:
-        OSError: they cannot be written; the message names the file.
+        OSError: the lines cannot be written; the message names the file.
     """
     try:
         file.writelines(json.dumps(asdict(report)) + "\n" for report in reports)
@@ -80,10 +80,10 @@ def add_lines(file: TextIO, reports: Iterable[StepReport]) -> None:
 
 
 def _step_of(line: bytes) -> int | None:
-    """The step of a complete line."""
+    """The step of a line; None if the line is cut off or of another kind."""
     try:
         found = json.loads(line)
-    except ValueError:  # not JSON, or not text
+    except ValueError:  # the line is not JSON or not UTF-8
         return None
     step = found.get("step") if isinstance(found, dict) else None
     return step if isinstance(step, int) else None

@@ -1,6 +1,6 @@
 """The training loop: steps, reports and checkpoints.
 
-Loss and norm are read together once every `interval` steps, so the GPU does not wait for Python in between.
+Losses and norms are read from the device once every `interval` steps, so the GPU does not wait for Python in between.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class StepReport:
     """The report of one step.
 
     Attributes:
-        step: the step, from 1.
-        loss: loss of its batch, before the step.
+        step: number of the step, from 1.
+        loss: mean loss of the batch, before the step.
         grad_norm: norm of the gradient before clipping.
         learning_rate: learning rate of the step.
-        tokens_per_s: over all ranks, averaged over the steps that were read together.
-        mfu, percent_of_roof: the values of this rank; None if the roof is unknown.
+        tokens_per_s: tokens per second of all ranks, averaged over the steps that were read together.
+        mfu, percent_of_roof: model flops utilization and percent of roof of this rank; None if the roof is unknown.
         peak_bytes: peak memory of this rank so far.
-        valid_loss: mean loss of the validation data after this step; None if it was not validated.
+        valid_loss: mean loss on the validation data after this step; None without a validation after this step.
     """
 
     step: int
@@ -73,23 +73,22 @@ def run_steps(
         interval: number of steps that are read and reported together. The first step is reported alone, because it
             takes longer.
         roof: roof of a step.
-        validation: when and on what the model is validated; its time does not count in that of the steps. A training
-            that is asked to stop is not validated.
-        save: folder of checkpoints; one is saved after the last step. Leaving the loop early gives up a checkpoint that
-            is being written.
+        validation: the data and the interval of validations. Their time is not part of the steps' time. A training that
+            was asked to stop runs no validation.
+        save: folder of checkpoints; one is saved after the last step. If the caller leaves the loop early, a checkpoint
+            in progress is aborted.
         save_interval: also save every `save_interval` steps.
-        keep_last: number of checkpoints kept in the folder; None: all.
+        keep_last: number of checkpoints to keep in the folder; None: all.
         async_save: write in the background (`Saver`); the loop waits for the last checkpoint.
-        stop: when a rank is asked to stop, all ranks save after the same step, one or two later, and stop. Needs
+        stop: if any rank is asked to stop, all ranks save after the same step, one or two steps later, and stop. Needs
             `save`.
 
-    Yields:
-        Reports of the steps since the last reports.
+    Yields: The reports of the steps since the previous reports.
 
     Raises:
-        ModelRunError: a loss or a norm is not finite, on all ranks; or memory ran out.
-        OSError: a checkpoint cannot be written, on all ranks.
-        ValueError: an option about saving is given without `save`.
+        ModelRunError: a loss or a norm is not finite (all ranks raise this), or memory ran out.
+        OSError: a checkpoint cannot be written; all ranks raise this.
+        ValueError: a saving option is passed without `save`.
     """
     if save is None and (save_interval is not None or keep_last is not None or not async_save):
         raise ValueError(
@@ -103,7 +102,7 @@ def run_steps(
     try:
         try:
             yield from _steps(trainer, until, interval, roof, validation, saver, save_interval, stop or Stop())
-        except ModelRunError:  # raised on all ranks; the state being saved was finite
+        except ModelRunError:  # all ranks raise this; the state of the save in progress was finite
             saver.wait()
             raise
         saver.wait()

@@ -1,9 +1,9 @@
-"""Compares a training with the limits of this machine: its flops, and the roof of a step.
+"""Compare a training with the limits of this machine: its flops rate, and the roof of a step.
 
-In a step each rank must at least do its share of the flops, read its weights in forward and backward, and write their
-gradients. Its optimizer must read weights, gradients and state, and write weights and state. The fused roof is the time
-of all this in one kernel. This roof treats all micro-batches as one batch, keeps activations on the chip, and counts
-neither recomputation nor communication. No training can beat this bound.
+In a step each rank must at least compute its share of the flops, read its weights in forward and backward, and write
+their gradients. Its optimizer must read weights, gradients and state, and write weights and state. The fused roof is
+the time of all this work in one kernel. It treats all micro-batches as one batch, keeps activations on the chip, and
+counts neither recomputation nor communication. So no training can be faster.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rooftop.hardware.ceilings import Ceilings
 from rooftop.parallel.sharded_data import local_of
 from rooftop.train.gpt.trainer import GptTrainer
 
-STATES = 2  # Adam's state: running means of the gradient and of its square
+STATES = 2  # tensors of Adam's state: running means of the gradient and of its square
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class StepRoof:
 
     Attributes:
         ms: the fused roof.
-        flops: flops of the rank.
+        flops: flops of the rank in a step.
         peak: fastest measured matrix rate in the dtype, in flop/s.
     """
 
@@ -38,11 +38,11 @@ class StepRoof:
     peak: float
 
     def percent(self, ms: float) -> float:
-        """The percent of roof that a step of this duration reaches."""
+        """The percentage of the roof that a step of this duration reaches."""
         return 100 * self.ms / ms
 
     def mfu(self, ms: float) -> float:
-        """Model flops utilization, 0 to 1: flops per second of the model, without recomputation, over the peak."""
+        """Model flops utilization (MFU), 0 to 1: the model's flops per second, without recomputation, over the peak."""
         return self.flops / (ms / 1e3) / self.peak
 
 
@@ -53,8 +53,8 @@ def step_cost(trainer: GptTrainer) -> Cost:
     model, main = list(trainer.model.parameters()), list(trainer.weights.named.values())
     held = sum(weight.numel() for weight in model) * training.dtype.itemsize  # also shared weights
     stepped = sum(local_of(weight).nbytes for weight in main)
-    copied = held if trainer.narrow else 0  # bytes of the model's weights, written from the float32 ones
-    read = 2 * held + stepped + stepped + STATES * stepped  # forward, backward; weights, gradients, state
+    copied = held if trainer.narrow else 0  # bytes of the narrow weights, which the optimizer writes
+    read = 2 * held + stepped + stepped + STATES * stepped  # forward, backward; optimizer: weights, gradients, state
     written = stepped + stepped + STATES * stepped + copied
     return Cost(read, written, {matrix_precision(torch.empty(0, dtype=training.dtype, device=trainer.device)): flops})
 
@@ -71,7 +71,7 @@ def step_roof(trainer: GptTrainer, ceilings: Ceilings) -> StepRoof:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Peak memory so far: of tensors on a GPU, of the whole process on a CPU."""
+    """Peak memory so far, of all tensors on a GPU, or of the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

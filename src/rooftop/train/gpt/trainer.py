@@ -1,12 +1,12 @@
-"""Trains a GPT step by step, with the same numbers in every layout of ranks, up to the rounding of sums.
+"""Train a GPT step by step, with the same numbers in every layout of ranks, up to the rounding of sums.
 
     training = GptTraining(config=config, length=256, global_batch=16, micro_batch=4)
     trainer = GptTrainer(training, open_tokens(Path("text/")), layout, layout.process_groups(), world.device)
     while trainer.step < 100:
         loss, norm = trainer.advance()
 
-Sequences and dropout masks depend on the seed, the step and the place in the whole batch. Both depend neither on the
-rank of a sequence nor on the micro-batch size.
+Sequences and dropout masks depend only on the seed, the step and the position in the whole batch. The rank of a
+sequence and the micro-batch size do not matter.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from rooftop.train.tokens.mixtures import Mixture
 from rooftop.train.tokens.tokens import Tokens
 
 BETAS = (0.9, 0.95)  # Adam's betas for GPT-3 and Llama
-IGNORED = -100  # a target that does not count
+IGNORED = -100  # a target that the loss ignores
 
 
 class GptTrainer:
-    """This rank's part of a training. All ranks make it and call its methods together, because they communicate.
+    """This rank's part of a training. The methods are collective: all ranks create it and call them together.
 
     Args:
         training: the description of the training.
@@ -62,17 +62,17 @@ class GptTrainer:
         initial: a folder of Hugging Face (config.json, .safetensors files) with the initial weights; None: random
             weights from the seed.
 
-    Values written to the model between steps, by `load_state_dict` (also with assign=True), `copy_` or `.data`, are
-    trained from then on; the moments of the optimizer stay.
+    If the caller writes to the model between steps, by `load_state_dict` (also with assign=True), `copy_` or `.data`,
+    training continues from these values; the optimizer keeps its moments.
 
     Attributes:
-        step: number of steps made.
-        weights: the weights that the optimizer steps; float32 if the model is narrower.
+        step: number of steps so far.
+        weights: the weights that the optimizer updates; float32 copies if the model's dtype is narrower.
         narrow: whether the model computes in a narrower dtype than `weights`.
         schedule: schedule of the pipeline; None without a pipeline.
 
     Raises:
-        InputError: a row has too few tokens.
+        InputError: a row of tokens is too short for one sequence.
         InputError, WeightsError, MissingExtraError: `initial` cannot be read or does not fit `training.config`.
         ValueError: see `GptTraining.check`.
     """
@@ -124,11 +124,13 @@ class GptTrainer:
         self._held: Held | None = None
         self._captured: list[
             tuple[Tensor, Tensor]
-        ] = []  # the model's parameters, and the memory that a CUDA graph reads
+        ] = []  # the model's parameters, with the memory that a CUDA graph reads
 
     def _made_model(self, dtype: torch.dtype, device: torch.device, fully_shard: bool) -> Gpt | GptStages:
-        """Make this rank's part of the model. Sharded parameters keep the wide dtype, and are gathered in the narrow
-        one."""
+        """Create this rank's part of the model.
+
+        Sharded parameters have the wide dtype and are gathered in the narrow dtype.
+        """
         training, layout, groups = self.training, self.layout, self.groups
         options: dict[str, Any] = {"seed": training.seed, "recompute": training.recompute, "context": self.context}
         options |= {"device": device, "dtype": dtype}
@@ -160,12 +162,13 @@ class GptTrainer:
         )
 
     def advance(self) -> tuple[Tensor, Tensor]:
-        """Make one step; return the mean loss of its batch before the step and the norm of its gradient, both (), the
-        same on all ranks.
+        """Run one step; returns the batch's mean loss before the step, and the norm of its gradient, () each.
+
+        Both are the same on all ranks.
 
         Both stay on the device; reading them waits for the device.
         """
-        self.weights.adopt(contents=False)  # the optimizer itself sees changed values
+        self.weights.adopt(contents=False)  # the optimizer itself detects changed values
         size = self.training.micro_batch
         places = [part * size + place for part in self._parts for place in range(size)]
         text = self.batches.read(self.step, places).view(len(self._parts), size, -1)  # (parts, B, S + 1)
@@ -183,17 +186,17 @@ class GptTrainer:
 
     @torch.no_grad()
     def validation_loss(self, batches: Batches, sequences: int) -> float:
-        """Return the mean loss over the first sequences of some data, without dropout, the same on all ranks.
+        """Compute the mean loss over the first sequences of some data, without dropout; the same on all ranks.
 
-        All ranks call it. It does not change a single bit of the steps that follow. It waits for the device.
+        All ranks must call this. It does not change the later steps by a single bit, and waits for the device.
 
         Args:
             batches: the data, in batches of `training.global_batch` sequences of `training.length` tokens.
-            sequences: how many to read, from 1. Each counts once, even in a last batch that is not full.
+            sequences: number of sequences to read, at least 1. Each counts once, also in a last batch that is not full.
         """
         size, length = self.training.micro_batch, self.training.length
         places = torch.tensor([[part * size + place for place in range(size)] for part in self._parts])
-        total = torch.zeros(2, device=self.device, dtype=torch.float64)  # sum of losses; targets
+        total = torch.zeros(2, device=self.device, dtype=torch.float64)  # sum of the losses, and number of targets
         with self._evaluating():
             for number in range(-(-sequences // batches.batch)):
                 text = batches.read(number, places.flatten().tolist()).view(*places.shape, length + 1)
@@ -210,8 +213,11 @@ class GptTrainer:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Within the block, the model is in evaluation mode. Afterwards, its parts have their earlier modes, and
-        sharded parameters do not stay gathered, because a step would not see values that are loaded before it."""
+        """Put the model in evaluation mode within the block.
+
+        Afterwards its modules have their earlier modes. Sharded parameters do not stay gathered, because the next step
+        would then miss values that are loaded before it.
+        """
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
@@ -223,8 +229,10 @@ class GptTrainer:
                 free_gathered(self.model)
 
     def _losses_of(self, text: Tensor, real: Tensor, packings: Sequence[Packing]) -> Tensor:
-        """Sum of this rank's losses in its micro-batches (parts, B, S + 1) at its positions, (). Sequences that are not
-        `real` (parts, B) do not count."""
+        """Sum the losses at this rank's positions of its micro-batches (parts, B, S + 1): ().
+
+        Sequences that are not `real` (parts, B) do not count.
+        """
         if self._pipeline is not None:
             losses = self._pipeline.forward(partial(self._loss_at_stage, text, real, packings), len(self._parts))
         else:
@@ -256,10 +264,10 @@ class GptTrainer:
     def _replay(self, replayed: Replayed, text: Tensor) -> tuple[Tensor, ...]:
         """Call `_gradients_of`, or replay its CUDA graph, which writes gradients to the addresses of the capture."""
         if self._held is None:
-            self.optimizer.zero_grad()  # otherwise existing gradients would be added
+            self.optimizer.zero_grad()  # without this, backward would add to existing gradients
         with torch.no_grad():
             for parameter, memory in self._captured:
-                if parameter.data_ptr() != memory.data_ptr():  # somebody has set `.data`
+                if parameter.data_ptr() != memory.data_ptr():  # the caller has set `.data`
                     memory.copy_(parameter)
                     parameter.data = memory
         loss, norm, scale = replayed(text, self._sent(torch.tensor(self.step)))
@@ -281,10 +289,10 @@ class GptTrainer:
     def _gradients_of(
         self, text: Tensor, step: int | Tensor, packings: Sequence[Packing] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute and keep the gradients of a step; return (loss, their norm, their clipping factor), () each.
+        """Compute and keep the gradients of a step; returns (loss, gradient norm, clipping factor), () each.
 
-        text (parts, B, S + 1) int64 holds this rank's micro-batches, each with its packing. A step given as a tensor is
-        () int64 on the device.
+        text (parts, B, S + 1) int64 holds this rank's micro-batches, each with its packing. A step passed as a tensor
+        is () int64 on the device.
         """
         loss = torch.zeros((), device=self.device, dtype=next(iter(self.weights.named.values())).dtype)
         counted, packings = self._targets_of(text), packings or [self._packing] * len(self._parts)
@@ -294,7 +302,7 @@ class GptTrainer:
             for share in self._pipeline.run(partial(self._at_stage, text, step, packings, counted)):
                 loss += share
             self.model.end_step()
-            loss = start_sum(loss, self.groups["pp"])()  # the last stage has the losses
+            loss = start_sum(loss, self.groups["pp"])()  # only the last stage has the losses
         else:
             for part, sequences, packing in zip(self._parts, text, packings, strict=True):
                 loss += self._with_gradients(part, sequences, step, packing, counted)
@@ -303,8 +311,7 @@ class GptTrainer:
         return start_sum(loss, self.groups["dp-cp"])(), norm, scale
 
     def _targets_of(self, text: Tensor) -> int | Tensor:
-        """Number of tokens of the step's whole batch that count in the loss; () on the device if it depends on the
-        tokens."""
+        """Number of tokens of the whole batch in the loss; a device tensor () if it depends on the tokens."""
         if not self.training.mask_ends:
             return self.training.tokens_per_step
         counted: Tensor = start_sum(text[..., :-1].ne(self._end).sum(), self.groups["dp"])()
@@ -319,7 +326,7 @@ class GptTrainer:
     def _with_gradients(
         self, part: int, sequences: Tensor, step: int | Tensor, packing: Packing, counted: int | Tensor
     ) -> Tensor:
-        """Add the gradients of a micro-batch to the earlier ones; return its share of the loss, ()."""
+        """Accumulate the gradients of a micro-batch; returns its share of the loss, ()."""
         self._take_place(part)
         tokens, targets = self._here(sequences, packing)
         total: Tensor = self.model(tokens, targets, **self._options(packing, step))
@@ -351,13 +358,13 @@ class GptTrainer:
         return made / counted if last else made
 
     def _take_place(self, part: int) -> None:
-        """Set the place of a micro-batch in the whole batch, which determines the dropout of the next forward."""
+        """Set the position of a micro-batch in the whole batch, which determines the next dropout masks."""
         parts = self.training.global_batch // self.training.micro_batch
         if self.model.masks is not None:
             self.model.masks.place = replace(self.model.masks.place, batch=(part, parts))
 
     def _here(self, sequences: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
-        """Tokens and targets at the positions of this rank."""
+        """The tokens and targets at this rank's positions."""
         chunks = packing.held[self.context.index]
         tokens, targets = (chunks.of(each, 1) for each in (sequences[:, :-1], sequences[:, 1:]))
         if self.training.mask_ends:
@@ -365,7 +372,7 @@ class GptTrainer:
         return tokens, targets
 
     def _options(self, packing: Packing, step: int | Tensor) -> dict[str, Any]:
-        """The arguments of the model for a micro-batch other than its tokens."""
+        """The model's keyword arguments for a micro-batch."""
         return {
             "positions": self._positions_of(packing),
             "packing": packing if self.context.ranks > 1 or packing.documents is not None else None,
@@ -381,13 +388,13 @@ class GptTrainer:
         return uploaded(chunks.of(packing.documents.positions(), 1), self.device)
 
     def _sent(self, numbers: Tensor) -> Tensor:
-        """Copy to the GPU without waiting."""
+        """Copy a tensor to the GPU without waiting."""
         return numbers.pin_memory() if self.device.type == "cuda" else numbers
 
 
 def _with_wide_loss(model: Gpt | GptStages, device: torch.device) -> None:
-    """Make the loss float32 for a bfloat16 model, because a bfloat16 sum has only three digits."""
-    if model.head is None:  # for a stage that is not the last
+    """Compute the loss of a bfloat16 model in float32, because a bfloat16 sum has only three digits."""
+    if model.head is None:  # only the last stage has the head
         return
     wide = torch.autocast(device.type, torch.bfloat16)
     model.head.forward = wide(model.head.forward)  # type: ignore[method-assign]

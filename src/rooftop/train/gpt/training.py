@@ -1,9 +1,9 @@
-"""Describes the training of a GPT: sizes, rates, schedules, and possible layouts of ranks.
+"""The description of a GPT training: sizes, rates and schedules, and checks of layouts of ranks.
 
     training = GptTraining(config=config, length=256, global_batch=16, micro_batch=4)
-    training.check(layout, world_size=8, device="cuda")    # before anything is communicated
+    training.check(layout, world_size=8, device="cuda")    # without communication
 
-`rooftop.train.gpt.trainer` makes the steps.
+`rooftop.train.gpt.trainer` runs the steps.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1 - done,
     "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
 }
-"""Functions from the finished share of the decay steps to the remaining share of the learning rate above its least
-value.
+"""Decay functions by name. They map the finished fraction of the decay steps to a fraction of the learning rate's
+range, 1 for the highest and 0 for the least rate.
 """
 
 
@@ -44,40 +44,40 @@ class GptTraining:
     Attributes:
         config: config of the model.
         length: tokens per sequence.
-        global_batch: sequences per step, of all ranks.
-        micro_batch: sequences in one forward pass of a rank. The size changes only memory and speed.
+        global_batch: sequences per step, summed over all ranks.
+        micro_batch: sequences in one forward pass of a rank. It affects only memory and speed.
         learning_rate, weight_decay: settings of AdamW; 1-D weights (norms and biases) do not decay.
-        warmup: steps of linear warmup; the last of them has `learning_rate`.
-        decay: schedule of the rate after the warmup, a name of `DECAYS`.
-        decay_steps: the step, counted from 1, at which the rate reaches `least_rate`; it stays there.
-        least_rate: the final rate.
-        clip: maximum norm of the gradient; 0: no clipping.
+        warmup: number of steps of linear warmup; the last of these steps has `learning_rate`.
+        decay: schedule of the learning rate after the warmup, a name in `DECAYS`.
+        decay_steps: the step, counted from 1, at which the learning rate reaches `least_rate`, where it stays.
+        least_rate: the final learning rate.
+        clip: maximum norm of the gradient; 0: gradients are not clipped.
         seed: seed of initial values, dropout and data order.
         dtype: compute dtype; with bfloat16, weights, gradients and optimizer state are float32.
         recompute: what backward recomputes instead of keeping it (`rooftop.parallel.recomputing`). False: nothing; True
             or "full": whole blocks; "selective": large tensors that are cheap to compute.
-        halves: compute the two halves of a micro-batch alternately, so that tensor parallel ranks communicate for one
-            half while they compute the other. This doubles the launches, so on GPUs it needs `cuda_graph`.
-        sum_once: with a sharded model, sum gradients once a step instead of after each micro-batch. Each rank then
-            holds the gradients of all parameters it computes with, 4 bytes each.
-        pipeline_schedule: order in which pipeline ranks compute micro-batches, a name of
+        halves: compute the two halves of a micro-batch alternately, so that tensor parallel ranks communicate one half
+            while they compute the other. This doubles the number of launches, so on GPUs it needs `cuda_graph`.
+        sum_once: with a sharded model, sum gradients once per step instead of after each micro-batch. Each rank then
+            holds unsharded gradients of its parameters, 4 bytes per parameter.
+        pipeline_schedule: order in which pipeline ranks compute micro-batches, a name in
             `rooftop.parallel.schedules.SCHEDULES`. None: "1f1b", or "interleaved" with `layers_per_virtual_stage`.
         layers_per_virtual_stage: average number of layers per stage in an interleaved schedule, whose ranks have
             several stages.
-        transport: how context parallel ranks exchange keys and values, a name of `rooftop.parallel.TRANSPORTS`; None:
-            the choice of `choose_transport`.
-        near: number of neighbours that exchange heads, for the transport a2a+p2p.
-        document_end: the token that ends a document. Attention then stays within each document. None: each sequence is
+        transport: how context parallel ranks exchange keys and values, a name in `rooftop.parallel.TRANSPORTS`; None:
+            `choose_transport` chooses.
+        near: number of neighbouring ranks that exchange heads, for the transport a2a+p2p.
+        document_end: the token that ends a document; attention then stays within each document. None: each sequence is
             one document.
         reset_positions: whether positions restart at each document.
-        mask_ends: whether the loss excludes the target of each end token, which begins the next document.
-        cuda_graph: after three steps replay forward and backward from a CUDA graph (`rooftop.train.Replayed`). Later
-            changes of the model's modes, hooks or memory then have no effect.
+        mask_ends: whether the loss ignores the target of each end token, because it belongs to the next document.
+        cuda_graph: from the fourth step on, replay forward and backward from a CUDA graph (`rooftop.train.Replayed`).
+            Later changes of the model's modes, hooks or memory have no effect.
 
     Raises:
-        ValueError: a size is not positive, a rate or seed is out of range, a sequence is longer than the model's
-            positions, the dtype is another one, the rate does not fall to `least_rate` after the warm-up, or halves are
-            set with an odd micro-batch or `recompute`.
+        ValueError: a size is not positive, a rate or seed is out of range, the dtype is not supported, or a sequence is
+            longer than the model's positions. Also if the learning rate does not fall to `least_rate` after the
+            warm-up, or if `halves` is set with an odd micro-batch or with `recompute`.
     """
 
     config: GptConfig
@@ -191,7 +191,7 @@ class GptTraining:
         return self.least_rate + (self.learning_rate - self.least_rate) * DECAYS[self.decay](done)
 
     def schedule_of(self, layout: Layout) -> Schedule | None:
-        """Return the schedule of the pipeline ranks of a layout; None without a pipeline.
+        """Return the pipeline schedule for a layout; None without a pipeline.
 
         Raises:
             ValueError: options exclude each other, or do not fit the layout.
@@ -213,7 +213,7 @@ class GptTraining:
             )
         if layers is not None:
             if layers < 1 or self.config.layers % (layout.pp * layers):
-                most = self.config.layers // (2 * layout.pp)  # with two stages per rank
+                most = self.config.layers // (2 * layout.pp)  # for two stages per rank
                 fitting = [n for n in range(1, most + 1) if self.config.layers % (layout.pp * n) == 0]
                 instead = f"use one of {', '.join(map(str, fitting))}" if fitting else "use another number of ranks"
                 raise ValueError(
@@ -229,19 +229,19 @@ class GptTraining:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens per step, of all ranks."""
+        """The number of tokens per step, summed over all ranks."""
         return self.global_batch * self.length
 
     def batches(self, tokens: Tokens | Mixture) -> Batches:
-        """Return the sequences of the steps.
+        """Return the batches of sequences of the steps.
 
         Raises:
-            InputError: the tokens are too few for one sequence.
+            InputError: there are too few tokens for one sequence.
         """
         return Batches(tokens, self.length, self.global_batch, self.seed)
 
     def check(self, layout: Layout, world_size: int, device: str, *, fully_shard: bool = False) -> None:
-        """Check without communication that a layout can do this training.
+        """Check without communication that a layout can run this training.
 
         Args:
             layout: layout of the ranks.
@@ -250,7 +250,7 @@ class GptTraining:
             fully_shard: whether data parallel ranks shard the model.
 
         Raises:
-            ValueError: the layout does not fit; the message names the nearest layouts that do.
+            ValueError: the layout does not fit; the message suggests the nearest layouts that fit.
         """
         config = self.config
         if self.global_batch % self.micro_batch:
@@ -302,7 +302,7 @@ class GptTraining:
             raise ValueError(f"fully_shard (--use-torch-fsdp2) cannot be combined with {what}: leave out one of them")
 
     def _check_context(self, layout: Layout) -> None:
-        """Refuse options that context parallel ranks do not support."""
+        """Raise ValueError for options that context parallel ranks do not support."""
         if layout.cp == 1:
             if self.near is not None or self.transport is not None:
                 raise ValueError(
@@ -341,7 +341,7 @@ class GptTraining:
             )
 
     def transport_in(self, layout: Layout) -> str:
-        """Return the transport by which context parallel ranks of a layout exchange keys and values."""
+        """Return the transport with which context parallel ranks of a layout exchange keys and values."""
         if self.transport is not None:
             return self.transport
         heads, kv_heads = self._heads_in(layout)
@@ -349,7 +349,7 @@ class GptTraining:
         return choose_transport(Exchange(*sizes, windows=self._has_windows)).transport
 
     def _heads_in(self, layout: Layout) -> tuple[int, int]:
-        """Numbers of query heads and of key and value heads of a tensor parallel rank."""
+        """The numbers of query heads and of key-value heads of a tensor parallel rank."""
         return self.config.heads // layout.tp, max(1, self.config.kv_heads // layout.tp)
 
     @property
@@ -358,6 +358,6 @@ class GptTraining:
 
 
 def _or_of(numbers: list[int], near: int) -> str:
-    """The nearest numbers below and above, in words."""
+    """Join the nearest valid numbers below and above to "A or B"."""
     below, above = [n for n in numbers if n < near][-1:], [n for n in numbers if n > near][:1]
     return " or ".join(map(str, below + above))

@@ -1,4 +1,4 @@
-"""Which sequences validate a training, and how often: always the same ones, whatever the seed and the layout.
+"""Validate a training regularly, on the same sequences for every seed and layout.
 
 training, validation = split_tokens(open_tokens(Path("text/")), (95, 5))
 run_steps(trainer, 1000, validation=Validation(validation, trainer.training, interval=100))
@@ -16,25 +16,25 @@ from rooftop.train.tokens.batches import Batches
 from rooftop.train.tokens.mixtures import Mixture
 from rooftop.train.tokens.tokens import Tokens
 
-SEED = 0  # seed of the order, so that trainings with any seed have the same validation
+SEED = 0  # fixed seed of the order: all trainings validate on the same sequences
 INTERVAL, ITERS = 1000, 100  # Megatron-LM's defaults
 
 
 class Validation:
-    """The validation of a training.
+    """The validation data of a training, and how often to validate.
 
     Args:
         tokens: validation data.
         training: gives the length of the sequences and the size of the batches.
         interval: steps between two validations; the last step is always validated.
-        iters: batches of a validation. A validation never has more sequences than the data.
+        iters: number of batches per validation; if the data are fewer, a validation reads all sequences once.
 
     Attributes:
         batches: the data, in batches.
-        sequences: number of sequences of a validation.
+        sequences: number of sequences per validation.
 
     Raises:
-        InputError: the tokens are too few for one sequence.
+        InputError: there are too few tokens for one sequence.
         ValueError: a number is not positive.
     """
 
@@ -49,7 +49,7 @@ class Validation:
         self.sequences = min(iters * training.global_batch, self.batches.sequences)
 
     def due(self, step: int, until: int) -> bool:
-        """Whether a step of a training is validated."""
+        """Whether to validate after a step."""
         return step == until or step % self.interval == 0
 
 
@@ -60,14 +60,15 @@ def split_tokens(tokens: Mixture, parts: Sequence[float | Fraction]) -> tuple[Mi
 def split_tokens(
     tokens: Tokens | Mixture, parts: Sequence[float | Fraction]
 ) -> tuple[Tokens, Tokens] | tuple[Mixture, Mixture]:
-    """Split tokens into training data, from the front, and validation data, which follow.
+    """Split tokens into training data at the front and validation data after them.
 
     Args:
         tokens: each row of a mixture is split.
-        parts: for training, for validation, and, if there are three, for a test that neither reads; in any unit.
+        parts: relative sizes of the training data, the validation data and, optionally, unused test data.
 
     Raises:
-        InputError: there are not two or three parts, a part is negative, or training or validation gets nothing.
+        InputError: there are not two or three parts, a part is negative, or the training or validation data would be
+            empty.
     """
     exact = [Fraction(str(part)) if isinstance(part, float) else Fraction(part) for part in parts]
     if len(exact) not in (2, 3) or any(part < 0 for part in exact) or 0 in exact[:2]:

@@ -1,1 +1,1 @@
-"""AdamW in few launches, and the float32 weights that it steps."""
+"""AdamW in few kernel launches, and the float32 weights that it updates."""

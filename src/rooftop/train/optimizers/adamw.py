@@ -1,13 +1,13 @@
 """AdamW in one pass over memory.
 
-Take float32 weights of a bfloat16 model. Operator by operator, a step converts gradients to float32 (6 bytes a weight),
-clips them (8), runs AdamW (28), and converts the weights to bfloat16 (6). The step is bound by memory, and one kernel
-needs only 30 bytes per weight. The kernel reads gradients in the dtype of backward, scales them for clipping, and
-writes the model's weights together with the float32 ones. Two of the bytes are a read of the model's weights, to find
-values that somebody has loaded. `adamw_launches.py` decides which weights share a kernel.
+A bfloat16 model may have float32 weights for the optimizer. Operator by operator, a step then converts gradients to
+float32 (6 bytes per weight), clips them (8), runs AdamW (28), and converts the weights to bfloat16 (6). Memory
+bandwidth bounds the step, and one kernel needs only 30 bytes per weight. The kernel reads gradients in the dtype of
+backward, scales them for clipping, and writes the model's weights together with the float32 weights. Two of the 30
+bytes are a read of the model's weights, to detect values that the user has loaded. `adamw_launches.py` decides which
+weights share a kernel.
 
-The number of the step and the learning rate are on the GPU too, so the host never waits, and a CUDA graph can hold the
-step.
+The step count and the learning rate are on the GPU too, so the host never waits, and a CUDA graph can capture the step.
 
 Source: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization" (arXiv:1711.05101), algorithm 2.
 """
@@ -34,19 +34,19 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class AdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW` with the same numbers up to rounding, and the same state and `state_dict`.
+    """AdamW with the numbers of `torch.optim.AdamW` up to rounding, and the same state and `state_dict`.
 
-    On a GPU one kernel makes the step, as described at the top of the file; on a CPU PyTorch makes it.
+    On a GPU one kernel computes the step, as described at the top of the file; on a CPU PyTorch computes it.
 
     Args:
         params, lr, betas, eps, weight_decay: see `torch.optim.AdamW`; `lr` may be a tensor.
-        weights: the float32 weights to step. The step takes their gradients in any dtype, and writes the result to the
-            model. If values were written to the model before the step, the step starts from them. So neither
-            `weights.publish()` nor a `zero_grad` of the model is needed.
+        weights: the float32 weights to update. The step takes their gradients in any dtype, and writes the result to
+            the model. If values were written to the model, the next step starts from them. So no `weights.publish()`
+            and no `zero_grad` of the model is needed.
 
     Raises:
         TypeError: a parameter is not floating point.
-        ValueError: see `torch.optim.AdamW`; also if a parameter does not fill its memory (such as a slice) or is not in
+        ValueError: see `torch.optim.AdamW`; also if a parameter has gaps in its memory (such as a slice) or is not in
             `weights.named`, or if `amsgrad` or `maximize` is set.
     """
 
@@ -67,7 +67,7 @@ class AdamW(torch.optim.AdamW):
             weights.step_adopts()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See PyTorch's optimizers. Raises the errors of the class."""
+        """Add a parameter group, as in PyTorch's optimizers. Raises the errors of the class."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -88,13 +88,16 @@ class AdamW(torch.optim.AdamW):
                 )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See PyTorch's optimizers. The state may come from any device; it moves to the device of the parameters."""
+        """Load a state, as in PyTorch's optimizers.
+
+        It may come from any device, and moves to the parameters' device.
+        """
         for group in state_dict["param_groups"]:
             _refuse_options(group)
         saved = zip(state_dict["param_groups"], self.param_groups, strict=False)
         groups = [{**group, "fused": _is_fused(own)} for group, own in saved]
         if len(groups) != len(self.param_groups):
-            groups = state_dict["param_groups"]  # so that PyTorch refuses another number of groups
+            groups = state_dict["param_groups"]  # so that PyTorch raises for another number of groups
         super().load_state_dict({**state_dict, "param_groups": groups})
 
     def __getstate__(self) -> dict[str, Any]:
@@ -110,12 +113,12 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, scale: Tensor | None = None) -> Any:  # type: ignore[override]
-        """One step.
+        """Run one step.
 
         Args:
             closure: computes the loss and its gradients again; see PyTorch's optimizers.
-            scale: () on the device of the parameters. The step multiplies gradients with it
-                (`ModelGradients.scale_for`), so they need not change in memory.
+            scale: () on the device of the parameters. The step multiplies gradients by it (`ModelGradients.scale_for`)
+                as it reads them, so the gradients in memory stay the same.
 
         Returns:
             The loss of `closure`.
@@ -123,7 +126,7 @@ class AdamW(torch.optim.AdamW):
         Raises:
             TypeError, ValueError: the scale is not a tensor of one element.
             RuntimeError: a gradient is sparse, or other tensors have replaced the model's parameters (`load_state_dict`
-                with assign=True). Then no parameter is stepped.
+                with assign=True). Then no parameter is updated.
         """
         _check_scale(scale)
         loss = None
@@ -137,7 +140,7 @@ class AdamW(torch.optim.AdamW):
         if by_kernel:
             require_triton()
             if len(self.state) != len(self._known) or not all(map(is_, self.state.values(), self._known)):
-                self._plans.clear()  # somebody has replaced states
+                self._plans.clear()  # the caller has replaced states
             held = [self._held(group["params"]) for group in self.param_groups]
             if not {gradient.layout for gradients in held for gradient in gradients if gradient is not None} <= DENSE:
                 raise RuntimeError("AdamW: a gradient is sparse: create the embedding with sparse=False")
@@ -159,7 +162,7 @@ class AdamW(torch.optim.AdamW):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Release the gradients, including those held by `weights`, or set them to 0."""
+        """Release the gradients, including those that `weights` holds, or set them to 0."""
         if self.weights is not None:
             for parameter in (each for group in self.param_groups for each in group["params"]):
                 self.weights.forget_gradient(parameter) if set_to_none else self.weights.widen(parameter)
@@ -200,7 +203,7 @@ def _check_scale(scale: Tensor | None) -> None:
 
 
 def _plain_step(optimizer: torch.optim.AdamW) -> None:
-    """Make PyTorch's own step, without the hooks that already run around the step of this class."""
+    """Run PyTorch's own step, without the hooks that already run around the step of this class."""
     step: Any = torch.optim.AdamW.step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
@@ -233,7 +236,7 @@ def _check(parameter: Tensor) -> None:
 
 
 def _complete(parameter: Tensor, state: dict[str, Any]) -> None:
-    """Make a state, or bring a loaded one into the memory layout of the parameter."""
+    """Create a parameter's state, or convert a loaded state to the parameter's memory layout."""
     steps = state.get("step", 0.0)
     if not isinstance(steps, Tensor) or steps.dtype != torch.float32 or steps.device != parameter.device:
         state["step"] = torch.as_tensor(steps, dtype=torch.float32, device=parameter.device)

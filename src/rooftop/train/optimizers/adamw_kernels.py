@@ -1,4 +1,4 @@
-"""Triton kernels of AdamW; `adamw.py` has the optimizer and describes it."""
+"""Triton kernels of AdamW; `adamw.py` describes the optimizer."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import triton.language as tl
 
 @triton.jit
 def adamw_numbers(
-    steps,  # (count,) float32, including this step; with COUNTING int64, addresses of such tensors
+    steps,  # (count,) float32, step counts including this step; with COUNTING int64 addresses of such counts
     constants,  # (8,) float64: rate, 1 - rate * decay, beta1, 1 - beta1, beta2, 1 - beta2, and the logarithms of both
-    numbers,  # (count, 8) float64: rate / first bias correction, root of the second correction, constants 2 to 6
+    numbers,  # (count, 8) float64: rate / first bias correction, root of second bias correction, constants 2 to 6
     count, COUNTING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The numbers that the step of each weight needs besides its elements."""
+    """Compute the scalars that the step of each weight needs, such as bias corrections."""
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = lane < count
     if COUNTING:
@@ -34,18 +34,20 @@ def adamw_numbers(
 
 @triton.jit
 def adamw_steps(
-    rows,  # (weights, 8) int64, a row: addresses of weight, gradient, average, square, narrow; elements; the first
-    # program; the row of `numbers`. The elements of each are contiguous; narrow is the model's weight, or 0
+    rows,  # (weights, 8) int64. A row: addresses of weight, gradient, average, square and narrow; number of elements;
+           # first program; row of `numbers`. All tensors are contiguous; narrow is the model's weight, or 0
     row_of,  # (programs,) int32
     numbers,  # (any, 8) float64, from `adamw_numbers`
-    scale,  # (), the factor of the gradients, or None
+    scale,  # (), by which gradients are multiplied, or None
     WEIGHT: tl.constexpr, GRADIENT: tl.constexpr, AVERAGE: tl.constexpr, SQUARE: tl.constexpr,
-    MODEL: tl.constexpr,  # the dtypes at the addresses
+    MODEL: tl.constexpr,  # dtypes of the tensors at the addresses
     ALIGNED: tl.constexpr,  # whether all addresses are divisible by 16
     eps: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Step BLOCK elements of one of many weights. The kernel reads and writes weight, moments and narrow weight once
-    each; the narrow weight may hold loaded values.
+    """Update BLOCK elements of one of many weights.
+
+    The kernel reads and writes weight, moments and narrow weight once each. The narrow weight may hold values that the
+    user has loaded.
     """
     program = tl.program_id(0)
     row = rows + tl.load(row_of + program).to(tl.int64) * 8
@@ -63,11 +65,11 @@ def adamw_steps(
 @triton.jit
 def adamw_step(
     weight, gradient, average, square, narrow,  # (elements,) each
-    numbers,  # (8,) float64, a row
+    numbers,  # (8,) float64, a row of `adamw_numbers`
     scale, elements,
     eps: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Step BLOCK elements of one weight, whose addresses are arguments of the launch."""
+    """Update BLOCK elements of one weight, whose addresses are arguments of the launch."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     step_from(
         weight + start, gradient + start, average + start, square + start, narrow + start, numbers, scale,
@@ -77,7 +79,7 @@ def adamw_step(
 
 @triton.jit
 def pointer_at(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """An address as a pointer that the compiler may assume to be a multiple of 16 bytes."""
+    """Convert an address to a pointer; if ALIGNED, the compiler may assume a multiple of 16 bytes."""
     pointer = address.to(tl.pointer_type(DTYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -89,7 +91,7 @@ def step_from(
     weight, gradient, average, square, narrow, numbers, scale, left,
     eps: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Step BLOCK elements from the pointers on; only `left` of them exist."""
+    """Update BLOCK elements from the pointers on, of which only the first `left` exist."""
     rate = tl.load(numbers).to(WIDE)
     root = tl.load(numbers + 1).to(WIDE)
     decay = tl.load(numbers + 2).to(WIDE)
@@ -98,7 +100,7 @@ def step_from(
     beta2 = tl.load(numbers + 5).to(WIDE)
     rest2 = tl.load(numbers + 6).to(WIDE)
     factor = tl.load(scale).to(WIDE) if SCALED else 1.0
-    if left >= BLOCK:  # without a mask the loads are the widest, for any number of elements
+    if left >= BLOCK:  # without a mask, the loads have full width for any number of elements
         step_of_block(
             weight, gradient, average, square, narrow, left,
             rate, root, decay, factor, beta1, rest1, beta2, rest2, eps, WIDE, NARROW, SCALED, BLOCK, True,
@@ -116,14 +118,14 @@ def step_of_block(
     eps: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, SCALED: tl.constexpr,
     BLOCK: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """Step the elements, with or without a mask."""
+    """Update the elements of a block, with or without a mask."""
     lane = tl.arange(0, BLOCK)
     inside = lane >= 0 if FULL else lane < left
     w = tl.load(weight + lane, mask=inside).to(WIDE)
     g = tl.load(gradient + lane, mask=inside).to(WIDE)
     m = tl.load(average + lane, mask=inside).to(WIDE)
     v = tl.load(square + lane, mask=inside).to(WIDE)
-    if NARROW:  # a narrow weight other than the rounded weight was loaded anew: the step starts from it
+    if NARROW:  # if the narrow weight differs from the rounded weight, it was loaded anew, and the step starts from it
         n = tl.load(narrow + lane, mask=inside)
         w = tl.where(w.to(narrow.dtype.element_ty) == n, w, n.to(WIDE))
     if SCALED:
@@ -133,7 +135,7 @@ def step_of_block(
     if tl.float64 == WIDE:
         size = tl.sqrt(v) / root + eps
         w = w * decay - rate * m / size
-    else:  # rounded correctly: the approximate default is too inexact for the weights
+    else:  # correctly rounded: Triton's approximate division and root are too inexact for weights
         size = tl.div_rn(tl.sqrt_rn(v), root + tl.zeros_like(v)) + eps
         w = w * decay - tl.div_rn(rate * m, size)
     tl.store(weight + lane, w.to(weight.dtype.element_ty), mask=inside)

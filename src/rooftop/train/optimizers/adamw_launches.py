@@ -1,9 +1,8 @@
-"""Launches of AdamW: one kernel for all weights of the same dtypes, which finds them in a table of addresses.
+"""Launch AdamW: one kernel updates all weights of the same dtypes, which it finds in a table of addresses.
 
-A launch takes the host longer than the GPU takes to step a million elements, and Python code for each weight takes the
-same time once more. So the plan of a step is kept for the next one, and everything that may have changed is compared
-for all weights at once. Usually none has changed: gradients keep the previous step's addresses, and the table on the
-GPU stays valid.
+A launch takes the host longer than the GPU takes to update a million elements, and Python code per weight takes as long
+again. So the plan of a step is kept for the next step, and addresses are compared for all weights at once. Usually they
+have not changed: gradients keep the previous step's addresses, and the table on the GPU stays valid.
 
 A CUDA graph would copy the table from the host at each replay. So a captured step launches a kernel for each weight,
 which costs the host nothing in a replay.
@@ -29,17 +28,17 @@ from rooftop.parallel.sharded_data import local_of
 from rooftop.parallel.uploads import uploaded
 from rooftop.train.optimizers.main_weights import adopt_into
 
-# The fastest of `benchmarks/adamw.py --variants` on an H200: a thread has eight elements, 16 bytes of bfloat16.
+# The fastest choice in `benchmarks/adamw.py --variants` on an H200: eight elements per thread, 16 bytes of bfloat16.
 BLOCK, WARPS = 1024, 4
-WEIGHTS = 128  # weights of a program of `adamw_numbers`
+WEIGHTS = 128  # weights per program of `adamw_numbers`
 
 _dtype = attrgetter("dtype")
-_kept = [methodcaller("get", name) for name in ("step", "exp_avg", "exp_avg_sq")]  # in the state of a parameter
+_kept = [methodcaller("get", name) for name in ("step", "exp_avg", "exp_avg_sq")]  # parts of a state
 
 
 @dataclass(frozen=True)
 class AdamWOptions:
-    """The options of a group of parameters.
+    """The options of a parameter group.
 
     Attributes:
         rate: a number, or a tensor of one element on a GPU.
@@ -53,13 +52,13 @@ class AdamWOptions:
 
     @classmethod
     def of(cls, group: dict[str, Any]) -> AdamWOptions:
-        """The options of a parameter group of PyTorch."""
+        """Read the options of a PyTorch parameter group."""
         rate = group["lr"]
         rate = rate if isinstance(rate, Tensor) and rate.is_cuda else float(rate)
         return cls(rate, tuple(map(float, group["betas"])), group["eps"], group["weight_decay"])
 
     def constants(self, device: torch.device) -> Tensor:
-        """(8,) float64, for `adamw_numbers`."""
+        """The constants for `adamw_numbers`, (8,) float64."""
         rate = 0.0 if isinstance(self.rate, Tensor) else self.rate
         beta1, beta2 = self.betas
         logarithms = [math.log(beta) if beta else -math.inf for beta in self.betas]
@@ -72,13 +71,14 @@ class AdamWOptions:
 
 
 class AdamWPlan:
-    """The plan of a step on one device: addresses and launches.
+    """The plan of a step on one device: tables of addresses, and launches.
 
     Args:
-        parameters: floating point, each filling its memory; of sharded parameters, this rank's part is stepped.
+        parameters: floating-point parameters without gaps in memory; of sharded parameters, this rank's part is
+            updated.
         states: states of the parameters: "step" () float32 on the device; "exp_avg" and "exp_avg_sq" with the memory
             layout of the parameter.
-        models: the weight of the model for each parameter, or None.
+        models: the model's weight for each parameter, or None.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class AdamWPlan:
         self.averages, self.squares = [*map(local_of, averages)], [*map(local_of, squares)]
         self._models = [own for own in models if own is not None]
         self.narrow: list[Tensor | None] = []  # the model's weight, if it has the same memory layout
-        self._apart: list[tuple[Tensor, Tensor]] = []  # otherwise the model's weight, with the tensor that is stepped
+        self._apart: list[tuple[Tensor, Tensor]] = []  # for another memory layout: (the model's weight, updated tensor)
         for own, weight in zip(models, self.weights, strict=True):
             alike = own is not None and same_layout(own, weight)
             self.narrow.append(own.detach() if own is not None and alike else None)
@@ -109,8 +109,10 @@ class AdamWPlan:
         self._tables: dict[tuple[Any, ...], _Table] = {}
 
     def holds(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether the plan is for these parameters and all addresses are the same: a user may move a model or change a
-        state."""
+        """Whether the plan is for these parameters, and their addresses are unchanged.
+
+        Addresses change if a user moves a model or replaces a state.
+        """
         return (
             len(parameters) == len(self.parameters)
             and all(map(is_, parameters, self.parameters))
@@ -129,12 +131,12 @@ class AdamWPlan:
         )
 
     def step(self, gradients: Sequence[Tensor], options: AdamWOptions, scale: Tensor | None) -> None:
-        """Make one step on the current stream of the device.
+        """Run one step on the current stream of the device.
 
         Args:
             gradients: gradients of the parameters, in any floating dtype.
             options: options of AdamW.
-            scale: () on the device, the factor for gradients, or None.
+            scale: () on the device, by which gradients are multiplied; or None.
 
         """
         if self._shared:
@@ -151,7 +153,7 @@ class AdamWPlan:
             self._step_together(gradients, options, scale)
         for own, weight in self._apart:
             own.copy_(weight)
-        torch.autograd.graph.increment_version(self._written)  # so that autograd detects that they changed
+        torch.autograd.graph.increment_version(self._written)  # so that autograd detects the changes
 
     def _step_alone(self, gradients: Sequence[Tensor], options: AdamWOptions, scale: Tensor | None) -> None:
         from rooftop.train.optimizers.adamw_kernels import adamw_numbers, adamw_step
@@ -187,7 +189,7 @@ class AdamWPlan:
             each(self._numbers, self._numbers if scale is None else scale)
 
     def _move_to(self, stream: int) -> None:
-        """Make the tables on the GPU again for another stream, because the allocator ties memory to a stream."""
+        """Allocate the tables on the GPU again for another stream, because the allocator ties memory to a stream."""
         self._stream, self._options, self._seen = stream, None, ()
         self._tables.clear()
         from rooftop.train.optimizers.adamw_kernels import adamw_numbers
@@ -236,7 +238,7 @@ class _Table:
         self._elements: list[int] = []
 
     def take(self, rows: Sequence[tuple[int, ...]], device: torch.device) -> None:
-        """Add rows for `adamw_steps`, without the column of the first program."""
+        """Append rows for `adamw_steps`, without the column of the first program."""
         elements = [row[-2] for row in rows]
         if elements != self._elements:
             from rooftop.train.optimizers.adamw_kernels import adamw_steps
@@ -257,7 +259,7 @@ class _Table:
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether the current stream captures a CUDA graph."""
+    """Whether the device's current stream captures a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -276,7 +278,7 @@ def _triton_dtype(dtype: torch.dtype) -> Any:
 
 
 def _alike(gradient: Tensor, weight: Tensor) -> Tensor:
-    """The gradient in the memory layout of the weight."""
+    """Copy the gradient to the memory layout of the weight, if it differs."""
     if same_layout(gradient, weight):
         return gradient
     return torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
@@ -291,7 +293,7 @@ def _int64(numbers: Iterable[int], device: torch.device) -> Tensor:
 
 
 def _float64(numbers: Sequence[float], device: torch.device) -> Tensor:
-    if capturing(device):  # nothing may come from the host
+    if capturing(device):  # a captured graph must not copy from the host
         return torch.stack([torch.full((), each, dtype=torch.float64, device=device) for each in numbers])
     return uploaded(torch.tensor(numbers, dtype=torch.float64, device="cpu"), device)
 

@@ -1,12 +1,11 @@
-"""The weights that an optimizer steps: those of the model, or float32 copies if the model computes in a narrow
-dtype.
+"""The weights that an optimizer updates: the model's own, or float32 copies if the model computes in a narrow dtype.
 
-A bfloat16 weight has 8 bits of precision: it would lose a step of less than 1/256 of its value, and a sum over
-micro-batches would lose small gradients. So weights and gradients are kept in float32, and the model gets the rounded
-result of the step.
+A bfloat16 weight has 8 bits of precision: it would lose an update of less than 1/256 of its value, and a sum over
+micro-batches would lose small gradients. So weights and gradients are kept in float32, and the rounded result of each
+step is written to the model.
 
-Values written to the model in any way are trained from then on: if a weight of the model is not its rounded float32
-copy, the copy takes it over before the next step (`adopt`).
+The user may write to the model at any time: if a weight of the model differs from its rounded float32 copy, the next
+step first copies it to the float32 weight (`adopt`).
 
 Source: Micikevicius et al. 2018, "Mixed Precision Training" (arXiv:1710.03740), section 3.1.
 """
@@ -27,19 +26,19 @@ Held = list[tuple[Tensor | None, Tensor | None]]
 
 
 class MainWeights:
-    """Main weights of a model in float32 or float64, which then computes in `dtype`.
+    """The main weights, float32 or float64, of a model that computes in `dtype`.
 
     Args:
-        model: converted to `dtype`, with the same parameter objects.
-        dtype: bfloat16, or the dtype of the model, which needs no copies.
-        keep_narrow: keep a gradient in the `dtype` of backward until another is added or `widen` is called. This loses
-            no precision, and `rooftop.train.AdamW` takes such gradients. Code that reads `.grad`, such as
+        model: the model, which is converted to `dtype`; its parameters stay the same objects.
+        dtype: bfloat16, or the model's dtype, for which no copies are needed.
+        keep_narrow: keep a gradient in the `dtype` of backward until another gradient is added or `widen` is called.
+            This loses no precision, and `rooftop.train.AdamW` takes such gradients. Code that reads `.grad`, such as
             `clip_grad_norm_` and `GradScaler`, needs `widen` first.
 
     Attributes:
-        named: the weights that the optimizer steps, by the model's names; tied weights appear once. Without
-            `keep_narrow` their gradients are complete after each backward. With copies, the model's own gradients have
-            been released by then.
+        named: the weights that the optimizer updates, by the model's names; tied weights appear once. Without
+            `keep_narrow`, their `.grad` is complete after each backward. If they are copies, backward releases the
+            model's own gradients.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, *, keep_narrow: bool = False) -> None:
@@ -65,15 +64,15 @@ class MainWeights:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.synchronized()  # copies of tensors begin with version 0
+        self.synchronized()  # the versions of new copies begin at 0
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Write the result of the optimizer to the model.
+        """Write the updated weights to the model.
 
         Raises:
-            RuntimeError: other tensors have replaced the model's parameters, or a parameter was written after its
-                backward and before this call.
+            RuntimeError: other tensors have replaced the model's parameters, or a parameter was written to between its
+                backward and this call.
         """
         self._places.check("MainWeights.publish")
         if not self.narrow:
@@ -89,21 +88,21 @@ class MainWeights:
 
     @torch.no_grad()
     def adopt(self, contents: bool = True) -> None:
-        """Take over values written to the model or to `named`, and tensors that replaced its parameters.
+        """Adopt values that were written to the model or to `named`, and tensors that replaced the model's parameters.
 
-        The code that makes a step calls this before the step; no other call is needed.
+        The trainer calls this before each step; no other call is needed.
 
         Args:
-            contents: compare each weight of the model with its copy. Otherwise check only what needs no pass over
-                memory: whether parameters were replaced, and whether `named` were written to.
+            contents: whether to compare each weight of the model with its copy. False: check only without a pass over
+                memory whether parameters were replaced and whether `named` were written to.
 
         Raises:
-            RuntimeError: the tensors that replaced parameters cannot be taken over.
+            RuntimeError: a tensor that replaced a parameter cannot be adopted.
         """
         for own, found in self._places.take_back("MainWeights.adopt").items():
             main = self._main_of.get(own) if self.narrow else None
             if main is not None:
-                main.copy_(found)  # the new tensor may be wider than the model
+                main.copy_(found)  # the new tensor may have a wider dtype than the model
         if not self.narrow:
             return
         for main, own in self._model_has.items():
@@ -117,7 +116,7 @@ class MainWeights:
             self._gradients.saw(self._model_has.items(), only_main=True)
 
     def before_step(self, contents: bool) -> None:
-        """Call `adopt` between backward and the step, when replaced parameters can no longer be taken over.
+        """Call `adopt` between backward and the step, when replaced parameters can no longer be adopted.
 
         Raises:
             RuntimeError: a parameter was replaced.
@@ -126,37 +125,37 @@ class MainWeights:
         self.adopt(contents)
 
     def synchronized(self) -> None:
-        """Record that model and copies are equal now, after a step that has written both."""
+        """Record that model and copies are equal, after a step that has written both."""
         if self.narrow:
             self._gradients.saw(self._model_has.items())
 
     def step_adopts(self) -> None:
-        """Record that an optimizer calls `before_step`, so backward need not check for written values."""
+        """Record that the optimizer calls `before_step`, so backward need not check for written values."""
         self._gradients.step_adopts = True
 
     def model_has(self, main: Tensor) -> nn.Parameter | None:
-        """The model's weight for one of `named`; None if both are the same tensor."""
+        """The model's weight for a weight in `named`; None if both are the same tensor."""
         return self._model_has.get(main)
 
     def gradient_of(self, main: Tensor) -> Tensor | None:
-        """The gradient of one of `named`, float32 or narrow; None without a gradient."""
+        """The gradient of a weight in `named`, wide or narrow; None without a gradient."""
         return main.grad if main.grad is not None else self._gradients.narrow.get(main)
 
     def gradients_of(self, mains: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradients of several of `named`."""
+        """The gradients of several weights in `named`."""
         narrow = self._gradients.narrow
         return [narrow.get(main) if main.grad is None else main.grad for main in mains]
 
     def widen(self, main: Tensor | None = None) -> None:
-        """Move a gradient, or all of them, to `.grad` of `named`, in float32."""
+        """Convert a gradient, or all gradients, to the dtype of `named`, and store them in `.grad`."""
         for each in [*self._gradients.narrow] if main is None else [main]:
             self._gradients.widen(each)
 
     def add(self, main: Tensor, gradient: Tensor) -> None:
-        """Add to the gradient of one of `named`, as backward does; the given tensor may be kept.
+        """Add a tensor to the gradient of a weight in `named`, as backward does; the tensor itself may be kept.
 
         Raises:
-            ValueError: the tensor has another shape, or no floating dtype.
+            ValueError: the tensor has another shape than the weight, or is not floating point.
         """
         if gradient.shape != main.shape or not gradient.is_floating_point():
             raise ValueError(
@@ -171,12 +170,12 @@ class MainWeights:
         gradients.gradient_of, gradients.widen = self.gradient_of, self.widen
 
     def held(self) -> Held:
-        """All gradients, at their current addresses."""
+        """All current gradients, for `hold`."""
         narrow = self._gradients.narrow
         return [(main.grad, narrow.get(main)) for main in self.named.values()]
 
     def hold(self, held: Held) -> None:
-        """Use these gradients again, and drop any others, after a CUDA graph has rewritten them."""
+        """Restore the gradients from `held`, which a CUDA graph has rewritten, and drop all others."""
         narrow = self._gradients.narrow
         for main, (wide, of_model) in zip(self.named.values(), held, strict=True):
             main.grad = wide
@@ -186,20 +185,22 @@ class MainWeights:
                 narrow[main] = of_model
 
     def forget_gradient(self, main: Tensor) -> None:
-        """Release a narrow gradient; `zero_grad` of the optimizer releases those in `.grad`."""
+        """Release a narrow gradient; the optimizer's `zero_grad` releases the gradients in `.grad`."""
         self._gradients.narrow.pop(main, None)
 
 
 class _Gradients:
-    """The narrow gradients of main weights; wide ones are in `.grad`. This object holds no reference to the model,
-    because hooks of the parameters refer to it, and Python cannot collect such a cycle.
+    """The narrow gradients of main weights; wide gradients are in `.grad`.
+
+    This object holds no reference to the model, because hooks of the parameters refer to it, and Python cannot collect
+    such a cycle.
     """
 
     def __init__(self, keep_narrow: bool) -> None:
         self.keep_narrow = keep_narrow
         self.narrow: dict[Tensor, Tensor] = {}
         self.step_adopts = False
-        self._versions: dict[Tensor, tuple[int, int]] = {}  # versions of a main weight and of the model's weight
+        self._versions: dict[Tensor, tuple[int, int]] = {}  # versions of each main weight and of the model's weight
 
     def saw(self, pairs: Iterable[tuple[Tensor, Tensor]], only_main: bool = False) -> None:
         """Record the versions of both weights; later writes count as new."""
@@ -207,8 +208,10 @@ class _Gradients:
             self._versions[main] = (main._version, self._versions[main][1] if only_main else own._version)
 
     def was_written(self, main: Tensor) -> bool:
-        """Whether a main weight was written to since `saw`; writes that bypass autograd, such as `.data`, are not
-        seen."""
+        """Whether a main weight was written to since `saw`.
+
+        Writes that bypass autograd, such as `.data`, are not detected.
+        """
         return self._versions[main][0] != main._version
 
     def model_was_written(self, main: Tensor, own: Tensor) -> bool:
@@ -216,7 +219,7 @@ class _Gradients:
         return self._versions[main][1] != own._version
 
     def adopt(self, main: Tensor, own: Tensor) -> None:
-        """Adopt before the first gradient of a step, for an optimizer that does not know narrow weights."""
+        """Call `adopt` before the first gradient of a step, for optimizers that do not call `before_step`."""
         if self.step_adopts or main.grad is not None or main in self.narrow or self.was_written(main):
             return
         with torch.no_grad():
@@ -242,7 +245,7 @@ class _Gradients:
 
 
 class _Moved:
-    """Hook that moves the gradient of a parameter to its copy."""
+    """A hook that moves the gradient of a parameter to its copy."""
 
     def __init__(self, gradients: _Gradients, main: nn.Parameter) -> None:
         self.gradients, self.main = gradients, main
@@ -255,8 +258,9 @@ class _Moved:
 
 
 def adopt_into(main: Tensor, own: Tensor) -> None:
-    """Take the model's values over into a copy where they differ from the rounded copy. The host does not wait for the
-    GPU.
+    """Copy the model's values to a main weight where they differ from its rounded values.
+
+    The host does not wait for the GPU.
     """
     same = main.to(own.dtype) == own
     if main.device.type == "cpu" and bool(same.all()):

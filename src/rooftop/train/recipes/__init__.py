@@ -1,4 +1,4 @@
-"""Recipes of trainings as data, and their implementation: optimizers, schedules, mean weights, mixed batches."""
+"""Training recipes as data, and their implementation: optimizers, schedules, averaged weights, mixed batches."""
 
 from rooftop.train.recipes.checks import check_recipe
 from rooftop.train.recipes.freezing import freeze

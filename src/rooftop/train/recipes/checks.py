@@ -1,4 +1,4 @@
-"""Checks before the first step whether a recipe fits a task, so that no training time is lost."""
+"""Check before the first step whether a recipe fits a task, so that no training time is lost."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rooftop.train.tasks.task import Task
 
 
 def check_recipe(recipe: Recipe, task: Task, *, ranks: int = 1) -> None:
-    """Check that a task supports the values of a recipe. Changes nothing.
+    """Check that a task supports the values of a recipe; changes nothing.
 
     Raises:
-        InputError: something does not fit; the message names the switch and a value that fits.
+        InputError: a switch does not fit; the message names it and a value that fits.
     """
     _check_batch(recipe, ranks)
     _check_mix(recipe, task, ranks)

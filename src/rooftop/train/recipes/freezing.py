@@ -1,4 +1,4 @@
-"""Parts of a model that training leaves unchanged."""
+"""Freeze the modules of a model that training must not change."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from rooftop.train.recipes.parameter_kinds import is_norm
 def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """Freeze modules and parameters whose names match a shell pattern, e.g. "layer1", "features.[0-3]", "*norm*".
 
-    Frozen parameters need no gradient. Norms in frozen modules stay in evaluation mode, even after `model.train()`, so
-    their statistics stay too. Call it after `convert_sync_batchnorm`, which replaces norms.
+    Frozen parameters get no gradient. Norms in frozen modules stay in evaluation mode, even after `model.train()`, so
+    their statistics stay the same. Call `freeze` after `convert_sync_batchnorm`, which replaces norms.
 
-    Returns:
-        The names that matched, in the model's order, without names nested in others.
+    Returns: The matching names, in the model's order; a name inside another matching module is left out.
 
     Raises:
         InputError: a pattern matches nothing.
@@ -35,7 +34,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Return the names that `freeze` would return, without changes. Raises the errors of `freeze`."""
+    """Return the names that `freeze` would return, but freeze nothing. Raises the errors of `freeze`."""
     modules, parameters = _names(model)
     matched: set[str] = set()
     for pattern in patterns:
@@ -68,5 +67,8 @@ def _freeze_module(module: nn.Module) -> None:
 
 
 def _stay(norm: nn.Module, mode: bool = True) -> nn.Module:
-    """Replacement for `train` of a frozen norm. It does nothing, and survives copying and pickling."""
+    """A `train` method for frozen norms that does nothing.
+
+    As a module-level function it survives copying and pickling.
+    """
     return norm

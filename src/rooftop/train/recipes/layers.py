@@ -1,8 +1,9 @@
-"""Assigns each parameter to a layer of the model, counted from the input.
+"""Assign each parameter to a layer of the model, counted from the input.
 
-Layers are found from the structure of modules: a chain is an `nn.Sequential` or `nn.ModuleList` of blocks. Everything
-before the first block is one layer (the stem), each block is one, and everything after the last is one (the head with
-the norm before it). A module between two chains, such as a patch merging of Swin, belongs to the preceding block.
+The structure of the modules determines the layers: a chain is an `nn.Sequential` or `nn.ModuleList` of blocks.
+Each block is a layer. Everything before the first block is one layer (the stem), and everything after the last block is
+one layer (the head with the norm before it). A module between two chains, such as a patch merging of Swin, belongs to
+the preceding block.
 
 | model | layers |
 |---|---|
@@ -27,8 +28,8 @@ from rooftop.train.recipes.parameter_kinds import is_norm
 
 CHAINS = (nn.Sequential, nn.ModuleList)
 REPEATED = ("blocks", "layer", "layers", "stages")
-"""Names of chains inside a member of a chain, e.g. the blocks of a stage. Chains with other names are parts of a
-block.
+"""Names of chains of layers inside a member of a chain, e.g. the blocks of a stage. A chain with another name is part
+of a block.
 """
 
 
@@ -40,11 +41,11 @@ class _Unit:
     """A module without a layer boundary inside, or the direct parameters of a divided module.
 
     Attributes:
-        names: names of its parameters.
-        chained: whether the layer is a member of a chain.
-        between: whether the layer is a member of a chain and precedes another chain inside the same chain.
-        leaf: whether the layer has no modules of its own.
-        norm, own: whether the layer is a norm; whether it consists of the direct parameters of a divided module.
+        names: names of the unit's parameters.
+        chained: whether the unit is a member of a chain.
+        between: whether the unit is a member of a chain, and another chain follows it in the same chain.
+        leaf: whether the unit has no submodules.
+        norm, own: whether the unit is a norm; whether it consists of the direct parameters of a divided module.
     """
 
     names: list[str]
@@ -56,10 +57,10 @@ class _Unit:
 
 
 def layers_of(model: nn.Module) -> list[list[str]]:
-    """Names of the parameters of each layer, first layer first.
+    """List the parameter names of each layer, from the first layer to the last.
 
     Raises:
-        InputError: the model has no chain of layers, or has chains in several parts whose order is unknown.
+        InputError: the model has no chain of layers, or several parts with chains whose order is unknown.
     """
     for divides in (_is_chain, _is_sequence):
         parents = {path.rpartition(".")[0] for path in _outermost_chains(model, "", divides)}
@@ -85,7 +86,7 @@ def _is_sequence(module: nn.Module) -> bool:
 
 
 def _is_chain(module: nn.Module) -> bool:
-    """Whether a module has members that have parts themselves."""
+    """Whether a module is a chain: its members have submodules."""
     return _is_sequence(module) and any(_has_parts(child) for child in module.children())
 
 
@@ -106,7 +107,10 @@ def _outermost_chains(module: nn.Module, path: str, divides: _Test) -> Iterator[
 
 
 def _is_divided(module: nn.Module, divides: _Test, inside: bool) -> bool:
-    """Whether a module contains layers: a stage of a chain contains blocks, but the parts of a block are not layers."""
+    """Whether a module contains layers.
+
+    A stage of a chain contains blocks, which are layers; the submodules of a block are not layers.
+    """
     if divides(module):
         return True
     for name, child in module.named_children():
@@ -134,7 +138,7 @@ def _units(module: nn.Module, path: str, divides: _Test, inside: bool) -> Iterat
 
 
 def _merged(units: list[_Unit]) -> list[list[str]]:
-    """The stem, the blocks, and the head."""
+    """Merge units to layers: the stem, the blocks, and the head."""
     blocks = [place for place, unit in enumerate(units) if unit.chained and not unit.norm]
     if not blocks:
         return []
@@ -142,7 +146,7 @@ def _merged(units: list[_Unit]) -> list[list[str]]:
     stem = [name for unit in units[:first] for name in unit.names]
     layers = [stem] if stem else []
     after_leaf = True
-    waiting: list[str] = []  # norms before a block, which belong to that block
+    waiting: list[str] = []  # names of norms that are counted with the next block
     for unit in units[first:end]:
         if layers and (not unit.chained or unit.between or (unit.norm and after_leaf)):
             layers[-1] += unit.names

@@ -2,16 +2,16 @@
 
     mean = MeanWeights(model, decay=0.999)
     mean.update(step)          # after each optimizer step, from 1
-    with mean.swapped():       # the model has the mean
+    with mean.swapped():       # the model has the averaged weights
         evaluate(model)
 
     mean <- d * mean + (1 - d) * weights, with d = min(decay, (1 + n) / (10 + n)) at update n
 
 Polyak and Juditsky 1992; Tarvainen and Valpola 2017, "Mean teachers" (arXiv:1703.01780). As in TensorFlow's
-ExponentialMovingAverage with `num_updates`, d rises, so the mean forgets the initial weights soon, even in a short run.
+ExponentialMovingAverage with `num_updates`, d rises, so the mean soon forgets the initial weights, even in a short run.
 
-Means are kept in float32 at least: in bfloat16, a change of 1 - decay would be rounded away. Integer buffers are
-copied. The arithmetic is `torch._foreach_lerp_`, as in `torch.optim.swa_utils.AveragedModel`, which however makes a
+Means are kept in float32 or wider: in bfloat16, a change by 1 - decay would be rounded away. Integer buffers are
+copied. The arithmetic is `torch._foreach_lerp_`, as in `torch.optim.swa_utils.AveragedModel`, but that class keeps a
 second module in the model's dtype.
 """
 
@@ -28,10 +28,10 @@ from rooftop.errors import InputError
 
 
 class MeanWeights:
-    """The mean of all tensors in the model's state dict.
+    """The moving average of all tensors in the model's state dict.
 
     Args:
-        model: a model on its final device. Its tensors must stay the same objects, as training leaves them.
+        model: a model on its final device. Its tensors must stay the same objects, as they do in training.
         decay: the highest d.
         every: steps between two updates.
 
@@ -45,7 +45,7 @@ class MeanWeights:
                 f"ema.decay is {decay:g}: the mean would never follow the weights; expected a number below 1"
             )
         self.decay, self.every = decay, every
-        kept = {id(tensor): (name, tensor) for name, tensor in _tensors(model).items()}  # each shared tensor once
+        kept = {id(tensor): (name, tensor) for name, tensor in _tensors(model).items()}  # a shared tensor counts once
         self._live = {name: tensor for name, tensor in kept.values() if tensor.is_floating_point()}
         self._copied = {name: tensor for name, tensor in kept.values() if not tensor.is_floating_point()}
         self._mean = {name: _wide(tensor) for name, tensor in self._live.items()}
@@ -53,7 +53,7 @@ class MeanWeights:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Add the weights of a step to the mean, once every `every` steps."""
+        """Add the current weights to the mean, once every `every` steps."""
         if step % self.every:
             return
         number = step // self.every
@@ -67,7 +67,7 @@ class MeanWeights:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Give the model the mean within the block; afterwards its own weights are restored, bit for bit."""
+        """Swap the mean into the model within the block; afterwards restore the model's own weights, bit for bit."""
         own = {name: tensor.clone() for name, tensor in {**self._live, **self._copied}.items()}
         try:
             self._give({**self._mean, **self._copies})
@@ -76,7 +76,7 @@ class MeanWeights:
             self._give(own)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The mean weights by the model's names; later updates change these tensors."""
+        """The averaged weights by the model's names, without copies: later updates change these tensors."""
         return {**self._mean, **self._copies}
 
     @torch.no_grad()
@@ -84,7 +84,7 @@ class MeanWeights:
         """Load the result of `state_dict`.
 
         Raises:
-            InputError: names or shapes differ from those of the model.
+            InputError: names or shapes differ from the model's.
         """
         own = self.state_dict()
         wrong = [name for name in own if name not in tensors or tensors[name].shape != own[name].shape]
@@ -108,7 +108,7 @@ class MeanWeights:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """All tensors of the state dict, without copies."""
+    """All tensors of the model's state dict, without copies."""
     return model.state_dict(keep_vars=True)
 
 

@@ -1,14 +1,14 @@
-"""Mixup and cutmix of pairs of samples.
+"""Mixup and CutMix of pairs of samples.
 
     alter = mixer(recipe.mix, classes=10)        # for Task.alter; None if both are off
     images, targets = alter((images, labels), places, generator_of)
 
-Mixup (Zhang et al. 2018, arXiv:1710.09412): the mean of two images and of their targets, with weights lam and 1 - lam,
-where lam is drawn from Beta(alpha, alpha). Cutmix (Yun et al. 2019, arXiv:1905.04899): a box of the second image is put
-into the first, and lam is the remaining share of the first image. With both, each pair uses one of them with equal
+Mixup (Zhang et al. 2018, arXiv:1710.09412) averages two images and their targets with weights lam and 1 - lam, where
+lam is drawn from Beta(alpha, alpha). CutMix (Yun et al. 2019, arXiv:1905.04899) pastes a box of the second image into
+the first; lam is the remaining share of the first image. If both are on, each pair uses mixup or CutMix with equal
 probability.
 
-The pairs are the samples at places 2k and 2k + 1 of the whole batch. Each pair has its own generator, so the result
+The pairs are the samples at positions 2k and 2k + 1 of the whole batch. Each pair has its own generator, so the result
 does not depend on the number of ranks. The two samples of a pair are mixed with each other, with the same lam and box.
 """
 
@@ -33,12 +33,12 @@ Alter = Callable[[Any, Tensor, GeneratorOf], tuple[Tensor, Tensor]]
 def mixer(mix: Mix, classes: int) -> Alter | None:
     """Return a function that mixes batches (images (N, C, H, W) floating, labels (N,) int64); None: no mixing.
 
-    It returns images of the same kind and targets (N, classes) in float32. A sample whose partner is not in the batch
-    stays unchanged.
+    The function returns images of the same shape and dtype, and float32 targets (N, classes). A sample whose partner is
+    not in the batch stays unchanged.
 
     Raises:
         InputError: there are fewer than two classes. The returned function raises InputError for images that are not
-            floating point, or have no height and width for cutmix.
+            floating point, or have no height and width for CutMix.
     """
     if not mix.mixup and not mix.cutmix:
         return None
@@ -58,7 +58,7 @@ def mixer(mix: Mix, classes: int) -> Alter | None:
         index = torch.tensor(partners, dtype=torch.int64).to(device, non_blocking=True)
         other = images[index]
         if mix.mixup:
-            # A pair for cutmix has the weight 1 here, which leaves it unchanged, bit for bit.
+            # A CutMix pair gets the weight 1 in the mixup below, which leaves it unchanged, bit for bit.
             pixels = [weight if box is None else 1.0 for weight, box in zip(own, boxes, strict=True)]
             mixed = torch.lerp(other, images, _column(pixels, images))
         else:
@@ -79,7 +79,7 @@ def _check(images: Tensor, mix: Mix) -> None:
 
 
 def _partners(places: list[int]) -> list[int]:
-    """For each sample, the position of its partner in this batch; its own position if the partner is absent."""
+    """The position of each sample's partner in this batch; a sample without a partner gets its own position."""
     rows = {place: row for row, place in enumerate(places)}
     return [rows.get(place ^ 1, row) for row, place in enumerate(places)]
 
@@ -87,7 +87,7 @@ def _partners(places: list[int]) -> list[int]:
 def _draws(
     mix: Mix, places: list[int], partners: list[int], size: tuple[int, int], generator_of: GeneratorOf
 ) -> tuple[list[float], list[tuple[int, int, int, int] | None]]:
-    """For each sample, its own weight and the box of cutmix; None: mixup."""
+    """Draw the weight of each sample, and its CutMix box; a box of None means mixup."""
     own: list[float] = [1.0] * len(places)
     boxes: list[tuple[int, int, int, int] | None] = [None] * len(places)
     for row, (place, partner) in enumerate(zip(places, partners, strict=True)):
@@ -107,9 +107,7 @@ def _draws(
 
 
 def _box(weight: float, size: tuple[int, int], generator: np.random.Generator) -> tuple[int, int, int, int]:
-    """Top, bottom, left and right of a box that covers the part 1 - weight of the area; borders of the image cut it
-    off.
-    """
+    """Draw a box (top, bottom, left, right) of 1 - weight of the image's area, clipped to the image."""
     edges = []
     for length in size:
         half = math.sqrt(1 - weight) * length / 2
@@ -120,7 +118,7 @@ def _box(weight: float, size: tuple[int, int], generator: np.random.Generator) -
 
 
 def _inside(boxes: list[tuple[int, int, int, int] | None], size: tuple[int, int], device: torch.device) -> Tensor:
-    """(N, 1, H, W): whether a pixel is in its sample's box."""
+    """Whether a pixel is inside the box of its sample: (N, 1, H, W)."""
     edges = torch.tensor([box or (0, 0, 0, 0) for box in boxes], dtype=torch.int64).view(-1, 4)
     edges = edges.to(device, non_blocking=True)
     top, bottom, left, right = (edge[:, None] for edge in edges.unbind(1))  # (N, 1)
@@ -131,6 +129,6 @@ def _inside(boxes: list[tuple[int, int, int, int] | None], size: tuple[int, int]
 
 
 def _column(values: list[float], like: Tensor) -> Tensor:
-    """(N, 1, ...), to multiply samples by."""
+    """Reshape weights to (N, 1, ...), to multiply samples."""
     column = torch.tensor(values, dtype=like.dtype).to(like.device, non_blocking=True)
     return column.view(-1, *[1] * (like.dim() - 1))

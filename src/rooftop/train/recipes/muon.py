@@ -1,10 +1,11 @@
 """Muon for the matrices of hidden layers and AdamW for all other parameters, as one optimizer.
 
 Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks" (https://kellerjordan.github.io/posts/muon):
-the momentum of a matrix is made nearly orthogonal before it is added. The weight of a convolution counts as a matrix:
-output channels by all other dimensions. AdamW updates embeddings, the last layer, norms and biases, as the authors
-advise. An update of Muon is scaled to the mean square of AdamW's (Liu et al. 2025, "Muon is Scalable for LLM Training",
-section 2.2, arXiv:2502.16982), so one learning rate and one weight decay serve both.
+Muon makes the momentum of a matrix nearly orthogonal before it adds the momentum to the weight. The weight of a
+convolution counts as a matrix: output channels by all other dimensions. AdamW updates embeddings, the last layer, norms
+and biases, as the authors advise. Muon's updates are scaled to the root mean square of AdamW's updates (Liu et al.
+2025, "Muon is Scalable for LLM Training", section 2.2, arXiv:2502.16982), so both optimizers use the same learning rate
+and weight decay.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from rooftop.train.recipes.recipe import Optimizer
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """`torch.optim.Muon` and `torch.optim.AdamW` over the groups of one model.
+    """Combine `torch.optim.Muon` and `torch.optim.AdamW` over the parameter groups of one model.
 
-    `state` holds the state of both for the model's parameters, in each parameter's shape, so that a `state_dict` does
-    not depend on memory formats. The groups of Muon have `muon=True`.
+    `state` holds the state of both optimizers in the shape of each parameter, so that a `state_dict` does not depend on
+    memory formats. Muon's groups have `muon=True`.
 
     Args:
         model: the model whose hidden matrices Muon updates.
-        groups: the result of `parameter_groups`; Muon divides these groups further.
-        given: options of a recipe: momentum and nesterov for Muon, betas and eps for AdamW.
+        groups: the result of `parameter_groups`; this class splits them between Muon and AdamW.
+        given: optimizer options of a recipe: momentum and nesterov for Muon, betas and eps for AdamW.
         how: `fused` or `foreach` for AdamW.
 
     Raises:
@@ -60,7 +61,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step of Muon and AdamW."""
+        """Run one step of Muon and AdamW."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -79,7 +80,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See PyTorch's optimizers."""
+        """Load a state, as in PyTorch's optimizers."""
         super().load_state_dict(state_dict)
         self._muon.state.clear()
         self._join()
@@ -101,7 +102,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         return {"params": flat, "lr": group["lr"], "weight_decay": group["weight_decay"]}
 
     def _follow(self, parameter: Tensor, flat: nn.Parameter) -> None:
-        """Make the matrix and its gradient views of the parameter's and its gradient's memory, which may have moved."""
+        """Point Muon's matrix and gradient at the memory of the parameter and its gradient, which may have moved."""
         order = _order(parameter)
         flat.data = _flattened(parameter.detach(), order)
         if order != self._orders[parameter]:
@@ -112,13 +113,13 @@ class MuonAndAdamW(torch.optim.Optimizer):
             flat.grad = parameter.grad.permute(order).reshape(flat.shape)
 
     def _adopt(self, parameter: Tensor, flat: nn.Parameter) -> None:
-        """Give Muon the momentum in `state`."""
+        """Pass the momentum in `state` to Muon."""
         momentum = self.state[parameter]["momentum_buffer"].permute(self._orders[parameter]).reshape(flat.shape)
         self._muon.state[flat] = {"momentum_buffer": momentum.contiguous()}
         self._show(parameter, self._muon.state[flat]["momentum_buffer"])
 
     def _show(self, parameter: Tensor, momentum: Tensor) -> None:
-        """Put Muon's momentum into `state`, in the parameter's shape and the same memory."""
+        """Store Muon's momentum in `state`, as a view in the parameter's shape."""
         order = self._orders[parameter]
         back = [order.index(axis) for axis in range(len(order))]
         shaped = momentum.view([parameter.shape[axis] for axis in order]).permute(back)
@@ -126,7 +127,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def hidden_matrices(model: nn.Module) -> set[Tensor]:
-    """Weights with rows and columns, except embeddings and the model's last weight."""
+    """The weights of two or more dimensions, except embeddings and the model's last weight."""
     kinds = kinds_of(model)
     embeddings = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)}
     found = [
@@ -143,11 +144,11 @@ def _sides(parameter: Tensor) -> tuple[int, int]:
 
 
 def _order(parameter: Tensor) -> tuple[int, ...]:
-    """The dimensions of a parameter in memory order, rows first. The order of columns does not matter to Muon."""
+    """The dimensions of a parameter in memory order, rows first. Muon does not depend on the order of columns."""
     columns = sorted(range(1, parameter.dim()), key=lambda axis: -parameter.stride()[axis])
     return (0, *columns)
 
 
 def _flattened(parameter: Tensor, order: tuple[int, ...]) -> Tensor:
-    """The parameter as a matrix in the same memory."""
+    """View a parameter as a matrix in the same memory."""
     return parameter.permute(order).view(parameter.shape[0], -1)

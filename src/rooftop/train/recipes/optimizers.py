@@ -1,4 +1,4 @@
-"""The optimizer of a recipe: torch.optim's SGD, AdamW or Muon, with one kernel for many parameters if available.
+"""Create the optimizer of a recipe: torch.optim's SGD, AdamW or Muon, fused for many parameters if available.
 
 optimizer = optimizer_of(model, recipe)  # after the model is on its device
 """
@@ -16,14 +16,14 @@ from rooftop.train.recipes.parameter_groups import parameter_groups
 from rooftop.train.recipes.recipe import Optimizer, Recipe
 
 FUSED_ON = ("cuda", "cpu")
-"""Kinds of devices on which PyTorch steps all parameters of a group in one kernel."""
+"""Kinds of devices on which PyTorch updates all parameters of a group in one kernel."""
 
 
 def optimizer_of(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
-    """Create the optimizer, with its groups, of all parameters that are not frozen.
+    """Create the optimizer of all parameters that are not frozen, with its parameter groups.
 
     Raises:
-        InputError: nothing is left to train, or the recipe does not fit the model.
+        InputError: all parameters are frozen, or the recipe does not fit the model.
     """
     given = recipe.optimizer
     groups = parameter_groups(model, given)
@@ -41,7 +41,7 @@ def optimizer_of(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
 
 
 def check_momentum(given: Optimizer) -> None:
-    """Check that the momentum is above 0 if Nesterov's momentum is on.
+    """Check that Nesterov's momentum has a momentum above 0.
 
     Raises:
         InputError: the momentum is 0.
@@ -53,6 +53,6 @@ def check_momentum(given: Optimizer) -> None:
 
 
 def _implementation(parameters: list[torch.Tensor]) -> dict[str, Any]:
-    """`fused` if PyTorch supports it for all these parameters, otherwise `foreach`."""
+    """Choose `fused` if PyTorch supports it for all these parameters, or else `foreach`."""
     fits = all(each.is_floating_point() and each.device.type in FUSED_ON for each in parameters)
     return {"fused": True} if fits else {"foreach": True}

@@ -1,10 +1,11 @@
-"""Parameter groups of a recipe: each has its own weight decay and learning rate.
+"""The parameter groups of a recipe; each group has its own weight decay and learning rate.
 
     groups = parameter_groups(model, recipe.optimizer)  # for any torch.optim optimizer
 
 A group holds the parameters of one kind (weights, norms, biases) and, with `layer_decay`, of one layer. Layer k of n,
-from 0, has the rate lr * layer_decay^(n - 1 - k), so the last one has lr (Howard and Ruder 2018, arXiv:1801.06146; Bao
-et al. 2021, arXiv:2106.08254). `initial_lr` is the highest rate of the group; torch's schedulers use the same name.
+counted from 0, has the learning rate lr * layer_decay^(n - 1 - k), so the last layer has lr (Howard and Ruder 2018,
+arXiv:1801.06146; Bao et al. 2021, arXiv:2106.08254). `initial_lr` is the highest learning rate of the group, as in
+torch's schedulers.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rooftop.train.recipes.recipe import Optimizer
 
 
 def parameter_groups(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The groups of all parameters that are not frozen, each with its `kind` and `layer` (None without layer decay).
+    """Group all parameters that are not frozen; each group has a `kind` and a `layer` (None without layer decay).
 
     Raises:
         InputError: layer_decay is set, but the model's layers are unknown (`layers_of`).
@@ -43,7 +44,7 @@ def parameter_groups(model: nn.Module, optimizer: Optimizer) -> list[dict[str, A
 
 
 def _factors(model: nn.Module, decay: float) -> tuple[dict[str, float], dict[str, int]]:
-    """Factor of the learning rate and number of the layer, by the parameter's name; empty if the layer decay is off."""
+    """Map each parameter's name to (factor of the learning rate, number of the layer); empty without layer decay."""
     if decay == 1:
         return {}, {}
     layers = layers_of(model)

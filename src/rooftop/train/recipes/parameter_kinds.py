@@ -1,8 +1,8 @@
-"""Kinds of parameters with different weight decay: weights, norms' parameters, and biases.
+"""Sort parameters into kinds with different weight decay: weights, parameters of norms, and biases.
 
-Networks train better if only weights decay (He et al. 2019, "Bag of Tricks for Image Classification with
-Convolutional Neural Networks", section 3.1, arXiv:1812.01187). Tables of positions and tokens, scales, and every other
-parameter of one dimension count as biases, as in the recipes of Swin and DeiT.
+Networks train better if only weights decay (He et al. 2019, "Bag of Tricks for Image Classification with Convolutional
+Neural Networks", section 3.1, arXiv:1812.01187). Position tables, class tokens, scales, and every other parameter of
+one dimension count as biases, as in the recipes of Swin and DeiT.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NORMS = (
     nn.CrossMapLRN2d,
 )
 NORM_NAME = re.compile(r"Norm(\d[dD])?$")
-"""Names of the classes of other libraries' norms, e.g. LlamaRMSNorm, FrozenBatchNorm2d."""
+"""Class names of norms in other libraries, e.g. LlamaRMSNorm, FrozenBatchNorm2d."""
 
 BIAS_NAME = re.compile(
     r"(^|_)bias(_|$)"  # in_proj_bias, bias_hh_l0, relative_position_bias_table
@@ -31,12 +31,12 @@ BIAS_NAME = re.compile(
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm, of PyTorch or of another library."""
+    """Whether a module is a norm layer of PyTorch or of another library."""
     return isinstance(module, NORMS) or NORM_NAME.search(type(module).__name__) is not None
 
 
 def kinds_of(model: nn.Module) -> dict[str, str]:
-    """Name of each parameter -> "weight", "norm" or "bias"; a shared parameter has the kind of its first name."""
+    """Map each parameter's name to "weight", "norm" or "bias"; a shared parameter has the kind of its first name."""
     kinds = {}
     modules = dict(model.named_modules())
     for name, parameter in model.named_parameters():

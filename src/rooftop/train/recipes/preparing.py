@@ -1,4 +1,4 @@
-"""Applies the section `model` of a recipe to a model that a task has built."""
+"""Apply the section `model` of a recipe to a model that a task has built."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rooftop.train.tasks.task import Task
 
 
 def prepare_model(task: Task, recipe: Recipe, *, ranks: int = 1, begins: bool = True) -> list[str]:
-    """Check the recipe. Then load initial weights, switch on dropout and stochastic depth, and freeze parts.
+    """Check the recipe, then load initial weights, switch on dropout and stochastic depth, and freeze modules.
 
     Args:
-        task: the task, whose model is changed. Its metadata contain the model's name and number of classes.
-        begins: whether this is the first run; a resumed run has its weights in a checkpoint.
+        task: the task; its model is changed. Its metadata contain the model's name and number of classes.
+        begins: whether the training starts now; a resumed training loads its weights from a checkpoint.
 
     Returns:
         A description of the changes, for the user.
@@ -23,7 +23,7 @@ def prepare_model(task: Task, recipe: Recipe, *, ranks: int = 1, begins: bool = 
     Raises:
         InputError: the recipe does not fit the task.
         WeightsError: the weights do not fit the model.
-        MissingExtraError: the file of weights needs a package that is not installed.
+        MissingExtraError: the weights file needs a package that is not installed.
     """
     check_recipe(recipe, task, ranks=ranks)
     section, model = recipe.model, task.model
@@ -39,6 +39,6 @@ def prepare_model(task: Task, recipe: Recipe, *, ranks: int = 1, begins: bool = 
 
 
 def classes_of(task: Task, recipe: Recipe) -> int:
-    """Number of classes of the model, from the task or the recipe; 0 if neither has it."""
+    """Number of classes of the model, from the task or the recipe; 0 if neither states it."""
     options = task.metadata.get("options", {})
     return int(options.get("num_classes") or recipe.model.num_classes or len(task.metadata.get("classes", ())))

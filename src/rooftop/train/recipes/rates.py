@@ -1,6 +1,6 @@
 """The learning rate of each step, as a fraction of the highest rate.
 
-    set_rates(optimizer, rate_factor(recipe.schedule, step, steps))  # before step `step` of `steps`, from 1
+    set_rates(optimizer, rate_factor(recipe.schedule, step, steps))  # before step `step`, from 1 to `steps`
 
 | schedule | after the warm-up |
 |---|---|
@@ -8,8 +8,8 @@
 | cosine | half a wave from 1 down to `least` (Loshchilov and Hutter 2017, "SGDR", arXiv:1608.03983) |
 | wsd | 1, then linear from 1 to `least` in the last part (Hu et al. 2024, "MiniCPM", section 4, arXiv:2404.06395) |
 
-The warm-up is linear; its last step has the factor 1 (Goyal et al. 2017, arXiv:1706.02677). The descent would
-reach `least` one step after the last one, as in torch.optim.lr_scheduler: no step is wasted on a rate of 0.
+The warm-up is linear; its last step has the factor 1 (Goyal et al. 2017, arXiv:1706.02677). As in
+torch.optim.lr_scheduler, the decay would reach `least` one step after the last step: no step is wasted on a rate of 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rooftop.train.recipes.recipe import Schedule
 
 
 def rate_factor(schedule: Schedule, step: int, steps: int) -> float:
-    """Factor of the highest rate.
+    """The learning rate of a step, as a factor of the highest rate.
 
     Args:
         schedule: the section of the recipe; its fractions of the run are rounded to whole steps.
@@ -31,8 +31,8 @@ def rate_factor(schedule: Schedule, step: int, steps: int) -> float:
         steps: number of steps of the whole run.
 
     Raises:
-        ValueError: the step is not one of the run.
-        InputError: warm-up and decay of "wsd" take more than the run.
+        ValueError: the step is outside the run.
+        InputError: warm-up and decay of "wsd" are longer than the run.
     """
     if not 1 <= step <= steps:
         raise ValueError(f"step {step} is not one of the steps 1 to {steps} of the run")
@@ -52,10 +52,10 @@ def rate_factor(schedule: Schedule, step: int, steps: int) -> float:
 
 
 def check_parts(schedule: Schedule) -> None:
-    """Check that the parts of a schedule fit into the run.
+    """Check that warm-up and decay of a schedule fit into the run.
 
     Raises:
-        InputError: the parts do not fit.
+        InputError: they do not fit.
     """
     if schedule.name == "wsd" and schedule.warmup + schedule.decay > 1:
         raise InputError(
@@ -65,7 +65,10 @@ def check_parts(schedule: Schedule) -> None:
 
 
 def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Give each group its highest rate times a factor. Rates that are tensors (for CUDA graphs) change in place."""
+    """Set each group's learning rate to its highest rate times a factor.
+
+    Tensor rates (for CUDA graphs) change in place.
+    """
     for group in optimizer.param_groups:
         rate = group["initial_lr"] * factor
         if isinstance(group["lr"], torch.Tensor):

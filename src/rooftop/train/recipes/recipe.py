@@ -1,4 +1,4 @@
-"""How a model is trained, as data: each switch with its default, read from TOML and from `section.name=value`.
+"""A training recipe as data: all switches with their defaults, read from TOML and from `section.name=value`.
 
     recipe = Recipe.of({"run": {"epochs": 20}, "optimizer": {"name": "adamw", "lr": 1e-3}})
     recipe = recipe.with_values(["mix.mixup=0.2", "ema.decay=0.999"])
@@ -27,19 +27,20 @@ class Run:
 
     Attributes:
         epochs: passes over the training data.
-        steps: optimizer steps; if above 0, this number replaces epochs.
-        batch: samples of an optimizer step, over all ranks.
-        accumulate: forward and backward passes of a step; each takes batch / (ranks x accumulate) samples.
-        seed: seed of initial values, order and augmentation.
+        steps: number of optimizer steps; above 0, it replaces epochs.
+        batch: samples per optimizer step, summed over all ranks.
+        accumulate: forward and backward passes per step (gradient accumulation); each takes batch / (ranks x
+            accumulate) samples.
+        seed: seed of initial values, sample order and augmentation.
         precision: "fp32", "bf16" (autocast), or "fp16" (autocast with a gradient scaler).
             Source: Micikevicius et al. 2018, arXiv:1710.03740.
-        channels_last: memory format of the model and of image batches.
-        compile: torch.compile of the model.
-        sync_norms: batch norms use statistics of the whole batch over all ranks.
-            Source: Peng et al. 2018, "MegDet", arXiv:1711.07240.
-        sum_in_backward: sum gradients over ranks during the backward pass, not after it.
-            Source: Li et al. 2020, "PyTorch Distributed", arXiv:2006.15704.
-        deterministic: PyTorch's deterministic algorithms; slower on a GPU.
+        channels_last: whether the model and image batches are channels last in memory.
+        compile: whether to compile the model with torch.compile.
+        sync_norms: whether batch norms use statistics of the whole batch over all ranks. Source: Peng et al. 2018,
+            "MegDet", arXiv:1711.07240.
+        sum_in_backward: whether to sum gradients over ranks during the backward pass. False: after it. Source: Li et
+            al. 2020, "PyTorch Distributed", arXiv:2006.15704.
+        deterministic: whether to use PyTorch's deterministic algorithms, which are slower on a GPU.
     """
 
     epochs: float = 10.0
@@ -57,7 +58,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """The optimizer of the weights.
+    """The optimizer and its options.
 
     Attributes:
         name: "sgd", "adamw", or "muon" (matrices of hidden layers by torch.optim.Muon, the rest by AdamW).
@@ -68,13 +69,13 @@ class Optimizer:
         nesterov: Nesterov's momentum, for SGD and Muon; Muon's authors use it.
             Source: Sutskever et al. 2013.
         betas: decay of AdamW's two moments.
-        eps: AdamW's addition to the divisor.
-        weight_decay: decay of weights.
-        norm_weight_decay: decay of norms' parameters. Source: He et al. 2019, "Bag of Tricks", arXiv:1812.01187.
-        bias_weight_decay: decay of biases, and of tables of positions. Source: He et al. 2019, arXiv:1812.01187.
-        layer_decay: factor of the learning rate from one layer to the layer before it; 1: off.
-            Source: Howard and Ruder 2018, arXiv:1801.06146; Bao et al. 2021, arXiv:2106.08254.
-        clip: largest norm of the gradient; 0: off. Source: Pascanu et al. 2013, arXiv:1211.5063.
+        eps: AdamW's epsilon, which is added to the divisor.
+        weight_decay: weight decay of weights.
+        norm_weight_decay: weight decay of norms' parameters. Source: He et al. 2019, "Bag of Tricks", arXiv:1812.01187.
+        bias_weight_decay: weight decay of biases and of position tables. Source: He et al. 2019, arXiv:1812.01187.
+        layer_decay: ratio of a layer's learning rate to that of the next layer; 1: off. Source: Howard and Ruder 2018,
+            arXiv:1801.06146; Bao et al. 2021, arXiv:2106.08254.
+        clip: maximum norm of the gradient; 0: off. Source: Pascanu et al. 2013, arXiv:1211.5063.
     """
 
     name: str = "sgd"
@@ -97,10 +98,10 @@ class Schedule:
     Attributes:
         name: "constant", "cosine" or "wsd" (warm up, stay constant, decay linearly).
             Source: cosine: Loshchilov and Hutter 2017, arXiv:1608.03983; wsd: Hu et al. 2024, arXiv:2404.06395.
-        warmup: fraction of all steps in which the rate rises linearly from 0.
-            Source: Goyal et al. 2017, arXiv:1706.02677.
+        warmup: fraction of all steps in which the learning rate rises linearly from 0. Source: Goyal et al. 2017,
+            arXiv:1706.02677.
         decay: fraction of all steps for the final decay of "wsd".
-        least: rate at the end of the decay, as a fraction of the highest.
+        least: learning rate at the end of the decay, as a fraction of the highest rate.
     """
 
     name: str = "cosine"
@@ -117,8 +118,8 @@ class Mix:
         label_smoothing: fraction of a target that is spread over all classes.
             Source: Szegedy et al. 2016, arXiv:1512.00567.
         mixup: alpha of the Beta distribution of mixup; 0: off. Source: Zhang et al. 2018, arXiv:1710.09412.
-        cutmix: alpha of cutmix; 0: off. With both, each pair of samples uses one of them at random.
-            Source: Yun et al. 2019, arXiv:1905.04899.
+        cutmix: alpha of the Beta distribution of CutMix; 0: off. If mixup is on too, each pair of samples uses one of
+            the two at random. Source: Yun et al. 2019, arXiv:1905.04899.
     """
 
     label_smoothing: float = 0.0
@@ -128,28 +129,28 @@ class Mix:
 
 @dataclass(frozen=True)
 class Augment:
-    """Changes to one image, drawn for each sample and epoch.
+    """Augmentation of single images, drawn for each sample and epoch.
 
     Attributes:
         crop: least area of a random crop, as a fraction of the image; 1: off. Source: Szegedy et al. 2015,
             arXiv:1409.4842.
         flip: probability of a horizontal flip. Source: Krizhevsky et al. 2012.
-        shift: largest random shift, as a fraction of the side; 0: off.
+        shift: maximum random shift, as a fraction of the side; 0: off.
         jitter: strength of colour jitter: brightness, contrast and saturation change by factors within 1 +- jitter, in
             a random order; 0: off. Source: Howard 2013, arXiv:1312.5402.
-        hue: largest change of the hue in colour jitter, as a fraction of its circle, up to 0.5; 0: off.
+        hue: maximum change of the hue in colour jitter, as a fraction of the colour circle, up to 0.5; 0: off.
         rand_augment: number of operations of RandAugment; 0: off. Source: Cubuk et al. 2020, arXiv:1909.13719.
         magnitude: strength of RandAugment's operations, from 0 to 10.
         erase: probability of random erasing. Source: Zhong et al. 2020, arXiv:1708.04896.
-        repeats: copies of a sample in a batch, each changed in its own way; a pass has as many samples as before, so it
-            sees fewer different ones. Source: Hoffer et al. 2020, arXiv:1901.09335.
-        decode: where JPEGs of the training images are decoded and cropped: "cpu", "gpu", or "auto": the faster one,
-            which rooftop train measures at the start. A GPU gives slightly different pixels.
-        gpu_share: with decode = "gpu", the part of the images that the GPU decodes; the CPU decodes the others. A GPU
-            that decodes all has less time for the step.
-        detail: least number of decoded pixels for each pixel of a random crop, along a side; 1: as many. Below 1 the
-            CPU decodes more JPEGs at 1/2, 1/4 or 1/8 of their size: faster, but these crops are blurred.
-        size: side of the training images in pixels; 0: the task's.
+        repeats: copies of each sample in a batch, each with its own augmentation. An epoch has the same number of
+            steps, so it has fewer different samples. Source: Hoffer et al. 2020, arXiv:1901.09335.
+        decode: device that decodes and crops the JPEGs of the training images: "cpu", "gpu", or "auto" (the faster one,
+            which rooftop train measures at the start). A GPU's pixels differ slightly from a CPU's.
+        gpu_share: with decode = "gpu", the fraction of the images that the GPU decodes; the CPU decodes the others. A
+            GPU that decodes all images has less time for the step.
+        detail: minimum number of decoded pixels per pixel of a random crop, along a side. Below 1 the CPU decodes more
+            JPEGs at 1/2, 1/4 or 1/8 of their size, which is faster but blurs these crops.
+        size: side of the training images in pixels; 0: the task's default.
         test_size: side of the validation images; 0: as in training. A larger size is often better.
             Source: Touvron et al. 2019, "FixRes", arXiv:1906.06423.
     """
@@ -176,13 +177,13 @@ class Model:
 
     Attributes:
         name: name of a model of the task; "": the task's default.
-        weights: a file of initial weights, or the name of published ones; "": random weights.
+        weights: a file of initial weights, or the name of published weights; "": random weights.
         num_classes: classes of the model; 0: the number in the data.
-        frozen: modules whose parameters are frozen and whose norms stay in evaluation mode; shell patterns.
-        dropout: probability, in the model's own dropout layers, or else before its last layer. Source: Srivastava et
-            al. 2014.
-        stochastic_depth: probability that the last block is skipped; it falls linearly to 0 at the first block.
-            Source: Huang et al. 2016, arXiv:1603.09382.
+        frozen: shell patterns of modules to freeze; their norms stay in evaluation mode.
+        dropout: dropout probability of the model's dropout layers, or of its last linear layer's input if it has none.
+            Source: Srivastava et al. 2014.
+        stochastic_depth: probability of skipping the last block; it falls linearly to 0 at the first block. Source:
+            Huang et al. 2016, arXiv:1603.09382.
         options: further arguments of the model's builder.
     """
 
@@ -200,9 +201,9 @@ class Ema:
     """Exponential moving average of the weights, used for evaluation and export.
 
     Attributes:
-        decay: decay of the mean; 0: off. Source: Polyak and Juditsky 1992; Tarvainen and Valpola 2017,
+        decay: decay of the moving average; 0: off. Source: Polyak and Juditsky 1992; Tarvainen and Valpola 2017,
             arXiv:1703.01780.
-        every: steps between two updates.
+        every: steps between updates of the average.
     """
 
     decay: float = 0.0
@@ -211,12 +212,12 @@ class Ema:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The times of validation, and the early end of training.
+    """Validation, and early stopping.
 
     Attributes:
-        every: epochs between two evaluations; the last epoch is always evaluated.
-        patience: evaluations without improvement after which training ends; 0: never. Source: Prechelt 1998.
-        batch: samples of a batch; 0: as in training.
+        every: epochs between evaluations; the last epoch is always evaluated.
+        patience: number of evaluations without improvement after which training stops; 0: never. Source: Prechelt 1998.
+        batch: batch size; 0: as in training.
     """
 
     every: float = 1.0
@@ -230,7 +231,7 @@ class Faults:
 
     Attributes:
         not_finite: action at a loss or gradient that is not finite: "stop", or "skip" the step.
-        most_skipped: steps in a row that may be skipped.
+        most_skipped: maximum number of consecutive skipped steps.
         damaged: action at a sample that cannot be read: "stop", or "skip" it.
     """
 
@@ -241,11 +242,12 @@ class Faults:
 
 @dataclass(frozen=True)
 class Loading:
-    """The reading of samples.
+    """How to load samples.
 
     Attributes:
-        how: "here" (in the loop), "threads", "processes", or "auto": the fastest of these, measured at the start.
-        workers: threads or processes of a rank; 0: from the number of CPUs.
+        how: "here" (in the training loop), "threads", "processes", or "auto" (the fastest of these, measured at the
+            start).
+        workers: number of threads or processes per rank; 0: from the number of CPUs.
         ahead: number of batches that are made in advance.
     """
 
@@ -271,16 +273,18 @@ class Recipe:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Recipe:
-        """The default recipe with these values, by section and name.
+        """Create the default recipe with these values, by section and name.
 
         Raises:
-            InputError: a section or name that is not known, or a value of another type or out of range.
+            InputError: a section or name is unknown, or a value has another type or is out of range.
         """
         return cls().updated(values)
 
     @classmethod
     def read(cls, path: Path, before: Recipe | None = None) -> Recipe:
-        """The recipe in a TOML file, over `before` or the defaults; or a published recipe, which is complete.
+        """Read a recipe from a TOML file, over `before` or the defaults; or read a published recipe.
+
+        A published recipe is complete, so `before` has no effect.
 
         Raises:
             InputError: the file cannot be read, is not TOML, or has a value that does not fit.
@@ -296,7 +300,7 @@ class Recipe:
         return (before or cls()).updated(values, str(path))
 
     def updated(self, values: Mapping[str, Any], source: str = "recipe") -> Recipe:
-        """This recipe with the given values in place of its own, by section and name.
+        """Return this recipe with values replaced, by section and name.
 
         Raises:
             InputError: as in `of`.
@@ -319,10 +323,10 @@ class Recipe:
         return recipe
 
     def with_values(self, texts: Iterable[str]) -> Recipe:
-        """This recipe with values given as `section.name=value`; a value is TOML, or text without quotes.
+        """Return this recipe with values from texts `section.name=value`; a value is TOML, or text without quotes.
 
         Raises:
-            InputError: as in `of`, or a text of another form.
+            InputError: as in `of`; also if a text has another form.
         """
         recipe = self
         for text in texts:
@@ -338,21 +342,21 @@ class Recipe:
         return recipe
 
     def plain(self) -> dict[str, Any]:
-        """All values, by section and name; JSON and TOML can hold them."""
+        """All values, by section and name, as types of JSON and TOML."""
         return dataclasses.asdict(self)
 
     def toml(self) -> str:
-        """The recipe as a TOML file, which `read` reads."""
+        """The text of a TOML file that `read` reads."""
         return "\n\n".join(
             f"[{section}]\n" + "\n".join(f"{name} = {_toml(value)}" for name, value in values.items())
             for section, values in self.plain().items()
         )
 
     def check(self, source: str = "recipe") -> None:
-        """Check that the values are in their ranges and fit each other.
+        """Check that all values are in range and compatible.
 
         Raises:
-            InputError: a value is wrong; the message says what was expected.
+            InputError: a value is wrong; the message says what is expected.
         """
         for path, test, expected in _RULES:
             section, name = path.split(".")
@@ -429,7 +433,7 @@ _RULES: list[tuple[str, Any, str]] = [
 
 
 def published_recipes() -> dict[str, Path]:
-    """The recipes that come with Rooftop, by the names that `Recipe.read` takes, e.g. "resnet50-v2"."""
+    """The names of the published recipes that come with Rooftop, for `Recipe.read`, e.g. "resnet50-v2"."""
     return {path.stem: path for path in sorted(PUBLISHED.glob("*.toml"))}
 
 
@@ -465,7 +469,7 @@ def _value(value: Any, hint: Any, where: str) -> Any:
         return tuple(_value(each, kinds[0], where) for each in value)
     if get_origin(hint) is dict:
         if not isinstance(value, Mapping):
-            raise InputError(f"{where} is {value!r}: expected names with values")
+            raise InputError(f"{where} is {value!r}: expected a table of names and values")
         return dict(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)

@@ -1,10 +1,11 @@
-"""Dropout and stochastic depth, switched on in an existing model.
+"""Switch on dropout and stochastic depth in an existing model.
 
     regularize(model, recipe.model)  # a probability of 0 leaves the model unchanged
 
-Dropout (Srivastava et al. 2014) is set in all dropout layers of the model; a model without any, such as a ResNet, gets
-dropout before its last linear layer. Stochastic depth (Huang et al. 2016, arXiv:1603.09382): the last residual block is
-skipped with the given probability, the first one never, and the probabilities in between rise linearly (section 3).
+Dropout (Srivastava et al. 2014) is set in all dropout layers of the model. A model without dropout layers, such as a
+ResNet, gets dropout before its last linear layer. Stochastic depth (Huang et al. 2016, arXiv:1603.09382) skips the last
+residual block with the given probability and never the first block; in between, the probability rises linearly (section
+3).
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from rooftop.models.vision.swin import stochastic_depth
 from rooftop.train.recipes.recipe import Model
 
 DROPPING = {"StochasticDepth": "p", "DropPath": "drop_prob"}
-"""Modules of this library, torchvision and timm that skip a branch: the attribute that holds the probability."""
+"""Classes of this library, torchvision and timm that skip a branch, and the attribute that holds the probability."""
 
 
 def regularize(model: nn.Module, section: Model) -> list[str]:
-    """Switch on dropout and stochastic depth if the section sets them above 0. A second call has no further effect.
+    """Switch on dropout and stochastic depth if the recipe sets them above 0. A second call has no further effect.
 
     Returns:
         Descriptions of the changes.
@@ -41,7 +42,7 @@ def regularize(model: nn.Module, section: Model) -> list[str]:
 
 
 class InputDropout:
-    """A hook before a layer: dropout of its input while training."""
+    """Forward pre-hook: dropout of a layer's input in training."""
 
     def __init__(self, p: float) -> None:
         self.p = p
@@ -52,7 +53,7 @@ class InputDropout:
 
 
 class BranchDropout:
-    """A hook after the last module of a branch: stochastic depth of its output while training."""
+    """Forward hook of a branch's last module: stochastic depth of its output in training."""
 
     def __init__(self, p: float) -> None:
         self.p = p
@@ -62,13 +63,13 @@ class BranchDropout:
 
 
 def _set_dropout(model: nn.Module, p: float) -> str:
-    """Set all dropout layers, or drop the input of the last linear layer; return the place in words."""
+    """Set all dropout layers, or add dropout before the last linear layer; returns the place in words."""
     count = 0
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = p
             count += 1
-        elif isinstance(getattr(module, "dropout", None), float):  # attention and recurrent layers
+        elif isinstance(getattr(module, "dropout", None), float):  # attention and recurrent layers store a float
             module.dropout = p  # type: ignore[assignment]
             count += 1
     if count:
@@ -86,8 +87,8 @@ def _set_dropout(model: nn.Module, p: float) -> str:
 
 
 def _set_stochastic_depth(model: nn.Module, highest: float) -> int:
-    """Set the probability of each residual block; return the number of blocks."""
-    blocks: list[list[nn.Module]] = []  # for each block: the modules that skip its branches
+    """Set the probability of each residual block; returns the number of blocks."""
+    blocks: list[list[nn.Module]] = []  # for each block, the modules that can skip its branches
     for module in model.modules():
         own = [child for child in module.children() if type(child).__name__ in DROPPING]
         if isinstance(module, Block):

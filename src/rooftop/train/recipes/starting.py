@@ -3,8 +3,8 @@
     started = start_from(model, "resnet50.pth", num_classes=7)
     print(started)  # ... 318 of the model's 320 keys are loaded; new for 7 classes: fc.weight, fc.bias
 
-The file may have the keys of any library that `rooftop.models.loading` knows. All weights except those of the head must
-fit: if the file has another number of classes, or no head, the model keeps its new head.
+The file may have the keys of any library that `rooftop.models.loading` knows. All weights except the head's must fit:
+if the file has another number of classes, or no head, the model keeps its new head.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from rooftop.models.weights.load_reports import LoadReport
 
 @dataclass(frozen=True)
 class Started:
-    """A record of the weights from which a training starts.
+    """A report on the weights from which a training starts.
 
     Attributes:
-        report: the assignment of keys.
+        report: the report of loading, key by key.
         renewed: keys of the model's head that keep their initial values.
         num_classes: number of classes of the model.
     """
@@ -52,13 +52,13 @@ def start_from(model: nn.Module, weights: str | Path, num_classes: int, *, name:
 
     Args:
         model: a model on any device, in any dtype.
-        weights: a file, or a published name, which needs `name`.
+        weights: a file; or a published name, which also needs `name`.
         num_classes: number of classes that the model was built for.
         name: the model's builder, e.g. "resnet50".
 
     Raises:
         InputError: `weights` is neither a name nor a file.
-        WeightsError: the file cannot be read, or something besides the head does not fit.
+        WeightsError: the file cannot be read, or weights other than the head's do not fit.
         MissingExtraError: safetensors or h5py is needed and not installed.
     """
     report, tensors = matched(model, weights, name=name)
@@ -84,7 +84,7 @@ def start_from(model: nn.Module, weights: str | Path, num_classes: int, *, name:
 
 
 def _is_of_classes(found: tuple[int, ...], expected: tuple[int, ...], num_classes: int) -> bool:
-    """Whether shapes differ only in the number of classes; a detector has one more class (no object)."""
+    """Whether two shapes differ only in the number of classes. A detector has an additional class, "no object"."""
     if len(found) != len(expected):
         return False
     differing = [size for other, size in zip(found, expected, strict=True) if other != size]
@@ -92,5 +92,5 @@ def _is_of_classes(found: tuple[int, ...], expected: tuple[int, ...], num_classe
 
 
 def _last(model: nn.Module) -> str:
-    """Path of the last module with parameters. A file with only a backbone lacks this module."""
+    """Path of the model's last module with parameters, the head. A file with only a backbone lacks this module."""
     return [name for name, _ in model.named_parameters()][-1].rpartition(".")[0]

@@ -18,13 +18,13 @@ SOURCE = "Source: "
 
 @dataclass(frozen=True)
 class Switch:
-    """One value of a recipe.
+    """A switch of a recipe.
 
     Attributes:
         path: section.name.
         default: the default value.
         meaning: the description of the switch's effect.
-        source: the publication; "": none.
+        source: the publication; "" if there is none.
     """
 
     path: str
@@ -62,7 +62,7 @@ def switches_table() -> str:
 
 
 def _entries(section: type) -> dict[str, str]:
-    """Name -> text of the Attributes of a docstring."""
+    """Map each name in the Attributes section of a docstring to its text."""
     text = inspect.cleandoc(section.__doc__ or "").partition("Attributes:\n")[2]
     _, *pieces = ENTRY.split(text)
     return {name: " ".join(said.split()) for name, said in zip(pieces[::2], pieces[1::2], strict=True)}

@@ -1,3 +1,1 @@
-"""Reports of a training in the terminal, in TensorBoard and as a page; ablations, which measure the effect of each
-switch.
-"""
+"""Reports of a training in the terminal, in TensorBoard and as an HTML page, and ablations of a recipe's switches."""

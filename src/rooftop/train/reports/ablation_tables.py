@@ -1,4 +1,4 @@
-"""An ablation as a table in the terminal, and as a page."""
+"""Show an ablation as a table in the terminal and as an HTML page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rooftop.train.reports.terminal import decimals_of
 
 
 def ablation_heading(ablation: Ablation) -> str:
-    """The heading: the compared metric, and the result of the whole recipe."""
+    """The heading of an ablation: the compared metric, and the result of the whole recipe."""
     better = "more" if ablation.maximize else "less"
     values = list(ablation.values.values())
     decimals = decimals_of(max(map(abs, values), default=1.0))
@@ -25,7 +25,7 @@ def ablation_heading(ablation: Ablation) -> str:
 
 
 def ablation_table(ablation: Ablation) -> Table:
-    """A row for each switch. A positive worth helps."""
+    """Format a table with a row for each switch. A switch with a positive worth helps."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name, justify in zip(HEADINGS, ("left", "left", "right", "right", "right", "right", "left"), strict=True):
         table.add_column(name, justify=justify, no_wrap=justify == "right")  # type: ignore[arg-type]
@@ -38,7 +38,7 @@ HEADINGS = ("switch", "on (off)", "with", "without", "worth", "std. error", "")
 
 
 def row_of(worth: Worth) -> tuple[str, ...]:
-    """The row of a switch, under HEADINGS. All numbers of a row have the same number of decimals."""
+    """The table row of a switch, in the order of HEADINGS. All numbers of a row have the same number of decimals."""
     decimals = decimals_of(max(map(abs, (*worth.with_it, *worth.without_it))))
     return (
         worth.switch.name,
@@ -52,7 +52,7 @@ def row_of(worth: Worth) -> tuple[str, ...]:
 
 
 def ablation_page(ablation: Ablation, name: str, plotly: str) -> str:
-    """The page: worths with their 95% intervals, the table, the recipe."""
+    """Render the page of an ablation: worths with their 95% intervals, the table, and the recipe."""
     return page_of(
         "ablation.html.j2",
         plotly,

@@ -1,11 +1,11 @@
 """Measure the effect of each switch of a recipe: train the recipe with and without the switch, once for each seed.
 
-For each seed, the whole recipe is trained once, and once more for each switch with that switch off: at its default in
-`Recipe`, or at a given value. The worth of a switch is the mean over seeds of the metric with the switch minus the
-metric without it. The worth is negated if less is better, so a positive worth means that the switch helps. Both runs of
-a difference have the same seed, so initial values, order and augmentation are the same unless the switch changes them.
-The standard error is that of the mean of these differences. A worth whose 95% interval (Student's t) contains 0 is
-within noise.
+For each seed, the whole recipe is trained once. Then it is trained once per switch with this switch off, i.e. at its
+default in `Recipe` or at a given value. The worth of a switch is the mean over seeds of the metric with the switch
+minus the metric without it. The sign is reversed if a lower metric is better, so a positive worth means that the switch
+helps. Both runs of a pair have the same seed, so initial values, sample order and augmentation are the same unless the
+switch changes them. The standard error is that of the mean difference over the pairs. A worth whose 95% interval
+(Student's t) contains 0 is within noise.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from rooftop.train.fitting.records import Fitted
 from rooftop.train.recipes.recipe import Recipe
 
 RESULT = "result.json"
-"""The file with the result in the folder of each finished run."""
+"""Name of the result file in the folder of each finished run."""
 STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-"""97.5% quantiles of Student's t with 1, 2, ... degrees of freedom; for more, the last one is used, which makes
-intervals slightly too wide.
+"""97.5% quantiles of Student's t with 1, 2, ... degrees of freedom; for more degrees of freedom the last quantile is
+used, which makes intervals slightly too wide.
 """
 
 
@@ -40,7 +40,7 @@ class Switch:
 
     Attributes:
         name: "section.name".
-        on, off: values of the switch.
+        on, off: value of the switch in the recipe, and its value when it is off.
     """
 
     name: str
@@ -53,8 +53,8 @@ class Run:
     """One training of the ablation.
 
     Attributes:
-        switch: the switch that is off; None: the whole recipe.
-        seed, recipe: used for the training.
+        switch: the switch that is off; None: no switch is off.
+        seed, recipe: seed and recipe of the run.
         folder: folder of the run.
     """
 
@@ -65,7 +65,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """ "recipe, seed 0", "without mix.mixup, seed 0"."""
+        """Name of the run, such as "recipe, seed 0" or "without mix.mixup, seed 0"."""
         return f"{f'without {self.switch.name}' if self.switch else 'recipe'}, seed {self.seed}"
 
 
@@ -74,8 +74,8 @@ class Worth:
     """The effect of one switch.
 
     Attributes:
-        with_it, without_it: the metrics of the seeds for which both runs have finished.
-        differences: the metric with the switch minus the metric without it, positive if the switch helps.
+        with_it, without_it: metrics with and without the switch, for the seeds whose two runs have finished.
+        differences: difference of the two metrics for each seed; positive if the switch helps.
     """
 
     switch: Switch
@@ -89,7 +89,7 @@ class Worth:
 
     @property
     def error(self) -> float | None:
-        """Standard error of the mean; None for one seed."""
+        """Standard error of the mean difference; None for one seed."""
         count = len(self.differences)
         if not math.isfinite(self.mean):
             return math.nan
@@ -97,7 +97,7 @@ class Worth:
 
     @property
     def interval(self) -> float | None:
-        """Half of the 95% interval of the mean; None for one seed."""
+        """Half the width of the 95% interval of the mean difference; None for one seed."""
         free = len(self.differences) - 1
         return None if self.error is None else STUDENT[min(free, len(STUDENT)) - 1] * self.error
 
@@ -120,13 +120,13 @@ class Worth:
 
 @dataclass(frozen=True)
 class Ablation:
-    """A recipe and the effects of its switches.
+    """The results of an ablation: a recipe and the effects of its switches.
 
     Attributes:
-        metric: used to compare runs.
-        maximize: whether more is better.
+        metric: the metric that compares runs.
+        maximize: whether a higher metric is better.
         values: metric of the whole recipe by seed, for finished runs.
-        worths: worths of the switches with at least one finished pair.
+        worths: worth of each switch that has at least one finished pair of runs.
         finished, runs: number of finished runs, and of all runs.
     """
 
@@ -164,7 +164,7 @@ class Ablation:
         }
 
     def csv(self) -> str:
-        """A row for each switch."""
+        """The ablation as CSV, with a row for each switch."""
         file = io.StringIO()
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(
@@ -182,7 +182,7 @@ class Ablation:
 
 
 def switches_of(recipe: Recipe, texts: Sequence[str]) -> list[Switch]:
-    """The switches given as "section.name", or as "section.name=value" where the value stands for "off".
+    """Parse switches, "section.name" or "section.name=value"; the value is the one that counts as off.
 
     Raises:
         InputError: a switch does not exist, is given twice, is the seed, or is already off in the recipe.
@@ -210,7 +210,7 @@ def switches_of(recipe: Recipe, texts: Sequence[str]) -> list[Switch]:
 
 
 def runs_of(recipe: Recipe, switches: Sequence[Switch], repeats: int, folder: Path) -> list[Run]:
-    """All runs, seed by seed, so that an ablation stopped early has complete pairs for the first seeds."""
+    """List all runs, seed by seed, so that an ablation that stops early has complete pairs for the first seeds."""
     runs = []
     for seed in range(recipe.run.seed, recipe.run.seed + repeats):
         seeded = recipe.updated({"run": {"seed": seed}})
@@ -223,10 +223,10 @@ def runs_of(recipe: Recipe, switches: Sequence[Switch], repeats: int, folder: Pa
 
 
 def results_of(runs: Sequence[Run]) -> dict[Path, float]:
-    """The metric of each finished run, by its folder.
+    """Read the metric of each finished run, by its folder.
 
     Raises:
-        InputError: a folder has the result of another recipe, or a file that is not a result.
+        InputError: a folder has the result of another recipe, or an invalid result file.
     """
     found = {}
     for run in runs:
@@ -262,18 +262,19 @@ def ablate(
     Args:
         recipe: the whole recipe.
         runs: the result of `runs_of`.
-        results: the result of `results_of`; with several ranks, read before any rank trains.
-        train: trains one run. It may resume an interrupted run.
-        metric: the compared metric of the last evaluation; maximize: whether more is better.
-        told: function called after each run, with the run, its metric, and the ablation so far.
-        write: whether this process writes results; with several ranks, the first one.
+        results: the result of `results_of`. With several ranks, read it before any rank trains.
+        train: trains one run, and may resume an interrupted run.
+        metric: the metric of the last evaluation that compares runs.
+        maximize: whether a higher metric is better.
+        told: called after each run, with the run, its metric, and the ablation so far.
+        write: whether this process writes results; with several ranks, only the first rank does.
 
     Returns:
-        The ablation. The ablation lacks runs if one was stopped (`Fitted.reason`); the same call then continues with
-        that run.
+        The ablation. If a run was stopped (`Fitted.reason`), the ablation is incomplete, and the same call later
+        continues with that run.
 
     Raises:
-        InputError: a run has no such metric.
+        InputError: the evaluation of a run has no such metric.
     """
     for run in runs:
         if run.folder in results:
@@ -288,13 +289,13 @@ def ablate(
         if write:
             result = {"value": value, "seconds": fitted.seconds, "recipe": _as_json(run.recipe)}
             write_whole(run.folder / RESULT, json.dumps(result, indent=1) + "\n")
-            shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)  # a finished run is not resumed
+            shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)  # a finished run needs no checkpoints
         told(run, value, compared(recipe, runs, results, metric, maximize))
     return compared(recipe, runs, results, metric, maximize)
 
 
 def compared(recipe: Recipe, runs: Sequence[Run], results: dict[Path, float], metric: str, maximize: bool) -> Ablation:
-    """The worth of each switch, from the finished runs."""
+    """Compute the worth of each switch from the finished runs."""
     whole = {run.seed: results[run.folder] for run in runs if run.switch is None and run.folder in results}
     worths = []
     for switch in dict.fromkeys(run.switch.name for run in runs if run.switch is not None):
@@ -309,13 +310,13 @@ def compared(recipe: Recipe, runs: Sequence[Run], results: dict[Path, float], me
 
 
 def write_ablation(ablation: Ablation, folder: Path) -> None:
-    """Write ablation.json and ablation.csv, each completely or not at all."""
+    """Write ablation.json and ablation.csv, each atomically."""
     write_whole(folder / "ablation.json", json.dumps(ablation.plain(), indent=1) + "\n")
     write_whole(folder / "ablation.csv", ablation.csv())
 
 
 def _number(value: float | None) -> float | None:
-    """A number for JSON, or None if it is not finite, since JSON has only finite numbers."""
+    """A number for JSON; None if it is not finite, because JSON has only finite numbers."""
     return value if value is not None and math.isfinite(value) else None
 
 

@@ -1,4 +1,4 @@
-"""The curves of a training as data that the page draws."""
+"""Make the curves of a training, as data for the page to draw."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from rooftop.train.fitting.records import EvaluationRecord, StepRecord
 from rooftop.train.reports.histories import History
 
-MOST_POINTS = 1000  # points of a curve, about one per pixel; more points would make the page slow
+MOST_POINTS = 1000  # maximum number of points of a curve, about one per pixel; more points would make the page slow
 
 WIDE = 50
-"""A loss is drawn on a logarithmic axis if its largest value is at least this many times its smallest one."""
+"""A loss is drawn on a logarithmic axis if its largest value is at least this many times its smallest value."""
 
 
 def curves(history: History) -> list[dict[str, Any]]:
-    """Charts of loss, each metric, learning rate, gradient, speed and waiting; those without points are left out."""
+    """Make charts of loss, metrics, learning rate, gradient, speed and waiting; charts without points are left out."""
     steps = [record for record in history.steps if not record.skipped]
     loss = [_of_steps("training", steps, lambda record: record.loss, colour=0)]
     loss.append(_of_evaluations("validation", history.evaluations, "loss"))
@@ -40,7 +40,7 @@ def curves(history: History) -> list[dict[str, Any]]:
 
 
 def _spread(values: Iterable[float]) -> float:
-    """The largest divided by the smallest value; 1 if there are none, or if one is not positive."""
+    """The largest value divided by the smallest; 1 if there are no values, or a value is not positive."""
     found = list(values)
     return max(found) / min(found) if found and min(found) > 0 else 1.0
 
@@ -79,8 +79,9 @@ def _series(name: str, points: Sequence[tuple[float, float]], mode: str, colour:
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:
-    """At most this many points. Each drawn point is the mean of the same number of neighbours; the last one may be the
-    mean of fewer.
+    """Reduce a curve to at most this many points.
+
+    Each point is the mean of the same number of neighbours; the last point may be the mean of fewer.
     """
     each = -(-len(points) // most)
     if each <= 1:

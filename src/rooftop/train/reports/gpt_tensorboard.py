@@ -1,4 +1,4 @@
-"""The training of a GPT in TensorBoard.
+"""Report the training of a GPT to TensorBoard.
 
 | tag | |
 |---|---|
@@ -25,15 +25,16 @@ TAGS = {
     "speed/percent_of_roof": "percent_of_roof",
     "valid/loss": "valid_loss",
 }
-"""Tag to field of a StepReport."""
+"""The field of a StepReport for each tag."""
 
 
 class GptTensorBoard:
-    """Writes the reports of steps to event files. If that fails, such as on a full disk, the training continues.
+    """Writes the reports of steps to event files. If a write fails, e.g. on a full disk, the training continues.
 
     Args:
-        folder: for the event files; those of an earlier run stay.
-        after: the loaded step; TensorBoard then hides earlier values of later steps. None: nothing was loaded.
+        folder: folder of the event files; files of an earlier run stay.
+        after: the step of the loaded checkpoint; TensorBoard then hides an earlier run's values of later steps. None:
+            no checkpoint was loaded.
         warn: prints a note.
 
     Raises:
@@ -47,7 +48,7 @@ class GptTensorBoard:
             self._writer = writer_class(str(folder), purge_step=after + 1 if after else None)
 
     def add(self, reports: Iterable[StepReport]) -> None:
-        """Add what the reports have, so that it is on the disk before the next checkpoint."""
+        """Write the values of reports to the disk, before the next checkpoint is saved."""
         if self._writer is None:
             return
         with self._shielded():

@@ -1,4 +1,4 @@
-"""All reports of a training so far, for the page and the summary."""
+"""Keep all reports of a training, for the page and the summary."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class History:
     """An observer that keeps all reports.
 
     Attributes:
-        batch: samples of a step, from the recipe.
-        facts, task: known from the beginning.
-        steps, evaluations, notes: so far, including those of an earlier run in the same folder.
-        earlier: the number of `steps` that belong to an earlier run.
+        batch: samples per step, from the recipe.
+        facts, task: facts about the training, and its task.
+        steps, evaluations, notes: the reports so far, including those of an earlier run in the same folder.
+        earlier: the number of `steps` from an earlier run.
         peak_bytes: peak memory of rank 0 so far.
-        fitted: None while the training runs.
-        began_s: the start of the training, on the clock of `time.monotonic`.
+        fitted: the result; None while the training runs.
+        began_s: start time of this run, by `time.monotonic`.
     """
 
     batch: int
@@ -61,13 +61,13 @@ class History:
         return spans_of(self.steps[self.earlier :], batch, self.seconds)
 
     def best(self) -> EvaluationRecord | None:
-        """The last evaluation that was the best so far."""
+        """The best evaluation so far; None if there is none."""
         return next((record for record in reversed(self.evaluations) if record.best), None)
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Seconds of a run by activity: steps without waiting, waiting for data, everything else."""
+    """Seconds of a run by activity: steps (without waiting), waiting for data, and everything else."""
 
     steps: float
     waiting: float
@@ -79,7 +79,10 @@ class Spans:
 
 
 def spans_of(steps: list[StepRecord], batch: int, seconds: float) -> Spans:
-    """Divide the seconds of a run. The duration of a step is its number of samples over its samples per second."""
+    """Divide the seconds of a run by activity.
+
+    The duration of a step is its number of samples divided by its samples per second.
+    """
     took = [batch / record.samples_per_s if record.samples_per_s > 0 else 0.0 for record in steps]
     waited = sum(second * record.waiting for second, record in zip(took, steps, strict=True))
     stepped = sum(took)
@@ -88,7 +91,7 @@ def spans_of(steps: list[StepRecord], batch: int, seconds: float) -> Spans:
 
 @dataclass(frozen=True)
 class Pace:
-    """The mean of several steps: loss, samples per second, share of the time spent waiting for data, highest rate."""
+    """Means over several steps: loss, samples per second, and share of time spent waiting for data; highest rate."""
 
     loss: float
     samples_per_s: float
@@ -97,12 +100,12 @@ class Pace:
 
 
 def pace_of(steps: list[StepRecord]) -> Pace | None:
-    """The mean of steps; None if there are none, or if all were skipped."""
+    """Average steps; None if there are no steps, or all were skipped."""
     counted = [record for record in steps if not record.skipped]
     if not counted:
         return None
     timed = [record for record in counted if record.samples_per_s > 0]
-    seconds = sum(1 / record.samples_per_s for record in timed)  # seconds for one sample of each step
+    seconds = sum(1 / record.samples_per_s for record in timed)  # sum over the steps of the seconds per sample
     return Pace(
         loss=sum(record.loss for record in counted) / len(counted),
         samples_per_s=len(timed) / seconds if seconds else 0.0,

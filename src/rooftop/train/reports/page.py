@@ -1,7 +1,7 @@
-"""A training as one self-contained HTML page, which is written after each evaluation.
+"""Show a training as one self-contained HTML page, which is written after each evaluation.
 
 The page is in the folder of the run. While the training runs, the page reloads itself in a browser every few seconds.
-Each version replaces the previous one as a whole, so a reader never sees a partial page.
+Each version replaces the previous version atomically, so a reader never sees a partial page.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Page:
     Args:
         path: path of the page.
         name: name of the training, for the title.
-        recipe: its recipe.
+        recipe: recipe of the training.
         earlier: returns the steps and evaluations of an earlier run in the same folder, up to a given step.
 
     Raises:
@@ -83,16 +83,16 @@ class Page:
         assert self.history.facts is not None
         try:
             self._roof = task_roof(self.history.task, model, self._recipe, self.history.facts)
-        except Exception as error:  # the task's code may fail on tensors without data; the page then shows the reason
+        except Exception as error:  # the task's code may fail on fake tensors; the page then shows the reason
             self._roof = str(error)
         self.write()
 
     def write(self) -> None:
-        """Write the page, completely or not at all."""
+        """Write the page atomically."""
         write_whole(self.path, self.text())
 
     def text(self) -> str:
-        """The current page."""
+        """The HTML text of the current page."""
         history = self.history
         charts = curves(history)
         names = list(dict.fromkeys(name for record in history.evaluations for name in record.values))
@@ -115,7 +115,7 @@ class Page:
         )
 
     def _figures(self) -> list[tuple[str, str]]:
-        """The large numbers: best metric first, then speed, waiting, memory, roof."""
+        """The large numbers of the page: best metric first, then speed, waiting, memory and roof."""
         history, figures = self.history, list[tuple[str, str]]()
         best, task = history.best(), history.task
         if best is not None and task is not None and task.best in best.values:
@@ -145,7 +145,7 @@ class Page:
 
 
 def page_of(template: str, plotly: str, charts: list[dict[str, Any]], **values: Any) -> str:
-    """The page of a training from its template, with all its data in the file."""
+    """Render the page of a training from its template, with all data inside."""
     files = resources.files("rooftop.train.reports") / "page_files"
     shared = resources.files("rooftop.analysis") / "page_files" / "page.css"
     style = shared.read_text(encoding="utf-8") + (files / "page.css").read_text(encoding="utf-8")
@@ -153,7 +153,7 @@ def page_of(template: str, plotly: str, charts: list[dict[str, Any]], **values: 
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     data = json.dumps(charts, allow_nan=False, separators=(",", ":"))
-    # so that the JSON cannot end its own element
+    # escaped, so that the JSON cannot close its <script> element
     for character, escaped in (("&", "\\u0026"), ("<", "\\u003c"), (">", "\\u003e")):
         data = data.replace(character, escaped)
     return environment.from_string((files / template).read_text(encoding="utf-8")).render(
@@ -167,7 +167,7 @@ def page_of(template: str, plotly: str, charts: list[dict[str, Any]], **values: 
 
 
 def recipe_rows(recipe: Recipe) -> dict[str, list[tuple[str, str, bool]]]:
-    """For each section, the switches: name, value, and whether the value differs from the default."""
+    """List the switches by section: name, value, and whether the value differs from the default."""
     default = Recipe().plain()
     return {
         section: [(name, json.dumps(value), value != default[section][name]) for name, value in values.items()]

@@ -1,4 +1,4 @@
-"""Example pictures of a trained model, from its task."""
+"""Example pictures of a trained model, which its task draws."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from PIL import Image
 
-LARGEST_SIDE = 480  # pixels on a page
-SMALLEST_SIDE = 96  # pixels; digits of 8 x 8 are enlarged to this
+LARGEST_SIDE = 480  # pixels of a picture on the page
+SMALLEST_SIDE = 96  # pixels; smaller pictures, e.g. digits of 8 x 8, are enlarged
 
 
 def example_pictures(task: Any, model: Any) -> list[tuple[str, Image.Image]]:
-    """The caption and the picture of each of the task's examples. PyTorch's generators are unchanged afterwards."""
+    """Draw the task's examples, each with a caption. PyTorch's generators stay unchanged."""
     if task.examples is None:
         return []
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
@@ -24,7 +24,7 @@ def example_pictures(task: Any, model: Any) -> list[tuple[str, Image.Image]]:
 
 
 def embedded(picture: Image.Image) -> str:
-    """A picture as a `data:` address for an HTML page, scaled to a readable size."""
+    """Encode a picture as a `data:` URL for an HTML page, scaled to a readable size."""
     side = max(picture.size)
     if side > LARGEST_SIDE:
         picture = picture.copy()

@@ -1,7 +1,7 @@
-"""The roof of a training step: the best possible time on this machine, from ceilings that were measured earlier.
+"""The roof of a training step: the shortest possible time on this machine, from ceilings that were measured earlier.
 
-One step of the task (loss, gradients, optimizer) is counted on fake tensors, so that nothing is computed. Missing
-ceilings are not measured, because that would disturb the training.
+The flops and bytes of one step (loss, gradients, optimizer) are counted on fake tensors, without computation. Missing
+ceilings are not measured here, because that would disturb the training.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters),
-    "muon": lambda parameters: torch.optim.AdamW(parameters),  # its products are small compared with those of the model
+    "muon": lambda parameters: torch.optim.AdamW(parameters),  # Muon's products are small beside the model's
 }
-"""The optimizers by their names in a recipe, with the state that each one reads and writes."""
+"""Stand-ins for the optimizers of a recipe, by name, that read and write the same state."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class TaskRoof:
 
     Attributes:
         fused_ms: the roof with everything fused.
-        op_ms: the roof with every operator at its own roof.
+        op_ms: the time of the step if every operator ran at its own roof.
         flops: flops of the step.
-        samples: samples of the step on this rank.
+        samples: samples per step on this rank.
     """
 
     fused_ms: float
@@ -50,12 +50,12 @@ class TaskRoof:
     samples: int
 
     def percent(self, samples_per_s: float) -> float:
-        """Percent of roof at this many samples per second of the rank."""
+        """The percentage of the roof that the rank reaches at this many samples per second."""
         return 100 * self.fused_ms / 1e3 * samples_per_s / self.samples
 
 
 class _Step(nn.Module):
-    """The loss of a batch as a module without other arguments."""
+    """A module that computes the loss of a batch, without arguments."""
 
     def __init__(self, model: nn.Module, task: Any, precision: str) -> None:
         super().__init__()
@@ -71,10 +71,10 @@ class _Step(nn.Module):
 
 
 def task_roof(task: Any, model: nn.Module, recipe: Recipe, facts: Facts) -> TaskRoof:
-    """The roof of a step of one rank.
+    """Compute the roof of a step of one rank.
 
     Raises:
-        InputError: the ceilings were not measured yet, or the step cannot be counted without values.
+        InputError: the ceilings were not measured yet, or the step needs the values of tensors.
         Exception: any error of the task on fake tensors.
     """
     device = next(model.parameters()).device

@@ -1,4 +1,4 @@
-"""Protects a training from failing reports: a failing report is noted once, and left out from then on."""
+"""Protect a training from failing observers: the first failure is noted, and the observer gets no further reports."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from rooftop.train.fitting.records import EvaluationRecord, Facts, Fitted, Obser
 
 
 class Shielded:
-    """An observer around another one. If the inner observer fails, such as on a full disk or in a task's example
-    pictures, the training continues with a note.
+    """Wraps an observer that may fail, e.g. on a full disk: the training then continues with a note.
 
     Args:
         observer: the observer that may fail.

@@ -1,4 +1,4 @@
-"""A training in TensorBoard: `tensorboard --logdir runs` compares all runs.
+"""Report a training to TensorBoard; `tensorboard --logdir runs` compares all runs.
 
 | tag | |
 |---|---|
@@ -36,7 +36,7 @@ class TensorBoard:
     """An observer that writes event files.
 
     Args:
-        folder: folder for the event files. Files of an earlier run stay; repeated steps replace the earlier ones.
+        folder: folder of the event files. Files of an earlier run stay, but repeated steps replace the earlier steps.
         recipe: the recipe of the training.
 
     Raises:
@@ -75,9 +75,9 @@ class TensorBoard:
 
 
 def summary_writer() -> Any:
-    """Return the class of TensorBoard's writer.
+    """Return TensorBoard's `SummaryWriter` class, with a changed error handling.
 
-    Its thread prints no traceback if it cannot write: the next call raises the same error.
+    If the writer's thread cannot write, it prints no traceback; the next call raises the error.
 
     Raises:
         MissingExtraError: tensorboard is not installed.
@@ -90,7 +90,7 @@ def summary_writer() -> Any:
 
     class Thread(event_file_writer._AsyncWriterThread):  # type: ignore[misc]
         def run(self) -> None:
-            with suppress(Exception):  # it is kept, and the next call raises it
+            with suppress(Exception):  # the writer keeps the error, and the next call raises it
                 super().run()
 
     class Writer(SummaryWriter):

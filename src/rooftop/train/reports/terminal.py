@@ -1,4 +1,4 @@
-"""A training in the terminal: a heading, a line for each evaluation, and a summary."""
+"""Report a training in the terminal: a heading, a line for each evaluation, and a summary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rooftop.train.reports.histories import History, Pace, pace_of
 
 
 class Terminal:
-    """An observer that prints.
+    """An observer that prints to the terminal.
 
     Args:
         recipe: recipe of the training.
@@ -31,8 +31,8 @@ class Terminal:
     ) -> None:
         self.history = History(recipe.run.batch)
         self._say, self._warn, self._progress = say, warn, progress
-        self._told = 0  # steps that lines have reported
-        self._epoch = 0.0  # the epoch of the last line
+        self._told = 0  # number of steps that were reported in lines
+        self._epoch = 0.0  # epoch of the last line
 
     def began(self, facts: Facts, task: Any) -> None:
         self.history.began(facts, task)
@@ -76,7 +76,7 @@ class Terminal:
 
 
 def heading(facts: Facts, unit: str, batch: int) -> list[str]:
-    """Describe the model, the data, and how the data are read."""
+    """Describe the model, the data, and how the data are loaded."""
     trained = "" if facts.trained == facts.parameters else f", {facts.trained:,} of them trained"
     held_out = f", {facts.held_out:,} held out" if facts.held_out else ""
     lines = [
@@ -92,7 +92,7 @@ def heading(facts: Facts, unit: str, batch: int) -> list[str]:
 
 
 def line_of(epoch: float, epochs: float, pace: Pace | None, record: EvaluationRecord | None, unit: str) -> str:
-    """One line: epoch, training loss, the evaluation, rate, speed, waiting."""
+    """Format one line: epoch, training loss, evaluation, learning rate, speed and waiting."""
     words = [f"epoch {number_text(epoch)}/{number_text(epochs)}"]
     if pace is not None:
         words.append(f"loss {value_text(pace.loss)}")
@@ -130,24 +130,24 @@ def summary(history: History, fitted: Fitted) -> list[str]:
 
 
 def value_text(value: float) -> str:
-    """ "0.9722", "12.35", "1.200e-05": four significant digits."""
+    """Format a value with four significant digits: "0.9722", "12.35", "1.200e-05"."""
     if math.isfinite(value) and value != 0 and not 1e-3 <= abs(value) < 1e5:
         return f"{value:.3e}"
     return f"{value:.4g}" if abs(value) >= 1 or value == 0 else f"{value:#.4g}"
 
 
 def decimals_of(scale: float) -> int:
-    """The number of decimals that shows four significant digits of numbers up to this size."""
+    """The number of decimals for four significant digits of numbers up to this size."""
     return max(0, 3 - math.floor(math.log10(scale))) if scale > 0 and math.isfinite(scale) else 4
 
 
 def number_text(value: float) -> str:
-    """ "3", "2.5"."""
+    """Format a number: "3", "2.5"."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
 def seconds_text(seconds: float) -> str:
-    """ "4.2 s", "3 min 5 s", "2 h 10 min"."""
+    """Format a duration: "4.2 s", "3 min 5 s", "2 h 10 min"."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes = int(seconds // 60)

@@ -1,4 +1,4 @@
-"""The tasks of `rooftop train`: built-in ones by name, and the user's own."""
+"""The tasks of `rooftop train`: built-in tasks by name, and tasks of the user."""
 
 from rooftop.train.tasks.finding import TASKS, find_task
 from rooftop.train.tasks.task import Build, Task

@@ -1,4 +1,4 @@
-"""Image classification: the shared code of the tasks for ResNets, Swin transformers and hybrids.
+"""Image classification: shared code of the tasks for ResNets, Swin Transformers and hybrids.
 
 --data is one of
 
@@ -48,28 +48,28 @@ from rooftop.train.tasks.generated.digits import SCIKIT_LEARN, TRAINED_ON, digit
 from rooftop.train.tasks.task import Task
 
 DIGITS = "digits"
-SMALL = 64  # images with a shorter side of at most this many pixels keep their size
+SMALL = 64  # images whose shorter side has at most this many pixels keep their size
 USUAL_SIZE = 224
 DIGIT_SIZE = 8
-HELD_OUT = 10  # one image in this many is held out if a folder has no val/
-TRIED = 100  # images whose size is looked for, because damaged ones may be skipped
+HELD_OUT = 10  # one image in this many is held out if the folder has no val/
+TRIED = 100  # number of images to try for the usual size, because damaged images may be skipped
 SHOWN = 12  # number of examples on the page
-SHOWN_SIDE = 192  # least side of an example in pixels
+SHOWN_SIDE = 192  # smallest side of an example in pixels
 TOP = 5
 
 GPU = {"run": {"precision": "bf16", "channels_last": True}}
-"""Values for any network of images on a GPU."""
+"""Recipe values for any image network on a GPU."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """Models that a task trains.
+    """A family of models that a task trains.
 
     Attributes:
-        usual: name of the model for photographs.
-        small: name of the model for small images.
+        usual: name of the default model for photographs.
+        small: name of the default model for small images.
         small_options: returns the builder's options for small images, from their number of pixels.
-        off: options of the builder that switch off what its defaults would switch on without the recipe.
+        off: builder options that switch off regularization which is on by default in the builder but not in the recipe.
     """
 
     usual: str
@@ -93,7 +93,7 @@ def needed_packages(data: str | None) -> list[Extra]:
 
 
 def classification(data: str | None, recipe: Recipe, family: Family) -> Task:
-    """The task of a family of models on digits or on a folder of images.
+    """Build the task of training a family of models on digits or on a folder of images.
 
     Raises:
         InputError: the folder does not exist, there is only one class, or the recipe does not fit the model.
@@ -123,7 +123,7 @@ def classification(data: str | None, recipe: Recipe, family: Family) -> Task:
 
 
 def cross_entropy(model: nn.Module, batch: Sequence[Tensor], label_smoothing: float = 0.0) -> Tensor:
-    """Cross entropy of images (N, 3, H, W) with labels (N,), or with targets (N, classes) of mixed images.
+    """Compute the cross entropy of images (N, 3, H, W) and labels (N,), or targets (N, classes) of mixed images.
 
     Labels are smoothed in training, but not in evaluation.
     """
@@ -133,13 +133,13 @@ def cross_entropy(model: nn.Module, batch: Sequence[Tensor], label_smoothing: fl
 
 
 def _normalized(normalizer: Normalizer, batch: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """Normalize the images of a batch, which has images and labels."""
+    """Normalize the images of a batch (images, labels)."""
     pixels, labels = batch
     return normalizer(pixels), labels
 
 
 def accuracies(model: nn.Module, batch: Sequence[Tensor], top: int = 0) -> dict[str, Tensor]:
-    """For each image, whether its class is the most probable one, and with many classes whether it is among `top`."""
+    """Whether each image's class is the most probable class, and with many classes whether it is in the top ones."""
     images, labels = batch
     logits = model(images)
     found = {"accuracy": (logits.argmax(1) == labels).float()}
@@ -153,13 +153,14 @@ def accuracies(model: nn.Module, batch: Sequence[Tensor], top: int = 0) -> dict[
 
 @dataclass(frozen=True)
 class _Images:
-    """Images in two parts.
+    """Training images and held-out images.
 
     Attributes:
         classes: names of the classes.
         size: side of a training image in pixels.
-        preprocessing: converts a photograph to the model's validation input.
-        arrive: decodes the training images on a GPU; None: the CPU does. decoding: of the task.
+        preprocessing: preprocessing of photographs as in validation.
+        arrive: decodes the training images on a GPU; None: the CPU decodes.
+        decoding: how images are decoded, as in `Task`.
     """
 
     train: Samples
@@ -172,11 +173,11 @@ class _Images:
 
 
 class DigitImages:
-    """Digits as images of three channels, with their classes.
+    """Scikit-learn's digits as images of three channels, with their classes.
 
     Args:
         numbers: indices of scikit-learn's digits.
-        transform: applied to an image, uint8 (3, 8, 8).
+        transform: transforms an image, uint8 (3, 8, 8).
     """
 
     def __init__(self, numbers: slice, transform: ImageTransform) -> None:
@@ -200,10 +201,10 @@ class DigitImages:
 
 
 def held_out(labels: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Indices of the training samples and of the held-out ones: a tenth of each class, at least one.
+    """Indices of the training samples and of the held-out samples: a tenth of each class, at least one.
 
-    The indices do not depend on the recipe's seed. So runs with other seeds are evaluated on the same images, and a
-    later training never uses them.
+    The indices do not depend on the recipe's seed. So runs with any seed are evaluated on the same images, and no run
+    trains on them.
     """
     order = np.random.default_rng(0).permutation(len(labels)).tolist()
     of_class: dict[int, list[int]] = {}
@@ -266,7 +267,7 @@ def _of_shards(folder: Path, roots: tuple[Path, Path], recipe: Recipe) -> _Image
 
 
 def _class_names(folder: Path, count: int) -> tuple[str, ...]:
-    """The lines of classes.txt, or numbers."""
+    """Read the class names from classes.txt; without it, the names are the numbers."""
     file = folder / "classes.txt"
     if not file.is_file():
         return tuple(map(str, range(count)))
@@ -277,7 +278,10 @@ def _class_names(folder: Path, count: int) -> tuple[str, ...]:
 
 
 def _parts(folder: Path, train: Samples, valid: Samples, labels: Sequence[int]) -> tuple[Samples, Samples]:
-    """The training part of one data set, and the held-out part of the other, which has the same samples."""
+    """Take the training part of one data set and the held-out part of another.
+
+    Both data sets have the same samples, with different transforms.
+    """
     trained, out = held_out(labels)
     if not trained:
         raise InputError(
@@ -288,10 +292,10 @@ def _parts(folder: Path, train: Samples, valid: Samples, labels: Sequence[int]) 
 
 
 def _usual_size(images: Samples) -> int:
-    """The side of the images if the first one that can be read is small; otherwise 224.
+    """The side to which images are cropped: the side of the first readable image if it is small, or else 224.
 
     Raises:
-        InputError: the first `TRIED` ones cannot be read.
+        InputError: none of the first `TRIED` images can be read.
     """
     problem: Exception | None = None
     for index in range(min(TRIED, len(images))):
@@ -304,7 +308,7 @@ def _usual_size(images: Samples) -> int:
 
 
 def _transforms(recipe: Recipe, usual: int) -> tuple[ImageTransform, ImageTransform]:
-    """The transforms for training and for validation."""
+    """Create the transforms for training and for validation."""
     size = recipe.augment.size or usual
     return (
         ImageTransform(size, recipe.augment, train=True, normalize=False),
@@ -313,7 +317,7 @@ def _transforms(recipe: Recipe, usual: int) -> tuple[ImageTransform, ImageTransf
 
 
 def _preprocessing(transform: ImageTransform) -> Preprocessing:
-    """The preprocessing of `rooftop classify`, which prepares photographs as in validation."""
+    """The preprocessing for `rooftop classify`, which prepares photographs as in validation."""
     margin = MARGIN if transform.augment.crop < 1 else 1.0
     return Preprocessing(round(transform.size * margin), transform.size)
 
@@ -322,7 +326,7 @@ def _preprocessing(transform: ImageTransform) -> Preprocessing:
 
 
 def _model(recipe: Recipe, family: Family, found: _Images) -> tuple[nn.Module, dict[str, Any]]:
-    """The model, and the metadata of its exported weights."""
+    """Build the model, and the metadata of its exported weights."""
     chosen, small = recipe.model, found.size <= SMALL
     name = chosen.name or (family.small if small else family.usual)
     entry = model_entry(name) if ":" not in name else None
@@ -351,11 +355,11 @@ def _model(recipe: Recipe, family: Family, found: _Images) -> tuple[nn.Module, d
 
 
 def _examples(found: _Images, model: nn.Module, device: torch.device) -> list[tuple[str, Image.Image]]:
-    """Some held-out images with the model's predictions."""
+    """Draw some held-out images with the model's predictions."""
     count = min(SHOWN, len(found.valid))
     numbers, samples, labels = [], [], []
     for number in (place * len(found.valid) // count for place in range(count)):
-        with suppress(*DAMAGE):  # the evaluation has named or skipped it
+        with suppress(*DAMAGE):  # the evaluation has already reported a damaged image
             image, label = found.valid[number]
             numbers.append(number)
             samples.append(image)
@@ -373,7 +377,7 @@ def _examples(found: _Images, model: nn.Module, device: torch.device) -> list[tu
 
 
 def _picture(image: Tensor) -> Image.Image:
-    """A normalized image (3, H, W) as a picture that is large enough to look at."""
+    """Convert a normalized image (3, H, W) to a picture, enlarged if it is small."""
     mean, std = (torch.tensor(each)[:, None, None] for each in (MEAN, STD))
     pixels = ((image * std + mean).clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
     picture = Image.fromarray(pixels)

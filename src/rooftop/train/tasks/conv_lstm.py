@@ -7,8 +7,8 @@
                  clips of the first four fifths of each video; the last fifths are held out
 
 On digits, the network predicts every frame and learns by binary cross entropy. On videos, the colour network predicts
-the last frame and learns by mean absolute error. Metrics are computed on held-out sequences, with digits outside the
-training set. The baseline is "copying": the error if frame t is used as frame t + 1.
+the last frame and learns by mean absolute error. Metrics are computed on held-out sequences, whose digits are not in
+the training set. The baseline is "copying": the error of a prediction that repeats frame t as frame t + 1.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from rooftop.train.tasks.task import Task
 
 DIGITS = "digits"
 PYAV = Extra("media", "av", "av", "videos")
-FRAMES, SIDE = 12, 32  # frames of a sequence, and pixels of its shorter side
+FRAMES, SIDE = 12, 32  # number of frames of a sequence, and pixels of its shorter side
 LARGE_FRAMES, LARGE_SIDE, LARGE_TOGETHER = 20, 64, 2  # as in Keras's example
-PASS, JUDGED = 1600, 32  # moving sequences of an epoch, and held-out ones
+PASS, JUDGED = 1600, 32  # number of sequences of moving digits per epoch, and held out
 HIGHEST_SEED = 1 << 40  # highest seed of a training sequence; held-out sequences have higher seeds
-SETTLED_BY = 8  # batches from which the norms' statistics are computed at the end
-LEAST, MOST = 0.01, 0.99  # copied frames are squeezed into these, or their cross entropy would have no bound
-TRAINED_PART = 0.8  # share of each video that is for training, from its start
-SHOWN, SHOWN_SIDE = 2, 96  # number of examples, and least pixels along a frame's side
+SETTLED_BY = 8  # number of batches that recompute the norms' statistics at the end
+LEAST, MOST = 0.01, 0.99  # range of copied frames, so that their cross entropy is bounded
+TRAINED_PART = 0.8  # the first part of each video is for training
+SHOWN, SHOWN_SIDE = 2, 96  # number of examples, and smallest side of a frame in pixels
 
 OF_DIGITS: Values = {
     "run": {"epochs": 1, "batch": 8},
@@ -61,7 +61,7 @@ OF_DIGITS_ON_GPU: Values = {
     "augment": {"size": LARGE_SIDE},
     "loading": {"how": "auto"},
 }
-"""Options for the whole network of Keras's example."""
+"""Recipe values for the full network of Keras's example."""
 OF_VIDEOS: Values = {
     "run": {"steps": 300, "batch": 4},
     "model": {"options": {"filters": 8}},
@@ -76,7 +76,7 @@ OF_VIDEOS_ON_GPU: Values = {
 
 
 def defaults(data: str | None, cuda: bool) -> Values:
-    """Defaults of the recipe."""
+    """The task's defaults of the recipe."""
     if data in (None, DIGITS):
         return over(OF_DIGITS, OF_DIGITS_ON_GPU if cuda else {})
     return over(OF_VIDEOS, OF_VIDEOS_ON_GPU if cuda else {})
@@ -89,7 +89,7 @@ def needs(data: str | None) -> list[Extra]:
 
 def build(data: str | None, recipe: Recipe) -> Task:
     """Build the task. In model.options, `frames` is the length of a sequence and `together` the number of digits in it;
-    the others belong to the network.
+    other options are those of the network.
 
     Raises:
         InputError: a video or folder does not exist, or has too few frames.
@@ -123,18 +123,14 @@ def build(data: str | None, recipe: Recipe) -> Task:
 
 
 class TrainedNetwork(NextFrameNetwork):
-    """A next-frame network whose forward returns the logits of each frame from its time step and earlier ones, for
-    training.
-    """
+    """A next-frame network for training: forward returns logits, each frame's from its own and earlier steps."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.logits(x, ahead=False)
 
 
 def next_frame_loss(model: nn.Module, videos: Tensor) -> Tensor:
-    """The loss of videos (N, T, H, W, C): binary cross entropy of all frames, or mean absolute error of the last
-    frame.
-    """
+    """Loss of videos (N, T, H, W, C): binary cross entropy of all frames, or mean absolute error of the last frame."""
     logits = model(videos[:, :-1]).float()
     if logits.dim() == videos.dim():
         return F.binary_cross_entropy_with_logits(logits, videos[:, 1:])
@@ -142,8 +138,9 @@ def next_frame_loss(model: nn.Module, videos: Tensor) -> Tensor:
 
 
 def errors(model: nn.Module, videos: Tensor) -> dict[str, Tensor]:
-    """For each video: cross entropy, absolute and squared error of the prediction; cross entropy or absolute error of
-    copying.
+    """Errors of each video: cross entropy, absolute and squared error of the prediction, and the error of copying.
+
+    The error of copying is a cross entropy or an absolute error, like the loss.
     """
     logits = model(videos[:, :-1]).float()
     found = logits.sigmoid()
@@ -151,7 +148,7 @@ def errors(model: nn.Module, videos: Tensor) -> dict[str, Tensor]:
     expected, copied = (videos[:, 1:], videos[:, :-1]) if every else (videos[:, -1], videos[:, -2])
     if every:
         entropy = {"BCE": F.binary_cross_entropy_with_logits(logits, expected, reduction="none")}
-        # autocast does not support the binary cross entropy of probabilities
+        # autocast supports binary cross entropy of logits, but not of probabilities
         squeezed = copied.clamp(LEAST, MOST).logit()
         copying = F.binary_cross_entropy_with_logits(squeezed, expected, reduction="none")
     else:
@@ -163,8 +160,9 @@ def errors(model: nn.Module, videos: Tensor) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def settle_norms(samples: Samples, batch: int, model: nn.Module) -> None:
-    """Recompute the norms' statistics as a mean over some videos, because running statistics lag behind in such a short
-    training.
+    """Recompute the norms' statistics over some videos.
+
+    In such a short training, running statistics lag behind the weights.
     """
     assert isinstance(model, NextFrameNetwork)
     norms = [norm for norm in model.norms if isinstance(norm, nn.BatchNorm2d)]
@@ -187,7 +185,7 @@ def settle_norms(samples: Samples, batch: int, model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _Sequences:
-    """Videos (T, H, W, C) in 0..1 for training, and held-out ones."""
+    """Training videos and held-out videos, (T, H, W, C) in 0..1."""
 
     train: Samples
     valid: Samples
@@ -200,7 +198,7 @@ class MovingDigits:
         numbers: indices of the scikit-learn digits that move.
         count, frames, side, together: as for `moving_digits`.
         first_seed: seed of the first video.
-        drawn: whether a training sees new videos in each epoch.
+        drawn: whether each epoch has new videos.
     """
 
     def __init__(
@@ -224,7 +222,7 @@ class MovingDigits:
 
 
 class Clips:
-    """Some clips of videos, (T, H, W, 3) in 0..1."""
+    """Clips of videos, (T, H, W, 3) in 0..1."""
 
     def __init__(self, clips: ClipDataset, numbers: Sequence[int]) -> None:
         self.clips, self.numbers = clips, numbers
@@ -236,7 +234,7 @@ class Clips:
         return self.clips[self.numbers[index]].pixels.permute(0, 2, 3, 1).contiguous()
 
     def name(self, index: int) -> str:
-        """The file of a clip, and the clip's number in it."""
+        """The file of a clip, and the number of the clip in the file."""
         file, first = self.clips.place(self.numbers[index])
         return f"{self.clips.readers[file].source.name}, frame {first}"
 
@@ -258,7 +256,7 @@ def _videos(path: Path, frames: int, side: int) -> _Sequences:
         border = int(TRAINED_PART * len(clips.readers[file]))
         if first + frames <= border:
             train.append(number)
-        elif first >= border and (first - border) % frames == 0:  # held-out clips share no frames
+        elif first >= border and (first - border) % frames == 0:  # held-out clips do not overlap
             valid.append(number)
     if not train or not valid:
         longest = max(len(reader) for reader in clips.readers)
@@ -270,10 +268,10 @@ def _videos(path: Path, frames: int, side: int) -> _Sequences:
 
 
 def _network(recipe: Recipe, options: dict[str, Any]) -> tuple[TrainedNetwork, dict[str, Any]]:
-    """The network, and the metadata of its exported weights."""
+    """Build the network, and the metadata of its exported weights."""
     name = "next_frame_network" if options["every_frame"] else "colour_next_frame_network"
     if recipe.model.name not in ("", name):
-        raise InputError(f"model.name is {recipe.model.name!r}: these data are for {name}, so leave it out")
+        raise InputError(f"model.name is {recipe.model.name!r}: these data need {name}: leave model.name out")
     try:
         network = TrainedNetwork(**options)
     except (TypeError, ValueError) as error:
@@ -286,8 +284,10 @@ def _network(recipe: Recipe, options: dict[str, Any]) -> tuple[TrainedNetwork, d
 
 @torch.no_grad()
 def _examples(videos: Samples, model: nn.Module, device: torch.device) -> list[tuple[str, Image.Image]]:
-    """For some held-out videos, three rows: the actual frames; each frame predicted from all earlier ones; a roll-out,
-    in which the second half of the network's input is its own output.
+    """Draw some held-out videos with predictions, in three rows.
+
+    The rows are the actual frames, each frame as predicted from all earlier frames, and a roll-out, in which the second
+    half of the input is the network's own output.
     """
     assert isinstance(model, NextFrameNetwork)
     shown = []
@@ -307,7 +307,7 @@ def _examples(videos: Samples, model: nn.Module, device: torch.device) -> list[t
 
 
 def in_rows(rows: Sequence[Tensor], gap: int = 2) -> Image.Image:
-    """Rows of frames (T, H, W, C) in 0..1, one row below the other."""
+    """Draw rows of frames (T, H, W, C) in 0..1, one row below the other."""
     count, height, width = rows[0].shape[:3]
     scale = max(1, SHOWN_SIDE // height)
     high, wide = height * scale + gap, width * scale + gap

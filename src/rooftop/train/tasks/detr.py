@@ -1,4 +1,4 @@
-"""The task `detr`: objects on pictures, found by a DETR.
+"""The task `detr`: detect objects in pictures with a DETR.
 
 --data is one of
 
@@ -8,7 +8,7 @@
     instances.json beside photographs; a tenth of the photographs is then held out
 
 For shapes, the model is a small network with random initial weights; for a folder, a DETR on a ResNet-50. `judge`
-returns COCO's figures; the best checkpoint has the highest "AP".
+returns COCO's metrics; the best checkpoint has the highest "AP".
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ BY_HEART, NEW = "shapes", "new-shapes"
 SCIPY = Extra("detection", "scipy", "scipy", "matching objects")
 COCO = Extra("detection", "pycocotools", "pycocotools", "COCO's figures")
 PICTURES = 8  # pictures to memorize
-PASS = 12_800  # new pictures in a pass
-JUDGED = 256  # new pictures that are held out
+PASS = 12_800  # number of new pictures per epoch
+JUDGED = 256  # number of new pictures that are held out
 FIRST_SEED = 1 << 32  # first seed of the held-out pictures; training pictures have lower seeds
-SIDE = 64  # pixels of a picture of shapes
+SIDE = 64  # side of a picture of shapes, in pixels
 SHORTER, LONGER = 800, 1333  # pixels of photographs
-HELD_OUT = 10  # one photograph in this many is held out if a folder has no instances_val
-SHOWN, SHOWN_SIDE, SURE = 8, 256, 0.5  # examples: their number, pixels, least score of drawn boxes
+HELD_OUT = 10  # one photograph in this many is held out if the folder has no instances_val
+SHOWN, SHOWN_SIDE, SURE = 8, 256, 0.5  # number of examples, their size in pixels, smallest score of drawn boxes
 
 BUILDERS = {build.__name__: build for build in (detr_small, detr_resnet50, detr_resnet101)}
 
@@ -70,13 +70,13 @@ FOLDERS: Values = {
     "augment": {"flip": 0.5},
     "evaluation": {"every": 5},
 }
-"""As in Carion et al. 2020, except that their rate falls to a tenth for the last third."""
+"""The recipe of Carion et al. 2020, but their learning rate falls to a tenth for the last third of the training."""
 GPU: Values = {"run": {"precision": "bf16"}}
 FOLDERS_ON_GPU: Values = {"run": {"batch": 16}}
 
 
 def defaults(data: str | None, cuda: bool) -> Values:
-    """Defaults of the recipe."""
+    """The task's defaults of the recipe."""
     gpu = GPU if cuda else {}
     if data in (None, BY_HEART):
         return over(SHAPES, gpu)
@@ -95,7 +95,7 @@ def build(data: str | None, recipe: Recipe) -> Task:
 
     Raises:
         InputError: the folder does not exist, the annotations have another format, or the recipe does not fit.
-        MissingExtraError: scipy or pycocotools is not installed, when they are needed.
+        MissingExtraError: scipy or pycocotools is needed and not installed.
     """
     generated = data in (None, BY_HEART, NEW)
     found = _shapes(data == NEW, recipe) if generated else _folder(Path(str(data)), recipe)
@@ -120,7 +120,7 @@ def build(data: str | None, recipe: Recipe) -> Task:
 def _normalized(
     normalizer: Normalizer, batch: tuple[Sequence[Tensor], Sequence[Target]]
 ) -> tuple[list[Tensor], Sequence[Target]]:
-    """Normalize the images that came as bytes; the others are normalized already."""
+    """Normalize the uint8 images of a batch; other images are already normalized."""
     images, targets = batch
     return [image if image.is_floating_point() else normalizer.image(image) for image in images], targets
 
@@ -134,8 +134,8 @@ class DetectionLoss:
     def __call__(self, model: nn.Module, batch: tuple[Sequence[Tensor], Sequence[Target]]) -> Tensor:
         images, targets = batch
         device = images[0].device
-        criterion = self.criterion.to(device).train(model.training)  # ranks may have unequal batches in validation
-        criterion.matcher = Matcher(batched=device.type == "cuda")  # does not wait for the GPU
+        criterion = self.criterion.to(device).train(model.training)  # in validation, ranks may have unequal batches
+        criterion.matcher = Matcher(batched=device.type == "cuda")  # `batched` does not wait for the GPU
         one_size = all(image.shape == images[0].shape for image in images)
         predictions = model(torch.stack(list(images)) if one_size else list(images))
         return criterion.total(criterion(predictions, targets))
@@ -149,9 +149,9 @@ class _Pictures:
     """Pictures with boxes.
 
     Attributes:
-        valid: images and targets, as in a `CocoDataset`.
+        valid: held-out images and targets, as in a `CocoDataset`.
         names: names of the labels.
-        sides: pixels of the shorter side, and largest number of pixels of the longer side.
+        sides: size of the shorter side, and the limit of the longer side, in pixels.
     """
 
     train: Samples
@@ -161,7 +161,7 @@ class _Pictures:
 
 
 class NewShapes:
-    """Pictures of shapes as (image, target), like a `CocoDataset`; new ones in each epoch."""
+    """Pictures of shapes as (image, target), like a `CocoDataset`; each epoch has new pictures."""
 
     def __init__(self, count: int, side: int) -> None:
         self.count, self.side = count, side
@@ -183,7 +183,7 @@ class NewShapes:
 
 
 class DrawnShapes(CocoDataset):
-    """A number of pictures of shapes, in memory.
+    """A fixed set of pictures of shapes, kept in memory.
 
     Args:
         seed: seed of the first batch; the same seed gives the same pictures.
@@ -200,7 +200,7 @@ class DrawnShapes(CocoDataset):
 
 
 class MirroredPictures:
-    """A `CocoDataset` for training, which mirrors a picture left to right with this probability."""
+    """A `CocoDataset` for training, which mirrors pictures horizontally with a given probability."""
 
     def __init__(self, pictures: CocoDataset, probability: float) -> None:
         self.pictures, self.probability = pictures, probability
@@ -256,14 +256,14 @@ def _folder(folder: Path, recipe: Recipe) -> _Pictures:
 
 
 def _photographs(folder: Path, annotations: Path) -> Path:
-    """The folder of photographs for a file of annotations: train2017/ for instances_train2017.json."""
+    """The folder of photographs for an annotation file: train2017/ for instances_train2017.json."""
     name = annotations.stem.removeprefix("instances_")
     places = [folder / name, folder / "images" / name, folder]
     return next(place for place in places if place.is_dir())
 
 
 def _parted(whole: CocoDataset) -> tuple[CocoDataset, CocoDataset]:
-    """The photographs for training, and a held-out tenth, which is the same for all seeds of a recipe."""
+    """Split photographs into training photographs and a held-out tenth, which is the same for all seeds of a recipe."""
     if len(whole) < 2:
         raise InputError(f"{whole.folder} has {len(whole)} photographs: expected at least 2, as one is held out")
     order = np.random.default_rng(0).permutation(len(whole)).tolist()
@@ -282,7 +282,7 @@ def _parted(whole: CocoDataset) -> tuple[CocoDataset, CocoDataset]:
 
 
 def _model(recipe: Recipe, found: _Pictures, generated: bool) -> tuple[Detr, dict[str, Any]]:
-    """The model, and the metadata of its exported weights."""
+    """Build the model, and the metadata of its exported weights."""
     name = recipe.model.name or ("detr_small" if generated else "detr_resnet50")
     if name not in BUILDERS:
         raise InputError(f"model.name is {name!r}: expected {', '.join(BUILDERS)}")
@@ -302,7 +302,7 @@ def _model(recipe: Recipe, found: _Pictures, generated: bool) -> tuple[Detr, dic
 
 
 def judged(found: _Pictures, batch: int, model: nn.Module, device: torch.device) -> dict[str, float]:
-    """COCO's figures on the held-out pictures; figures for sizes without objects are left out."""
+    """Compute COCO's metrics on the held-out pictures; metrics for sizes without objects are left out."""
     figures = average_precision(found.valid, find(model, found.valid, range(len(found.valid)), batch, device))
     return {name: value for name, value in figures.items() if value >= 0 or name == "AP"}
 
@@ -311,7 +311,7 @@ def judged(found: _Pictures, batch: int, model: nn.Module, device: torch.device)
 def find(
     model: nn.Module, pictures: CocoDataset, numbers: Sequence[int], batch: int, device: torch.device
 ) -> list[Detections]:
-    """The objects that a network in evaluation mode finds on each picture, in pixels of its file, on the CPU."""
+    """Detect objects in each picture with a network in evaluation mode; boxes are in pixels of the file, on the CPU."""
     found: list[Detections] = []
     for start in range(0, len(numbers), batch):
         those = numbers[start : start + batch]
@@ -322,7 +322,7 @@ def find(
 
 
 def _examples(found: _Pictures, model: nn.Module, device: torch.device) -> list[tuple[str, Image.Image]]:
-    """Some held-out pictures: left with their true boxes, right with the detected ones."""
+    """Draw some held-out pictures, with their true boxes on the left and the detected boxes on the right."""
     numbers = range(min(SHOWN, len(found.valid)))
     detections = find(model, found.valid, numbers, SHOWN, device)
     return [
@@ -333,7 +333,7 @@ def _examples(found: _Pictures, model: nn.Module, device: torch.device) -> list[
 
 
 def side_by_side(pictures: CocoDataset, number: int, found: Detections, names: Sequence[str]) -> Image.Image:
-    """A picture twice: left with its true boxes, right with the detected boxes whose score is at least `SURE`."""
+    """Draw a picture twice: left with its true boxes, right with detected boxes of score `SURE` or more."""
     photo, target = pictures.picture(number), pictures[number][1]
     edges = torch.tensor([photo.width, photo.height] * 2)
     true = Detections(torch.ones(len(target["labels"])), target["labels"], corners(target["boxes"]) * edges)

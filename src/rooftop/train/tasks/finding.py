@@ -1,10 +1,10 @@
-"""Finds a task by name: a built-in one such as `resnet`, or the user's own, `my_pkg.task:build`.
+"""Find a task by name: a built-in task such as `resnet`, or the user's own task, `my_pkg.task:build`.
 
     build, defaults = find_task("resnet", data="digits")
     recipe = Recipe.of(defaults)
     task = build("digits", recipe)
 
-The module of a task has `build(data, recipe)` and optionally defaults of its recipe:
+The module of a task has `build(data, recipe)` and optionally:
 
     RECIPE         values by section and name, on any device
     RECIPE_CUDA    values that replace them on a GPU: bf16, channels_last, larger batches
@@ -45,10 +45,10 @@ def find_task(name: str, data: str | None = None, device: str = "cpu") -> tuple[
         device: "cpu" or "cuda", the device of the training.
 
     Raises:
-        TargetError: the task, module or function does not exist, or the defaults have another form. The returned
-            `build` also raises TargetError if the user's function returns something other than a `Task`.
-        ModelRunError: the user's module raised while it was imported; the returned `build` raises this if the user's
-            function raised.
+        TargetError: the task, module or function does not exist, or the defaults have a wrong form. The returned
+            `build` also raises TargetError if the user's function does not return a `Task`.
+        ModelRunError: the import of the user's module raised. The returned `build` raises this too, if the user's
+            function raises.
     """
     cuda = device.startswith("cuda")
     if ":" in name:
@@ -64,19 +64,19 @@ def find_task(name: str, data: str | None = None, device: str = "cpu") -> tuple[
 
 
 def needs_of(build: Build, data: str | None) -> list[Extra]:
-    """Return the optional packages that a task needs, from `needs` beside its function, which `find_task` found."""
+    """Return the optional packages that a task needs, from `needs` beside the `build` of `find_task`."""
     needs = getattr(sys.modules.get(build.__module__), "needs", None)
     return list(needs(data)) if callable(needs) else []
 
 
 def over(values: Values, others: Values) -> dict[str, dict[str, Any]]:
-    """Merge values of a recipe with others that replace them, by section and name."""
+    """Merge values of a recipe, by section and name, with values that replace them."""
     sections = dict.fromkeys((*values, *others))
     return {section: {**values.get(section, {}), **others.get(section, {})} for section in sections}
 
 
 def _task_of_model(name: str) -> str:
-    """The built-in task that trains a model."""
+    """Find the built-in task that trains a model."""
     entry = builtin_models().get(name)
     task = entry and entry.build.__module__.rpartition(".")[2]
     if task in TASKS:
@@ -102,7 +102,7 @@ def _values(name: str, where: str, values: Any) -> Values:
 
 
 def _checked(name: str, build: Build) -> Build:
-    """The user's function with checks of its errors and result."""
+    """Wrap the user's function with checks of its errors and its result."""
 
     @wraps(build)
     def checked(data: str | None, recipe: Any) -> Task:

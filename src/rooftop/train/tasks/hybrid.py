@@ -1,4 +1,4 @@
-"""The task `hybrid`: image classification by convolutions on fine maps and attention on coarse maps.
+"""The task `hybrid`: image classification with convolutions on fine feature maps and attention on coarse ones.
 
 rooftop train hybrid --data digits
 rooftop train hybrid --data photographs/ --set model.name=hybrid_s
@@ -31,8 +31,9 @@ DIGITS: Values = {
 
 
 def defaults(data: str | None, cuda: bool) -> Values:
-    """Defaults of the recipe. For folders, the defaults of a Swin transformer are used, because of the attention
-    layers.
+    """The task's defaults of the recipe.
+
+    For folders they are those of a Swin Transformer, because of the attention layers.
     """
     return defaults_by_data(data, cuda, of_digits=DIGITS, of_folders=FOLDERS, of_folders_on_gpu=FOLDERS_ON_GPU)
 

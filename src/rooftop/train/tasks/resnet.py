@@ -1,4 +1,4 @@
-"""The task `resnet`: image classification by a ResNet, ResNeXt or Wide ResNet.
+"""The task `resnet`: image classification with a ResNet, ResNeXt or Wide ResNet.
 
 rooftop train resnet --data digits
 rooftop train resnet --data photographs/ --set model.name=resnet50
@@ -29,12 +29,12 @@ FOLDERS: Values = {
     "mix": {"label_smoothing": 0.1},
     "augment": {"crop": 0.25, "flip": 0.5},
 }
-"""As in Goyal et al. 2017, but with a cosine schedule; their rate is 0.1 for 256 images."""
+"""The recipe of Goyal et al. 2017, but with a cosine schedule; their learning rate is 0.1 for a batch of 256 images."""
 FOLDERS_ON_GPU: Values = {"run": {"batch": 256}, "optimizer": {"lr": 0.1}}
 
 
 def defaults(data: str | None, cuda: bool) -> Values:
-    """Defaults of the recipe."""
+    """The task's defaults of the recipe."""
     return defaults_by_data(data, cuda, of_digits=DIGITS, of_folders=FOLDERS, of_folders_on_gpu=FOLDERS_ON_GPU)
 
 

@@ -1,14 +1,15 @@
-"""The task `sparse_unet`: a U-Net of sparse convolutions labels the points of a cloud.
+"""The task `sparse_unet`: a sparse convolutional U-Net labels the points of a cloud.
 
 --data is one of
 
     scans, scans:street    generated streets, scanned by a simulated LiDAR
     scans:room             rooms
 
-Points are put into cubes, and the network labels each cube that has points. Each training scan is randomly turned,
-mirrored and scaled each time. One in five has no intensities, so that the network can also label clouds without them.
-Other scenes are held out. "accuracy" is the share of correctly labelled voxels, averaged over scans. `judge` returns
-the intersection over union of each class over all points, and its mean "mIoU", which selects the best checkpoint.
+Points are grouped into voxels, and the network labels each voxel that has points. In each epoch, training scans are
+turned, mirrored and scaled at random. One scan in five loses its intensities, so that the network can also label clouds
+without intensities. Other scenes are held out. "accuracy" is the fraction of correctly labelled voxels, averaged over
+scans. `judge` returns the intersection over union (IoU) of each class over all points, and the mean, "mIoU", which
+selects the best checkpoint.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ from rooftop.train.tasks.task import Task
 
 SCANS = "scans"
 WARP = Extra("sparse", "warp", "warp-lang", "sparse convolution")
-FEATURES = 6  # of a voxel: mean place of its points in it (3), height, intensity, whether the intensity is known
-SLOTS = 8  # points of a voxel that are looked at
-WITHOUT_INTENSITY = 0.2  # share of training scans whose intensities are dropped
+FEATURES = 6  # of a voxel: mean position of its points within it (3), height, intensity, whether the intensity is known
+SLOTS = 8  # maximum number of points of a voxel that are used
+WITHOUT_INTENSITY = 0.2  # fraction of training scans whose intensities are dropped
 FIRST_SEED = 1 << 20  # first seed of training scans; seeds of held-out scans count from 0
 VOXEL_M = {"street": 0.3, "room": 0.1}
 FINE_M = {"street": 0.1, "room": 0.04}
@@ -60,11 +61,11 @@ ON_GPU: Values = {
     "optimizer": {"lr": 3e-3},
     "loading": {"how": "auto"},
 }
-"""A MinkUNet18 on whole scans in small cubes."""
+"""Recipe values for a MinkUNet18 on whole scans with small voxels."""
 
 
 def defaults(data: str | None, cuda: bool) -> Values:
-    """Defaults of the recipe."""
+    """The task's defaults of the recipe."""
     return over(ON_CPU, ON_GPU) if cuda else ON_CPU
 
 
@@ -74,10 +75,10 @@ def needs(data: str | None) -> list[Extra]:
 
 
 def build(data: str | None, recipe: Recipe) -> Task:
-    """Build the task. model.options are those of `Options`.
+    """Build the task; `Options` lists the names in model.options.
 
     Raises:
-        InputError: the data or an option are unknown.
+        InputError: the data or an option is unknown.
     """
     kind, _, named = (data or SCANS).partition(":")
     name = named or "street"
@@ -117,11 +118,11 @@ class Options:
     """The settings in model.options.
 
     Attributes:
-        beams, turn: beams of the scanner, and its steps in a turn.
+        beams, turn: number of the scanner's beams, and of its steps in a turn.
         scans, held_out: numbers of training scans and of held-out scans.
-        planes: channels of a `SparseUNet`; none: a MinkUNet18.
-        voxel_m: edge of a cube; 0: the default of the setting.
-        fine: whether that default is the small edge of the setting.
+        planes: channels of a `SparseUNet`; empty: a MinkUNet18.
+        voxel_m: edge of a voxel in metres; 0: the default of the setting.
+        fine: whether this default is the small edge of the setting.
     """
 
     beams: int = 32
@@ -148,10 +149,10 @@ class Rows(NamedTuple):
     """Points of B clouds, ready for `voxels_of`.
 
     Attributes:
-        points: float32 (N, 3 + 1 + FEATURES + 1): place in voxels, number of the cloud, features, and the label + 1 (0
-            if unknown).
+        points: float32 (N, 3 + 1 + FEATURES + 1): position in voxels, number of the cloud, features, and the label + 1
+            (0 if unknown).
         sizes: sizes of the grid, in voxels.
-        clouds: B.
+        clouds: the number of clouds, B.
     """
 
     points: Tensor
@@ -160,12 +161,12 @@ class Rows(NamedTuple):
 
 
 class Voxels(NamedTuple):
-    """A batch of clouds.
+    """A batch of clouds, as voxels.
 
     Attributes:
-        sites: V voxels with FEATURES channels.
+        sites: the V voxels, with FEATURES channels.
         labels: int64 (V,), the most frequent label of the voxel's points; -1 if unknown.
-        of_point: int64 (N,), the voxel of each point, cloud after cloud.
+        of_point: int64 (N,), the voxel of each point, in the order of the clouds.
     """
 
     sites: SparseConvTensor
@@ -174,15 +175,16 @@ class Voxels(NamedTuple):
 
 
 def heights(xyz: Tensor) -> Tensor:
-    """The heights of points above the ground in metres, (N,) float32. 1% of the points are below the ground."""
+    """The heights of points above the ground in metres, (N,) float32.
+
+    The ground is the height below which 1% of the points lie.
+    """
     z = xyz[:, 2]
     return (z - z.kthvalue(1 + len(z) // 100).values).float()
 
 
 def rows_of(cloud: Cloud, voxel_m: float) -> Tensor:
-    """The points of a cloud that is not empty, in the form of `Rows.points` with cloud number 0, on the cloud's
-    device.
-    """
+    """Convert a non-empty cloud to the form of `Rows.points`, with cloud number 0, on the cloud's device."""
     place = ((cloud.xyz - cloud.xyz.amin(0)) / voxel_m).float()  # (n, 3), in voxels
     blank = torch.zeros_like(place[:, 0])
     columns = [
@@ -207,13 +209,13 @@ def joined(clouds: Sequence[Tensor]) -> Rows:
 
 
 def voxels_of(rows: Rows) -> Voxels:
-    """Put points into voxels, on their device."""
+    """Group points into voxels, on their device."""
     points, sizes, count = rows
-    # The number of the cloud is one more dimension, so one call finds the voxels of all clouds.
+    # The cloud number is a fourth coordinate, so one call finds the voxels of all clouds.
     cells = PointToVoxel([1] * 4, [0] * 4 + [*sizes, count], points.shape[1], len(points), SLOTS, points.device)
     slots, indices, counts, of_point = cells.generate_voxel_with_id(points)  # (V, SLOTS, 5 + FEATURES), (V, 4)
     features = slots[..., 4 : 4 + FEATURES].sum(1) / counts[:, None]
-    votes = F.one_hot(slots[..., -1].long()).sum(1)  # (V, 1 + classes), column 0 counts empty slots and unknown labels
+    votes = F.one_hot(slots[..., -1].long()).sum(1)  # (V, 1 + classes); column 0 counts empty slots and unknown labels
     votes[:, 0] = 0
     most, label = votes.max(1)
     labels = label.where(most > 0, 0) - 1
@@ -224,13 +226,13 @@ def voxels_of(rows: Rows) -> Voxels:
 
 
 class Scans:
-    """Simulated scans in the form that `rows_of` returns.
+    """A data set of simulated scans, in the form that `rows_of` returns.
 
     Args:
-        setting: the kind of scene and scanner.
+        setting: the kind of scene, and its scanner.
         first_seed, count: first seed, and number of scans.
-        voxel_m: edge of a cube.
-        changing: whether each scan is varied at random in training.
+        voxel_m: edge of a voxel in metres.
+        changing: whether to vary each scan at random in training.
     """
 
     def __init__(self, setting: Setting, first_seed: int, count: int, voxel_m: float, changing: bool = False) -> None:
@@ -248,7 +250,7 @@ class Scans:
         return rows_of(varied(cloud, generator) if self.changing else cloud, self.voxel_m)
 
     def class_weights(self) -> Tensor:
-        """The weights of the classes, (classes,): rare classes count more, but less than in inverse proportion."""
+        """Class weights of the loss, (classes,): rare classes weigh more, but less than in inverse proportion."""
         classes = len(self.setting.classes)
         counts = torch.stack([torch.bincount(scan.labels, minlength=classes) for scan in self.scans]).sum(0)
         return (counts / counts.sum()).clamp(min=1e-4).rsqrt()
@@ -284,7 +286,7 @@ class SiteLoss:
 
 
 def accuracies(model: nn.Module, rows: Rows) -> dict[str, Tensor]:
-    """For each cloud, the share of its voxels that are labelled correctly."""
+    """The fraction of correctly labelled voxels of each cloud."""
     voxels = voxels_of(rows)
     right = (model(voxels.sites).features.argmax(1) == voxels.labels).double()
     cloud = voxels.sites.indices[:, 0].long()
@@ -298,9 +300,7 @@ def accuracies(model: nn.Module, rows: Rows) -> dict[str, Tensor]:
 
 @torch.inference_mode()
 def labelled(model: nn.Module, cloud: Cloud, voxel_m: float, device: torch.device | None = None) -> Tensor:
-    """The label of each point, int64 (N,), by a model in evaluation mode; on the given device, or on that of the
-    cloud.
-    """
+    """Label each point of a cloud with a model in evaluation mode: int64 (N,), on the given device or the cloud's."""
     rows = joined([rows_of(cloud, voxel_m)])
     voxels = voxels_of(rows._replace(points=rows.points.to(device or rows.points.device)))
     with torch.autocast(voxels.labels.device.type, torch.bfloat16, enabled=voxels.labels.is_cuda):
@@ -309,7 +309,7 @@ def labelled(model: nn.Module, cloud: Cloud, voxel_m: float, device: torch.devic
 
 
 def confusion(truth: Tensor, said: Tensor, classes: int) -> Tensor:
-    """Confusion matrix: number of points of each class (rows) by predicted class (columns)."""
+    """Confusion matrix: number of points by true class (rows) and predicted class (columns)."""
     return torch.bincount(truth * classes + said, minlength=classes * classes).view(classes, classes)
 
 
@@ -320,7 +320,7 @@ def overlaps(counts: Tensor) -> Tensor:
 
 
 def judged(scans: Scans, model: nn.Module, device: torch.device) -> dict[str, float]:
-    """The intersection over union of each class over the points of all scans, and its mean."""
+    """Compute the intersection over union of each class over the points of all scans, and the mean."""
     names = list(scans.setting.classes)
     counts = torch.zeros(len(names), len(names), dtype=torch.int64)
     for scan in scans.scans:
@@ -332,7 +332,7 @@ def judged(scans: Scans, model: nn.Module, device: torch.device) -> dict[str, fl
 
 
 def _examples(scans: Scans, model: nn.Module, device: torch.device) -> list[tuple[str, Image.Image]]:
-    """Held-out scenes: true labels, predicted labels, and errors."""
+    """Draw held-out scenes: true labels, predicted labels, and errors."""
     shown = []
     for scan in scans.scans[:SHOWN]:
         said = labelled(model, scan.cloud(), scans.voxel_m, device)
@@ -342,7 +342,7 @@ def _examples(scans: Scans, model: nn.Module, device: torch.device) -> list[tupl
 
 
 def drawn(cloud: Cloud, said: Tensor, setting: Setting) -> Image.Image:
-    """True labels of the points (height if unknown), predicted labels, and the errors."""
+    """Draw the true labels of a cloud (heights if they are unknown), the predicted labels, and the errors."""
     xyz, said = cloud.xyz.cpu(), said.cpu()
     intensity, truth = (None if each is None else each.cpu() for each in cloud[1:])
     palette = torch.tensor(list(setting.classes.values()), dtype=torch.uint8)
@@ -357,5 +357,5 @@ def drawn(cloud: Cloud, said: Tensor, setting: Setting) -> Image.Image:
         share = wrong.double().mean().item()
         errors = torch.tensor([RIGHT, WRONG], dtype=torch.uint8)[wrong.long()]
         panels.append((f"errors: {100 * share:.1f}% of points", lit(errors, None)))
-    shown |= ~shown.any()  # a scan that has only points of the lid
+    shown |= ~shown.any()  # a scan may have only points of the lid
     return sheet(xyz[shown], [(name, colours[shown]) for name, colours in panels], legend)

@@ -1,4 +1,4 @@
-"""The task `swin`: image classification by a Swin transformer.
+"""The task `swin`: image classification with a Swin Transformer.
 
 rooftop train swin --data digits
 rooftop train swin --data photographs/ --set model.name=swin_s
@@ -35,14 +35,14 @@ FOLDERS: Values = {
     "mix": {"label_smoothing": 0.1, "mixup": 0.8, "cutmix": 1.0},
     "augment": {"crop": 0.08, "flip": 0.5, "rand_augment": 2, "erase": 0.25},
 }
-"""As in the paper, whose rate is 0.001 for 1024 images."""
+"""The recipe of the paper, whose learning rate is 0.001 for a batch of 1024 images."""
 FOLDERS_ON_GPU: Values = {"run": {"batch": 256}, "optimizer": {"lr": 2.5e-4}}
 GPU: Values = {"run": {"precision": "bf16"}}
-"""Without channels_last, since a Swin transformer's maps are channels last anyway."""
+"""Recipe values on a GPU, without channels_last, because a Swin Transformer's feature maps are always channels last."""
 
 
 def defaults(data: str | None, cuda: bool) -> Values:
-    """Defaults of the recipe."""
+    """The task's defaults of the recipe."""
     return defaults_by_data(data, cuda, of_digits=DIGITS, of_folders=FOLDERS, of_folders_on_gpu=FOLDERS_ON_GPU, gpu=GPU)
 
 

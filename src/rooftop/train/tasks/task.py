@@ -35,30 +35,35 @@ class Task:
     """A model to train, with its loss, data and metrics.
 
     Attributes:
-        model: on the CPU, in float32; the loop applies the recipe's section `model`, and moves it to the device.
-        train: `train[i]` is a sample. If it has `draw(index, generator)`, that is called instead, with a
-        `numpy.random.Generator` of (seed, epoch, index), so augmentation is the same for any number of workers. Further
-        copies (augment.repeats) also depend on their number.
-        loss: the mean loss over the samples of a batch on the device, (). The model is in training mode. For validation
-            the loss is also called in evaluation mode without gradients.
+        model: the model, on the CPU in float32. The loop applies the recipe's section `model`, and moves the model to
+            the device.
+        train: the training data; `train[i]` is a sample. If the data have a method `draw(index, generator)`, it is
+            called instead, with a `numpy.random.Generator` seeded by (seed, epoch, index), so augmentation is the same
+            for any number of workers. For repeated copies (augment.repeats), the number of the copy is also part of the
+            seed.
+        loss: (model, batch on the device) -> mean loss over the samples, (). Training calls it with the model in
+            training mode, validation in evaluation mode without gradients.
         valid: samples for evaluation; None: no evaluation.
-        metrics: for a batch on the device, in evaluation mode: a dict from name to values of samples, (N,); the loop
-            computes the mean over all samples.
-        judge: metrics of the whole validation data that are not means over samples, e.g. COCO's; called on rank 0.
-        best: the metric that selects the best checkpoint; "loss" is the validation loss. maximize: whether more is
-            better.
-        collate: samples to a batch.
-        collate_train: the same for training samples, if they are of another kind than those of `valid`.
+        metrics: (model in evaluation mode, batch on the device) -> dict from name to values of the samples, (N,). The
+            loop computes the mean over all samples.
+        judge: computes metrics of the whole validation data that are not means over samples, e.g. COCO's; called on
+            rank 0.
+        best: the metric that selects the best checkpoint; "loss" is the validation loss.
+        maximize: whether a higher value is better.
+        collate: makes a batch from a list of samples.
+        collate_train: the same for training samples, if they differ in kind from those of `valid`.
         arrive: changes training batches before they are on the device, as in `rooftop.data.Loader`.
-        prepare: changes each batch on the device before all else, in training and in evaluation, e.g. normalizes bytes.
-        alter: changes a training batch on the device, e.g. mixup: (batch, places, generator_of) -> batch; `places` (N,)
-            int64 on the CPU holds each sample's place in the whole batch of the step, so that the change does not
-            depend on the number of ranks; `generator_of(place)` gives a numpy Generator of (seed, step, place).
+        prepare: changes each batch on the device before anything else, in training and evaluation, e.g. normalizes
+            uint8 images.
+        alter: (batch, places, generator_of) -> batch: changes a training batch on the device, e.g. mixup. `places`,
+            (N,) int64 on the CPU, holds each sample's position in the whole batch of the step. `generator_of(place)`
+            returns a NumPy generator seeded by (seed, step, place). So the change does not depend on the number of
+            ranks.
         settle: called with the model after the last step, before the last evaluation.
-        examples: example pictures for the page: (model, device) -> (caption, picture) of each.
+        examples: (model, device) -> (caption, picture) of each example picture for the page.
         metadata: metadata of exported weights, e.g. {"model": "resnet18", "classes": ...}.
         decoding: measures which device decodes the training images faster, for a recipe with augment.decode="auto".
-        unit: name of samples, in the plural.
+        unit: what samples are called, in the plural.
     """
 
     model: nn.Module

@@ -1,1 +1,1 @@
-"""Read token files of every kind, mix them, and cut them into batches."""
+"""Read token files of many formats, mix them, and cut them into batches."""

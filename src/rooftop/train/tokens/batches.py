@@ -1,8 +1,8 @@
-"""Chooses the sequences of a step from only the seed, the step and the place in the batch.
+"""Choose the sequences of a step from the seed, the step and the position in the batch alone.
 
-So every layout and every micro-batch size sees the same sequences, and a resumed training sees the same ones as without
-the interruption. The tokens are cut into sequences of one length. A pass takes each sequence once; each pass has
-another order. In a mixture, each row makes as many passes as its share needs.
+So trainings with any layout or micro-batch size read the same sequences, and so does a resumed training. The tokens are
+cut into sequences of one length. A pass reads each sequence once, and each pass has another order. In a mixture, the
+share of each row determines its number of passes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rooftop.train.tokens.mixtures import Mixture
 from rooftop.train.tokens.proportions import Proportions
 from rooftop.train.tokens.tokens import Tokens
 
-ROUNDS = 6  # rounds of the shuffling network; four are enough to look random
+ROUNDS = 6  # rounds of the Feistel network; four are enough to look random
 
 
 class Batches:
@@ -27,13 +27,14 @@ class Batches:
 
     Args:
         tokens: the data.
-        length: length of a sequence; one more token is read, as the target of the last one.
-        batch: sequences per step, of all ranks.
+        length: length of a sequence; one more token is read, as the target of the last token.
+        batch: sequences per step, summed over all ranks.
         seed: seed of the order.
 
     Attributes:
-        sequences: number of sequences; without a mixture, a pass contains each one once.
-        parts: for each row of a mixture, its number of sequences, and its share of the sequences that are read.
+        sequences: number of sequences; without a mixture, a pass reads each sequence once.
+        parts: for each row of a mixture, its number of sequences, and its share of all sequences that the training
+            reads.
 
     Raises:
         InputError: the tokens, or the tokens of a row, are too few for one sequence.
@@ -55,7 +56,7 @@ class Batches:
         self._proportions = Proportions(shares)
 
     def read(self, step: int, places: Iterable[int]) -> Tensor:
-        """Read the sequences at some places of a step's batch, (places, length + 1) int64."""
+        """Read the sequences at given places of a step's batch: (places, length + 1) int64."""
         rows, numbers = self._proportions.between(step * self.batch, (step + 1) * self.batch)
         return torch.stack([self._sequence(int(rows[place]), int(numbers[place])) for place in places])
 
@@ -68,10 +69,10 @@ class Batches:
 
 
 def shuffled(place: int, count: int, key: str) -> int:
-    """Return the number at a place in a permutation of 0 to count - 1 that the key determines.
+    """Return the number at a place in a permutation of 0..count - 1, which the key determines.
 
-    No list is created: a Feistel network permutes the smallest power of four that is large enough, and is applied until
-    the number is in range. Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains".
+    No list is created: a Feistel network permutes the numbers below the smallest sufficient power of four, and is
+        applied until the result is in range. Source: Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains".
     """
     half = max(1, -(-(count - 1).bit_length() // 2))
     mask = (1 << half) - 1

@@ -1,4 +1,4 @@
-"""The index of Megatron-LM for a file of tokens: `text.idx` describes `text.bin`.
+"""Read Megatron-LM's index of a token file: `text.idx` describes `text.bin`.
 
 | bytes | of | |
 |---|---|---|
@@ -30,23 +30,23 @@ AGAIN = "create both files again with Megatron's tools/preprocess_data.py"
 
 
 def index_beside(path: Path) -> Path | None:
-    """The `.idx` of a `.bin`, if it exists."""
+    """The path of the `.idx` of a `.bin`; None if it does not exist."""
     index = path.with_suffix(".idx")
     return index if index.is_file() else None
 
 
 def indexed_dtype(index: Path, data: Path) -> np.dtype:
-    """Return the dtype of the tokens in a `.bin` from its index, and check that the sequences fill the file.
+    """Read the dtype of a `.bin` from its index, and check that the sequences fill the file.
 
     Raises:
-        InputError: the index has another format, is cut off, or belongs to another file; or the tokens are not
+        InputError: the index has another format, is cut off, or belongs to another file, or the tokens are not
             integers.
     """
     size = index.stat().st_size
     with index.open("rb") as file:
         start = file.read(HEADER.size)
     if start.startswith(OLD_MAGIC):
-        raise InputError(f"{index} has the format that preceded Megatron's memory-mapped one (TNTIDX): {AGAIN}")
+        raise InputError(f"{index} has Megatron's old format (TNTIDX), not the memory-mapped one: {AGAIN}")
     if not start.startswith(MAGIC):
         raise InputError(
             f"{index} is not an index of Megatron-LM: move it away if {data} has no index, otherwise {AGAIN}"
@@ -71,7 +71,7 @@ def indexed_dtype(index: Path, data: Path) -> np.dtype:
 
 
 def _check_places(index: Path, data: Path, dtype: np.dtype, sequences: int, documents: int) -> None:
-    """Check that the sequences fill the file, one after another, from its first byte to its last."""
+    """Check that the sequences fill the file without gaps, from its first byte to its last."""
     at = HEADER.size
     lengths = np.fromfile(index, "<i4", sequences, offset=at).astype(np.int64)
     begins = np.fromfile(index, "<i8", sequences, offset=(at := at + 4 * sequences))

@@ -1,10 +1,11 @@
-"""Mixtures: several rows of tokens, each with its share of the sequences.
+"""Mix several rows of tokens, each with its share of the sequences.
 
     mixture = open_mixture(["0.7", "books/", "0.3", "code.bin"])    # as in Megatron-LM's --data-path
     mixture = open_mixture(["books/", "code.bin"])                  # weighted by their numbers of sequences
 
 The weights alone determine which sequence comes from which row (`proportions`): after any number of sequences, the
-count of each row is within one sequence of its share. A row whose sequences are used up starts again, in another order.
+count of each row is within one sequence of its share. When all sequences of a row have been read, the row starts again
+in another order.
 """
 
 from __future__ import annotations
@@ -28,16 +29,17 @@ class Mixture:
     """Rows of tokens and their weights.
 
     Args:
-        rows: the rows of the mixture, at least one. Either all are text, or all have tokens of one vocabulary.
+        rows: the rows of the mixture, at least one. Either all rows are text, or all have tokens of the same
+            vocabulary.
         weights: weights of the rows, 0 or more, in any unit; None: the number of sequences of each row, so that a pass
-            has every sequence once.
+            reads every sequence once.
 
     Attributes:
         source, text, vocabulary, kind: see `Tokens`.
 
     Raises:
         InputError: text is mixed with other tokens, or vocabularies differ.
-        ValueError: the numbers of weights and rows differ, or `checked_weights` refuses them.
+        ValueError: the numbers of weights and rows differ, or `checked_weights` rejects the weights.
     """
 
     def __init__(self, rows: Sequence[Tokens], weights: Sequence[float | Fraction] | None = None) -> None:
@@ -71,11 +73,11 @@ class Mixture:
         return " and ".join(dict.fromkeys(row.kind for row in self.rows))
 
     def __len__(self) -> int:
-        """Tokens of all rows."""
+        """The number of tokens of all rows."""
         return sum(map(len, self.rows))
 
     def shares(self, sequences: Sequence[int]) -> list[Fraction]:
-        """Shares of the rows, given their numbers of sequences; they sum to 1."""
+        """The shares of the rows, which sum to 1, from their numbers of sequences."""
         weights = [Fraction(count) for count in sequences] if self.weights is None else self.weights
         total = sum(weights)
         return [weight / total for weight in weights]
@@ -88,7 +90,7 @@ class Mixture:
         return digest.hexdigest()
 
     def check_vocabulary(self, vocabulary: int, progress: Progress = lambda what, fraction: None) -> None:
-        """See `Tokens`; checks each row."""
+        """Check each row as `Tokens` does."""
         for row in self.rows:
             row.check_vocabulary(vocabulary, progress)
 
@@ -97,16 +99,16 @@ def open_mixture(words: Sequence[str], kind: str | None = None, option: str = OP
     """Open the tokens of several files or folders.
 
     Args:
-        words: paths, either each with its weight before it or all without; `rooftop.train.open_tokens` describes paths.
+        words: paths, either each after its weight or all without weights; `rooftop.train.open_tokens` describes paths.
         kind: see `open_tokens`.
-        option: what errors call the words.
+        option: name of the words in error messages.
 
     Returns:
-        `Tokens` for one path, else a `Mixture`.
+        `Tokens` for one path, a `Mixture` for several.
 
     Raises:
-        InputError: a weight has no path, only some paths have weights, or `checked_weights` or `open_tokens` refuses
-            them. Weights are checked before anything is read.
+        InputError: a weight has no path, only some paths have weights, or `checked_weights` or `open_tokens` raises.
+            Weights are checked before any file is read.
     """
     paths, weights = _pairs(words, option)
     try:
@@ -118,7 +120,7 @@ def open_mixture(words: Sequence[str], kind: str | None = None, option: str = OP
 
 
 def paths_of(words: Sequence[str], option: str = OPTION) -> list[Path]:
-    """The paths among the words of `open_mixture`, with their companion files. Raises the same errors."""
+    """The paths among the words of `open_mixture`, with the files that describe them. Raises the same errors."""
     paths, _ = _pairs(words, option)
     return [path.with_name(path.name + end) for path in paths for end in ("", ".bin", ".idx")] + [
         path.with_suffix(end) for path in paths if path.suffix in (".bin", ".idx") for end in (".bin", ".idx")
@@ -126,7 +128,7 @@ def paths_of(words: Sequence[str], option: str = OPTION) -> list[Path]:
 
 
 def checked_weights(weights: Sequence[float | Fraction]) -> list[Fraction]:
-    """Check weights and make them exact decimals: 0.1 is a tenth.
+    """Check weights, and convert them to exact decimal fractions: 0.1 becomes 1/10.
 
     Raises:
         ValueError: a weight is negative or not finite, or all weights are 0.
@@ -136,12 +138,12 @@ def checked_weights(weights: Sequence[float | Fraction]) -> list[Fraction]:
             raise ValueError(f"a weight must be finite and 0 or more, got {float(weight):g}")
     found = [weight if isinstance(weight, Fraction) else Fraction(str(weight)) for weight in weights]
     if not any(found):
-        raise ValueError("all weights are 0: expected at least one above")
+        raise ValueError("all weights are 0: expected at least one above 0")
     return found
 
 
 def _number(word: str) -> float | Fraction:
-    """The exact number in a text; a float if it is not finite."""
+    """Parse a number exactly; a number that is not finite becomes a float."""
     try:
         return Fraction(word)
     except ValueError:
@@ -149,7 +151,7 @@ def _number(word: str) -> float | Fraction:
 
 
 def _pairs(words: Sequence[str], option: str) -> tuple[list[Path], list[str] | None]:
-    """Paths, and their weights if they have any."""
+    """Split words into paths, and their weights if they have any."""
     given = [bool(WEIGHT.match(word)) for word in words]
     said = f"{option} {' '.join(words)}"
     if not any(given) or (len(words) == 1 and Path(words[0]).exists()):

@@ -1,13 +1,13 @@
-"""Detects the integer type of a file of tokens without a header, from a sample of its numbers.
+"""Detect the integer type of a token file without a header, from a sample of its numbers.
 
 If 32-bit tokens are read as 16-bit numbers, every second number is the upper half of a token: 0, or a small number for
-vocabularies above 65,536. At the right width, numbers at even and odd places are alike. So the means of even and odd
-places decide:
+vocabularies above 65,536. At the right width, numbers at even and odd places have the same distribution. So the ratio
+of their means decides:
 
 | a pair of neighbours is | mean at odd places / mean at even places | |---|---| | one number of twice the width | below
 1/64: a vocabulary of 256 thousand tokens has an upper half of 3 at most | | two numbers | near 1 |
 
-Ratios in between are refused, and so are bytes and big-endian numbers.
+Ratios in between raise an error, and so do bytes and big-endian numbers.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ KINDS: dict[str, np.dtype[Any]] = {
     "int32": np.dtype("<i4"),
     "int64": np.dtype("<i8"),
 }
-PLACES, LOOKED_AT = 64, 8192  # places in a file; bytes read at each, a multiple of the widest number
-UPPER_HALF, NEIGHBOUR = 1 / 64, 1 / 4  # ratios of means, as described above
-TEXT_BYTES = 64  # this many bytes of 16-bit tokens nearly always contain a zero or are not UTF-8
-# pairs to compare two distributions; values of bytes in text; largest distance
+PLACES, LOOKED_AT = 64, 8192  # places in a file, and bytes read at each, a multiple of the widest number
+UPPER_HALF, NEIGHBOUR = 1 / 64, 1 / 4  # limits of the ratio of means, as described above
+TEXT_BYTES = 64  # in this many bytes, 16-bit tokens nearly always contain a zero or invalid UTF-8
+# pairs needed to compare two distributions; number of byte values in text; maximum distance
 BYTE_PAIRS, BYTE_VALUES, SAME = 1 << 11, 224, 0.1
 
 
 def found_kind(path: Path) -> str:
-    """Return the integer type of a file without a header, a name in `KINDS`: uint16, uint32 or int64.
+    """Detect the integer type of a file without a header; returns a name in `KINDS`: uint16, uint32 or int64.
 
     Raises:
         InputError: the type is ambiguous, the file is text or bytes, or the numbers are big-endian.
@@ -58,7 +58,7 @@ def found_kind(path: Path) -> str:
 
 
 def _sample(path: Path, size: int) -> NDArray[np.uint8]:
-    """A sample of bytes from all over a file, at multiples of 8; all bytes of a small file."""
+    """Read bytes at places all over a file, at multiples of 8; reads a small file completely."""
     if size <= PLACES * LOOKED_AT:
         return np.fromfile(path, np.uint8)
     whole = np.memmap(path, np.uint8, mode="r")
@@ -67,7 +67,7 @@ def _sample(path: Path, size: int) -> NDArray[np.uint8]:
 
 
 def _mean_ratio(halves: NDArray[Any], path: Path, candidates: str) -> float:
-    """Ratio of the means of odd and even places; below `NEIGHBOUR` the two places are halves of one number.
+    """Ratio of the means at odd and even places; below `NEIGHBOUR`, two neighbours are halves of one number.
 
     Raises:
         InputError: the ratio is neither near 0 nor near 1.
@@ -92,13 +92,15 @@ def _is_text(sample: NDArray[np.uint8]) -> bool:
     try:
         start.decode("utf-8")
     except UnicodeDecodeError as error:
-        return error.reason == "unexpected end of data"  # the sample ends within a letter
+        return error.reason == "unexpected end of data"  # the sample may end within a character
     return True
 
 
 def _check_bytes(sample: NDArray[np.uint8], path: Path) -> None:
-    """Refuse 8-bit numbers, whose even and odd bytes have the same distribution, and big-endian numbers, whose first
-    byte is the upper one.
+    """Raise InputError for 8-bit numbers and big-endian numbers.
+
+    Even and odd bytes of 8-bit numbers have the same distribution. The first byte of a big-endian number is the upper
+    byte.
     """
     lower, upper = sample[::2], sample[1::2]
     if upper.any() and not lower.any():

@@ -1,8 +1,8 @@
-"""Draws from several sources in exact proportions: after any number of draws, each source has its share to within one.
+"""Draw from several sources in exact proportions: after any number of draws, each count is within one of its share.
 
-Let the k sources have weights w_i that sum to 1. Of the first n draws, source i gets c_i, with |c_i - w_i n| <= 1 - 1 /
-(2k - 2). No smaller bound holds for all weights. Each draw considers the sources that stay within the bound if drawn,
-and takes the one that would otherwise be the first to fall below the bound. Source: Tijdeman 1980, "The chairman
+Let the k sources have weights w_i that sum to 1. Source i gets c_i of the first n draws, with |c_i - w_i n| <= 1 - 1 /
+(2k - 2). No smaller bound holds for all weights. Each draw considers the sources that stay within the bound if they are
+drawn. It takes the one that would fall below the bound first if it were not drawn. Source: Tijdeman 1980, "The chairman
 assignment problem".
 
 Integer arithmetic avoids accumulated rounding. The period of the draws is the common denominator of the weights.
@@ -20,15 +20,15 @@ from numpy.typing import NDArray
 
 from rooftop.launch.numba_loops import numba_works
 
-FINEST = 1 << 50  # weights are multiples of 1 / FINEST of their sum: differences below 1e-15 are ignored
-KEPT = 1 << 16  # draws between two kept states
-COMPILED = 1 << 20  # from this many draws on, a second of compilation pays off
+FINEST = 1 << 50  # weights are rounded to multiples of their sum / FINEST, which ignores differences below 1e-15
+KEPT = 1 << 16  # number of draws between two stored states
+COMPILED = 1 << 20  # from this many draws on, compilation pays off, which takes a second
 
 Ints = NDArray[np.int64]
 
 
 class Proportions:
-    """The source of each draw, and the number of earlier draws from it.
+    """Determines the source of each draw, and the number of earlier draws from this source.
 
     Args:
         weights: weights of the sources, 0 or more, in any unit; at least one is positive.
@@ -46,13 +46,11 @@ class Proportions:
         self._parts = [parts[number] for number in self._sources]
         self._each = [parts[number] for number in range(len(parts))]
         none = [0] * len(self._parts)
-        self._kept: list[tuple[list[int], list[int]]] = [(none, none)]  # every KEPT draws of a period
+        self._kept: list[tuple[list[int], list[int]]] = [(none, none)]  # states after every KEPT draws of a period
         self._last = (0, none, none)
 
     def between(self, start: int, stop: int) -> tuple[Ints, Ints]:
-        """The sources of the draws from `start` to before `stop`, and the number of each draw within its source, from
-        0.
-        """
+        """The sources of draws `start` to `stop - 1`, and the number of each draw within its source, from 0."""
         sources, numbers = np.empty(stop - start, np.int64), np.empty(stop - start, np.int64)
         at = start
         while at < stop:
@@ -90,8 +88,9 @@ class Proportions:
     def _draw(
         self, behind: list[int], drawn: list[int], count: int, all_of: int
     ) -> tuple[list[int], list[int], Ints, Ints]:
-        """The state after `count` more draws, with their sources and numbers; `all_of` is the number of draws in all
-        calls.
+        """Draw `count` times; returns the new state, and the sources and numbers of the draws.
+
+        `all_of` is the number of draws in all calls.
         """
         which, numbers = np.empty(count, np.int64), np.empty(count, np.int64)
         if all_of >= COMPILED and numba_works():
@@ -104,7 +103,7 @@ class Proportions:
 
 
 def _whole(weights: Sequence[Fraction]) -> list[int]:
-    """Weights as integers without a common factor; their sum is hardly above `FINEST`."""
+    """Convert weights to integers without a common factor, whose sum is close to `FINEST` at most."""
     total = sum(weights)
     shares = [weight / total for weight in weights]
     common = math.lcm(*(share.denominator for share in shares))
@@ -116,16 +115,19 @@ def _whole(weights: Sequence[Fraction]) -> list[int]:
 
 
 def _draws(parts, behind, drawn, period, which, numbers):  # type: ignore[no-untyped-def]
-    """Fill `which` and `numbers`; `behind` is the number of draws that each source lacks, in units of 1 / `period`."""
+    """Fill `which` and `numbers` with draws.
+
+    `behind` is the number of draws that each source lacks, in units of 1 / `period`.
+    """
     sources = len(parts)
-    least = -(-period // (2 * sources - 2))  # a source that lacks this much may be drawn
+    least = -(-period // (2 * sources - 2))  # a source must lack this much to be drawn
     most = period - least
     for place in range(len(which)):
         found, soonest = -1, 0
         for source in range(sources):
             behind[source] += parts[source]
             if behind[source] >= least:
-                left = (most - behind[source]) // parts[source]  # number of draws that may go to other sources first
+                left = (most - behind[source]) // parts[source]  # number of draws that other sources may get first
                 if found < 0 or left < soonest:
                     found, soonest = source, left
         behind[found] -= period

@@ -1,4 +1,4 @@
-"""Files of integers as tokens: their dtype comes from a file beside them, a header, or their numbers.
+"""Read files of integers as tokens; the dtype comes from a file beside them, a header, or the numbers.
 
 | beside or in a `.bin` | source of the dtype | |---|---| | `.idx` beside it | Megatron-LM's index (`megatron_indexes`)
 | | 256 int32 first: 20240520, 1, tokens | llm.c's header of GPT-2's tokens: uint16 follow | | 256 int32 first:
@@ -21,11 +21,11 @@ from rooftop.errors import InputError
 from rooftop.train.tokens.megatron_indexes import index_beside, indexed_dtype
 from rooftop.train.tokens.number_widths import KINDS, found_kind
 
-MAPPED_BYTES = 16 << 20  # smaller files are read, because a process can map only some ten thousand files
+MAPPED_BYTES = 16 << 20  # smaller files are not mapped, because a process can map only tens of thousands of files
 META = "meta.pkl"
 LLMC_HEADER_BYTES = 256 * 4
 LLMC_TOKENS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
-"""The version of a header and the dtype of its tokens, by the first number of the header."""
+"""The version of llm.c's header and the dtype of the tokens, by the first number of the header (magic number)."""
 LLMC_OTHERS = {
     20240326: "a model",
     20240327: "a model's state for tests",
@@ -45,13 +45,13 @@ CONTAINERS = {
     b"LITPKDS": "LitGPT's packed data set, in chunks",
     b"GGUF": "a model of llama.cpp",
 }
-"""First bytes of files that are not plain numbers, and the format that they belong to."""
+"""The first bytes of files that are not plain numbers, with the name of the format."""
 
 Integers = NDArray[np.integer[Any]]
 
 
 class Numbers(NamedTuple):
-    """The content of a file.
+    """The tokens in a file.
 
     Attributes:
         tokens: a 1-D array.
@@ -63,15 +63,15 @@ class Numbers(NamedTuple):
 
 
 def binary_numbers(path: Path, kind: str | None = None) -> Numbers:
-    """The tokens of a `.bin`.
+    """Read the tokens of a `.bin`.
 
     Args:
         path: path of the file.
-        kind: a name of `KINDS`, for a file that does not state its type; None: detected.
+        kind: a name in `KINDS`, for a file that does not state its type; None: the type is detected.
 
     Raises:
-        InputError: the file contradicts its description; `kind` contradicts the stated type; or no type is stated and
-            the numbers are ambiguous.
+        InputError: the file contradicts its header or index, `kind` contradicts the stated type, or no type is stated
+            and the numbers are ambiguous.
     """
     index = index_beside(path)
     if index is not None:
@@ -95,7 +95,7 @@ def binary_numbers(path: Path, kind: str | None = None) -> Numbers:
 
 
 def array_numbers(path: Path, kind: str | None = None) -> Numbers:
-    """The tokens of a `.npy`.
+    """Read the tokens of a `.npy`.
 
     Raises:
         InputError: the file is not a 1-D array of integers, or `kind` contradicts its dtype.
@@ -111,7 +111,10 @@ def array_numbers(path: Path, kind: str | None = None) -> Numbers:
 
 
 def mapped(path: Path, dtype: np.dtype[Any], offset: int = 0) -> Integers:
-    """Map the numbers of a file from a byte on. The numbers of a large file stay on the disk until they are read."""
+    """Map the numbers of a file, from a byte offset on.
+
+    The numbers of a large file stay on the disk until they are read.
+    """
     if path.stat().st_size < MAPPED_BYTES:
         return np.fromfile(path, dtype, offset=offset)
     return np.memmap(path, dtype, mode="r", offset=offset)
@@ -133,16 +136,16 @@ def _refuse_containers(path: Path) -> None:
 
 
 def _llmc_numbers(path: Path, kind: str | None) -> Numbers | None:
-    """The numbers after llm.c's header; None without a header."""
+    """Read the numbers after llm.c's header; None without a header."""
     size = path.stat().st_size
     header = np.fromfile(path, "<i4", min(size, LLMC_HEADER_BYTES) // 4)
     magic = int(header[0]) if len(header) else 0
-    # After the count a header has only zeros. Otherwise this is not a header, and the first token happens to be this
+    # A header has only zeros after the count. If there are other numbers, the first token merely equals the magic
     # number.
     if magic not in LLMC_TOKENS | LLMC_OTHERS or header[32:].any():
         return None
     if magic in LLMC_OTHERS:
-        raise InputError(f"{path} has {LLMC_OTHERS[magic]} of llm.c in it ({magic}): expected tokens")
+        raise InputError(f"{path} contains {LLMC_OTHERS[magic]} of llm.c ({magic}): expected tokens")
     expected, name = LLMC_TOKENS[magic]
     if len(header) < LLMC_HEADER_BYTES // 4:
         raise InputError(f"{path} begins with llm.c's header ({magic}), but is cut off after {size} bytes")
@@ -167,7 +170,7 @@ class _PlainValues(pickle.Unpickler):
 
 
 def _nanogpt_vocabulary(path: Path) -> int | None:
-    """The vocabulary size in nanoGPT's file beside the tokens; None if there is no such file."""
+    """Read the vocabulary size from nanoGPT's file beside the tokens; None if there is no such file."""
 
     if not path.is_file():
         return None

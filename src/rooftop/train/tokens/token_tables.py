@@ -1,4 +1,4 @@
-"""Data sets of Hugging Face as a row of tokens: folders of `save_to_disk`, Parquet and Arrow files.
+"""Read data sets of Hugging Face as a row of tokens: folders of `save_to_disk`, Parquet and Arrow files.
 
 | column | tokens |
 |---|---|
@@ -23,8 +23,8 @@ from rooftop.errors import InputError, MissingExtraError
 
 SUFFIXES = (".parquet", ".arrow")
 TOKENS, TEXT = "input_ids", "text"
-SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"  # files of save_to_disk, for one split and for several
-NUMBERED = re.compile(r"[-_.]?\d+(-of-\d+)?$")  # the end of train-00000-of-00002
+SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"  # files that save_to_disk writes for one split, and for several
+NUMBERED = re.compile(r"[-_.]?\d+(-of-\d+)?$")  # matches the end of train-00000-of-00002
 
 
 class Rows(NamedTuple):
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
 
 
 def is_table(path: Path) -> bool:
-    """Whether a path is a file or folder for `table_rows`, which reads or refuses it."""
+    """Whether a path is a file or folder that `table_rows` should open."""
     if path.is_dir():
         return (path / SAVED).is_file() or (path / SAVED_SPLITS).is_file() or any(_files(path))
     return path.suffix in SUFFIXES
@@ -64,7 +64,7 @@ def table_rows(path: Path) -> Rows:
         ) from error
     try:
         table = _table(path, files, datasets)
-    except Exception as error:  # any of the underlying libraries may raise
+    except Exception as error:  # the libraries below `datasets` raise various errors
         raise InputError(f"{path} cannot be read by datasets ({type(error).__name__}: {error})") from error
     name = next((each for each in (TOKENS, TEXT) if each in table.column_names), None)
     if name is None:
@@ -81,7 +81,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _check_one_split(path: Path, files: list[Path]) -> None:
-    """Refuse a folder with several splits, such as train and test."""
+    """Raise InputError if a folder has several splits, such as train and test."""
     found = {(file.parent, file.suffix, NUMBERED.sub("", file.stem)) for file in files}
     if len(found) > 1:
         names = ", ".join(sorted(str(file.relative_to(path)) for file in files)[:4])
@@ -89,7 +89,7 @@ def _check_one_split(path: Path, files: list[Path]) -> None:
 
 
 def _table(path: Path, files: list[Path], datasets: Any) -> Any:
-    """A table of Arrow."""
+    """An Arrow table."""
     if not files:
         found = datasets.load_from_disk(str(path))
     elif files[0].suffix == ".parquet":
@@ -100,7 +100,7 @@ def _table(path: Path, files: list[Path], datasets: Any) -> Any:
 
 
 def _numbers(path: Path, name: str, chunk: Any) -> NDArray[np.integer[Any]]:
-    """The numbers of a chunk of a column, without a copy."""
+    """View the numbers of a chunk of a column, without a copy."""
     import pyarrow as arrow
 
     kinds, kind = arrow.types, chunk.type

@@ -1,4 +1,4 @@
-"""Training data as one long row of tokens: numbers, or text whose bytes are tokens.
+"""Open training data as one long row of tokens: numbers, or text whose bytes are tokens.
 
 | path | tokens |
 |---|---|
@@ -9,7 +9,7 @@
 | another file | its bytes: text, 256 tokens |
 | another folder | the bytes of all text files in it, one file after another by their paths; hidden files are left out |
 
-Large files are memory-mapped: tokens are read from the disk when they are used, and stay in memory if they fit.
+Large files are memory-mapped: the system reads tokens from the disk when they are used, and caches them if they fit.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from rooftop.train.tokens.token_files import Integers, Numbers, array_numbers, b
 from rooftop.train.tokens.token_tables import is_table, table_rows
 
 BYTES = 256
-"""Number of tokens of text."""
-PEEKED_BYTES = 8192  # text has no zero among its first bytes; git checks as many
-SCANNED = 1 << 24  # tokens that are checked at a time
-PLACES, LOOKED_AT = 256, 64  # places in a fingerprint; tokens read at each
+"""Vocabulary size of text, whose tokens are bytes."""
+PEEKED_BYTES = 8192  # a file is text if its first bytes contain no zero; git checks similarly many
+SCANNED = 1 << 24  # number of tokens that are checked at a time
+PLACES, LOOKED_AT = 256, 64  # number of places in a fingerprint, and tokens read at each place
 NUMBERS = (".bin", ".npy")
 EXPECTED = "expected a file of tokens (.bin, .npy, .parquet, .arrow), text, or a folder"
 
@@ -44,8 +44,8 @@ class Tokens:
     """A row of tokens.
 
     Args:
-        parts: 1-D arrays, one after another.
-        source: name of the source in errors.
+        parts: 1-D arrays, whose concatenation is the row.
+        source: name of the data in error messages.
         text: whether tokens are bytes.
         vocabulary: vocabulary size; None: unknown, or 256 for text.
     """
@@ -59,14 +59,14 @@ class Tokens:
 
     @property
     def kind(self) -> str:
-        """ "text", or the dtypes of the numbers."""
+        """ "text", or the names of the numbers' dtypes."""
         return "text" if self.text else " and ".join(sorted({part.dtype.name for part in self.parts})) or "nothing"
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Read the tokens from `start` to before `stop`, int64.
+        """Read tokens `start` to `stop - 1`, as int64.
 
         Raises:
             IndexError: there are fewer tokens.
@@ -83,7 +83,7 @@ class Tokens:
         return torch.from_numpy(found)
 
     def part(self, start: int, stop: int, name: str) -> Tokens:
-        """The tokens from `start` to before `stop`, without copying them; `name` tells the part in errors."""
+        """Return tokens `start` to `stop - 1` without a copy; `name` names this part in error messages."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"{self.source} has tokens 0 to {len(self)}, not {start} to {stop}")
         spans = zip([0, *self._ends], self.parts, strict=False)
@@ -92,8 +92,9 @@ class Tokens:
         return Tokens([piece for piece in pieces if len(piece)], source, self.text, self.vocabulary)
 
     def fingerprint(self) -> str:
-        """A hash of the number of tokens and of samples of them. Different data almost surely have different hashes,
-        unless they differ only in a few places.
+        """A hash of the number of tokens and of a sample of them.
+
+        Different data almost surely have different hashes, unless they differ only in a few places.
         """
         digest = blake2b(str(len(self)).encode(), digest_size=16)
         last = max(0, len(self) - LOOKED_AT)
@@ -102,7 +103,9 @@ class Tokens:
         return digest.hexdigest()
 
     def check_vocabulary(self, vocabulary: int, progress: Progress = lambda what, fraction: None) -> None:
-        """Check that a vocabulary has all tokens. This reads all data, unless the integer type is small enough.
+        """Check that a vocabulary contains all tokens.
+
+        This reads all data, unless the integer type cannot hold a larger token.
 
         Raises:
             InputError: a token is outside the vocabulary.
@@ -139,8 +142,8 @@ def open_tokens(path: Path, kind: str | None = None) -> Tokens:
             little-endian. None: detected.
 
     Raises:
-        InputError: the path does not exist, or has neither tokens nor text; the integer type of a `.bin` cannot be
-            detected; or the file states another type than `kind`.
+        InputError: the path does not exist, or has neither tokens nor text. Also if the integer type of a `.bin` cannot
+            be detected, or the file states another type than `kind`.
         MissingExtraError: the path is a data set of Hugging Face, and `datasets` is not installed.
         ValueError: `kind` is unknown.
     """
@@ -168,7 +171,7 @@ def open_tokens(path: Path, kind: str | None = None) -> Tokens:
 
 
 def _data_of_index(path: Path) -> Path:
-    """The token file of Megatron-LM's pair, from the name of either file."""
+    """The token file of Megatron-LM's pair of files, from the name of either file."""
     if path.suffix == ".idx":
         return path.with_suffix(".bin")
     pair = [path.with_name(path.name + suffix) for suffix in (".bin", ".idx")]
@@ -178,7 +181,7 @@ def _data_of_index(path: Path) -> Path:
 def _text_of_folder(folder: Path) -> Tokens:
     files = list(_files(folder))
     numbers = [path for path in files if path.suffix in (*NUMBERS, ".idx")]
-    if numbers:  # train.bin and val.bin may be in one folder, but must not be trained on together
+    if numbers:  # train.bin and val.bin may be in the same folder, and training must not read both
         names = ", ".join(str(path.relative_to(folder)) for path in numbers[:4])
         raise InputError(f"the folder {folder} has files of tokens ({names}): list the files to train on")
     parts = [mapped(path, np.dtype(np.uint8)) for path in files if _is_text(path)]
@@ -188,7 +191,7 @@ def _text_of_folder(folder: Path) -> Tokens:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """All files that are not hidden, in the same order on every machine."""
+    """List all files that are not hidden, in the same order on every machine."""
     found = [(path.relative_to(folder).parts, path) for path in folder.rglob("*")]
     for parts, path in sorted(found):
         if not any(part.startswith(".") for part in parts) and path.is_file():

@@ -1,1 +1,1 @@
-"""Small generated data, for training a detector, a video network and a point cloud network."""
+"""Small generated data sets to train a detector, a video network and a point cloud network."""

@@ -15,12 +15,12 @@ from rooftop.doctor.extras import Extra
 from rooftop.errors import MissingExtraError
 
 SCIKIT_LEARN = Extra("ladder", "sklearn", "scikit-learn", "the digits")
-TRAINED_ON = 1500  # number of scikit-learn's 1797 digits that are for training
+TRAINED_ON = 1500  # number of training digits among scikit-learn's 1797 digits
 
 
 @cache
 def digits() -> tuple[Tensor, Tensor]:
-    """All digits, (1797, 8, 8) float32 in 0..1, and their classes, (1797,) int64.
+    """Load all digits, (1797, 8, 8) float32 in 0..1, and their classes, (1797,) int64.
 
     Raises:
         MissingExtraError: scikit-learn is not installed.
@@ -34,12 +34,12 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 def moving_digits(images: Tensor, count: int, frames: int, side: int, together: int, seed: int) -> Tensor:
-    """Videos of digits that move straight and bounce at the edges; where two overlap, the brighter one shows.
+    """Generate videos of digits that move straight and bounce at the edges; overlapping digits show the brighter pixel.
 
     Args:
         images: (M, 8, 8) in 0..1, from which digits are drawn; the videos are on the same device.
         count, frames: N videos of T frames.
-        side: side of the square frames in pixels; a digit is three eighths as large.
+        side: side of the square frames in pixels; a digit's side is three eighths of it.
         together: number of digits in each video.
         seed: the same seed gives the same videos.
 
@@ -50,7 +50,7 @@ def moving_digits(images: Tensor, count: int, frames: int, side: int, together: 
     chosen = torch.randint(len(images), (count, together), generator=generator).to(device)
     start, angle, speed = (torch.rand(count, together, k, generator=generator).to(device) for k in (2, 1, 1))
     direction = torch.cat(((2 * torch.pi * angle).cos(), (2 * torch.pi * angle).sin()), -1)
-    step = direction * (0.03 + 0.03 * speed) * side  # pixels a frame
+    step = direction * (0.03 + 0.03 * speed) * side  # pixels per frame
     size = 3 * side / 8
     room = side - size
     times = torch.arange(frames, device=device)[:, None, None]

@@ -1,12 +1,12 @@
 """Simulated LiDAR scans of streets and rooms, with a label for each point.
 
-A scene consists of boxes, cylinders and ellipsoids, generated for each seed by lidar_scenes.py. A scanner turns in
+A scene consists of boxes, cylinders and ellipsoids, which lidar_scenes.py generates from a seed. A scanner turns in
 steps, and its vertically stacked beams measure at each step. `cast` finds the first hit of each ray, in plain PyTorch,
 on any device.
 
-The difficulties of real scans are simulated too: ranges have noise, dark and slanted surfaces reflect too little light
-and are lost, rays enter foliage, a street is scanned from only one place, and the scanner is rarely level. The same
-seed gives the same scene everywhere, and the same scan on the same kind of device.
+The difficulties of real scans are simulated too. Ranges have noise, many rays that hit dark or slanted surfaces are
+lost, and rays enter foliage. A street is scanned from only one place, and the scanner is rarely level. The same seed
+gives the same scene everywhere, and the same scan on the same kind of device.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from torch import Tensor
 from rooftop.models.point_clouds.clouds import Cloud, Colour
 from rooftop.train.tasks.generated.lidar_scenes import BOX, CEILING, ELLIPSOID, ROOM, STREET, Place, Solid, room, street
 
-SECTORS = 32  # sectors of a turn
-SLACK_RAD = 1e-3  # overlap of sectors; float32's error in an angle of a few degrees is smaller
+SECTORS = 32  # number of sectors of a turn
+SLACK_RAD = 1e-3  # overlap of sectors, which exceeds float32's error in an angle of a few degrees
 
 
 # ---- casting rays ----------------------------------------------------------------------------------------------
 
 
 class Solids(NamedTuple):
-    """S solids as tensors, by kind.
+    """S solids as tensors, sorted by kind.
 
     Attributes:
         kinds: numbers of boxes, cylinders and ellipsoids, in this order.
@@ -51,7 +51,7 @@ class Solids(NamedTuple):
 
 
 def as_tensors(solids: Sequence[Solid], chance: Random, device: torch.device) -> Solids:
-    """Solids, each with its reflectivity, on the device."""
+    """Convert solids to tensors on the device, and draw the reflectivity of each."""
     ordered = sorted(solids, key=lambda solid: solid.kind)
     rows = [
         (
@@ -83,7 +83,7 @@ class Hits(NamedTuple):
     Attributes:
         distance: float32 (R,), in metres; infinite if a ray hits nothing.
         solid: int64 (R,), row of the solids.
-        cosine: float32 (R,), of the angle between the ray and the surface's normal, 0..1.
+        cosine: float32 (R,), cosine of the angle between the ray and the surface's normal, 0..1.
     """
 
     distance: Tensor
@@ -95,12 +95,12 @@ def cast(solids: Solids, origin: Tensor, directions: Tensor) -> Hits:
     """Find the first hits of rays, unit vectors (R, 3), from one place, float32 (3,). Rays do not hit solids that
     contain the place.
 
-    In coordinates in which a solid is a cube of -1..1, or a cylinder or ball of radius 1, a ray is still a line with
-    the same parameter. Each solid is an intersection of slabs, discs and balls, and the ray is inside each of these for
-    one interval. The ray hits the solid where the last interval begins, if none has ended before.
+    A change of coordinates makes each solid a cube of -1..1, or a cylinder or ball of radius 1; a ray remains a line
+    with the same parameter. Each solid is an intersection of slabs, discs and balls, and a ray is inside each of these
+    shapes for one interval. The ray hits the solid where the last interval begins, if no interval has ended before.
 
     Rays are processed in sectors of equal size, with the solids that reach into each sector. So rays should be ordered
-    by heading. The host waits for the device once, to find these solids.
+    by heading. The host waits for the device once, to select the solids of all sectors.
     """
     parts = directions.chunk(SECTORS)
     reaching = torch.stack([_reaches(solids, origin, part) for part in parts]).cpu()
@@ -109,7 +109,7 @@ def cast(solids: Solids, origin: Tensor, directions: Tensor) -> Hits:
 
 
 def _reaches(solids: Solids, origin: Tensor, directions: Tensor) -> Tensor:
-    """(S,): whether some of these rays could hit the solid, judged from above."""
+    """Whether some of these rays could hit each solid, as seen from above: (S,)."""
     flat = torch.nn.functional.normalize(directions[:, :2], dim=1)
     middle = torch.nn.functional.normalize(flat.mean(0), dim=0)
     wide = (flat @ middle).min().clamp(-1, 1).acos()
@@ -121,7 +121,7 @@ def _reaches(solids: Solids, origin: Tensor, directions: Tensor) -> Tensor:
 
 
 def _first(solids: Solids, those: Tensor, origin: Tensor, directions: Tensor) -> Hits:
-    """The first hit of each ray among those solids, a mask (S,) on the CPU."""
+    """Find the first hit of each ray among the solids of a mask (S,) on the CPU."""
     found, rows = [torch.full_like(directions[:, :1], math.inf)], [torch.zeros(1, dtype=torch.int64)]
     start = 0
     for kind, count in enumerate(solids.kinds):
@@ -140,7 +140,7 @@ def _first(solids: Solids, those: Tensor, origin: Tensor, directions: Tensor) ->
 
 
 def _unit_rays(solids: Solids, those: Tensor, origin: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
-    """Rays in the frames of the solids, where each solid reaches from -1 to 1."""
+    """Transform rays to the frames of the solids, in which each solid spans -1..1."""
     c, s = solids.turn[those].unbind(-1)
 
     def turned(v: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ def _unit_rays(solids: Solids, those: Tensor, origin: Tensor, directions: Tensor
 
 
 def _within(kind: int, o: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-    """Start and end of each ray inside a unit solid, (R, S) from (R, S, 3); reversed if the ray misses it."""
+    """Start and end of each ray inside a unit solid, (R, S) from (R, S, 3); start exceeds end if the ray misses."""
     if kind == BOX:
         return _slabs(o, d)
     if kind == ELLIPSOID:
@@ -167,8 +167,9 @@ def _slabs(o: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ball(o: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-    """Start and end of each ray inside a unit ball in any number of dimensions. The result is computed from the point
-    nearest to the centre, so it is exact even for a distant scanner.
+    """Start and end of each ray inside a unit ball in any number of dimensions.
+
+    The computation starts from the point nearest to the centre, so it is exact even for a distant scanner.
     """
     square = (d * d).sum(-1)
     middle = -(o * d).sum(-1) / square
@@ -179,7 +180,7 @@ def _ball(o: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _unit_normal(at: Tensor, solid: Tensor, solids: Solids) -> Tensor:
-    """Normals, of any length, of the unit solids at points (R, 3) of their surfaces."""
+    """Normals, of any length, of unit solids at points (R, 3) of their surfaces."""
     boxes, cylinders, _ = solids.kinds
     size = at.abs()
     cube = torch.where(size == size.amax(1, keepdim=True), at, 0)
@@ -198,13 +199,13 @@ class Scanner:
     """A scanner head that turns about its vertical axis.
 
     Attributes:
-        beams: above each other, at equal angles.
+        beams: number of beams, stacked vertically at equal angles.
         steps: number of steps in a turn.
         lowest_deg, highest_deg: elevations of the beams.
-        farthest_m: anything farther is not measured.
-        noise_m: standard deviation of a range.
-        weakest: share of reflected light at which half of the rays from half of `farthest_m` are lost.
-        lost: share of rays that are lost at random.
+        farthest_m: maximum measured distance.
+        noise_m: standard deviation of a measured range.
+        weakest: reflectivity at which half of the rays are lost at half of `farthest_m`.
+        lost: fraction of rays that are lost at random.
     """
 
     beams: int
@@ -217,7 +218,7 @@ class Scanner:
     lost: float = 0.01
 
     def directions(self, device: torch.device) -> Tensor:
-        """Unit vectors (steps * beams, 3), in the order of their headings."""
+        """Directions of all rays, unit vectors (steps * beams, 3), in the order of their headings."""
         up = torch.linspace(math.radians(self.lowest_deg), math.radians(self.highest_deg), self.beams, device=device)
         heading = (torch.arange(self.steps, device=device) * (2 * math.pi / self.steps))[:, None]
         x, y, z = up.cos() * heading.cos(), up.cos() * heading.sin(), up.sin().expand(self.steps, -1)
@@ -240,7 +241,7 @@ class Scan(NamedTuple):
 
 
 def scan(solids: Solids, scanner: Scanner, places: Tensor, seed: int) -> Scan:
-    """Scan from each of the places (K, 3) into one frame, on the solids' device.
+    """Scan from each place (K, 3), and merge the points in one frame, on the solids' device.
 
     The host waits for the device, because the number of returned rays depends on the scene.
     """
@@ -257,7 +258,7 @@ def scan(solids: Solids, scanner: Scanner, places: Tensor, seed: int) -> Scan:
     deeper = -solids.depth_m[solid] * drawn().clamp(min=1e-6).log()
     noise = scanner.noise_m * torch.randn(len(distance), generator=chance, device=device)
     distance = distance + deeper + noise
-    # The returned light falls with the square of the distance. Foliage has no surface, so its angle does not count.
+    # The returned light falls with the square of the distance. Foliage has no surface, so its angle is ignored.
     cosine = torch.where(solids.depth_m[solid] > 0.1, 0.7, cosine)
     intensity = (solids.reflectivity[solid] * cosine * (0.9 + 0.2 * drawn())).clamp(0, 1)
     signal = intensity * (scanner.farthest_m / (2 * distance)) ** 2
@@ -274,11 +275,11 @@ class Setting:
     """A kind of scene and its scanner.
 
     Attributes:
-        classes: their names and colours, by number.
-        build: generates solids, and places of the scanner.
+        classes: names and colours of the classes, by number.
+        build: generates the solids, and the places of the scanner.
         scanner: the scanner.
-        tilt_deg: standard deviation of the scanner's pitch and of its roll.
-        lid: the class that is left out of pictures, because it hides the others; -1 for none.
+        tilt_deg: standard deviation of the scanner's pitch and roll.
+        lid: the class that pictures omit because it hides the other classes, e.g. a ceiling; -1: no class.
     """
 
     classes: dict[str, Colour]
@@ -295,7 +296,7 @@ SETTINGS = {
 
 
 def simulate(setting: Setting, seed: int, device: torch.device | str = "cpu") -> Scan:
-    """Scan a scene generated from this seed, in a frame with random heading. The host waits for the device."""
+    """Generate a scene from a seed and scan it, in a frame with random heading. The host waits for the device."""
     device, chance = torch.device(device), Random(seed)
     solids, places = setting.build(chance)
     found = scan(as_tensors(solids, chance, device), setting.scanner, torch.tensor(places).to(device), seed)
@@ -306,7 +307,7 @@ def simulate(setting: Setting, seed: int, device: torch.device | str = "cpu") ->
 
 
 def _about(axis: int, angle: float) -> Tensor:
-    """The matrix of a rotation, (3, 3)."""
+    """The matrix of a rotation about an axis, (3, 3)."""
     one, other = (axis + 1) % 3, (axis + 2) % 3
     turn = torch.eye(3)
     turn[one, one] = turn[other, other] = math.cos(angle)

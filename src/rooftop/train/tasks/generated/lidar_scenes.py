@@ -1,4 +1,4 @@
-"""Generates streets and rooms from boxes, cylinders and ellipsoids, new ones for each seed.
+"""Generate streets and rooms from boxes, cylinders and ellipsoids, a new scene for each seed.
 
 `street` and `room` return the solids of a scene and the places of its scanner. An object (a car, a tree, a chair) is a
 list of solids around its own origin, and `placed` moves it to a place. The same seed gives the same scene everywhere.
@@ -19,11 +19,11 @@ Place = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Material:
-    """The reflection of a surface.
+    """How a surface reflects light.
 
     Attributes:
-        least, most: range of the share of reflected light; each solid has a value in it.
-        depth_m: average depth at which something inside reflects the rays, for foliage.
+        least, most: range of the reflectivity, from which each solid draws a value.
+        depth_m: for foliage, the average depth at which it reflects rays.
     """
 
     least: float
@@ -93,7 +93,7 @@ CURB_M = 0.14
 
 
 def vehicle(chance: Random) -> list[Solid]:
-    """A car, a van or a truck, its front towards x."""
+    """A car, a van or a truck, which faces x."""
     kind = chance.choices(("car", "van", "truck"), (8, 2, 1))[0]
     length, width, height = {"car": (4.4, 1.8, 1.5), "van": (5.4, 2.0, 2.3), "truck": (8.0, 2.4, 3.2)}[kind]
     length, width, height = (size * chance.uniform(0.9, 1.1) for size in (length, width, height))
@@ -128,7 +128,7 @@ def vehicle(chance: Random) -> list[Solid]:
 
 
 def person(chance: Random) -> list[Solid]:
-    """A person who stands or walks towards x."""
+    """A standing or walking person, who faces x."""
     tall = chance.uniform(1.5, 1.9)
     step = chance.uniform(0, 0.25)
     legs, chest = 0.47 * tall, 0.83 * tall
@@ -148,7 +148,7 @@ def person(chance: Random) -> list[Solid]:
 
 
 def tree(chance: Random) -> list[Solid]:
-    """A trunk with two to four crowns, in metres, standing at the origin."""
+    """A tree at the origin: a trunk with two to four crowns, in metres."""
     trunk, wide = chance.uniform(1.8, 3.2), chance.uniform(1.1, 2.2)
     thick = chance.uniform(0.1, 0.24)
     parts = [Solid(CYLINDER, PLANTS, (0, 0, trunk / 2 + 0.3), (thick, thick, trunk / 2 + 0.3), BARK)]
@@ -162,7 +162,7 @@ def tree(chance: Random) -> list[Solid]:
 
 
 def pole(chance: Random) -> list[Solid]:
-    """A lamp whose arm points to y, a sign, or a traffic light, which look towards -x."""
+    """A pole with a lamp whose arm points to y, or with a sign or a traffic light that faces -x."""
     kind = chance.choices(("lamp", "sign", "light"), (3, 3, 1))[0]
     if kind == "lamp":
         tall, arm = chance.uniform(5, 8), chance.uniform(0.6, 1.6)
@@ -202,7 +202,7 @@ def house(chance: Random, wide: float, deep: float) -> list[Solid]:
 
 
 def block(chance: Random, left: float, right: float, curb: float, walk: float) -> list[Solid]:
-    """The block between two crossings, left to right, beyond the curb at y = curb."""
+    """A block between two crossings, from left to right, beyond the curb at y = curb."""
     front = curb + walk
     middle, half = (left + right) / 2, (right - left) / 2
     parts = [
@@ -242,7 +242,7 @@ def block(chance: Random, left: float, right: float, curb: float, walk: float) -
 
 
 def street(chance: Random) -> tuple[list[Solid], list[Place]]:
-    """A street along x, possibly with a crossing, and the scanner on a car in its right lane."""
+    """A street along x, sometimes with a crossing, and the scanner on a car in the right lane."""
     half = chance.uniform(5.2, 7.5)
     walk = chance.uniform(2.0, 3.8)
     crossing = chance.uniform(-30, 30) if chance.random() < 0.6 else 200.0
@@ -283,7 +283,7 @@ FLOOR, CEILING, WALL, DOOR, TABLE, CHAIR, SOFA, SHELF, LAMP = range(len(ROOM))
 
 
 def table(chance: Random) -> list[Solid]:
-    """A dining table or a low one, in metres, standing at the origin."""
+    """A dining table or a low table at the origin, in metres."""
     tall = chance.uniform(0.68, 0.78) if chance.random() < 0.75 else chance.uniform(0.38, 0.5)
     a, b = chance.uniform(0.45, 1.0), chance.uniform(0.35, 0.5)
     if chance.random() < 0.35:
@@ -333,7 +333,7 @@ def sofa(chance: Random) -> list[Solid]:
 
 
 def shelf(chance: Random) -> list[Solid]:
-    """A closed cupboard, or shelves with things in them; its back lies on y = 0."""
+    """A closed cupboard, or shelves with objects on them; the back lies on y = 0."""
     a, deep, tall = chance.uniform(0.35, 0.9), chance.uniform(0.25, 0.55), chance.uniform(0.8, 2.1)
     b = deep / 2
     if chance.random() < 0.4:
@@ -369,7 +369,7 @@ def lamp(chance: Random, ceiling: float) -> list[Solid]:
 
 
 def room(chance: Random) -> tuple[list[Solid], list[Place]]:
-    """A furnished room, and the scanner on a tripod at two or three places in it."""
+    """A furnished room, with the scanner on a tripod at two or three places."""
     a, b, tall = chance.uniform(2.2, 4.2), chance.uniform(1.8, 3.2), chance.uniform(2.4, 3.1)
     parts = [
         Solid(BOX, FLOOR, (0, 0, -0.1), (a + 1, b + 1, 0.1), WOOD),
@@ -378,7 +378,7 @@ def room(chance: Random) -> tuple[list[Solid], list[Place]]:
     sides = (((0, -b, 0.0), a), ((a, 0, math.pi / 2), b), ((0, b, math.pi), a), ((-a, 0, -math.pi / 2), b))
     free = _Floor(a, b, chance)
     doorway = chance.randrange(4)
-    # in its own frame the wall lies on y = 0, and the room is beyond it
+    # in the wall's own frame, the wall lies on y = 0 and the room at y > 0
     for number, ((x, y, yaw), half) in enumerate(sides):
         wall = [Solid(BOX, WALL, (0, -0.1, tall / 2), (half + 0.2, 0.1, tall / 2), WHITE_PAINT)]
         if number == doorway or chance.random() < 0.15:
@@ -424,7 +424,7 @@ def _moved(along: float, out: float, x: float, y: float, yaw: float) -> tuple[fl
 
 
 class _Floor:
-    """The occupied circles on a floor of half-sizes a and b."""
+    """The circles that are occupied on a floor of half-sizes a and b."""
 
     def __init__(self, a: float, b: float, chance: Random) -> None:
         self.a, self.b, self.chance = a, b, chance
@@ -434,14 +434,14 @@ class _Floor:
         return abs(x) + radius < self.a and abs(y) + radius < self.b
 
     def take(self, x: float, y: float, radius: float) -> bool:
-        """Occupy a place; return whether it was free."""
+        """Occupy a place if it is free; returns whether it was free."""
         free = all(math.hypot(x - u, y - v) > radius + r for u, v, r in self.taken)
         if free:
             self.taken.append((x, y, radius))
         return free
 
     def find(self, radius: float) -> tuple[float, float] | None:
-        """Find and occupy a free place; None if none was found."""
+        """Find and occupy a free place; returns None if there is none."""
         for _ in range(50):
             x, y = (self.chance.uniform(-1, 1) * max(0.0, size - radius) for size in (self.a, self.b))
             if self.take(x, y, radius):

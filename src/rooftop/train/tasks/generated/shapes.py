@@ -1,9 +1,9 @@
 """Pictures of coloured shapes with their boxes, in COCO's format: a small data set for training a detector.
 
-A picture has one to four circles, squares and triangles on a noisy background. `draw` makes a batch on any device and
-never waits for the device: the host draws the number of shapes in a picture, and the device everything else. The same
-seed gives the same pictures on the same kind of device. `write` puts a batch into a folder, as PNG files with
-instances.json beside them, which `rooftop.models.CocoDataset` reads.
+A picture has one to four circles, squares and triangles on a noisy background. `draw` generates a batch on any device
+and never waits for the device: the host draws the number of shapes in each picture, and the device all other random
+numbers. The same seed gives the same pictures on the same kind of device. `write` writes a batch to a folder, as PNG
+files and instances.json, for `rooftop.models.CocoDataset`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from PIL import Image
 from torch import Tensor
 
 NAMES = ("circle", "square", "triangle")
-MOST = 4  # shapes in a picture
-RADII = (0.08, 0.2)  # as fractions of the side of a picture
-TRIES = 64  # candidate places of a shape; the one that hides the least of other shapes is chosen
-NOISE = 0.1  # standard deviation of each pixel, where black is 0 and white 1
+MOST = 4  # maximum number of shapes in a picture
+RADII = (0.08, 0.2)  # smallest and largest radius, as fractions of a picture's side
+TRIES = 64  # candidate places of a shape; the place that hides the least of other shapes is chosen
+NOISE = 0.1  # standard deviation of a pixel, where black is 0 and white is 1
 
 
 class Shapes(NamedTuple):
-    """B pictures.
+    """A batch of B pictures of shapes.
 
     Attributes:
         images: float32 (B, 3, side, side), 0..1.
         labels: int64 (B, MOST), numbers of `NAMES`.
-        boxes: float32 (B, MOST, 4) as (center x, center y, width, height), 0..1 of the picture.
+        boxes: float32 (B, MOST, 4) as (center x, center y, width, height), as fractions of the picture.
         counts: number of valid labels and boxes of each picture.
     """
 
@@ -54,14 +54,14 @@ def draw(count: int, side: int, seed: int, device: torch.device | str = "cpu") -
 
     labels = torch.randint(len(NAMES), (count, MOST), generator=chance, device=device)
     radii = RADII[0] + (RADII[1] - RADII[0]) * uniform(count, MOST)
-    radii = radii.sort(descending=True).values  # the largest shapes first, while there is room
+    radii = radii.sort(descending=True).values  # places the largest shapes first, while there is room
     centers = _places(radii, uniform(count, MOST, TRIES, 2))  # (B, MOST, 2)
     background = uniform(count, 3, 1, 1)
     images = background.expand(-1, -1, side, side)
     there = counts.to(device, non_blocking=True)[:, None] > torch.arange(MOST, device=device)  # (B, MOST)
     cover = _cover(labels, centers * side, radii * side, side) * there[..., None, None]  # (B, MOST, side, side)
     for number in range(MOST):
-        # The colour is about half of the range away from the background, modulo the range, so it is always visible.
+        # The colour differs from the background by about half of the range (modulo the range), so the shape is visible.
         colour = (background + 0.35 + 0.3 * uniform(count, 3, 1, 1)) % 1
         images = torch.lerp(images, colour, cover[:, number, None])
     images = images + NOISE * torch.randn(images.shape, generator=chance, device=device)
@@ -70,8 +70,9 @@ def draw(count: int, side: int, seed: int, device: torch.device | str = "cpu") -
 
 
 def _places(radii: Tensor, tries: Tensor) -> Tensor:
-    """Centers (B, MOST, 2) for radii (B, MOST), chosen from candidates (B, MOST, TRIES, 2) in 0..1, so that shapes are
-    inside the picture.
+    """Choose centers (B, MOST, 2) for radii (B, MOST) from candidates (B, MOST, TRIES, 2) in 0..1.
+
+    All shapes lie inside the picture.
     """
     tries = radii[..., None, None] + (1 - 2 * radii[..., None, None]) * tries
     chosen = tries[:, :1, 0]  # (B, 1, 2)
@@ -85,22 +86,22 @@ def _places(radii: Tensor, tries: Tensor) -> Tensor:
 
 
 def _cover(labels: Tensor, centers: Tensor, radii: Tensor, side: int) -> Tensor:
-    """The share of each pixel (side, side) that each shape covers, 0..1; centers and radii are in pixels."""
+    """The fraction of each pixel (side, side) that each shape covers, 0..1; centers and radii are in pixels."""
     pixels = torch.arange(side, device=labels.device) + 0.5
     x = (pixels - centers[..., 0, None])[..., None, :]  # (B, MOST, 1, side)
     y = (pixels - centers[..., 1, None])[..., None]  # (B, MOST, side, 1)
     r = radii[..., None, None]
-    # The distance in pixels from the outline, positive inside.
+    # Distance from the outline in pixels, positive inside.
     circle = r - torch.hypot(x, y)
     square = r - torch.maximum(x.abs(), y.abs())
-    triangle = torch.minimum(r - y, (y + r) / 2 - x.abs())  # its tip is at the top
+    triangle = torch.minimum(r - y, (y + r) / 2 - x.abs())  # the triangle's tip is at the top
     kind = labels[..., None, None]
     within = torch.where(kind == 0, circle, torch.where(kind == 1, square, triangle))
     return (within + 0.5).clamp(0, 1)
 
 
 def write(shapes: Shapes, folder: Path) -> Path:
-    """Write pictures as PNG files, and instances.json in COCO's format; return the path of instances.json."""
+    """Write pictures as PNG files, and instances.json in COCO's format; returns the path of instances.json."""
     folder.mkdir(parents=True, exist_ok=True)
     content = coco_annotations(shapes)
     for image, described in zip(shapes.images, content["images"], strict=True):
@@ -111,7 +112,7 @@ def write(shapes: Shapes, folder: Path) -> Path:
 
 
 def coco_annotations(shapes: Shapes) -> dict[str, list[dict[str, Any]]]:
-    """The boxes of all pictures in COCO's format."""
+    """Describe the boxes of all pictures in COCO's format."""
     side = shapes.images.shape[-1]
     images: list[dict[str, Any]] = []
     boxes: list[dict[str, Any]] = []
@@ -126,5 +127,5 @@ def coco_annotations(shapes: Shapes) -> dict[str, list[dict[str, Any]]]:
 
 
 def picture(image: Tensor) -> Image.Image:
-    """(3, H, W), 0..1, as an image of PIL."""
+    """Convert (3, H, W) in 0..1 to a Pillow image."""
     return Image.fromarray((image * 255).round().byte().permute(1, 2, 0).cpu().numpy())
